@@ -1,0 +1,43 @@
+PYTHON ?= python3
+JOBS ?= 2
+
+# The demo runs in an environment of its own: smaller, and without timm's torchvision, which breaks the imports of
+# transformers where its compiled operators do not match torch's build (see tests/torchvision_stub.py).
+DEV := .venv
+DEMO := .venv-demo
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint bench clean
+
+help:  ## list these targets
+	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 8
+
+env: $(DEV)/stamp  ## create the development environment, .venv
+
+demo: $(DEMO)/stamp  ## train a small language model with and without learned depth connections
+	$(DEMO)/bin/python examples/train_lm.py
+
+test: env  ## run the whole test suite
+	$(DEV)/bin/pytest -n $(JOBS)
+
+lint: env  ## check style and types
+	$(DEV)/bin/ruff check
+	$(DEV)/bin/ruff format --check
+	$(DEV)/bin/mypy
+
+bench: env  ## run the benchmarks
+	$(DEV)/bin/python benchmarks/run.py
+
+clean:  ## remove the environments, caches and outputs
+	rm -rf $(DEV) $(DEMO) build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(DEV)/stamp: EXTRAS := -e '.[dev]'
+$(DEMO)/stamp: EXTRAS := -e '.[viz]' transformers
+
+# torch first: a later requirement of any package then finds it and pulls in no other build.
+%/stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip install --quiet torch==2.13.0 -c constraints.txt
+	$*/bin/python -m pip install --quiet $(EXTRAS) -c constraints.txt
+	touch $@

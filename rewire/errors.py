@@ -1,0 +1,53 @@
+"""Every error that rewire raises on purpose. Messages say what was done, where (module path), and what to do instead."""
+
+
+class RewireError(Exception):
+    """Base class of all errors of this package."""
+
+
+class NoResidualAdds(RewireError):
+    """The model has no residual add that could be rewritten."""
+
+
+class UnknownName(RewireError):
+    """A topology, initialiser, trunk or pattern of that name does not exist."""
+
+
+class AlreadyRewired(RewireError):
+    """The model was rewired before."""
+
+
+class AlreadyConnected(RewireError):
+    """The architecture has learned depth connections of its own."""
+
+
+class ShardedModel(RewireError):
+    """The model is already sharded or wrapped: it has to be rewired before."""
+
+
+class UnsupportedTopology(RewireError):
+    """The topology's formulas do not fit the trunk (post-norm blocks, granularity, start)."""
+
+
+class WidthMismatch(RewireError):
+    """States of different widths would have to be mixed in one trunk."""
+
+
+class BadExampleInputs(RewireError):
+    """The original model does not run on the example inputs."""
+
+
+class ValidationMismatch(RewireError):
+    """The rewritten model differs from the original."""
+
+
+class OutOfOrder(RewireError):
+    """A block was called outside the order of its trunk."""
+
+
+class UnsupportedCall(RewireError):
+    """A rewritten block was called in a way that its forward was not rewritten for."""
+
+
+class TraceError(RewireError):
+    """A module's forward could not be traced."""

@@ -1,0 +1,243 @@
+"""ANCRe: learned shortcuts between all states of a trunk (arXiv 2602.09009), and its paper's two ablations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rewire.topologies.base import Granularity, Start, States, Topology, no_preserving_start, one_hot_previous
+from rewire.topologies.mixing import mix
+from rewire.topologies.registry import register_topology
+
+Normalize = Literal["ingoing", "outgoing", "none"]
+Cascade = Literal["replace", "keep"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ANCRe(Topology):
+    """Learned shortcuts from every earlier state, ``x_t = f_t + sum_{i<t} p_it x_i`` (ANCRe, Section 4.1).
+
+    Unit t reads ``r_t = x_{t-1}``; the trunk's output is ``x_T``; the states are ``x_0 .. x_t``. The shortcut weights
+    come from logits c by a softmax at temperature tau:
+
+    - ``ingoing``: ``p_it = exp(c_it / tau) / sum_{k<t} exp(c_kt / tau)``, so that ``sum_i p_it = 1`` for each t. (The
+      paper prints the sum from k = 1; its constraint starts at 0.)
+    - ``outgoing``: the same over destinations, so that ``sum_{t>i} p_it = 1`` for each i.
+    - ``none``: ``p = c``; the paper's ablation (Table 4), which diverges there.
+
+    ``cascade="replace"`` is the paper's formula: the mix takes the place of the block's own shortcut. The authors'
+    released code keeps that one and adds the mix on top, ``x_t = x_{t-1} + f_t + sum_{i<t} p_it x_i``: that is
+    ``cascade="keep"``.
+
+    **Paper start.** Logits 0: uniform weights, ``1/t`` (ingoing) or ``1/(T - i)`` (outgoing). The paper gives no start
+    for ``none``; here it is the same function as ingoing's, ``c_it = 1/t``.
+
+    **Preserving start.** A softmax is never one-hot, so each row (for outgoing: each column) leaves the total weight
+    ``eps = min(9e-7, 4e-6 / T)`` to its n other entries, through a logit gap of ``tau ln(n (1 - eps) / eps)``.
+
+    - *Exact enough*: p is within 1e-6 of one-hot on ``i = t - 1``, and the misplaced weight of all units together is
+      at most 4e-6. Each unit errs by at most twice its share of the largest state, so the output stays within 1e-5
+      of the original (relative, to first order, where blocks do not amplify their input's error) at any depth.
+    - *Still learning*: ``dp_i/dc_i = p_i (1 - p_i) / tau``, about ``eps / (n tau) > 0``. It is small, but the gap is
+      only ``tau ln(n / eps)``, about 0.2 at tau = 0.01, and Adam's steps do not depend on the gradient's scale (as
+      long as it is above Adam's own epsilon of 1e-8): at a learning rate of 1e-3 it crosses the gap in 200 steps or
+      fewer. Plain SGD would take very long: use ``start="paper"`` with it.
+    - A softmax over one entry is constant: the shortcut 0:1 (for outgoing: T-1:T) always has weight 1, and its logit
+      no gradient.
+
+    With ``cascade="keep"`` a softmax adds weight 1 to what is already the original network: no preserving start. With
+    ``none`` it is the zero matrix, and for ``replace`` the exact one-hot one.
+
+    Args:
+        normalize: "ingoing", "outgoing" or "none".
+        temperature: tau > 0; the paper takes 0.01 for language models and 0.1 for DiT. Unused by "none".
+        cascade: "replace" or "keep".
+
+    Raises:
+        ValueError: an option is not one of those values.
+    """
+
+    granularity: ClassVar[Granularity] = "block"  # Section 4.2, Table 1
+
+    normalize: Normalize = "ingoing"
+    temperature: float = 0.01
+    cascade: Cascade = "replace"
+
+    def __post_init__(self) -> None:
+        _check_choice("normalize", self.normalize, get_args(Normalize))
+        _check_choice("cascade", self.cascade, get_args(Cascade))
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature!r}: it has to be a positive number, for example 0.01.")
+
+    def parameters(self, depth: int, start: Start) -> dict[str, Tensor]:
+        """``logits``, float32 [T(T+1)/2]: for t = 1..T in turn, one entry for each source i = 0..t-1.
+
+        Raises:
+            UnsupportedTopology: a preserving start of a softmax with ``cascade="keep"``.
+        """
+        table = self._start_table(depth, start)  # [T, T]
+        row, column = torch.tril_indices(depth, depth)
+        return {"logits": table[row, column]}
+
+    def weights(self, parameters: dict[str, Tensor], depth: int) -> Tensor:
+        """P, float32 [T, T]: ``P[t-1, i] = p_it``, exactly 0 for ``i >= t``."""
+        logits = parameters["logits"].float()
+        row, column = torch.tril_indices(depth, depth, device=logits.device)
+        if self.normalize == "none":
+            return logits.new_zeros(depth, depth).index_put((row, column), logits)
+        table = logits.new_full((depth, depth), -math.inf).index_put((row, column), logits / self.temperature)
+        return _softmax(table, dim=1 if self.normalize == "ingoing" else 0)
+
+    def read(self, states: States, weights: Any, t: int) -> Tensor:
+        return states[-1]
+
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+        kept = (states[-1],) if self.cascade == "keep" else ()
+        return mix(states, weights[t - 1, :t], added=(*kept, *branches))
+
+    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+        return (*states, x)
+
+    def finish(self, states: States, weights: Any, depth: int) -> Tensor:
+        return states[-1]
+
+    def matrix(self, weights: Any, depth: int) -> Tensor:
+        """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""
+        return weights
+
+    def _start_table(self, depth: int, start: Start) -> Tensor:
+        """Start logits, float32 [T, T]; entries above the diagonal mean nothing."""
+        if start == "paper":
+            return _uniform(depth) if self.normalize == "none" else torch.zeros(depth, depth)
+        if self.normalize == "none":
+            return one_hot_previous(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
+        if self.cascade == "keep":
+            raise no_preserving_start(
+                f"ancre-{self.normalize}", "cascade='keep' adds a mix of total weight 1 to the original shortcut"
+            )
+        others = torch.arange(depth, dtype=torch.float64)  # n of row t is t - 1
+        if self.normalize == "outgoing":
+            others = others.flip(0)  # n of column i is T - 1 - i
+        off = min(9e-7, 4e-6 / depth)
+        gap = self.temperature * torch.log(others.clamp(min=1) * (1 - off) / off)
+        gap = gap * (others > 0)  # a single entry has weight 1 at any logit
+        return torch.diag(gap).float()  # row t - 1 and column t - 1 both hold p_{t-1,t} on the diagonal
+
+
+@register_topology("ancre-ingoing")
+def ancre_ingoing(temperature: float = 0.01, cascade: Cascade = "replace") -> ANCRe:
+    """ANCRe: learned shortcuts between all states, weights into each state sum to 1 (arXiv 2602.09009)."""
+    return ANCRe("ingoing", temperature, cascade)
+
+
+@register_topology("ancre-outgoing")
+def ancre_outgoing(temperature: float = 0.01, cascade: Cascade = "replace") -> ANCRe:
+    """ANCRe with weights out of each state that sum to 1 (arXiv 2602.09009, Table 4)."""
+    return ANCRe("outgoing", temperature, cascade)
+
+
+@register_topology("ancre-none")
+def ancre_none(cascade: Cascade = "replace") -> ANCRe:
+    """ANCRe with free weights, its diverging ablation (arXiv 2602.09009, Table 4)."""
+    return ANCRe("none", cascade=cascade)
+
+
+@register_topology("ancre-constant")
+@dataclasses.dataclass(frozen=True)
+class ANCReConstant(Topology):
+    """All shortcuts with the fixed weights 1/t, ANCRe's diverging ablation (arXiv 2602.09009, Table 5).
+
+    ``x_t = f_t + (x_0 + .. + x_{t-1}) / t``, read ``x_{t-1}``, output ``x_T`` (Section 5.4). Nothing is learned.
+    """
+
+    granularity: ClassVar[Granularity] = "block"
+
+    def parameters(self, depth: int, start: Start) -> dict[str, Tensor]:
+        """No entries.
+
+        Raises:
+            UnsupportedTopology: with ``start="preserve"``.
+        """
+        if start == "preserve":
+            raise no_preserving_start("ancre-constant", "its weights are fixed at 1/t")
+        return {}
+
+    def weights(self, parameters: dict[str, Tensor], depth: int) -> Any:
+        return None
+
+    def read(self, states: States, weights: Any, t: int) -> Tensor:
+        return states[-1]
+
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+        # Filled where the states are: without parameters, `weights` does not know the device.
+        return mix(states, states[0].new_full((t,), 1 / t, dtype=torch.float32), added=branches)
+
+    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+        return (*states, x)
+
+    def finish(self, states: States, weights: Any, depth: int) -> Tensor:
+        return states[-1]
+
+    def matrix(self, weights: Any, depth: int) -> Tensor:
+        return _uniform(depth)
+
+
+@register_topology("ancre-cascaded")
+@dataclasses.dataclass(frozen=True)
+class ANCReCascaded(Topology):
+    """A learned scalar on each plain shortcut, ANCRe's other ablation (arXiv 2602.09009, Table 5).
+
+    ``x_t = f_t + a_t x_{t-1}``, output ``x_T`` (Section 5.4); both starts are ``a_t = 1``, the original network.
+    """
+
+    granularity: ClassVar[Granularity] = "block"
+
+    def parameters(self, depth: int, start: Start) -> dict[str, Tensor]:
+        """``scales``, float32 [T]: a_1..a_T."""
+        return {"scales": torch.ones(depth)}
+
+    def weights(self, parameters: dict[str, Tensor], depth: int) -> Tensor:
+        """a, float32 [T]."""
+        return parameters["scales"].float()
+
+    def read(self, states: States, weights: Any, t: int) -> Tensor:
+        return states[0]
+
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+        return mix(states, weights[t - 1 : t], added=branches)
+
+    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+        return (x,)
+
+    def finish(self, states: States, weights: Any, depth: int) -> Tensor:
+        return states[0]
+
+    def matrix(self, weights: Any, depth: int) -> Tensor:
+        return torch.diag(weights)
+
+
+def _check_choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{option}={value!r}: it has to be one of {', '.join(map(repr, allowed))}.")
+
+
+def _uniform(depth: int) -> Tensor:
+    """float32 [T, T]: 1/t in the first t columns of row t - 1, else 0."""
+    return torch.ones(depth, depth).tril() / torch.arange(1, depth + 1)[:, None]
+
+
+def _softmax(table: Tensor, dim: int) -> Tensor:
+    """Softmax of float32 [T, T] whose backward is exact near one-hot.
+
+    The gradient ``p (g - sum p g)`` of the largest entry cancels to rounding noise where 1 - p is about 1e-7, as at
+    the preserving start, and Adam would follow the noise at full step. Written as 1 minus the others, that entry
+    gets its gradient from their small weights instead, to full relative precision. The value is the same.
+    """
+    p = torch.softmax(table, dim, dtype=torch.float32)
+    largest = torch.zeros_like(p).scatter(dim, p.argmax(dim, keepdim=True), 1.0)
+    others = p * (1 - largest)
+    return others + largest * (1 - others.sum(dim, keepdim=True))

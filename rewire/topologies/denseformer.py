@@ -1,0 +1,98 @@
+"""DenseFormer: a depth-weighted average after each block (arXiv 2402.02622)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rewire.errors import UnsupportedTopology
+from rewire.topologies.base import Granularity, Start, States, Topology
+from rewire.topologies.mixing import mix
+from rewire.topologies.registry import register_topology
+
+
+@register_topology("denseformer")
+@dataclasses.dataclass(frozen=True)
+class DenseFormer(Topology):
+    """DenseFormer: after each unit, a weighted average of all states so far (arXiv 2402.02622).
+
+    ``x_t = y_{t-1} + f_t`` and ``y_t = sum_i a_ti x_i`` over ``i <= t`` with ``i = t (mod dilation)``, if t is a multiple
+    of period; otherwise ``y_t = x_t``. ``y_0 = x_0``. Unit t reads ``y_{t-1}``; the trunk's output is ``y_T``. The states
+    are ``x_0 .. x_t`` and, last, ``y_t``. Both starts are ``a_tt = 1`` and 0 elsewhere: the original network, exactly.
+
+    Args:
+        dilation: average only every dilation-th earlier state, 1 or more.
+        period: average only after every period-th unit, 1 or more.
+
+    Raises:
+        ValueError: an option is below 1.
+    """
+
+    granularity: ClassVar[Granularity] = "block"
+
+    dilation: int = 1
+    period: int = 1
+
+    def __post_init__(self) -> None:
+        for option in ("dilation", "period"):
+            value = getattr(self, option)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{option}={value!r}: it has to be a whole number, 1 or more.")
+
+    def parameters(self, depth: int, start: Start) -> dict[str, Tensor]:
+        """``alpha``, float32, flat: for each averaging t in turn, one entry for each of its sources i, ascending.
+
+        Raises:
+            UnsupportedTopology: period is greater than the number of units, so that nothing would be learned.
+        """
+        if self.period > depth:
+            raise UnsupportedTopology(
+                f"topology 'denseformer' with period={self.period} averages nothing in a trunk of {depth} units: "
+                f"pass a period of at most {depth}."
+            )
+        rows = [torch.zeros(len(self._sources(t))) for t in self._averaging(depth)]
+        for row in rows:
+            row[-1] = 1  # a_tt
+        return {"alpha": torch.cat(rows)}
+
+    def weights(self, parameters: dict[str, Tensor], depth: int) -> tuple[Tensor, ...]:
+        """For each averaging t in turn, its row a_t over its sources, float32 [number of sources]."""
+        return parameters["alpha"].float().split([len(self._sources(t)) for t in self._averaging(depth)])
+
+    def start(self, x: Tensor) -> States:
+        return (x, x)
+
+    def read(self, states: States, weights: Any, t: int) -> Tensor:
+        return states[-1]
+
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+        x = states[-1]
+        for branch in branches:  # in the model's own order: bitwise equality at the start
+            x = x + branch
+        return x
+
+    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+        past = (*states[:-1], x)  # x_0 .. x_t
+        if t % self.period:
+            return (*past, x)
+        return (*past, mix([past[i] for i in self._sources(t)], weights[t // self.period - 1]))
+
+    def finish(self, states: States, weights: Any, depth: int) -> Tensor:
+        return states[-1]
+
+    def matrix(self, weights: Any, depth: int) -> Tensor:
+        """float32 [T, T + 1]: row t - 1 holds y_t over the columns x_0 .. x_T."""
+        table = torch.eye(depth, depth + 1, device=weights[0].device).roll(1, dims=1)  # y_t = x_t
+        for t, row in zip(self._averaging(depth), weights):
+            table[t - 1] = 0
+            table[t - 1, list(self._sources(t))] = row
+        return table
+
+    def _averaging(self, depth: int) -> range:
+        return range(self.period, depth + 1, self.period)
+
+    def _sources(self, t: int) -> range:
+        return range(t % self.dilation, t + 1, self.dilation)

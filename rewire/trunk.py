@@ -1,0 +1,98 @@
+"""What the finder reports: trunks, their residual adds, and what was left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One residual add.
+
+    Attributes:
+        name: path of the branch from the model's root, ``model.layers.0.self_attn``.
+        block: path of the module whose forward adds, ``model.layers.0``.
+        branch: the main module of the branch, below the block: ``self_attn``.
+        kind: ``attention``, ``cross-attention``, ``ffn``, ``parallel``, ``conv`` or ``branch``.
+        post: modules and operations between the add and the new state (post-norm, ``relu(x + f)``).
+        width: channels of the stream; None if the structure does not tell.
+    """
+
+    name: str
+    block: str
+    branch: str
+    kind: str
+    post: tuple[str, ...] = ()
+    width: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Trunk:
+    """One residual stream: residual adds in the order in which they run.
+
+    Attributes:
+        name: path of the container of its blocks, ``model.layers``.
+        sites: the residual adds; a block that is called several times has its adds here as often.
+        units: for each site the number (from 1) of the block that it belongs to.
+        owner: path of the module that the connection weights are registered on.
+    """
+
+    name: str
+    sites: tuple[Site, ...]
+    units: tuple[int, ...]
+    owner: str
+
+    @property
+    def post_norm(self) -> bool:
+        """Whether states pass a norm or an activation between the residual adds."""
+        return any(site.post for site in self.sites)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, each counted as often as it is called."""
+        return self.units[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `rewire.inspect` found. Printing it shows a table.
+
+    Attributes:
+        trunks: the residual streams that can be rewired.
+        skipped: module path -> why a residual add there was left alone, or why the module could not be read.
+    """
+
+    trunks: tuple[Trunk, ...]
+    skipped: dict[str, str]
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120)
+        console.print(self)
+        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+        if not self.trunks:
+            yield "No residual stream was found."
+        for trunk in self.trunks:
+            yield self._table(trunk)
+        if self.skipped:
+            table = Table("module", "left alone because", title="Skipped", box=box.SIMPLE_HEAD, title_justify="left")
+            for path, reason in self.skipped.items():
+                table.add_row(path or "(the model)", reason)
+            yield table
+
+    @staticmethod
+    def _table(trunk: Trunk) -> Table:
+        width = next((str(site.width) for site in trunk.sites if site.width), "?")
+        norm = "post-norm" if trunk.post_norm else "pre-norm"
+        title = f"{trunk.name}: {len(trunk.sites)} residual adds in {trunk.blocks} blocks, width {width}, {norm}"
+        table = Table("#", "block", "branch", "kind", "then", title=title, box=box.SIMPLE_HEAD, title_justify="left")
+        for number, (site, unit) in enumerate(zip(trunk.sites, trunk.units, strict=True), 1):
+            new_block = number == 1 or trunk.units[number - 2] != unit
+            table.add_row(str(number), site.block if new_block else "", site.branch, site.kind, ", ".join(site.post))
+        return table

@@ -1,0 +1,17 @@
+"""Runs before every test module is imported."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is imported
+
+import pytest
+import torch
+import torchvision_stub  # noqa: F401  (before anything imports timm or transformers)
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)

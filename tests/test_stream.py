@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from rewire.errors import OutOfOrder, WidthMismatch
+from rewire.stream import Layout, Stream, Weights
+from rewire.topologies import ANCRe, DenseFormer, Residual, Topology
+from rewire.topologies.ancre import ANCReCascaded
+
+PRESERVING = [Residual(), ANCRe(), ANCRe("outgoing"), ANCRe("none"), ANCReCascaded(), DenseFormer(), DenseFormer(2, 3)]
+UNITS = {"one each": (1, 2, 3, 4, 5, 6), "pairs": (1, 1, 2, 2, 3, 3), "uneven": (1, 2, 2, 2, 3, 3), "single": (1,) * 6}
+
+
+def open_stream(topology: Topology, x: Tensor, units: tuple[int, ...], **learned: Tensor) -> Stream:
+    depth = units[-1]
+    weights = topology.weights(learned or topology.parameters(depth, "preserve"), depth)
+    return Stream(topology.start(x), None, None, Weights(weights), Layout("decoder.layers", topology, units))
+
+
+def net(sites: int, dtype: torch.dtype = torch.float64) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh()).to(dtype) for _ in range(sites)]
+
+
+def plain(x: Tensor, branches: list[nn.Module]) -> Tensor:
+    for branch in branches:
+        x = x + branch(x)
+    return x
+
+
+def run(stream: Stream, branches: list[nn.Module]) -> Tensor:
+    for branch in branches:
+        stream = stream.write(branch(stream.read()))
+    return stream.finish()
+
+
+@pytest.mark.parametrize("units", UNITS.values(), ids=UNITS)
+@pytest.mark.parametrize("topology", PRESERVING, ids=repr)
+def test_preserving_topologies_equal_the_plain_network(topology: Topology, units: tuple[int, ...]) -> None:
+    if isinstance(topology, DenseFormer) and topology.period > units[-1]:
+        pytest.skip("nothing to average")
+    branches, x = net(6), torch.randn(2, 3, 8, dtype=torch.float64)
+    want = plain(x, branches)
+    assert (run(open_stream(topology, x, units), branches) - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_residual_sites_are_the_plain_network_bitwise(dtype: torch.dtype) -> None:
+    branches, x = net(6, dtype), torch.randn(2, 3, 8).to(dtype)
+    assert torch.equal(run(open_stream(Residual(), x, UNITS["one each"]), branches), plain(x, branches))
+
+
+def test_inside_a_unit_the_residual_adds_stay() -> None:
+    """Block granularity against the formulas: x_2 = attn + ffn + p_02 x_0 + p_12 x_1, ffn sees x_1 + attn."""
+    a1, f1, a2, f2 = net(4)
+    x0 = torch.randn(3, 8, dtype=torch.float64)
+    logits = torch.tensor([0.3, 0.01, 0.02])
+    e = torch.exp(logits.double() / 0.01)[1:]
+    p02, p12 = (e / e.sum()).tolist()
+    first = a1(x0)
+    x1 = x0 + first + f1(x0 + first)
+    second = a2(x1)
+    x2 = p02 * x0 + p12 * x1 + second + f2(x1 + second)
+    stream = open_stream(ANCRe(), x0, (1, 1, 2, 2), logits=logits)
+    torch.testing.assert_close(run(stream, [a1, f1, a2, f2]), x2, rtol=1e-6, atol=1e-6)
+
+
+def test_what_a_unit_holds_between_its_sites() -> None:
+    x, f, g, h = torch.randn(4, 3, 8)
+    stream = open_stream(ANCRe(), x, (1, 1, 1, 2))
+    assert stream.hidden is None and stream.branch is None and stream.read() is x
+    stream = stream.write(f)
+    assert stream.states == (x,) and stream.branch is f
+    torch.testing.assert_close(stream.read(), x + f)
+    stream = stream.write(g)
+    torch.testing.assert_close(stream.read(), x + f + g)
+    torch.testing.assert_close(stream.branch, f + g)
+    stream = stream.write(h)
+    assert stream.hidden is None and stream.branch is None and len(stream.states) == 2
+    torch.testing.assert_close(stream.read(), x + f + g + h)
+
+
+@pytest.mark.parametrize("units", [(1,), (1, 1), (1, 1, 1)])
+def test_parallel_branches_are_summed_wherever_they_are(units: tuple[int, ...]) -> None:
+    x, *branches = torch.randn(7, 3, 8).unbind()
+    stream, want = open_stream(ANCRe(), x, units), x
+    for _ in units:
+        f, g = branches.pop(), branches.pop()
+        stream, want = stream.write(f, g), want + f + g
+    torch.testing.assert_close(stream.finish(), want)
+
+
+def test_writes_count_in_order() -> None:
+    """Site k belongs to unit k: scales make the order visible."""
+    x, f, g = torch.randn(3, 3, 8)
+    stream = open_stream(ANCReCascaded(), x, (1, 2), scales=torch.tensor([2.0, 5.0]))
+    assert (stream.position, stream.complete) == (0, False)
+    stream = stream.write(f)
+    assert (stream.position, stream.complete) == (1, False)
+    assert stream.leave() is stream
+    stream = stream.write(g)
+    assert (stream.position, stream.complete) == (2, True)
+    want = 5 * (2 * x + f) + g
+    torch.testing.assert_close(stream.finish(), want)
+    torch.testing.assert_close(stream.leave(), want)
+    torch.testing.assert_close(stream.read(), want)
+
+
+def test_merge_then_push_serves_post_norm() -> None:
+    norms, branches, x = [nn.LayerNorm(8) for _ in range(3)], net(3, torch.float32), torch.randn(3, 8)
+    stream, want = open_stream(ANCRe(), x, (1, 2, 3)), x
+    for norm, branch in zip(norms, branches, strict=True):
+        stream = stream.push(norm(stream.merge(branch(stream.read()))))
+        want = norm(want + branch(want))
+    torch.testing.assert_close(stream.finish(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("units", [(1, 2), (1, 1)])
+def test_finish_too_early(units: tuple[int, ...]) -> None:
+    x = torch.randn(3, 8)
+    stream = open_stream(ANCRe(), x, units)
+    for written in range(2):
+        with pytest.raises(OutOfOrder, match=f"decoder.layers.* after {written} of its 2"):
+            stream.finish()
+        stream = stream.write(x)
+    stream.finish()
+
+
+def test_too_many_writes() -> None:
+    x = torch.randn(3, 8)
+    stream = open_stream(ANCRe(), x, (1, 2)).write(x).write(x)
+    for extra in (stream.write, stream.merge):
+        with pytest.raises(OutOfOrder, match="decoder.layers.* already complete"):
+            extra(x)
+
+
+@pytest.mark.parametrize("units", [(1, 2), (1, 1)])
+def test_width_mismatch(units: tuple[int, ...]) -> None:
+    stream = open_stream(ANCRe(), torch.randn(3, 8), units).write(torch.randn(3, 8))
+    for write in (stream.write, stream.merge):
+        with pytest.raises(WidthMismatch, match=r"decoder.layers.*residual add 1.*\(3, 4\).*\(3, 8\)"):
+            write(torch.randn(3, 8), torch.randn(3, 4))
+
+
+def test_a_stream_is_a_value() -> None:
+    """Writing twice from one stream gives two independent futures, and changes neither it nor its tensors."""
+    x, f, g = torch.randn(3, 3, 8)
+    copy = x.clone()
+    for units in ((1, 2), (1, 1)):
+        stream = open_stream(ANCRe("none"), x, units, logits=torch.ones(units[-1] * (units[-1] + 1) // 2))
+        first, second = stream.write(f), stream.write(g)
+        assert stream.position == 0 and stream.states == (x,) and stream.hidden is None and stream.branch is None
+        torch.testing.assert_close(first.read(), x + f)
+        torch.testing.assert_close(second.read(), x + g)
+        branch, running = first.branch, first.hidden
+        before = [None if v is None else v.clone() for v in (branch, running)]
+        first.write(g)
+        for value, old in zip((branch, running), before, strict=True):
+            assert value is old is None or (value is not None and old is not None and torch.equal(value, old))
+        assert torch.equal(x, copy)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            stream.position = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("written", [0, 1, 2, 3])
+def test_pytree_round_trip(written: int) -> None:
+    x = torch.randn(3, 8)
+    stream = open_stream(ANCRe(), x, (1, 2, 2))
+    for _ in range(written):
+        stream = stream.write(torch.randn(3, 8))
+    leaves, spec = pytree.tree_flatten(stream)
+    tensors = [leaf for leaf in leaves if leaf is not None]
+    held = [t for t in (*stream.states, stream.hidden, stream.branch) if t is not None]
+    assert [id(t) for t in tensors] == [id(t) for t in held]  # the weights are hidden from whoever casts leaves
+    again = pytree.tree_unflatten(leaves, spec)
+    assert isinstance(again, Stream)
+    assert again.weights is stream.weights and again.layout is stream.layout and again.position == written
+    assert again.states == stream.states and again.hidden is stream.hidden and again.branch is stream.branch
+    doubled = pytree.tree_map_only(Tensor, lambda t: t.double(), stream)
+    assert doubled.dtype == torch.float64 and doubled.weights.value.dtype == torch.float32
+
+
+def test_looks_like_its_hidden_states() -> None:
+    x = torch.randn(2, 3, 8).bfloat16()
+    stream = open_stream(ANCRe(), x, (1, 2)).write(x)
+    assert (stream.shape, stream.dtype, stream.device) == (x.shape, x.dtype, x.device)
+
+
+def test_layout_opens_and_closes_units() -> None:
+    layout = Layout("trunk", Residual(), (1, 2, 2, 3))
+    assert layout.depth == 3
+    assert [layout.opens_unit(site) for site in range(4)] == [True, True, False, True]
+    assert [layout.closes_unit(site) for site in range(4)] == [True, False, True, True]
+
+
+def test_gradients_reach_every_weight_through_a_stream() -> None:
+    branches, x = net(6, torch.float32), torch.randn(4, 8)
+    logits = nn.Parameter(ANCRe().parameters(3, "preserve")["logits"])
+    run(open_stream(ANCRe(), x, (1, 1, 2, 2, 3, 3), logits=logits), branches).square().mean().backward()
+    assert logits.grad is not None and (logits.grad[1:] != 0).all()  # the first is alone in its softmax

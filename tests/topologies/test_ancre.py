@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rewire.errors import UnsupportedTopology
+from rewire.topologies import ANCRe, Topology, make_topology, topologies
+from rewire.topologies.ancre import ANCReCascaded, ANCReConstant
+
+NORMALIZED = ["ingoing", "outgoing"]
+KINDS = [*NORMALIZED, "none"]
+
+
+def naive_p(logits: Tensor, depth: int, kind: str, tau: float) -> dict[tuple[int, int], float]:
+    """Section 4.1 as written: p[i, j] for 0 <= i < j <= K."""
+    c, pairs = {}, [(i, j) for j in range(1, depth + 1) for i in range(j)]
+    for value, pair in zip(logits.double().tolist(), pairs, strict=True):
+        c[pair] = value
+    if kind == "none":
+        return c
+    e = {pair: math.exp(value / tau) for pair, value in c.items()}
+    side = 1 if kind == "ingoing" else 0
+    return {pair: e[pair] / sum(e[other] for other in pairs if other[side] == pair[side]) for pair in pairs}
+
+
+def naive_run(x: Tensor, blocks: list[nn.Module], p: dict[tuple[int, int], float], keep: bool) -> list[Tensor]:
+    xs = [x]
+    for j, block in enumerate(blocks, start=1):
+        new = block(xs[j - 1])
+        for i in range(j):
+            new = new + p[i, j] * xs[i]
+        xs.append(new + xs[j - 1] if keep else new)
+    return xs
+
+
+def run(topology: Topology, weights: object, x: Tensor, blocks: list[nn.Module]) -> Tensor:
+    states = topology.start(x)
+    for t, block in enumerate(blocks, start=1):
+        states = topology.write(states, weights, t, block(topology.read(states, weights, t)))
+    return topology.finish(states, weights, len(blocks))
+
+
+def net(depth: int, dtype: torch.dtype = torch.float32, width: int = 8) -> list[nn.Module]:
+    torch.manual_seed(1)
+    return [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to(dtype) for _ in range(depth)]
+
+
+def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
+    for block in blocks:
+        x = x + block(x)
+    return x
+
+
+def learned(topology: Topology, depth: int, start: str = "preserve") -> nn.Parameter:
+    (value,) = topology.parameters(depth, start).values()  # type: ignore[arg-type]
+    return nn.Parameter(value)
+
+
+def free_logits(kind: str, depth: int) -> Tensor:
+    """bool [T(T+1)/2]: logits that are not alone in their softmax."""
+    pairs = [(i, j) for j in range(1, depth + 1) for i in range(j)]
+    alone = (0, 1) if kind == "ingoing" else (depth - 1, depth)
+    return torch.tensor([kind == "none" or pair != alone for pair in pairs])
+
+
+@pytest.mark.parametrize("cascade", ["replace", "keep"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_formulas(kind: str, cascade: str, depth: int) -> None:
+    torch.manual_seed(0)
+    topology = ANCRe(kind, temperature=0.3, cascade=cascade)  # type: ignore[arg-type]
+    logits = torch.randn(depth * (depth + 1) // 2)
+    p = naive_p(logits, depth, kind, 0.3)
+    weights = topology.weights({"logits": logits}, depth)
+    table = topology.matrix(weights, depth)
+    assert table.dtype == torch.float32 and table.shape == (depth, depth)
+    for row in range(depth):
+        for i in range(depth):
+            want = p.get((i, row + 1), 0.0)
+            assert float(table[row, i]) == pytest.approx(want, rel=1e-5, abs=0)
+    x, blocks = torch.randn(2, 3, 8, dtype=torch.float64), net(depth, torch.float64)
+    xs = naive_run(x, blocks, p, cascade == "keep")
+    torch.testing.assert_close(run(topology, weights, x, blocks), xs[-1], rtol=1e-5, atol=1e-5)
+
+
+def test_states_are_all_x() -> None:
+    topology, depth = ANCRe(temperature=0.3), 4
+    blocks, x = net(depth), torch.randn(3, 8)
+    logits = torch.randn(10)
+    weights = topology.weights({"logits": logits}, depth)
+    xs = naive_run(x, blocks, naive_p(logits, depth, "ingoing", 0.3), False)
+    states = topology.start(x)
+    for t, block in enumerate(blocks, start=1):
+        assert len(states) == t
+        assert topology.read(states, weights, t) is states[t - 1]
+        states = topology.write(states, weights, t, block(states[-1]))
+    assert states[0] is x and topology.finish(states, weights, depth) is states[depth]
+    for got, want in zip(states, xs, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", NORMALIZED)
+@pytest.mark.parametrize("start", ["preserve", "paper", "random"])
+def test_sums(kind: str, start: str) -> None:
+    topology, depth = ANCRe(kind), 7  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    logits = torch.randn(28) if start == "random" else learned(topology, depth, start)
+    p = topology.weights({"logits": logits}, depth)
+    torch.testing.assert_close(p.sum(1 if kind == "ingoing" else 0), torch.ones(depth))
+    assert (p >= 0).all() and (p.triu(1) == 0).all()
+
+
+def test_paper_starts() -> None:
+    for kind in NORMALIZED:
+        assert (ANCRe(kind).parameters(5, "paper")["logits"] == 0).all()  # type: ignore[arg-type]
+    uniform = torch.tensor([[1, 0, 0], [1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3]])
+    for topology in (ANCRe(), ANCRe("none"), ANCRe("none", cascade="keep")):
+        torch.testing.assert_close(topology.weights(topology.parameters(3, "paper"), 3), uniform)
+    outgoing = ANCRe("outgoing")
+    want = torch.tensor([[1 / 3, 0, 0], [1 / 3, 1 / 2, 0], [1 / 3, 1 / 2, 1]])
+    torch.testing.assert_close(outgoing.weights(outgoing.parameters(3, "paper"), 3), want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.001, 0.01, 0.1, 1.0])
+@pytest.mark.parametrize("depth", [1, 2, 3, 24, 64, 200])
+def test_preserving_start_is_one_hot(kind: str, temperature: float, depth: int) -> None:
+    topology = ANCRe(kind, temperature)  # type: ignore[arg-type]
+    logits = topology.parameters(depth, "preserve")["logits"]
+    assert logits.dtype == torch.float32 and logits.shape == (depth * (depth + 1) // 2,)
+    p = topology.weights({"logits": logits}, depth).double()
+    assert (p - torch.eye(depth)).abs().max() <= 1e-6
+    assert (p - p.diagonal().diag()).sum() <= 4.01e-6  # the misplaced weight of all units together
+    if kind != "none":
+        exists = torch.ones(depth, depth).tril().bool()
+        assert (p[exists] > 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [2, 12, 100])
+def test_preserving_start_equals_the_plain_network(kind: str, depth: int) -> None:
+    topology, x, blocks = ANCRe(kind), torch.randn(4, 8, dtype=torch.float64), net(depth, torch.float64)  # type: ignore[arg-type]
+    weights = topology.weights({"logits": learned(topology, depth)}, depth)
+    want = plain(x, blocks)
+    assert (run(topology, weights, x, blocks) - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_logit_learns_from_the_preserving_start(kind: str) -> None:
+    depth = 6
+    topology, blocks, free = ANCRe(kind), net(depth), free_logits(kind, depth)  # type: ignore[arg-type]
+    x, target = torch.randn(16, 8), torch.randn(16, 8)
+    logits = learned(topology, depth)
+    before = {id(p): p.detach().clone() for p in (logits, *nn.ModuleList(blocks).parameters())}
+    optimizer = torch.optim.Adam([logits, *nn.ModuleList(blocks).parameters()], lr=1e-3)
+    for step in range(2):
+        optimizer.zero_grad()
+        out = run(topology, topology.weights({"logits": logits}, depth), x, blocks)
+        nn.functional.mse_loss(out, target).backward()
+        assert logits.grad is not None and (logits.grad[free] != 0).all(), step
+        optimizer.step()
+    moved = (logits.detach() - before[id(logits)]).abs()
+    assert (moved[free] > 1e-4).all()
+    assert all((p.detach() != before[id(p)]).any() for p in nn.ModuleList(blocks).parameters())
+
+
+@pytest.mark.parametrize("kind", NORMALIZED)
+@pytest.mark.parametrize("depth", [3, 24, 64, 150])
+def test_gradients_at_the_preserving_start_are_not_noise(kind: str, depth: int) -> None:
+    """Against the softmax in float64: the largest entry's gradient must not cancel away."""
+    topology = ANCRe(kind)  # type: ignore[arg-type]
+    logits = learned(topology, depth)
+    torch.manual_seed(0)
+    upstream = torch.randn(depth, depth)
+    topology.weights({"logits": logits}, depth).backward(upstream)
+    row, column = torch.tril_indices(depth, depth)
+    exact = logits.detach().double().requires_grad_()
+    table = torch.full((depth, depth), -math.inf, dtype=torch.float64).index_put((row, column), exact / 0.01)
+    table.softmax(1 if kind == "ingoing" else 0).backward(upstream.double())
+    assert logits.grad is not None and exact.grad is not None
+    size = exact.grad.abs().max()
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-3, atol=float(1e-3 * size))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learns_a_shortcut(kind: str) -> None:
+    """A teacher of the same blocks has a large weight on 0:T, taken from T-1:T (ingoing) or 0:1 (outgoing)."""
+    depth = 4
+    topology, blocks = ANCRe(kind), net(depth)  # type: ignore[arg-type]
+    for parameter in nn.ModuleList(blocks).parameters():
+        parameter.requires_grad_(False)
+    logits = learned(topology, depth)
+    shortcut = depth * (depth - 1) // 2  # row T, source 0
+    teacher = logits.detach().clone()
+    teacher[shortcut] = teacher.max() + (0 if kind == "none" else 0.01)
+    target = topology.weights({"logits": teacher}, depth)
+    assert target[-1, 0] > 0.6
+    start = topology.weights({"logits": logits}, depth)[-1, 0].item()
+    optimizer = torch.optim.Adam([logits], lr=1e-2 if kind == "none" else 1e-3)  # a gap of 1, or of about 0.15
+    for _ in range(600):
+        x = torch.randn(64, 8)
+        optimizer.zero_grad()
+        out = run(topology, topology.weights({"logits": logits}, depth), x, blocks)
+        nn.functional.mse_loss(out, run(topology, target, x, blocks)).backward()
+        optimizer.step()
+    end = topology.weights({"logits": logits}, depth).detach()
+    assert start < 1e-6 and end[-1, 0] > 0.4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_states(kind: str) -> None:
+    depth = 6
+    topology, blocks, x = ANCRe(kind), net(depth, torch.bfloat16), torch.randn(4, 8).bfloat16()  # type: ignore[arg-type]
+    logits = learned(topology, depth)
+    weights = topology.weights({"logits": logits}, depth)
+    out = run(topology, weights, x, blocks)
+    assert weights.dtype == torch.float32 and out.dtype == torch.bfloat16
+    # Not bitwise: 1 - 1e-6 decides the ties that x + f often is in bfloat16. But no further from the exact network.
+    original = plain(x, blocks).double()
+    exact = plain(x.double(), [copy.deepcopy(block).double() for block in blocks])
+    assert (out.double() - exact).norm() <= 1.3 * (original - exact).norm()
+    out.float().square().mean().backward()
+    assert logits.grad is not None and logits.grad.dtype == torch.float32
+    assert (logits.grad[free_logits(kind, depth)] != 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_leaves_the_weights_in_float32(kind: str) -> None:
+    depth = 5
+    topology = ANCRe(kind)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    logits = torch.randn(15) * 0.01
+    want = topology.weights({"logits": logits}, depth)
+    blocks, x = net(depth), torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = topology.weights({"logits": logits}, depth)
+        out = run(topology, got, x, blocks)
+    assert got.dtype == torch.float32 and torch.equal(got, want)
+    assert out.dtype == torch.float32  # as in the plain network: float32 stream + bfloat16 branch
+
+
+def test_parallel_branches_are_summed() -> None:
+    topology, x, f, g = ANCRe(), *torch.randn(3, 2, 8)
+    weights = topology.weights(topology.parameters(1, "paper"), 1)
+    torch.testing.assert_close(topology.write((x,), weights, 1, f, g)[-1], x + f + g)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiles_in_one_graph(kind: str) -> None:
+    depth = 3
+    topology, blocks, x = ANCRe(kind), net(depth), torch.randn(4, 8)  # type: ignore[arg-type]
+
+    def forward(logits: Tensor, x: Tensor) -> Tensor:
+        return run(topology, topology.weights({"logits": logits}, depth), x, blocks)
+
+    logits = learned(topology, depth)
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(logits, x), forward(logits, x))
+    (got,) = torch.autograd.grad(compiled(logits, x).square().sum(), logits)
+    (want,) = torch.autograd.grad(forward(logits, x).square().sum(), logits)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-8)
+
+
+def test_keep_preserves_only_without_normalization() -> None:
+    for kind in NORMALIZED:
+        with pytest.raises(UnsupportedTopology, match=f"ancre-{kind}.*keep.*start='paper'"):
+            ANCRe(kind, cascade="keep").parameters(3, "preserve")  # type: ignore[arg-type]
+    topology, x, blocks = ANCRe("none", cascade="keep"), torch.randn(4, 8), net(3)
+    logits = learned(topology, 3)
+    out = run(topology, topology.weights({"logits": logits}, 3), x, blocks)
+    torch.testing.assert_close(out, plain(x, blocks), rtol=1e-6, atol=1e-6)
+    out.square().sum().backward()
+    assert logits.grad is not None and (logits.grad != 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normalize": "in"}, "normalize='in'.*'ingoing', 'outgoing', 'none'"),
+        ({"cascade": "add"}, "cascade='add'.*'replace', 'keep'"),
+        ({"temperature": 0.0}, "temperature=0.0.*positive"),
+        ({"temperature": -1.0}, "temperature=-1.0.*positive"),
+        ({"temperature": math.inf}, "temperature=inf.*positive"),
+        ({"temperature": math.nan}, "temperature=nan.*positive"),
+    ],
+)
+def test_wrong_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ANCRe(**options)  # type: ignore[arg-type]
+
+
+def test_names() -> None:
+    assert make_topology("ancre-ingoing", {}) == ANCRe()
+    options = {"temperature": 0.1, "cascade": "keep"}
+    assert make_topology("ancre-outgoing", options) == ANCRe("outgoing", 0.1, "keep")
+    assert make_topology("ancre-none", {"cascade": "keep"}) == ANCRe("none", cascade="keep")
+    assert make_topology("ancre-constant", {}) == ANCReConstant()
+    assert make_topology("ancre-cascaded", {}) == ANCReCascaded()
+    with pytest.raises(TypeError, match="no option 'temperature': it takes cascade"):
+        make_topology("ancre-none", {"temperature": 1.0})
+    names = {"ancre-ingoing", "ancre-outgoing", "ancre-none", "ancre-constant", "ancre-cascaded"}
+    assert names <= topologies().keys() and all(topologies()[name] for name in names)
+    assert ANCRe().options() == {"normalize": "ingoing", "temperature": 0.01, "cascade": "replace"}
+
+
+def test_constant() -> None:
+    topology, depth = ANCReConstant(), 5
+    p = {(i, j): 1 / j for j in range(1, depth + 1) for i in range(j)}
+    x, blocks = torch.randn(4, 8, dtype=torch.float64), net(depth, torch.float64)
+    assert topology.parameters(depth, "paper") == {}
+    weights = topology.weights({}, depth)
+    want = naive_run(x, blocks, p, False)[-1]
+    torch.testing.assert_close(run(topology, weights, x, blocks), want, rtol=1e-6, atol=1e-6)
+    table = topology.matrix(weights, depth)
+    for row in range(depth):
+        assert table[row].tolist() == pytest.approx([p.get((i, row + 1), 0.0) for i in range(depth)])
+    with pytest.raises(UnsupportedTopology, match="ancre-constant.*start='paper'"):
+        topology.parameters(depth, "preserve")
+
+
+def test_cascaded() -> None:
+    topology, depth = ANCReCascaded(), 4
+    x, blocks = torch.randn(4, 8, dtype=torch.float64), net(depth, torch.float64)
+    for start in ("preserve", "paper"):
+        weights = topology.weights({"scales": learned(topology, depth, start)}, depth)
+        assert torch.equal(run(topology, weights, x, blocks), plain(x, blocks))
+        assert torch.equal(topology.matrix(weights, depth), torch.eye(depth))
+    scales = torch.randn(depth, requires_grad=True)
+    want = x
+    for block, a in zip(blocks, scales.tolist(), strict=True):
+        want = block(want) + a * want
+    out = run(topology, topology.weights({"scales": scales}, depth), x, blocks)
+    torch.testing.assert_close(out, want)
+    out.sum().backward()
+    assert scales.grad is not None and (scales.grad != 0).all()
+    assert len(topology.write((x,), torch.ones(depth), 1, x)) == 1

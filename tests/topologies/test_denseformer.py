@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rewire.errors import UnsupportedTopology
+from rewire.topologies import DenseFormer, make_topology
+
+OPTIONS = [(1, 1), (2, 1), (1, 2), (2, 3), (3, 2), (4, 5), (7, 1)]
+
+
+def naive_rows(alpha: Tensor, depth: int, dilation: int, period: int) -> dict[int, dict[int, float]]:
+    """a_t by t and i, for the averaging t."""
+    values, rows = iter(alpha.double().tolist()), {}
+    for t in range(1, depth + 1):
+        if t % period == 0:
+            rows[t] = {i: next(values) for i in range(t + 1) if i % dilation == t % dilation}
+    assert next(values, None) is None
+    return rows
+
+
+def naive_run(x: Tensor, blocks: list[nn.Module], rows: dict[int, dict[int, float]]) -> Tensor:
+    xs, y = [x], x
+    for t, block in enumerate(blocks, start=1):
+        xs.append(y + block(y))
+        y = xs[t]
+        if t in rows:
+            y = torch.zeros_like(x)
+            for i, a in rows[t].items():
+                y = y + a * xs[i]
+    return y
+
+
+def run(topology: DenseFormer, weights: object, x: Tensor, blocks: list[nn.Module]) -> Tensor:
+    states = topology.start(x)
+    for t, block in enumerate(blocks, start=1):
+        assert len(states) == t + 1  # x_0 .. x_{t-1}, y_{t-1}
+        assert topology.read(states, weights, t) is states[-1]
+        states = topology.write(states, weights, t, block(states[-1]))
+    return topology.finish(states, weights, len(blocks))
+
+
+def net(depth: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
+    torch.manual_seed(1)
+    return [nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(dtype) for _ in range(depth)]
+
+
+@pytest.mark.parametrize("depth", [5, 6, 11])
+@pytest.mark.parametrize(("dilation", "period"), OPTIONS)
+def test_formulas(depth: int, dilation: int, period: int) -> None:
+    topology = DenseFormer(dilation, period)
+    alpha = torch.randn_like(topology.parameters(depth, "paper")["alpha"]) * 0.5
+    rows = naive_rows(alpha, depth, dilation, period)
+    weights = topology.weights({"alpha": alpha}, depth)
+    x, blocks = torch.randn(2, 3, 8, dtype=torch.float64), net(depth, torch.float64)
+    want = naive_run(x, blocks, rows)
+    torch.testing.assert_close(run(topology, weights, x, blocks), want, rtol=1e-6, atol=1e-6)
+    table = topology.matrix(weights, depth)
+    assert table.dtype == torch.float32 and table.shape == (depth, depth + 1)
+    for t in range(1, depth + 1):
+        row = rows.get(t, {t: 1.0})
+        assert table[t - 1].tolist() == pytest.approx([row.get(i, 0.0) for i in range(depth + 1)])
+
+
+@pytest.mark.parametrize("start", ["preserve", "paper"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dilation", "period"), OPTIONS)
+def test_starts_as_the_plain_network_bitwise(dilation: int, period: int, dtype: torch.dtype, start: str) -> None:
+    topology, depth = DenseFormer(dilation, period), 6
+    alpha = nn.Parameter(topology.parameters(depth, start)["alpha"])  # type: ignore[arg-type]
+    assert alpha.dtype == torch.float32 and alpha.dim() == 1
+    blocks, x = net(depth, dtype), torch.randn(4, 8).to(dtype)
+    weights = topology.weights({"alpha": alpha}, depth)
+    out, want = run(topology, weights, x, blocks), x
+    for block in blocks:
+        want = want + block(want)
+    assert out.dtype == dtype and torch.equal(out, want)
+    assert torch.equal(topology.matrix(weights, depth), torch.eye(depth, depth + 1).roll(1, 1))
+    out.float().square().mean().backward()
+    assert alpha.grad is not None and (alpha.grad != 0).all()
+
+
+def test_learns_a_shortcut() -> None:
+    depth, topology = 3, DenseFormer()
+    blocks = net(depth)
+    alpha = nn.Parameter(topology.parameters(depth, "preserve")["alpha"])
+    optimizer = torch.optim.Adam([alpha], lr=2e-2)
+    for _ in range(300):
+        x = torch.randn(64, 8)
+        optimizer.zero_grad()
+        out = run(topology, topology.weights({"alpha": alpha}, depth), x, blocks)
+        nn.functional.mse_loss(out, 3 * x).backward()
+        optimizer.step()
+    table = topology.matrix(topology.weights({"alpha": alpha}, depth), depth)
+    assert table[depth - 1, 0] > 0.5 and table[depth - 1, depth] < 0.9
+
+
+def test_autocast_leaves_the_average_in_float32() -> None:
+    topology, blocks, x = DenseFormer(), net(3), torch.randn(4, 8)
+    weights = topology.weights(topology.parameters(3, "paper"), 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(topology, weights, x, blocks).dtype == torch.float32
+
+
+def test_merge_leaves_room_for_a_norm() -> None:
+    topology = DenseFormer()
+    weights = topology.weights({"alpha": torch.tensor([0.25, 0.5])}, 1)
+    x, f, normed = torch.randn(3, 2, 8)
+    assert torch.equal(topology.merge(topology.start(x), weights, 1, f), x + f)
+    states = topology.push(topology.start(x), weights, 1, normed)
+    assert states[0] is x and states[1] is normed
+    torch.testing.assert_close(states[2], 0.25 * x + 0.5 * normed)
+
+
+def test_compiles_in_one_graph() -> None:
+    topology, blocks, x = DenseFormer(2, 1), net(4), torch.randn(4, 8)
+
+    def forward(alpha: Tensor, x: Tensor) -> Tensor:
+        return run(topology, topology.weights({"alpha": alpha}, 4), x, blocks)
+
+    alpha = torch.randn_like(topology.parameters(4, "paper")["alpha"])
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(alpha, x), forward(alpha, x))
+
+
+@pytest.mark.parametrize("option", ["dilation", "period"])
+@pytest.mark.parametrize("value", [0, -1, 1.5])
+def test_wrong_options(option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{option}={value}.*whole number"):
+        make_topology("denseformer", {option: value})
+
+
+def test_a_period_beyond_the_trunk() -> None:
+    with pytest.raises(UnsupportedTopology, match="period=4.*3 units"):
+        DenseFormer(period=4).parameters(3, "preserve")
