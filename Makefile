@@ -38,6 +38,6 @@ $(DEMO)/stamp: EXTRAS := -e '.[viz]' transformers
 # torch first: a later requirement of any package then finds it and pulls in no other build.
 %/stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $*
-	$*/bin/python -m pip install --quiet torch==2.13.0 -c constraints.txt
+	$*/bin/python -m pip install --quiet torch -c constraints.txt
 	$*/bin/python -m pip install --quiet $(EXTRAS) -c constraints.txt
 	touch $@

@@ -1,0 +1,64 @@
+"""rewire: learned residual connections for models that nobody prepared.
+
+    model = rewire.compile(model, topology="ancre-ingoing")
+"""
+
+from rewire.compiler import coefficients, compile, inspect, restore, source
+from rewire.connection import Connection, connections
+from rewire.errors import (
+    AlreadyConnected,
+    AlreadyRewired,
+    BadExampleInputs,
+    NoResidualAdds,
+    OutOfOrder,
+    RewireError,
+    ShardedModel,
+    UnknownName,
+    UnsupportedCall,
+    UnsupportedTopology,
+    ValidationMismatch,
+    WidthMismatch,
+)
+from rewire.init import initializers
+from rewire.patterns import Pattern, patterns, register_pattern
+from rewire.stream import Stream
+from rewire.topologies import ANCRe, DenseFormer, Residual, Topology, register_topology, topologies
+from rewire.trunk import Report, Site, Trunk
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ANCRe",
+    "AlreadyConnected",
+    "AlreadyRewired",
+    "BadExampleInputs",
+    "Connection",
+    "DenseFormer",
+    "NoResidualAdds",
+    "OutOfOrder",
+    "Pattern",
+    "Report",
+    "Residual",
+    "RewireError",
+    "ShardedModel",
+    "Site",
+    "Stream",
+    "Topology",
+    "Trunk",
+    "UnknownName",
+    "UnsupportedCall",
+    "UnsupportedTopology",
+    "ValidationMismatch",
+    "WidthMismatch",
+    "coefficients",
+    "compile",
+    "connections",
+    "initializers",
+    "inspect",
+    "patterns",
+    "register_pattern",
+    "register_topology",
+    "restore",
+    "source",
+    "topologies",
+]

@@ -41,13 +41,14 @@ _COLUMNS = 4  # panels in a row of a heatmap figure
 def plot_heatmap(matrices: dict[str, Tensor], path: Path, floor: float = -10.0) -> None:
     """Write a heatmap of connection weights like ANCRe's Figure 6: one panel per trunk.
 
-    A panel shows ``log(|p_ij| / max_i |p_ij|)`` for destination j (vertical) and source i (horizontal), so the largest
-    weight into each destination is 0. Connections that cannot exist stay blank; existing ones below ``floor``, exact
-    zeros included, have the floor's colour.
+    A panel shows ``log(|p_ij| / max_i |p_ij|)`` for destination j (vertical) and source i (horizontal), so
+    the largest weight into each destination is 0. Connections that cannot exist stay blank; existing ones
+    below ``floor``, exact zeros included, have the floor's colour.
 
     Args:
-        matrices: by trunk, float [destinations, sources] as `Topology.matrix` returns them: row j - 1 is destination
-            j, column i is source i. Of T rows and S columns, row j - 1 can use the first ``S - T + j`` columns.
+        matrices: by trunk, float [destinations, sources] as `Topology.matrix` returns them: row j - 1 is
+            destination j, column i is source i. Of T rows and S columns, row j - 1 can use the first
+            ``S - T + j`` columns.
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
         floor: natural logarithm at which the colours end; below 0.
 
@@ -64,22 +65,24 @@ def plot_heatmap(matrices: dict[str, Tensor], path: Path, floor: float = -10.0) 
         rows = math.ceil(len(panels) / columns)
         figure = new_figure(figsize=(2.9 * columns + 0.9, 2.9 * rows + 0.2), layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False).flatten()
-        for ax, (title, matrix) in zip(axes, panels.items()):
+        for ax, (title, matrix) in zip(axes, panels.items(), strict=False):
             image = _heatmap(ax, matrix, floor)
             ax.set_title(title, color=_INK)
         for ax in axes[len(panels) :]:
             ax.remove()
-        bar = figure.colorbar(image, ax=list(axes[: len(panels)]), extend="min", fraction=0.05, pad=0.02, aspect=24)
+        used = list(axes[: len(panels)])
+        bar = figure.colorbar(image, ax=used, extend="min", fraction=0.05, pad=0.02, aspect=24)
         bar.set_label(r"$\log\,(p_{ij}\,/\,\max_i\,p_{ij})$")
-        bar.outline.set_visible(False)  # type: ignore[operator]
+        bar.outline.set_visible(False)
         figure.savefig(path, dpi=200)
 
 
 def plot_arcs(matrices: dict[str, Tensor], path: Path) -> None:
     """Write a drawing of each trunk's topology: states on a line, and an arc from source i to destination j.
 
-    Width and opacity of an arc are its weight, ``|p_ij| / max(1, max |p|)``; those under 1% are left out. Arcs from the
-    previous state are grey, longer ones coloured. A state's weight on itself (DenseFormer's ``a_tt``) is a ring.
+    Width and opacity of an arc are its weight, ``|p_ij| / max(1, max |p|)``; those under 1% are left out.
+    Arcs from the previous state are grey, longer ones coloured. A state's weight on itself (DenseFormer's
+    ``a_tt``) is a ring.
 
     Args:
         matrices: by trunk, float [destinations, sources], as for `plot_heatmap`.
@@ -95,7 +98,8 @@ def plot_arcs(matrices: dict[str, Tensor], path: Path) -> None:
         widest = max(matrix.shape[0] for matrix in panels.values())
         width = min(max(0.42 * widest + 1.5, 5.0), 12.0)
         figure = new_figure(figsize=(width, 2.5 * len(panels) + 0.4), layout="constrained")
-        for ax, (title, matrix) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items()):
+        axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for ax, (title, matrix) in zip(axes, panels.items(), strict=True):
             _arcs(ax, matrix)
             ax.set_title(title, color=_INK, loc="left")
         _arc_legend(figure, rings=any(matrix.shape[0] < matrix.shape[1] for matrix in panels.values()))
@@ -124,7 +128,7 @@ def plot_curves(curves: dict[str, list[tuple[float, float]]], path: Path, xlabel
         ax = figure.subplots()
         for name, points in curves.items():
             marker = "o" if len(points) <= 30 else ""
-            ax.plot(*zip(*points), label=name, linewidth=1.5, marker=marker, markersize=3)
+            ax.plot(*zip(*points, strict=True), label=name, linewidth=1.5, marker=marker, markersize=3)
         ax.set_xlabel(xlabel)
         ax.set_ylabel(ylabel)
         ax.grid(color=_FAINT, linewidth=0.5)
@@ -152,7 +156,8 @@ def _checked(matrices: dict[str, Tensor]) -> dict[str, Tensor]:
         raise ValueError("there is nothing to plot: the dict of matrices is empty.")
     for name, matrix in matrices.items():
         if matrix.dim() != 2 or not matrix.numel():
-            raise ValueError(f"matrix '{name}' has shape {tuple(matrix.shape)}; it has to be [destinations, sources].")
+            shape = tuple(matrix.shape)
+            raise ValueError(f"matrix '{name}' has shape {shape}; it has to be [destinations, sources].")
     return {name: matrix.detach().to("cpu", torch.float64).abs() for name, matrix in matrices.items()}
 
 
@@ -167,7 +172,7 @@ def _heatmap(ax: Axes, matrix: Tensor, floor: float) -> Any:
     logs = (matrix / largest).log().clamp(min=floor)  # log 0 = -inf becomes the floor
     shown = torch.where(_existing(matrix), logs, math.nan)  # nan is blank
     edges = (-0.5, sources - 0.5, destinations + 0.5, 0.5)  # source i at x = i, destination j at y = j
-    image = ax.imshow(shown.numpy(), cmap="viridis", vmin=floor, vmax=0, extent=edges, interpolation="nearest")
+    image = ax.imshow(shown.numpy(), "viridis", vmin=floor, vmax=0, extent=edges, interpolation="nearest")
     if destinations <= 32:  # thin gaps between the cells
         ax.set_xticks([i + 0.5 for i in range(sources - 1)], minor=True)
         ax.set_yticks([j + 0.5 for j in range(1, destinations)], minor=True)
@@ -188,7 +193,8 @@ def _arcs(ax: Axes, matrix: Tensor) -> None:
     depth = matrix.shape[0]
     strengths = matrix / matrix.max().clamp(min=1)
     found = (_existing(matrix) & (strengths >= 0.01)).nonzero().tolist()
-    weighted = sorted((float(strengths[row, source]), source, row + 1) for row, source in found)  # strongest on top
+    # The strongest come last, on top.
+    weighted = sorted((float(strengths[row, source]), source, row + 1) for row, source in found)
     arcs = [arc for arc in weighted if arc[1] < arc[2]]
     rings = [arc for arc in weighted if arc[1] == arc[2]]
     lines = [_arc(source, destination) for _, source, destination in arcs]
@@ -228,7 +234,8 @@ def _color(strength: float, source: int, destination: int) -> tuple[float, ...]:
 
 def _arc(source: int, destination: int) -> list[tuple[float, float]]:
     """Points of the half ellipse over the line from source to destination."""
-    middle, radius, height = (source + destination) / 2, (destination - source) / 2, _height(destination - source)
+    middle, radius = (source + destination) / 2, (destination - source) / 2
+    height = _height(destination - source)
     turn = [math.pi * k / 48 for k in range(49)]
     return [(middle - radius * math.cos(a), height * math.sin(a)) for a in turn]
 

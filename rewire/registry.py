@@ -43,6 +43,11 @@ class Registry(Generic[V]):
         self._discover()
         return iter(sorted(self._entries.items()))
 
+    def in_order(self) -> list[V]:
+        """Entries in the order of their registration."""
+        self._discover()
+        return list(self._entries.values())
+
     @functools.cached_property
     def _discovered(self) -> list[str]:
         found = installed_entry_points(group=self.group)

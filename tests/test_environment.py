@@ -17,9 +17,10 @@ def test_root_links_are_relative_and_lead_into_the_package(name: str) -> None:
     assert (link / "__init__.py").samefile(ROOT / "rewire" / name / "__init__.py")
 
 
-# transformers and diffusers look for a package named `kernels` (of the Hugging Face hub). With the repository's root
-# first on the path they find ours, and transformers even imports it to ask for its version.
+# transformers and diffusers look for a package named `kernels` (Hugging Face's). With the repository's
+# root first on the path they find ours, and transformers even imports it to ask for its version.
 USE_BOTH = """
+import os
 import torchvision_stub
 import transformers, diffusers
 from transformers.utils import is_kernels_available
@@ -27,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 assert not is_kernels_available()
 assert not diffusers.utils.is_kernels_available()
-LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1))
+LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
 
 import rewire.passes, rewire.kernels
 import passes, kernels
@@ -41,7 +42,6 @@ def test_transformers_works_with_the_root_first_on_the_path() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("diffusers")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    ran = subprocess.run(
-        [sys.executable, "-c", "import os" + USE_BOTH], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", USE_BOTH]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

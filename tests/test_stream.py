@@ -12,8 +12,21 @@ from rewire.stream import Layout, Stream, Weights
 from rewire.topologies import ANCRe, DenseFormer, Residual, Topology
 from rewire.topologies.ancre import ANCReCascaded
 
-PRESERVING = [Residual(), ANCRe(), ANCRe("outgoing"), ANCRe("none"), ANCReCascaded(), DenseFormer(), DenseFormer(2, 3)]
-UNITS = {"one each": (1, 2, 3, 4, 5, 6), "pairs": (1, 1, 2, 2, 3, 3), "uneven": (1, 2, 2, 2, 3, 3), "single": (1,) * 6}
+PRESERVING = [
+    Residual(),
+    ANCRe(),
+    ANCRe("outgoing"),
+    ANCRe("none"),
+    ANCReCascaded(),
+    DenseFormer(),
+    DenseFormer(2, 3),
+]
+UNITS = {
+    "one each": (1, 2, 3, 4, 5, 6),
+    "pairs": (1, 1, 2, 2, 3, 3),
+    "uneven": (1, 2, 2, 2, 3, 3),
+    "single": (1,) * 6,
+}
 
 
 def open_stream(topology: Topology, x: Tensor, units: tuple[int, ...], **learned: Tensor) -> Stream:
@@ -73,15 +86,20 @@ def test_inside_a_unit_the_residual_adds_stay() -> None:
 def test_what_a_unit_holds_between_its_sites() -> None:
     x, f, g, h = torch.randn(4, 3, 8)
     stream = open_stream(ANCRe(), x, (1, 1, 1, 2))
-    assert stream.hidden is None and stream.branch is None and stream.read() is x
+    assert stream.hidden is None
+    assert stream.branch is None
+    assert stream.read() is x
     stream = stream.write(f)
-    assert stream.states == (x,) and stream.branch is f
+    assert stream.states == (x,)
+    assert id(stream.branch) == id(f)
     torch.testing.assert_close(stream.read(), x + f)
     stream = stream.write(g)
     torch.testing.assert_close(stream.read(), x + f + g)
     torch.testing.assert_close(stream.branch, f + g)
     stream = stream.write(h)
-    assert stream.hidden is None and stream.branch is None and len(stream.states) == 2
+    assert stream.hidden is None
+    assert stream.branch is None
+    assert len(stream.states) == 2
     torch.testing.assert_close(stream.read(), x + f + g + h)
 
 
@@ -135,7 +153,7 @@ def test_too_many_writes() -> None:
     x = torch.randn(3, 8)
     stream = open_stream(ANCRe(), x, (1, 2)).write(x).write(x)
     for extra in (stream.write, stream.merge):
-        with pytest.raises(OutOfOrder, match="decoder.layers.* already complete"):
+        with pytest.raises(OutOfOrder, match=r"decoder.layers.* already complete"):
             extra(x)
 
 
@@ -154,7 +172,10 @@ def test_a_stream_is_a_value() -> None:
     for units in ((1, 2), (1, 1)):
         stream = open_stream(ANCRe("none"), x, units, logits=torch.ones(units[-1] * (units[-1] + 1) // 2))
         first, second = stream.write(f), stream.write(g)
-        assert stream.position == 0 and stream.states == (x,) and stream.hidden is None and stream.branch is None
+        assert stream.position == 0
+        assert stream.states == (x,)
+        assert stream.hidden is None
+        assert stream.branch is None
         torch.testing.assert_close(first.read(), x + f)
         torch.testing.assert_close(second.read(), x + g)
         branch, running = first.branch, first.hidden
@@ -176,13 +197,19 @@ def test_pytree_round_trip(written: int) -> None:
     leaves, spec = pytree.tree_flatten(stream)
     tensors = [leaf for leaf in leaves if leaf is not None]
     held = [t for t in (*stream.states, stream.hidden, stream.branch) if t is not None]
-    assert [id(t) for t in tensors] == [id(t) for t in held]  # the weights are hidden from whoever casts leaves
+    # The weights are hidden from whoever casts leaves.
+    assert [id(t) for t in tensors] == [id(t) for t in held]
     again = pytree.tree_unflatten(leaves, spec)
     assert isinstance(again, Stream)
-    assert again.weights is stream.weights and again.layout is stream.layout and again.position == written
-    assert again.states == stream.states and again.hidden is stream.hidden and again.branch is stream.branch
+    assert again.weights is stream.weights
+    assert again.layout is stream.layout
+    assert again.position == written
+    assert again.states == stream.states
+    assert again.hidden is stream.hidden
+    assert again.branch is stream.branch
     doubled = pytree.tree_map_only(Tensor, lambda t: t.double(), stream)
-    assert doubled.dtype == torch.float64 and doubled.weights.value.dtype == torch.float32
+    assert doubled.dtype == torch.float64
+    assert doubled.weights.value.dtype == torch.float32
 
 
 def test_looks_like_its_hidden_states() -> None:
@@ -202,4 +229,5 @@ def test_gradients_reach_every_weight_through_a_stream() -> None:
     branches, x = net(6, torch.float32), torch.randn(4, 8)
     logits = nn.Parameter(ANCRe().parameters(3, "preserve")["logits"])
     run(open_stream(ANCRe(), x, (1, 1, 2, 2, 3, 3), logits=logits), branches).square().mean().backward()
-    assert logits.grad is not None and (logits.grad[1:] != 0).all()  # the first is alone in its softmax
+    assert logits.grad is not None
+    assert (logits.grad[1:] != 0).all()

@@ -1,8 +1,8 @@
 """Import torchvision even where its compiled operators do not load.
 
-A torchvision whose binary does not match torch's build (not every CPU build of torch has a partner) fails on import
-with "operator torchvision::nms does not exist", and takes timm and most of transformers with it. Only its Python half
-is needed here. Import this module before either of them::
+A torchvision whose binary does not match torch's build (not every CPU build of torch has a partner) fails on
+import with "operator torchvision::nms does not exist", and takes timm and most of transformers with it. Only
+its Python half is needed here. Import this module before either of them::
 
     import torchvision_stub  # noqa: F401
 """

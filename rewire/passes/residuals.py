@@ -283,12 +283,12 @@ class _ChainFinder:
         return ""
 
     def _projected(self, shortcut: fx.Node, branch: fx.Node) -> fx.Node | None:
-        """``x`` of ``downsample(x) + f(x)``: children in a row, with fewer weight matrices than the branch has."""
+        """``x`` of ``downsample(x) + f(x)``: the shortcut holds one weight matrix, the branch more."""
         values, node, weights = self.values, shortcut, 0
         while values.child(node) is not None and len(node.all_input_nodes) == 1:
             weights += values.matrices(node)
             node = node.all_input_nodes[0]
-        if not weights or not values.feeds_branch(node, branch):
+        if weights != 1 or not values.feeds_branch(node, branch):
             return None
         return node if sum(map(values.matrices, values.between(node, branch))) > weights else None
 

@@ -29,7 +29,7 @@ from rewire.passes.residuals import (
     joins,
     width_of,
 )
-from rewire.tracing import Traced, trace
+from rewire.tracing import Leaf, Traced, trace
 from rewire.tracing.forwards import adds_values, parameters_of, plain_forward
 from rewire.trunk import Report, Site, Trunk
 
@@ -98,11 +98,18 @@ class Finder:
     Args:
         model: the model; it is only read.
         forwards: functions to trace in place of the forward of modules of these classes.
+        leaves: library attributes to replace while tracing.
     """
 
-    def __init__(self, model: nn.Module, forwards: Mapping[type[nn.Module], FunctionType] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forwards: Mapping[type[nn.Module], FunctionType] | None = None,
+        leaves: Sequence[Leaf] = (),
+    ) -> None:
         self.model = model
         self.forwards = forwards or {}
+        self.leaves = leaves
         self.skipped: dict[str, str] = {}
         self._strands: dict[int, list[Strand]] = {}
         self._joins: dict[type[nn.Module], bool] = {}
@@ -153,7 +160,7 @@ class Finder:
                 yield self.strands(f"{path}.{name}" if path else name, child)
 
     def _block(self, path: str, module: nn.Module) -> Block:
-        traced = trace(module, self._is_join, self.forwards.get(type(module)))
+        traced = trace(module, self._is_join, self.forwards.get(type(module)), self.leaves)
         wrappers = plain_forward(type(module))[1]
 
         def carries(child: str) -> Passage | None:
@@ -196,7 +203,7 @@ class Finder:
             self._joins[cls] = False
             if _has_own_forward(child):
                 try:
-                    paths = trace(child).paths
+                    paths = trace(child, leaves=self.leaves).paths
                     self._joins[cls] = any(p.graph is not None and joins(p.graph, child) for p in paths)
                 except TraceError:
                     pass

@@ -1,4 +1,4 @@
-"""ANCRe: learned shortcuts between all states of a trunk (arXiv 2602.09009), and its paper's two ablations."""
+"""ANCRe: learned shortcuts between all states of a trunk (arXiv 2602.09009), and the paper's ablations."""
 
 from __future__ import annotations
 
@@ -21,36 +21,38 @@ Cascade = Literal["replace", "keep"]
 class ANCRe(Topology):
     """Learned shortcuts from every earlier state, ``x_t = f_t + sum_{i<t} p_it x_i`` (ANCRe, Section 4.1).
 
-    Unit t reads ``r_t = x_{t-1}``; the trunk's output is ``x_T``; the states are ``x_0 .. x_t``. The shortcut weights
-    come from logits c by a softmax at temperature tau:
+    Unit t reads ``r_t = x_{t-1}``; the trunk's output is ``x_T``; the states are ``x_0 .. x_t``. The shortcut
+    weights come from logits c by a softmax at temperature tau:
 
-    - ``ingoing``: ``p_it = exp(c_it / tau) / sum_{k<t} exp(c_kt / tau)``, so that ``sum_i p_it = 1`` for each t. (The
-      paper prints the sum from k = 1; its constraint starts at 0.)
+    - ``ingoing``: ``p_it = exp(c_it / tau) / sum_{k<t} exp(c_kt / tau)``, so that ``sum_i p_it = 1`` for each
+      t. (The paper prints the sum from k = 1; its constraint starts at 0.)
     - ``outgoing``: the same over destinations, so that ``sum_{t>i} p_it = 1`` for each i.
     - ``none``: ``p = c``; the paper's ablation (Table 4), which diverges there.
 
-    ``cascade="replace"`` is the paper's formula: the mix takes the place of the block's own shortcut. The authors'
-    released code keeps that one and adds the mix on top, ``x_t = x_{t-1} + f_t + sum_{i<t} p_it x_i``: that is
-    ``cascade="keep"``.
+    ``cascade="replace"`` is the paper's formula: the mix takes the place of the block's own shortcut. The
+    authors' released code keeps that one and adds the mix on top, that is ``cascade="keep"``:
+    ``x_t = x_{t-1} + f_t + sum_{i<t} p_it x_i``.
 
-    **Paper start.** Logits 0: uniform weights, ``1/t`` (ingoing) or ``1/(T - i)`` (outgoing). The paper gives no start
-    for ``none``; here it is the same function as ingoing's, ``c_it = 1/t``.
+    **Paper start.** Logits 0: uniform weights, ``1/t`` (ingoing) or ``1/(T - i)`` (outgoing). The paper gives
+    no start for ``none``; here it is the same function as ingoing's, ``c_it = 1/t``.
 
-    **Preserving start.** A softmax is never one-hot, so each row (for outgoing: each column) leaves the total weight
-    ``eps = min(9e-7, 4e-6 / T)`` to its n other entries, through a logit gap of ``tau ln(n (1 - eps) / eps)``.
+    **Preserving start.** A softmax is never one-hot, so each row (for outgoing: each column) leaves the total
+    weight ``eps = min(9e-7, 4e-6 / T)`` to its n other entries, through a logit gap of
+    ``tau ln(n (1 - eps) / eps)``.
 
-    - *Exact enough*: p is within 1e-6 of one-hot on ``i = t - 1``, and the misplaced weight of all units together is
-      at most 4e-6. Each unit errs by at most twice its share of the largest state, so the output stays within 1e-5
-      of the original (relative, to first order, where blocks do not amplify their input's error) at any depth.
-    - *Still learning*: ``dp_i/dc_i = p_i (1 - p_i) / tau``, about ``eps / (n tau) > 0``. It is small, but the gap is
-      only ``tau ln(n / eps)``, about 0.2 at tau = 0.01, and Adam's steps do not depend on the gradient's scale (as
-      long as it is above Adam's own epsilon of 1e-8): at a learning rate of 1e-3 it crosses the gap in 200 steps or
-      fewer. Plain SGD would take very long: use ``start="paper"`` with it.
-    - A softmax over one entry is constant: the shortcut 0:1 (for outgoing: T-1:T) always has weight 1, and its logit
-      no gradient.
+    - *Exact enough*: p is within 1e-6 of one-hot on ``i = t - 1``, and the misplaced weight of all units
+      together is at most 4e-6. Each unit errs by at most twice its share of the largest state, so the output
+      stays within 1e-5 of the original (relative, to first order, where blocks do not amplify their input's
+      error) at any depth.
+    - *Still learning*: ``dp_i/dc_i = p_i (1 - p_i) / tau``, about ``eps / (n tau) > 0``. It is small, but the
+      gap is only ``tau ln(n / eps)``, about 0.2 at tau = 0.01, and Adam's steps do not depend on the
+      gradient's scale (as long as it is above Adam's own epsilon of 1e-8): at a learning rate of 1e-3 it
+      crosses the gap in 200 steps or fewer. Plain SGD would take very long: use ``start="paper"`` with it.
+    - A softmax over one entry is constant: the shortcut 0:1 (for outgoing: T-1:T) always has weight 1, and
+      its logit no gradient.
 
-    With ``cascade="keep"`` a softmax adds weight 1 to what is already the original network: no preserving start. With
-    ``none`` it is the zero matrix, and for ``replace`` the exact one-hot one.
+    With ``cascade="keep"`` a softmax adds weight 1 to what is already the original network: no preserving
+    start. With ``none`` it is the zero matrix, and for ``replace`` the exact one-hot one.
 
     Args:
         normalize: "ingoing", "outgoing" or "none".
@@ -71,7 +73,7 @@ class ANCRe(Topology):
         _check_choice("normalize", self.normalize, get_args(Normalize))
         _check_choice("cascade", self.cascade, get_args(Cascade))
         if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature!r}: it has to be a positive number, for example 0.01.")
+            raise ValueError(f"temperature={self.temperature!r}: it has to be a positive number, like 0.01.")
 
     def parameters(self, depth: int, start: Start) -> dict[str, Tensor]:
         """``logits``, float32 [T(T+1)/2]: for t = 1..T in turn, one entry for each source i = 0..t-1.
@@ -116,9 +118,8 @@ class ANCRe(Topology):
         if self.normalize == "none":
             return one_hot_previous(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
         if self.cascade == "keep":
-            raise no_preserving_start(
-                f"ancre-{self.normalize}", "cascade='keep' adds a mix of total weight 1 to the original shortcut"
-            )
+            why = "cascade='keep' adds a mix of total weight 1 to the original shortcut"
+            raise no_preserving_start(f"ancre-{self.normalize}", why)
         others = torch.arange(depth, dtype=torch.float64)  # n of row t is t - 1
         if self.normalize == "outgoing":
             others = others.flip(0)  # n of column i is T - 1 - i
@@ -151,7 +152,8 @@ def ancre_none(cascade: Cascade = "replace") -> ANCRe:
 class ANCReConstant(Topology):
     """All shortcuts with the fixed weights 1/t, ANCRe's diverging ablation (arXiv 2602.09009, Table 5).
 
-    ``x_t = f_t + (x_0 + .. + x_{t-1}) / t``, read ``x_{t-1}``, output ``x_T`` (Section 5.4). Nothing is learned.
+    ``x_t = f_t + (x_0 + .. + x_{t-1}) / t``, read ``x_{t-1}``, output ``x_T`` (Section 5.4). Nothing is
+    learned.
     """
 
     granularity: ClassVar[Granularity] = "block"
@@ -191,7 +193,8 @@ class ANCReConstant(Topology):
 class ANCReCascaded(Topology):
     """A learned scalar on each plain shortcut, ANCRe's other ablation (arXiv 2602.09009, Table 5).
 
-    ``x_t = f_t + a_t x_{t-1}``, output ``x_T`` (Section 5.4); both starts are ``a_t = 1``, the original network.
+    ``x_t = f_t + a_t x_{t-1}``, output ``x_T`` (Section 5.4); both starts are ``a_t = 1``, the original
+    network.
     """
 
     granularity: ClassVar[Granularity] = "block"
@@ -233,9 +236,10 @@ def _uniform(depth: int) -> Tensor:
 def _softmax(table: Tensor, dim: int) -> Tensor:
     """Softmax of float32 [T, T] whose backward is exact near one-hot.
 
-    The gradient ``p (g - sum p g)`` of the largest entry cancels to rounding noise where 1 - p is about 1e-7, as at
-    the preserving start, and Adam would follow the noise at full step. Written as 1 minus the others, that entry
-    gets its gradient from their small weights instead, to full relative precision. The value is the same.
+    The gradient ``p (g - sum p g)`` of the largest entry cancels to rounding noise where 1 - p is about 1e-7,
+    as at the preserving start, and Adam would follow the noise at full step. Written as 1 minus the others,
+    that entry gets its gradient from their small weights instead, to full relative precision. The value is
+    the same.
     """
     p = torch.softmax(table, dim, dtype=torch.float32)
     largest = torch.zeros_like(p).scatter(dim, p.argmax(dim, keepdim=True), 1.0)

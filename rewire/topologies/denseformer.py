@@ -19,9 +19,10 @@ from rewire.topologies.registry import register_topology
 class DenseFormer(Topology):
     """DenseFormer: after each unit, a weighted average of all states so far (arXiv 2402.02622).
 
-    ``x_t = y_{t-1} + f_t`` and ``y_t = sum_i a_ti x_i`` over ``i <= t`` with ``i = t (mod dilation)``, if t is a multiple
-    of period; otherwise ``y_t = x_t``. ``y_0 = x_0``. Unit t reads ``y_{t-1}``; the trunk's output is ``y_T``. The states
-    are ``x_0 .. x_t`` and, last, ``y_t``. Both starts are ``a_tt = 1`` and 0 elsewhere: the original network, exactly.
+    ``x_t = y_{t-1} + f_t`` and ``y_t = sum_i a_ti x_i`` over ``i <= t`` with ``i = t (mod dilation)``, if t
+    is a multiple of period; otherwise ``y_t = x_t``. ``y_0 = x_0``. Unit t reads ``y_{t-1}``; the trunk's
+    output is ``y_T``. The states are ``x_0 .. x_t`` and, last, ``y_t``. Both starts are ``a_tt = 1`` and 0
+    elsewhere: the original network, exactly.
 
     Args:
         dilation: average only every dilation-th earlier state, 1 or more.
@@ -43,15 +44,16 @@ class DenseFormer(Topology):
                 raise ValueError(f"{option}={value!r}: it has to be a whole number, 1 or more.")
 
     def parameters(self, depth: int, start: Start) -> dict[str, Tensor]:
-        """``alpha``, float32, flat: for each averaging t in turn, one entry for each of its sources i, ascending.
+        """``alpha``, float32, flat: for each averaging t in turn, one entry for each of its sources i,
+        ascending.
 
         Raises:
             UnsupportedTopology: period is greater than the number of units, so that nothing would be learned.
         """
         if self.period > depth:
             raise UnsupportedTopology(
-                f"topology 'denseformer' with period={self.period} averages nothing in a trunk of {depth} units: "
-                f"pass a period of at most {depth}."
+                f"topology 'denseformer' with period={self.period} averages nothing in a trunk of {depth} "
+                f"units: pass a period of at most {depth}."
             )
         rows = [torch.zeros(len(self._sources(t))) for t in self._averaging(depth)]
         for row in rows:
@@ -86,7 +88,7 @@ class DenseFormer(Topology):
     def matrix(self, weights: Any, depth: int) -> Tensor:
         """float32 [T, T + 1]: row t - 1 holds y_t over the columns x_0 .. x_T."""
         table = torch.eye(depth, depth + 1, device=weights[0].device).roll(1, dims=1)  # y_t = x_t
-        for t, row in zip(self._averaging(depth), weights):
+        for t, row in zip(self._averaging(depth), weights, strict=True):
             table[t - 1] = 0
             table[t - 1, list(self._sources(t))] = row
         return table

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 
-def mix(sources: Sequence[Tensor], weights: Sequence[Tensor] | Tensor, added: Sequence[Tensor] = ()) -> Tensor:
+def mix(
+    sources: Sequence[Tensor], weights: Sequence[Tensor] | Tensor, added: Sequence[Tensor] = ()
+) -> Tensor:
     """``sum_i w_i x_i + sum_k f_k``, accumulated in float32 (float64 for float64) and rounded once.
 
-    The forward holds one accumulator and no weighted copy of a source; backward needs only the sources themselves,
-    which the topology keeps anyway.
+    The forward holds one accumulator and no weighted copy of a source; backward needs only the sources
+    themselves, which the topology keeps anyway.
 
     Args:
         sources: tensors x_i of one shape [..., D], any floating dtype; at least one.
@@ -28,12 +30,13 @@ def mix(sources: Sequence[Tensor], weights: Sequence[Tensor] | Tensor, added: Se
     """
     scalars = weights.unbind() if isinstance(weights, Tensor) else weights
     if not sources or len(sources) != len(scalars):
-        raise ValueError(f"mix needs one weight per source, got {len(sources)} sources and {len(scalars)} weights.")
+        counts = f"{len(sources)} sources and {len(scalars)} weights"
+        raise ValueError(f"mix needs one weight per source, got {counts}.")
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in (*sources, *added)])
-    # Of shape [1] a weight takes part in type promotion (of shape [] it would not): a bfloat16 source times it is
-    # float32, with no float32 copy of the source kept for backward.
+    # Of shape [1] a weight takes part in type promotion (of shape [] it would not): a bfloat16 source times
+    # it is float32, with no float32 copy of the source kept for backward.
     total = sources[0] * scalars[0].to(torch.promote_types(dtype, torch.float32)).reshape(1)
-    for source, weight in zip(sources[1:], scalars[1:]):
+    for source, weight in zip(sources[1:], scalars[1:], strict=True):
         total.addcmul_(source, weight)
     for branch in added:
         total.add_(branch)

@@ -2,5 +2,6 @@
 
 from rewire.tracing.explore import Path, Traced, trace
 from rewire.tracing.printer import print_forward
+from rewire.tracing.tracer import Leaf
 
-__all__ = ["Path", "Traced", "print_forward", "trace"]
+__all__ = ["Leaf", "Path", "Traced", "print_forward", "trace"]

@@ -13,7 +13,7 @@ from torch import fx, nn
 from rewire.errors import TraceError
 from rewire.tracing.forwards import inspects_keywords, parameters_of, plain_forward
 from rewire.tracing.printer import statements
-from rewire.tracing.tracer import Opaque, PathTracer
+from rewire.tracing.tracer import Leaf, Opaque, PathTracer
 
 MAX_PATHS = 32
 _MAX_OPAQUE = 8
@@ -65,6 +65,7 @@ def trace(
     module: nn.Module,
     inline: Callable[[nn.Module], bool] = _never,
     function: FunctionType | None = None,
+    leaves: Sequence[Leaf] = (),
 ) -> Traced:
     """Trace ``module``'s own forward with torch.fx, its children as leaves, without running it.
 
@@ -72,6 +73,7 @@ def trace(
         module: any module; it is not changed.
         inline: says for a child that is called with several traced values whether to trace through it.
         function: traced in place of the class's forward (for forwards with a hand-written fast path).
+        leaves: library attributes to replace while tracing.
 
     Raises:
         TraceError: no path through the forward could be traced; the message says why.
@@ -83,7 +85,7 @@ def trace(
     optional = [p.name for p in parameters_of(function)[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
     def explore(nones: Sequence[str]) -> list[Path]:
-        return _explore(module, function, frozenset(nones), inline)
+        return _explore(module, function, frozenset(nones), inline, leaves)
 
     given = explore(())
     absent = [p.name for p in parameters_of(function)[1:] if p.default is None]
@@ -115,14 +117,18 @@ def trace(
 
 
 def _explore(
-    module: nn.Module, function: FunctionType, nones: frozenset[str], inline: Callable[[nn.Module], bool]
+    module: nn.Module,
+    function: FunctionType,
+    nones: frozenset[str],
+    inline: Callable[[nn.Module], bool],
+    leaves: Sequence[Leaf],
 ) -> list[Path]:
     """Depth first over the outcomes of all tests on traced values."""
     opaque: frozenset[tuple[str, bool]] = frozenset()
     paths: list[Path] = []
     decisions: list[bool] = []
     while True:
-        tracer = PathTracer(module, function, nones, decisions, opaque, inline)
+        tracer = PathTracer(module, function, nones, decisions, opaque, inline, leaves)
         try:
             graph, error = tracer.run(), ""
         except Opaque as request:

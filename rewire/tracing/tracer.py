@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import dis
 import functools
 import inspect
@@ -41,6 +42,21 @@ def star(values: Any) -> Any:
     raise AssertionError("printed as *values, never called")
 
 
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An attribute of a library that tracing replaces, so that what it leads to is recorded as one call.
+
+    Attributes:
+        owner: returns the class or module that has the attribute; called when tracing, so that nothing is imported early.
+        name: name of the attribute.
+        replacement: makes the value to use while tracing, from a function that makes a recording one of a function.
+    """
+
+    owner: Callable[[], Any]
+    name: str
+    replacement: Callable[[Callable[..., Any]], Any]
+
+
 class Opaque(Exception):
     """Raised to start over with the method or function ``name`` as one opaque call."""
 
@@ -59,6 +75,7 @@ class PathTracer(fx.Tracer):
         decisions: outcomes of the first tests on traced values; further tests are decided False.
         opaque: names of methods, and of functions, that are recorded as one call.
         inline: says whether to trace through a child instead of recording its call.
+        leaves: library attributes to replace meanwhile.
     """
 
     def __init__(
@@ -69,8 +86,10 @@ class PathTracer(fx.Tracer):
         decisions: Sequence[bool],
         opaque: frozenset[tuple[str, bool]],
         inline: Callable[[nn.Module], bool],
+        leaves: Sequence[Leaf] = (),
     ) -> None:
         super().__init__()
+        self.leaves = leaves
         self.function, self.nones, self.decisions, self.opaque, self.inline = function, nones, decisions, opaque, inline
         self._tensors: dict[str, fx.Proxy] = {}
         self.taken: list[tuple[fx.Node, bool]] = []
@@ -93,10 +112,12 @@ class PathTracer(fx.Tracer):
             with self._recording():
                 result = self.function(self.self_view, *args, **kwargs)
             self.create_node("output", "output", (self.create_arg(result),), {})
-        except (Opaque, TraceError):
+        except Opaque:
             raise
         except Exception as error:
             self._blame(error)
+            if isinstance(error, TraceError):
+                raise
             raise TraceError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
         return self.graph
 
@@ -126,6 +147,7 @@ class PathTracer(fx.Tracer):
             return tracer.call_child(module, args, kwargs)
 
         patches: list[tuple[Any, str, Any]] = [(nn.Module, "__call__", call)]
+        patches += [(leaf.owner(), leaf.name, leaf.replacement(self._recorded)) for leaf in self.leaves]
         patches += [(torch, name, self._recorded(getattr(torch, name))) for name in _CREATION]
         with contextlib.ExitStack() as stack:
             for owner, name, value in patches:

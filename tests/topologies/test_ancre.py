@@ -27,7 +27,9 @@ def naive_p(logits: Tensor, depth: int, kind: str, tau: float) -> dict[tuple[int
     return {pair: e[pair] / sum(e[other] for other in pairs if other[side] == pair[side]) for pair in pairs}
 
 
-def naive_run(x: Tensor, blocks: list[nn.Module], p: dict[tuple[int, int], float], keep: bool) -> list[Tensor]:
+def naive_run(
+    x: Tensor, blocks: list[nn.Module], p: dict[tuple[int, int], float], keep: bool
+) -> list[Tensor]:
     xs = [x]
     for j, block in enumerate(blocks, start=1):
         new = block(xs[j - 1])
@@ -46,7 +48,10 @@ def run(topology: Topology, weights: object, x: Tensor, blocks: list[nn.Module])
 
 def net(depth: int, dtype: torch.dtype = torch.float32, width: int = 8) -> list[nn.Module]:
     torch.manual_seed(1)
-    return [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to(dtype) for _ in range(depth)]
+    return [
+        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to(dtype)
+        for _ in range(depth)
+    ]
 
 
 def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
@@ -77,7 +82,8 @@ def test_formulas(kind: str, cascade: str, depth: int) -> None:
     p = naive_p(logits, depth, kind, 0.3)
     weights = topology.weights({"logits": logits}, depth)
     table = topology.matrix(weights, depth)
-    assert table.dtype == torch.float32 and table.shape == (depth, depth)
+    assert table.dtype == torch.float32
+    assert table.shape == (depth, depth)
     for row in range(depth):
         for i in range(depth):
             want = p.get((i, row + 1), 0.0)
@@ -98,7 +104,8 @@ def test_states_are_all_x() -> None:
         assert len(states) == t
         assert topology.read(states, weights, t) is states[t - 1]
         states = topology.write(states, weights, t, block(states[-1]))
-    assert states[0] is x and topology.finish(states, weights, depth) is states[depth]
+    assert states[0] is x
+    assert topology.finish(states, weights, depth) is states[depth]
     for got, want in zip(states, xs, strict=True):
         torch.testing.assert_close(got, want)
 
@@ -111,7 +118,8 @@ def test_sums(kind: str, start: str) -> None:
     logits = torch.randn(28) if start == "random" else learned(topology, depth, start)
     p = topology.weights({"logits": logits}, depth)
     torch.testing.assert_close(p.sum(1 if kind == "ingoing" else 0), torch.ones(depth))
-    assert (p >= 0).all() and (p.triu(1) == 0).all()
+    assert (p >= 0).all()
+    assert (p.triu(1) == 0).all()
 
 
 def test_paper_starts() -> None:
@@ -131,7 +139,8 @@ def test_paper_starts() -> None:
 def test_preserving_start_is_one_hot(kind: str, temperature: float, depth: int) -> None:
     topology = ANCRe(kind, temperature)  # type: ignore[arg-type]
     logits = topology.parameters(depth, "preserve")["logits"]
-    assert logits.dtype == torch.float32 and logits.shape == (depth * (depth + 1) // 2,)
+    assert logits.dtype == torch.float32
+    assert logits.shape == (depth * (depth + 1) // 2,)
     p = topology.weights({"logits": logits}, depth).double()
     assert (p - torch.eye(depth)).abs().max() <= 1e-6
     assert (p - p.diagonal().diag()).sum() <= 4.01e-6  # the misplaced weight of all units together
@@ -161,7 +170,8 @@ def test_every_logit_learns_from_the_preserving_start(kind: str) -> None:
         optimizer.zero_grad()
         out = run(topology, topology.weights({"logits": logits}, depth), x, blocks)
         nn.functional.mse_loss(out, target).backward()
-        assert logits.grad is not None and (logits.grad[free] != 0).all(), step
+        assert logits.grad is not None
+        assert (logits.grad[free] != 0).all(), step
         optimizer.step()
     moved = (logits.detach() - before[id(logits)]).abs()
     assert (moved[free] > 1e-4).all()
@@ -181,14 +191,15 @@ def test_gradients_at_the_preserving_start_are_not_noise(kind: str, depth: int) 
     exact = logits.detach().double().requires_grad_()
     table = torch.full((depth, depth), -math.inf, dtype=torch.float64).index_put((row, column), exact / 0.01)
     table.softmax(1 if kind == "ingoing" else 0).backward(upstream.double())
-    assert logits.grad is not None and exact.grad is not None
+    assert logits.grad is not None
+    assert exact.grad is not None
     size = exact.grad.abs().max()
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-3, atol=float(1e-3 * size))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_learns_a_shortcut(kind: str) -> None:
-    """A teacher of the same blocks has a large weight on 0:T, taken from T-1:T (ingoing) or 0:1 (outgoing)."""
+    """A teacher of the same blocks has a weight on 0:T, taken from T-1:T (ingoing) or 0:1 (outgoing)."""
     depth = 4
     topology, blocks = ANCRe(kind), net(depth)  # type: ignore[arg-type]
     for parameter in nn.ModuleList(blocks).parameters():
@@ -200,7 +211,7 @@ def test_learns_a_shortcut(kind: str) -> None:
     target = topology.weights({"logits": teacher}, depth)
     assert target[-1, 0] > 0.6
     start = topology.weights({"logits": logits}, depth)[-1, 0].item()
-    optimizer = torch.optim.Adam([logits], lr=1e-2 if kind == "none" else 1e-3)  # a gap of 1, or of about 0.15
+    optimizer = torch.optim.Adam([logits], lr=1e-2 if kind == "none" else 1e-3)
     for _ in range(600):
         x = torch.randn(64, 8)
         optimizer.zero_grad()
@@ -208,7 +219,8 @@ def test_learns_a_shortcut(kind: str) -> None:
         nn.functional.mse_loss(out, run(topology, target, x, blocks)).backward()
         optimizer.step()
     end = topology.weights({"logits": logits}, depth).detach()
-    assert start < 1e-6 and end[-1, 0] > 0.4
+    assert start < 1e-6
+    assert end[-1, 0] > 0.4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -218,13 +230,15 @@ def test_bf16_states(kind: str) -> None:
     logits = learned(topology, depth)
     weights = topology.weights({"logits": logits}, depth)
     out = run(topology, weights, x, blocks)
-    assert weights.dtype == torch.float32 and out.dtype == torch.bfloat16
-    # Not bitwise: 1 - 1e-6 decides the ties that x + f often is in bfloat16. But no further from the exact network.
+    assert weights.dtype == torch.float32
+    assert out.dtype == torch.bfloat16
+    # Not bitwise, as 1 - 1e-6 decides the ties that x + f often is in bfloat16; but as near to the exact result.
     original = plain(x, blocks).double()
     exact = plain(x.double(), [copy.deepcopy(block).double() for block in blocks])
     assert (out.double() - exact).norm() <= 1.3 * (original - exact).norm()
     out.float().square().mean().backward()
-    assert logits.grad is not None and logits.grad.dtype == torch.float32
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.float32
     assert (logits.grad[free_logits(kind, depth)] != 0).all()
 
 
@@ -239,7 +253,8 @@ def test_autocast_leaves_the_weights_in_float32(kind: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = topology.weights({"logits": logits}, depth)
         out = run(topology, got, x, blocks)
-    assert got.dtype == torch.float32 and torch.equal(got, want)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, want)
     assert out.dtype == torch.float32  # as in the plain network: float32 stream + bfloat16 branch
 
 
@@ -274,7 +289,8 @@ def test_keep_preserves_only_without_normalization() -> None:
     out = run(topology, topology.weights({"logits": logits}, 3), x, blocks)
     torch.testing.assert_close(out, plain(x, blocks), rtol=1e-6, atol=1e-6)
     out.square().sum().backward()
-    assert logits.grad is not None and (logits.grad != 0).all()
+    assert logits.grad is not None
+    assert (logits.grad != 0).all()
 
 
 @pytest.mark.parametrize(
@@ -303,7 +319,8 @@ def test_names() -> None:
     with pytest.raises(TypeError, match="no option 'temperature': it takes cascade"):
         make_topology("ancre-none", {"temperature": 1.0})
     names = {"ancre-ingoing", "ancre-outgoing", "ancre-none", "ancre-constant", "ancre-cascaded"}
-    assert names <= topologies().keys() and all(topologies()[name] for name in names)
+    assert names <= topologies().keys()
+    assert all(topologies()[name] for name in names)
     assert ANCRe().options() == {"normalize": "ingoing", "temperature": 0.01, "cascade": "replace"}
 
 
@@ -318,7 +335,7 @@ def test_constant() -> None:
     table = topology.matrix(weights, depth)
     for row in range(depth):
         assert table[row].tolist() == pytest.approx([p.get((i, row + 1), 0.0) for i in range(depth)])
-    with pytest.raises(UnsupportedTopology, match="ancre-constant.*start='paper'"):
+    with pytest.raises(UnsupportedTopology, match=r"ancre-constant.*start='paper'"):
         topology.parameters(depth, "preserve")
 
 
@@ -336,5 +353,6 @@ def test_cascaded() -> None:
     out = run(topology, topology.weights({"scales": scales}, depth), x, blocks)
     torch.testing.assert_close(out, want)
     out.sum().backward()
-    assert scales.grad is not None and (scales.grad != 0).all()
+    assert scales.grad is not None
+    assert (scales.grad != 0).all()
     assert len(topology.write((x,), torch.ones(depth), 1, x)) == 1

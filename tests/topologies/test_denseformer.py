@@ -57,7 +57,8 @@ def test_formulas(depth: int, dilation: int, period: int) -> None:
     want = naive_run(x, blocks, rows)
     torch.testing.assert_close(run(topology, weights, x, blocks), want, rtol=1e-6, atol=1e-6)
     table = topology.matrix(weights, depth)
-    assert table.dtype == torch.float32 and table.shape == (depth, depth + 1)
+    assert table.dtype == torch.float32
+    assert table.shape == (depth, depth + 1)
     for t in range(1, depth + 1):
         row = rows.get(t, {t: 1.0})
         assert table[t - 1].tolist() == pytest.approx([row.get(i, 0.0) for i in range(depth + 1)])
@@ -66,19 +67,24 @@ def test_formulas(depth: int, dilation: int, period: int) -> None:
 @pytest.mark.parametrize("start", ["preserve", "paper"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dilation", "period"), OPTIONS)
-def test_starts_as_the_plain_network_bitwise(dilation: int, period: int, dtype: torch.dtype, start: str) -> None:
+def test_starts_as_the_plain_network_bitwise(
+    dilation: int, period: int, dtype: torch.dtype, start: str
+) -> None:
     topology, depth = DenseFormer(dilation, period), 6
     alpha = nn.Parameter(topology.parameters(depth, start)["alpha"])  # type: ignore[arg-type]
-    assert alpha.dtype == torch.float32 and alpha.dim() == 1
+    assert alpha.dtype == torch.float32
+    assert alpha.dim() == 1
     blocks, x = net(depth, dtype), torch.randn(4, 8).to(dtype)
     weights = topology.weights({"alpha": alpha}, depth)
     out, want = run(topology, weights, x, blocks), x
     for block in blocks:
         want = want + block(want)
-    assert out.dtype == dtype and torch.equal(out, want)
+    assert out.dtype == dtype
+    assert torch.equal(out, want)
     assert torch.equal(topology.matrix(weights, depth), torch.eye(depth, depth + 1).roll(1, 1))
     out.float().square().mean().backward()
-    assert alpha.grad is not None and (alpha.grad != 0).all()
+    assert alpha.grad is not None
+    assert (alpha.grad != 0).all()
 
 
 def test_learns_a_shortcut() -> None:
@@ -93,7 +99,8 @@ def test_learns_a_shortcut() -> None:
         nn.functional.mse_loss(out, 3 * x).backward()
         optimizer.step()
     table = topology.matrix(topology.weights({"alpha": alpha}, depth), depth)
-    assert table[depth - 1, 0] > 0.5 and table[depth - 1, depth] < 0.9
+    assert table[depth - 1, 0] > 0.5
+    assert table[depth - 1, depth] < 0.9
 
 
 def test_autocast_leaves_the_average_in_float32() -> None:
@@ -109,7 +116,8 @@ def test_merge_leaves_room_for_a_norm() -> None:
     x, f, normed = torch.randn(3, 2, 8)
     assert torch.equal(topology.merge(topology.start(x), weights, 1, f), x + f)
     states = topology.push(topology.start(x), weights, 1, normed)
-    assert states[0] is x and states[1] is normed
+    assert states[0] is x
+    assert states[1] is normed
     torch.testing.assert_close(states[2], 0.25 * x + 0.5 * normed)
 
 
@@ -132,5 +140,5 @@ def test_wrong_options(option: str, value: float) -> None:
 
 
 def test_a_period_beyond_the_trunk() -> None:
-    with pytest.raises(UnsupportedTopology, match="period=4.*3 units"):
+    with pytest.raises(UnsupportedTopology, match=r"period=4.*3 units"):
         DenseFormer(period=4).parameters(3, "preserve")

@@ -25,7 +25,9 @@ def draw(count: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 9), st.integers(0, 3), st.sampled_from([torch.float32, torch.float64]), st.integers(0, 99))
+@given(
+    st.integers(1, 9), st.integers(0, 3), st.sampled_from([torch.float32, torch.float64]), st.integers(0, 99)
+)
 def test_matches_the_twin(count: int, branches: int, dtype: torch.dtype, seed: int) -> None:
     sources, added = draw(count, dtype, seed), draw(branches, dtype, seed + 1)
     weights = torch.randn(count)
@@ -47,7 +49,9 @@ def test_low_precision_rounds_once(dtype: torch.dtype) -> None:
 
 def test_float64_is_not_accumulated_in_float32() -> None:
     sources, weights = draw(5, torch.float64), torch.randn(5)
-    torch.testing.assert_close(mix(sources, weights), naive(sources, list(weights), []), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        mix(sources, weights), naive(sources, list(weights), []), rtol=1e-13, atol=1e-13
+    )
 
 
 def test_weight_one_is_a_plain_add() -> None:
@@ -84,11 +88,13 @@ def test_low_precision_gradients() -> None:
     weights = torch.randn(4, requires_grad=True)
     upstream = torch.randn(2, 3, 8).bfloat16()
     mix(sources, weights).backward(upstream)
-    assert weights.grad is not None and weights.grad.dtype == torch.float32
+    assert weights.grad is not None
+    assert weights.grad.dtype == torch.float32
     exact = torch.stack([(upstream.double() * x.detach().double()).sum() for x in sources])
     torch.testing.assert_close(weights.grad.double(), exact, rtol=1e-5, atol=1e-5)
     for x, w in zip(sources, weights, strict=True):
-        assert x.grad is not None and x.grad.dtype == torch.bfloat16
+        assert x.grad is not None
+        assert x.grad.dtype == torch.bfloat16
         torch.testing.assert_close(x.grad, (upstream.float() * w.detach()).bfloat16(), rtol=0, atol=0)
 
 
@@ -97,7 +103,12 @@ def test_backward_keeps_no_copies_of_sources(dtype: torch.dtype) -> None:
     sources = [x.requires_grad_() for x in draw(4, dtype)]
     weights = torch.randn(4, requires_grad=True)
     saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+
+    def keep(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         mix(sources, weights)
     own = {x.data_ptr() for x in sources}
     assert all(x.data_ptr() in own for x in saved if x.numel() > 1)
@@ -119,7 +130,8 @@ def test_autocast_changes_nothing() -> None:
     want = mix(sources, weights)
     with torch.autocast("cpu", torch.bfloat16):
         got = mix(sources, weights)
-    assert got.dtype == torch.float32 and torch.equal(got, want)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(("sources", "weights"), [(2, 3), (3, 2), (0, 0)])

@@ -1,0 +1,429 @@
+"""rewire.compile: the passes, one after the other."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rewire.connection import CONNECTIONS, Connection, Gate, connections
+from rewire.errors import (
+    AlreadyConnected,
+    AlreadyRewired,
+    NoResidualAdds,
+    RewireError,
+    ShardedModel,
+    TraceError,
+    UnknownName,
+    UnsupportedTopology,
+    WidthMismatch,
+)
+from rewire.init import initializers
+from rewire.passes.install import install, is_rewritten, source_of, uninstall
+from rewire.passes.rewrite import rewrite_chain
+from rewire.passes.trunks import CONTAINERS, Block, Finder, LinkedTrunk
+from rewire.passes.validate import normalise_inputs, validate
+from rewire.patterns import Pattern, first_given, patterns_for
+from rewire.stream import Layout, Stream
+from rewire.topologies import Topology, make_topology
+from rewire.topologies.base import Start
+from rewire.topologies.residual import Residual
+from rewire.tracing import print_forward
+from rewire.tracing.printer import body_of
+from rewire.trunk import Report, Trunk
+
+log = logging.getLogger("rewire")
+
+
+def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
+    """Find the residual streams of ``model`` without changing or running it.
+
+    Args:
+        model: any module; parameters may be on the meta device.
+        example_inputs: if given (tuple of args, dict of kwargs, or a pair of both), the model is rewired with plain
+            residual connections and run on them, and the report says where that failed.
+
+    Returns:
+        A report with ``.trunks`` and ``.skipped`` (module path -> reason), which prints as a table.
+    """
+    found = patterns_for(model)
+    learned = first_given(found, "learned")
+    if learned:
+        return Report((), {"": f"it already has learned depth connections: {learned}"})
+    finder, trunks = _find(model, found)
+    report = finder.report(trunks)
+    if example_inputs is not None:
+        try:
+            compile(model, "residual", example_inputs=example_inputs)
+        except RewireError as error:
+            report = dataclasses.replace(report, skipped={**report.skipped, "": str(error)})
+    return report
+
+
+def compile(
+    model: nn.Module,
+    topology: str | Topology = "ancre-ingoing",
+    *,
+    init: str | None = None,
+    granularity: Literal["auto", "block", "sublayer"] = "auto",
+    start: Start = "preserve",
+    example_inputs: Any = None,
+    trunks: Sequence[str] | None = None,
+    validate: bool = True,
+    **options: Any,
+) -> nn.Module:
+    """Replace the fixed residual connections of ``model`` by learned depth connections.
+
+    Args:
+        model: any module, on any device (meta, too). It keeps behaving as before; its parameters are shared.
+        topology: a name (`rewire.topologies` lists them) or a `Topology` object.
+        init: name of an initialiser (`rewire.initializers` lists them); None keeps the weights.
+        granularity: what the topology connects: whole ``"block"``s, each ``"sublayer"`` (residual add) by itself, or
+            what the topology's paper does (``"auto"``).
+        start: ``"preserve"``: start as the original network, up to rounding; ``"paper"``: start as published.
+        example_inputs: what to validate on: a tuple of args, a dict of kwargs, or a pair of both. Without it, inputs
+            that the pattern registry knows how to make are used; where it knows none, a warning is logged.
+        trunks: names of the trunks to rewire (`rewire.inspect` shows them); default: all.
+        validate: compare outputs and gradients with the original's before returning. With a start that is not the
+            original network, the same rewrite is compared with plain residual connections in it.
+        options: options of the named topology.
+
+    Returns:
+        A model of the same class with the same parameters and state-dict keys, plus the connection weights: children
+        named ``depth_connections``.
+
+    Raises:
+        NoResidualAdds: nothing to rewire was found; the message says what was looked at.
+        UnknownName: no such topology, initialiser or trunk; near names are given.
+        AlreadyRewired, AlreadyConnected, ShardedModel: the model cannot be rewired as it is.
+        UnsupportedTopology: the topology does not fit a trunk, or has no such start.
+        WidthMismatch: a trunk's states have different widths.
+        BadExampleInputs: the original does not run on the example inputs.
+        ValidationMismatch: the rewritten model differs from the original.
+    """
+    chosen = make_topology(topology, options)
+    _check_choices(init, granularity, start)
+    _check_model(model)
+    found = patterns_for(model)
+    learned = first_given(found, "learned")
+    if learned:
+        raise AlreadyConnected(
+            f"{type(model).__name__} already has learned depth connections: {learned}. Rewiring would replace the "
+            "shortcuts inside them; start from a plain residual model."
+        )
+    inputs = _inputs(model, found, example_inputs) if validate else None
+    rewired = _rewire(model, found, chosen, granularity, start, trunks)
+    if inputs is None:
+        if validate:
+            log.warning("%s was rewired but not validated: pass example_inputs.", type(model).__name__)
+        return rewired
+    from rewire.passes import validate as validation
+
+    if start == "preserve":
+        validation.validate(model, rewired, inputs)
+    else:
+        validation.validate(model, _rewire(model, found, Residual(), "sublayer", "preserve", trunks), inputs)
+    return rewired
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """The plain model of a rewired one: original forwards, no connection weights, the same (shared) parameters.
+
+    Raises:
+        RewireError: the model was not rewired.
+    """
+    if not connections(model):
+        raise RewireError(f"{type(model).__name__} was not rewired: there is nothing to restore.")
+    plain = _copied(model)
+    for module in plain.modules():
+        if is_rewritten(module):
+            uninstall(module)
+            for name in [n for n, value in vars(module).items() if isinstance(value, Gate)]:
+                del module.__dict__[name]
+        module._modules.pop(CONNECTIONS, None)
+        for key in [k for k, hook in module._forward_hooks.items() if hook is _streams_to_tensors]:
+            del module._forward_hooks[key]
+    return plain
+
+
+def source(model: nn.Module, path: str) -> str:
+    """The generated forward of the block at ``path`` of a rewired model.
+
+    Raises:
+        UnknownName: there is no module at that path.
+        RewireError: that module was not rewritten.
+    """
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        raise UnknownName(f"{type(model).__name__} has no module '{path}'.") from None
+    if not is_rewritten(module):
+        rewritten = [p for p, m in model.named_modules() if is_rewritten(m)]
+        near = f"; rewritten are {', '.join(rewritten[:5])}{', ...' if len(rewritten) > 5 else ''}" if rewritten else ""
+        raise RewireError(f"the forward of '{path}' was not rewritten{near}.")
+    return source_of(module)
+
+
+def coefficients(model: nn.Module) -> dict[str, Tensor]:
+    """Effective connection weights of a rewired model.
+
+    Returns:
+        Trunk name -> matrix [destination, source], float32, detached.
+
+    Raises:
+        RewireError: the model was not rewired.
+    """
+    found = connections(model)
+    if not found:
+        raise RewireError(f"{type(model).__name__} was not rewired: it has no connection weights.")
+    return {name: connection.matrix().detach() for name, connection in found.items()}
+
+
+# -- steps of compile --------------------------------------------------------------------------------------------------
+
+
+def _check_choices(init: str | None, granularity: str, start: str) -> None:
+    if granularity not in ("auto", "block", "sublayer"):
+        raise ValueError(f"granularity must be 'auto', 'block' or 'sublayer', not {granularity!r}.")
+    if start not in ("preserve", "paper"):
+        raise ValueError(f"start must be 'preserve' or 'paper', not {start!r}.")
+    if init is not None and init not in initializers():
+        known = ", ".join(initializers()) or "none is registered yet"
+        raise UnknownName(f"there is no initialiser '{init}' (rewire.initializers(): {known}).")
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    for path, module in model.named_modules():
+        where = f"'{path}'" if path else "the model"
+        kind = " ".join(cls.__name__ for cls in type(module).__mro__)
+        if "FSDPModule" in kind or "FullyShardedDataParallel" in kind or "DistributedDataParallel" in kind:
+            raise ShardedModel(f"{where} is already sharded or distributed: rewire the model first, then shard it.")
+        if "OptimizedModule" in kind:
+            raise ShardedModel(f"{where} is already compiled: rewire the model first, then torch.compile it.")
+        if is_rewritten(module) or isinstance(module, Connection):
+            raise AlreadyRewired(f"{where} was rewired before: call rewire.restore(model) first.")
+    if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
+        raise ShardedModel("the model's parameters are already sharded: rewire the model first, then shard it.")
+
+
+def _find(model: nn.Module, found: list[Pattern]) -> tuple[Finder, list[LinkedTrunk]]:
+    forwards = {cls: function for pattern in reversed(found) for cls, function in pattern.forwards.items()}
+    finder = Finder(model, forwards, [leaf for pattern in found for leaf in pattern.leaves])
+    trunks = finder.run()
+    for linked in trunks:
+        sites = linked.trunk.sites
+        for pattern in reversed(found):
+            sites = tuple(dataclasses.replace(site, kind=pattern.kind(site)) for site in sites)
+        linked.trunk = dataclasses.replace(linked.trunk, sites=sites)
+    return finder, trunks
+
+
+def _inputs(model: nn.Module, found: list[Pattern], example_inputs: Any) -> Any:
+    """Inputs to validate on, or None: nothing known, or parameters without values."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return None
+    if example_inputs is not None:
+        return normalise_inputs(example_inputs)
+    make = first_given(found, "example_inputs")
+    return make(model) if make else None
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """New modules around the same tensors."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
+
+
+def _rewire(
+    model: nn.Module,
+    found: list[Pattern],
+    topology: Topology,
+    granularity: str,
+    start: Start,
+    names: Sequence[str] | None,
+) -> nn.Module:
+    rewired = _copied(model)
+    for pattern in found:
+        if pattern.prepare:
+            pattern.prepare(rewired)
+    finder, trunks = _find(rewired, found)
+    trunks = _selected(trunks, names)
+    if not trunks:
+        looked = "".join(f"\n  {path or '(the model)'}: {reason}" for path, reason in finder.skipped.items())
+        raise NoResidualAdds(
+            f"no residual stream was found in {type(model).__name__} ({len(list(model.modules()))} modules were looked "
+            f"at)." + (f" Left alone:{looked}" if looked else " No forward in it adds an input to what it computes.")
+        )
+    rewrites: dict[int, _BlockRewrite] = {}
+    for linked in trunks:
+        layout = _layout(linked.trunk, topology, granularity)
+        connection = Connection(layout, start, _device_of(rewired.get_submodule(linked.trunk.owner)))
+        _register(rewired, linked.trunk, connection)
+        _add_gates(linked, connection, rewrites)
+    for rewrite in rewrites.values():
+        rewrite.apply()
+    return rewired
+
+
+def _selected(trunks: list[LinkedTrunk], names: Sequence[str] | None) -> list[LinkedTrunk]:
+    if names is None:
+        return trunks
+    known = [linked.trunk.name for linked in trunks]
+    for name in names:
+        if name not in known:
+            raise UnknownName(f"the model has no trunk '{name}'; its trunks are {', '.join(known) or 'none'}.")
+    return [linked for linked in trunks if linked.trunk.name in names]
+
+
+def _layout(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
+    """Which residual adds the topology connects as one unit."""
+    widths = {site.width for site in trunk.sites if site.width is not None}
+    if len(widths) > 1:
+        raise WidthMismatch(
+            f"the residual adds of trunk '{trunk.name}' have different widths ({', '.join(map(str, sorted(widths)))}), "
+            "and states of one trunk are mixed: pass trunks=[...] to leave it out."
+        )
+    if trunk.post_norm and not topology.supports_post_norm:
+        raise UnsupportedTopology(
+            f"trunk '{trunk.name}' is post-norm (its states pass {trunk.sites[0].post[0]} after the residual add), and "
+            f"{type(topology).__name__} connects the branch outputs of pre-norm blocks only."
+        )
+    one_add_each = trunk.blocks == len(trunk.sites)
+    if granularity == "block" and trunk.post_norm and not one_add_each:
+        raise UnsupportedTopology(
+            f"trunk '{trunk.name}' is post-norm: inside a block the state passes a norm, so that the block has no "
+            "branch output of its own. Use granularity='sublayer'."
+        )
+    resolved = topology.granularity if granularity == "auto" else granularity
+    if resolved == "sublayer" or trunk.post_norm:
+        return Layout(trunk.name, topology, range(1, len(trunk.sites) + 1))
+    return Layout(trunk.name, topology, trunk.units)
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    return next((parameter.device for parameter in module.parameters()), None)
+
+
+def _register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
+    owner = model.get_submodule(trunk.owner)
+    if CONNECTIONS not in owner._modules:
+        if hasattr(owner, CONNECTIONS):
+            raise RewireError(f"'{trunk.owner}' already has an attribute '{CONNECTIONS}'.")
+        owner.add_module(CONNECTIONS, nn.ModuleDict())
+        if not isinstance(owner, CONTAINERS):
+            owner.register_forward_hook(_streams_to_tensors)
+    below = trunk.name.removeprefix(trunk.owner).strip(".") or "trunk"
+    owner.get_submodule(CONNECTIONS).add_module(below.replace(".", "_"), connection)
+    connection.train(owner.training)
+
+
+def _streams_to_tensors(_module: nn.Module, _args: Any, output: Any) -> Any:
+    """Forward hook of a trunk's owner: hidden states that it collected between blocks come out as tensors."""
+    return _without_streams(output)
+
+
+def _without_streams(value: Any) -> Any:
+    if isinstance(value, Stream):
+        return value.read()
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(item, (Stream, tuple, list, dict)):
+                value[key] = _without_streams(item)
+        return value
+    if isinstance(value, (tuple, list)) and any(isinstance(item, (Stream, tuple, list)) for item in value):
+        items = [_without_streams(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+# -- rewriting blocks --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _BlockRewrite:
+    """A block, and the chains of it that go through a stream."""
+
+    block: Block
+    gates: dict[int, Gate] = dataclasses.field(default_factory=dict)
+
+    def apply(self) -> None:
+        """Rewrite the graphs of all paths, print them as one forward, and install it."""
+        traced, table = self.block.traced, dict[str, Any]()
+        bodies = []
+        for path, found in zip(traced.paths, self.block.found, strict=True):
+            graph, error = path.graph, path.error
+            if graph is not None and found is not None:
+                for number in self.gates:
+                    chain = _same_chain(self.block.chains[number], found.chains)
+                    if chain is None:
+                        graph, error = None, f"on this path the residual stream of '{self.block.path}' does not run"
+                        break
+                    rewrite_chain(graph, chain, _gate_name(number), _free_name(graph, number))
+            bodies.append(body_of(graph, path.tests, path.nones, table, error))
+        try:
+            text = print_forward(traced.signature, traced.tested, bodies, table)
+            install(traced.module, text, table)
+        except TraceError as error:
+            raise TraceError(f"'{self.block.path}' cannot be rewritten: {error}.") from error
+        for number, gate in self.gates.items():
+            traced.module.__dict__[_gate_name(number)] = gate
+
+
+def _same_chain(chain: Any, chains: Collection[Any]) -> Any:
+    """The chain on another path that enters and leaves the forward as ``chain`` does."""
+    same = [
+        other
+        for other in chains
+        if (other.opens_outside, other.closes_outside, other.element, str(other.entry.target))
+        == (chain.opens_outside, chain.closes_outside, chain.element, str(chain.entry.target))
+    ]
+    return same[0] if len(same) == 1 else None
+
+
+def _gate_name(number: int) -> str:
+    return "_depth" if number == 0 else f"_depth{number}"
+
+
+def _free_name(graph: Any, number: int) -> str:
+    taken = {str(node.target) for node in graph.nodes if node.op == "placeholder"} | {n.name for n in graph.nodes}
+    name = "stream" if number == 0 else f"stream_{number}"
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _add_gates(linked: LinkedTrunk, connection: Connection, rewrites: dict[int, _BlockRewrite]) -> None:
+    """One gate for each chain of each block of a trunk."""
+    trunk = linked.trunk.name
+    for position, step in enumerate(linked.steps):
+        rewrite = rewrites.setdefault(id(step.block), _BlockRewrite(step.block))
+        before = _adds_before(step.block, step.chain, linked, position)
+        if before is None:
+            continue
+        gate = rewrite.gates.setdefault(step.chain, Gate(step.block.path, None, trunk, ()))
+        gate.positions = (*gate.positions, before)
+        if before == 0:
+            gate.connection = connection
+
+
+def _adds_before(block: Block, chain: int, linked: LinkedTrunk, position: int) -> int | None:
+    """Position of the stream when ``block`` is entered, if the add at ``position`` is the chain's first one."""
+    step = linked.steps[position]
+    if step.add != 0:
+        return None
+    carried = 0
+    for link in block.chains[chain].links:
+        if link in block.chains[chain].adds:
+            break
+        child = block.traced.module.get_submodule(str(link.node.target))
+        inside = {id(module) for module in child.modules()}
+        while carried < position and id(linked.steps[position - carried - 1].block.traced.module) in inside:
+            carried += 1
+    return position - carried

@@ -1,0 +1,161 @@
+"""The module that holds a trunk's connection weights, and the gate through which blocks use it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rewire.errors import OutOfOrder, RewireError, UnsupportedCall
+from rewire.stream import Layout, Stream, Weights
+from rewire.topologies.base import Start
+
+#: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
+CONNECTIONS = "depth_connections"
+
+
+class Connection(nn.Module):
+    """Connection weights of one trunk; calling it opens the trunk's stream.
+
+    Being called once per forward, it can have an FSDP group of its own. Its parameters are plain float32 ones and stay
+    float32 under ``model.bfloat16()``.
+
+    Args:
+        layout: topology and units of the trunk.
+        start: ``"preserve"`` or ``"paper"``.
+        device: of the parameters.
+    """
+
+    def __init__(self, layout: Layout, start: Start, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.layout, self.start = layout, start
+        for name, value in layout.topology.parameters(layout.depth, start).items():
+            self.register_parameter(name, nn.Parameter(value.to(device=device, dtype=torch.float32)))
+
+    def reset_parameters(self) -> None:
+        """Set the start values again (after ``to_empty``, say)."""
+        with torch.no_grad():
+            for name, value in self.layout.topology.parameters(self.layout.depth, self.start).items():
+                self.get_parameter(name).copy_(value)
+
+    def forward(self, x: Tensor) -> Stream:
+        """A stream at its start, ``x`` being the trunk's input [..., width].
+
+        Raises:
+            RewireError: the weights were cast to another dtype than float32.
+        """
+        topology, layout = self.layout.topology, self.layout
+        return Stream(topology.start(x), None, None, Weights(self.effective()), layout)
+
+    def effective(self) -> Any:
+        """The weights that the topology's formulas use, from the learned ones, in float32."""
+        parameters = dict(self.named_parameters())
+        for name, parameter in parameters.items():
+            if parameter.dtype != torch.float32:
+                raise RewireError(
+                    f"connection weight '{name}' of trunk '{self.layout.trunk}' is {parameter.dtype}: connection "
+                    "weights have to stay float32. Under FSDP2 mixed precision give them a group of their own: "
+                    "`for c in rewire.connections(model).values(): fully_shard(c)`."
+                )
+        device = next(iter(parameters.values())).device.type if parameters else "cpu"
+        with torch.autocast(device_type=device, enabled=False):
+            return self.layout.topology.weights(parameters, self.layout.depth)
+
+    def matrix(self) -> Tensor:
+        """Effective weights as a [destination, source] matrix, float32."""
+        return self.layout.topology.matrix(self.effective(), self.layout.depth)
+
+    def extra_repr(self) -> str:
+        return f"{self.layout.topology}, {len(self.layout.units)} residual adds in {self.layout.depth} units"
+
+    def recipe(self) -> dict[str, Any]:
+        """What the weights belong to: topology, options, units."""
+        topology = self.layout.topology
+        name = type(topology).__name__
+        return {"topology": name, "options": topology.options(), "units": list(self.layout.units)}
+
+    def get_extra_state(self) -> Tensor:
+        """The recipe, as bytes: a state dict then says what its connection weights mean."""
+        return torch.tensor(list(json.dumps(self.recipe(), sort_keys=True).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Check that the weights being loaded belong to this topology.
+
+        Raises:
+            RewireError: they were saved from another topology, or with other options or units.
+        """
+        saved = read_recipe(state)
+        if saved != self.recipe():
+            differing = [f"{k}: {saved.get(k)} (saved), {v} (here)" for k, v in self.recipe().items() if saved.get(k) != v]
+            raise RewireError(
+                f"the saved weights of trunk '{self.layout.trunk}' belong to another rewiring; {'; '.join(differing)}. "
+                "Compile the model with the saved options first."
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Follow moves between devices, but no change of dtype."""
+
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+
+def read_recipe(state: Tensor) -> dict[str, Any]:
+    """The recipe that `Connection.get_extra_state` wrote."""
+    recipe: dict[str, Any] = json.loads(bytes(state.tolist()).decode())
+    return recipe
+
+
+class Gate:
+    """What a rewritten block knows of its trunk: where in the stream its residual adds belong.
+
+    A plain attribute of the block: no child, no parameters; copied and pickled along with the block.
+
+    Args:
+        block: path of the block, for messages.
+        connection: opens the stream, for a block that stands at the trunk's start; otherwise None.
+        trunk: name of the trunk.
+        positions: positions of the stream at which the block may be called; several for a shared block.
+    """
+
+    def __init__(self, block: str, connection: Connection | None, trunk: str, positions: Sequence[int]) -> None:
+        self.block, self.connection, self.trunk, self.positions = block, connection, trunk, tuple(positions)
+
+    def enter(self, value: Tensor | Stream) -> Stream:
+        """The stream that ``value`` is, or at the trunk's start the one that it opens.
+
+        Raises:
+            OutOfOrder: the block is called outside the order of its trunk.
+            UnsupportedCall: under re-entrant activation checkpointing, which loses the stream's gradients.
+        """
+        if isinstance(value, Stream):
+            if value.layout.trunk == self.trunk and value.position in self.positions:
+                return value
+            raise OutOfOrder(
+                f"block '{self.block}' was called out of order: it belongs after residual add "
+                f"{' or '.join(map(str, self.positions))} of trunk '{self.trunk}', the stream is at "
+                f"{value.position} of trunk '{value.layout.trunk}'."
+            )
+        if self.connection is None:
+            raise OutOfOrder(
+                f"block '{self.block}' was given a plain tensor, but it belongs after residual add "
+                f"{self.positions[0]} of trunk '{self.trunk}' and needs the stream that the block before it returns. "
+                "Call the blocks in the model's order and hand on what they return."
+            )
+        if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
+            raise UnsupportedCall(
+                f"block '{self.block}' runs under re-entrant activation checkpointing, which loses the gradients of "
+                "the residual stream. Use torch.utils.checkpoint(..., use_reentrant=False)."
+            )
+        stream: Stream = self.connection(value)
+        return stream
+
+
+def connections(model: nn.Module) -> dict[str, Connection]:
+    """The connection modules of a rewired model, by trunk name."""
+    return {module.layout.trunk: module for module in model.modules() if isinstance(module, Connection)}

@@ -1,0 +1,85 @@
+"""What structure alone cannot tell about an architecture, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from rewire.registry import Registry
+from rewire.tracing import Leaf
+from rewire.trunk import Site
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """One architecture, or a family that shares its names.
+
+    Attributes:
+        description: one line, for `rewire.patterns`.
+        matches: whether a model is of this architecture.
+        attention: regular expression for the branch names (`Site.branch`) that are self-attention.
+        ffn: the same for feed-forward branches.
+        qkv: paths of the query, key and value projections below the attention branch's block (one path if they are
+            fused), with ``{branch}`` for the branch's own name.
+        example_inputs: makes small inputs for a model of this architecture: (args, kwargs). They have to reach every
+            block.
+        forwards: module class -> function that is traced in place of its forward, for forwards that hide their
+            residual adds behind a hand-written fast path. It has to compute the same.
+        leaves: library attributes that tracing replaces.
+        prepare: changes a model's copy before it is rewritten (to switch a fast path off, say).
+        learned: set if models of this architecture have learned depth connections of their own: what they are.
+    """
+
+    description: str
+    matches: Callable[[nn.Module], bool]
+    attention: str = ""
+    ffn: str = ""
+    qkv: tuple[str, ...] = ()
+    example_inputs: Callable[[nn.Module], Inputs] | None = None
+    forwards: Mapping[type[nn.Module], FunctionType] = dataclasses.field(default_factory=dict)
+    leaves: tuple[Leaf, ...] = ()
+    prepare: Callable[[nn.Module], None] | None = None
+    learned: str = ""
+
+    def kind(self, site: Site) -> str:
+        """Kind of a residual add: as this architecture names it, else as its structure says."""
+        if self.attention and re.fullmatch(self.attention, site.branch):
+            return "attention"
+        if self.ffn and re.fullmatch(self.ffn, site.branch):
+            return "ffn"
+        return site.kind
+
+
+_REGISTRY: Registry[Pattern] = Registry("pattern", "patterns", entry_points="rewire.patterns")
+
+
+def register_pattern(name: str, pattern: Pattern) -> Pattern:
+    """Make ``pattern`` known under ``name``.
+
+    Installed packages add theirs through the entry point group ``rewire.patterns``: each entry point names a module
+    that calls this function. Of several patterns that match a model, the one registered last counts first.
+    """
+    _REGISTRY.add(name, pattern)
+    return pattern
+
+
+def patterns() -> dict[str, str]:
+    """Name of every architecture in the registry, and what it is in one line."""
+    return {name: pattern.description for name, pattern in _REGISTRY.items()}
+
+
+def patterns_for(model: nn.Module) -> list[Pattern]:
+    """Patterns that match ``model``, the most special (registered last) first."""
+    return [pattern for pattern in reversed(_REGISTRY.in_order()) if pattern.matches(model)]
+
+
+def first_given(found: list[Pattern], attribute: str) -> Any:
+    """``attribute`` of the first pattern that sets it; None if none does."""
+    return next((value for value in (getattr(pattern, attribute) for pattern in found) if value), None)
