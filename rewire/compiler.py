@@ -34,7 +34,7 @@ from rewire.topologies import Topology, make_topology
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual
 from rewire.tracing import print_forward
-from rewire.tracing.printer import body_of
+from rewire.tracing.printer import body_of, globals_for
 from rewire.trunk import Report, Trunk
 
 log = logging.getLogger("rewire")
@@ -355,7 +355,9 @@ class _BlockRewrite:
 
     def apply(self) -> None:
         """Rewrite the graphs of all paths, print them as one forward, and install it."""
-        traced, table = self.block.traced, dict[str, Any]()
+        traced = self.block.traced
+        graphs = [path.graph for path in traced.paths if path.graph is not None]
+        table = globals_for(traced.signature, graphs)
         bodies = []
         for path, found in zip(traced.paths, self.block.found, strict=True):
             graph, error = path.graph, path.error

@@ -226,10 +226,11 @@ def _width(strength: float) -> float:
     return 0.3 + 2.4 * strength
 
 
-def _color(strength: float, source: int, destination: int) -> tuple[float, ...]:
+def _color(strength: float, source: int, destination: int) -> tuple[float, float, float, float]:
     from matplotlib.colors import to_rgb
 
-    return (*to_rgb(_SHORTCUT if destination - source > 1 else _CASCADE), 0.08 + 0.87 * strength)
+    red, green, blue = to_rgb(_SHORTCUT if destination - source > 1 else _CASCADE)
+    return red, green, blue, 0.08 + 0.87 * strength
 
 
 def _arc(source: int, destination: int) -> list[tuple[float, float]]:

@@ -141,6 +141,7 @@ class Stream:
 
     def push(self, state: Tensor) -> Stream:
         """Second half of a write: append ``state``, what the block made of `merge`'s result."""
+        self._check_room(())
         layout = self.layout
         states = layout.topology.push(self.states, self.weights.value, layout.units[self.position], state)
         return self._advanced(states=states)
@@ -174,12 +175,19 @@ class Stream:
             raise OutOfOrder(f"trunk '{self.layout.trunk}' is already complete: a block was called once too often.")
         expected = self.states[0].shape
         for branch in branches:
-            if branch.shape[-1:] != expected[-1:] and branch.shape != expected:
+            if branch.shape != expected and not _broadcasts(branch.shape, expected):
                 raise WidthMismatch(
                     f"trunk '{self.layout.trunk}', residual add {self.position}: the branch returns "
                     f"{tuple(branch.shape)}, the stream holds {tuple(expected)}. States of one trunk are mixed and "
                     "need one shape; pass trunks=[...] to leave this trunk out."
                 )
+
+
+def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:
+    """Whether a tensor of ``shape`` can be added to one of shape ``expected`` without widening it."""
+    if len(shape) > len(expected):
+        return False
+    return all(a in (1, b) for a, b in zip(reversed(shape), reversed(expected), strict=False))
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

@@ -92,9 +92,7 @@ def test_heatmap_values(figures: list[Figure], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 5, 8, 9, 24, 33, 64, 128])
 @pytest.mark.parametrize("plot", [plot_heatmap, plot_arcs])
-def test_ticks_are_whole_and_do_not_overlap(
-    plot: object, depth: int, figures: list[Figure], tmp_path: Path
-) -> None:
+def test_ticks_are_whole_and_do_not_overlap(plot: object, depth: int, figures: list[Figure], tmp_path: Path) -> None:
     plot({"trunk": random(depth), "other": one_hot(depth)}, tmp_path / "h.png")  # type: ignore[operator]
     figures[0].draw_without_rendering()
     for ax in figures[0].axes[:2]:
@@ -169,9 +167,19 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_style_is_not_left_behind(tmp_path: Path) -> None:
-    before = dict(matplotlib.rcParams)
-    plot_arcs({"trunk": random(3)}, tmp_path / "x.png")
-    assert dict(matplotlib.rcParams) == before
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        before = dict(matplotlib.rcParams)
+        plot_arcs({"trunk": random(3)}, tmp_path / "x.png")
+        assert dict(matplotlib.rcParams) == before
+
+
+@pytest.mark.parametrize("plot", [plot_heatmap, plot_arcs])
+def test_the_sign_does_not_count(plot: object, tmp_path: Path) -> None:
+    for name, sign in (("plus", 1), ("minus", -1)):
+        plot({"trunk": sign * random(4)}, tmp_path / f"{name}.png")  # type: ignore[operator]
+    plus, minus = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("plus", "minus"))
+    assert (plus == minus).all()
 
 
 def test_matplotlib_is_imported_late_and_without_pyplot(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import networkx as nx
 import torch
@@ -76,7 +77,7 @@ class Passage:
 
     argument: str | None
     position: int
-    element: int | None
+    element: int | str | None
 
 
 @dataclasses.dataclass
@@ -89,7 +90,7 @@ class Chain:
         exit: the value at which it ends: the last link's state, or a view of it in the entry's shape.
         opens_outside: the entry is an argument of the forward.
         closes_outside: the exit is returned by the forward.
-        element: its index in the returned tuple, or None if the forward returns the value itself.
+        element: its index in the returned tuple (key in the returned dict); None if it is what the forward returns.
     """
 
     entry: fx.Node
@@ -97,7 +98,7 @@ class Chain:
     exit: fx.Node
     opens_outside: bool = False
     closes_outside: bool = False
-    element: int | None = None
+    element: int | str | None = None
 
     @property
     def adds(self) -> list[Add]:
@@ -119,7 +120,9 @@ class Values:
         self.root = root
         self.nodes = list(graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
-        self.flow = nx.DiGraph((source, node) for node in self.nodes for source in node.all_input_nodes)
+        self.flow = nx.DiGraph(
+            (source, node) for node in self.nodes for source in node.all_input_nodes if not _is_metadata(node)
+        )
         self.flow.add_nodes_from(self.nodes)
 
     def child(self, node: fx.Node) -> nn.Module | None:
@@ -159,11 +162,16 @@ class Values:
         """Whether ``shortcut`` is an ancestor of ``branch`` through a parametrised operation."""
         return any(self.parametrised(node) for node in self.between(shortcut, branch) - {shortcut})
 
-    def returned(self) -> list[tuple[int | None, fx.Node]]:
-        """Returned values with their index in the returned tuple."""
-        result = self.nodes[-1].args[0]
+    def returned(self) -> list[tuple[int | str | None, fx.Node]]:
+        """Returned values with their index in the returned tuple, or key in the returned dict."""
+        result: Any = self.nodes[-1].args[0]
+        items: Iterable[tuple[Any, Any]] = ()
         if isinstance(result, (tuple, list)):
-            return [(index, value) for index, value in enumerate(result) if isinstance(value, fx.Node)]
+            items = enumerate(result)
+        elif isinstance(result, dict):
+            items = result.items()
+        if items:
+            return [(index, value) for index, value in items if isinstance(value, fx.Node)]
         return [(None, result)] if isinstance(result, fx.Node) else []
 
     def spine(self) -> set[fx.Node]:
@@ -277,8 +285,9 @@ class _ChainFinder:
         return True
 
     def _false_friend(self, shortcut: fx.Node, branch: fx.Node) -> str:
-        name = branch_name(self.values, shortcut, [branch])
-        if _POSITIONAL.search(name):
+        values = self.values
+        calls = [n for n in values.between(shortcut, branch) - {shortcut} if n.op == "call_module"]
+        if calls and all(_POSITIONAL.search(str(call.target)) for call in calls):
             return "adds a position embedding"
         return ""
 
@@ -407,7 +416,7 @@ def branch_modules(values: Values, shortcut: fx.Node, branches: Sequence[fx.Node
     """Calls of children and methods between the stream and the add, norms and activations aside."""
     region: set[fx.Node] = set()
     for branch in branches:
-        region |= values.between(shortcut, branch)
+        region |= values.between(shortcut, branch) - {shortcut}
     calls = [n for n in region if n.op == "call_module" and values.parametrised(n) and not _is_norm(values, n)]
     # children before methods: a method's name says less
     return sorted(calls, key=lambda node: (values.child(node) is None, values.order[node]))
@@ -459,6 +468,13 @@ def _described(values: Values, node: fx.Node) -> str:
 def _is_norm(values: Values, node: fx.Node) -> bool:
     child = values.child(node)
     return child is not None and "norm" in f"{node.target} {type(child).__name__}".lower()
+
+
+def _is_metadata(node: fx.Node) -> bool:
+    """Whether ``node`` is a value's shape, dtype or device: nothing of the value itself flows through it."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim", "numel")
+    return node.target is getattr and node.args[1] in (*STREAM_ATTRIBUTES, "ndim", "is_cuda")
 
 
 def _is_add(node: fx.Node) -> bool:

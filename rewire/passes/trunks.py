@@ -77,9 +77,11 @@ class Strand:
         steps: the adds.
         passage: how the stream leaves that module, and how it enters it; None if it ends inside.
         opens: whether the stream enters that module from outside.
+        home: path of the innermost module that holds all steps and is called once for all of them.
     """
 
     steps: list[Step]
+    home: str
     passage: Passage | None = None
     opens: bool = False
 
@@ -125,7 +127,7 @@ class Finder:
                 self.skipped.setdefault(site.name, "a single residual add: there is nothing to connect it with")
                 continue
             names = {linked.trunk.name for linked in trunks}
-            trunks.append(self._trunk(strand.steps, names))
+            trunks.append(self._trunk(strand, names))
         return trunks
 
     def report(self, trunks: Sequence[LinkedTrunk]) -> Report:
@@ -142,7 +144,7 @@ class Finder:
 
     def _visit(self, path: str, module: nn.Module) -> list[Strand]:
         if type(module).forward in (nn.Sequential.forward, nn.ModuleList.forward, nn.ModuleDict.forward):
-            return _linked(list(self._children(path, module)))
+            return _linked(path, list(self._children(path, module)))
         if not _has_own_forward(module) and type(module) not in self.forwards:
             return [strand for strands in self._children(path, module) for strand in strands]
         try:
@@ -221,15 +223,18 @@ class Finder:
             found.chains = [chain for chain in block.chains if _hands_through(chain)]
         strands = []
         for number, chain in enumerate(block.chains):
-            steps: list[Step] = []
+            steps, home = list[Step](), path
             values = Values(chain.entry.graph, module)
             for link in chain.links:
                 if isinstance(link, Add):
                     steps.append(Step(block, number, chain.adds.index(link), _site(path, values, link)))
                 else:
                     child = module.get_submodule(str(link.node.target))
-                    steps += next(s.steps for s in self.strands("", child) if s.passage is not None)
-            strands.append(Strand(steps, _passage(block.traced, chain), chain.opens_outside))
+                    inner = next(strand for strand in self.strands("", child) if strand.passage is not None)
+                    steps += inner.steps
+                    home = inner.home
+            home = home if len(chain.links) == 1 and not chain.adds else path
+            strands.append(Strand(steps, home, _passage(block.traced, chain), chain.opens_outside))
         if own:
             return strands
         known = {id(step) for strand in strands for step in strand.steps}
@@ -238,9 +243,9 @@ class Finder:
 
     # -- trunks -----------------------------------------------------------------------------------------------------
 
-    def _trunk(self, steps: list[Step], taken: set[str]) -> LinkedTrunk:
+    def _trunk(self, strand: Strand, taken: set[str]) -> LinkedTrunk:
+        steps = strand.steps
         sites = tuple(step.site for step in steps)
-        blocks = list(dict.fromkeys(site.block for site in sites))
         prefix = os.path.commonprefix([_parts(site.name) for site in sites])
         container = ".".join(prefix)  # type: ignore[arg-type]
         name = container or type(self.model).__name__
@@ -250,19 +255,19 @@ class Finder:
         for number, key in enumerate(keys):
             again = number > 0 and steps[number].block is steps[number - 1].block and steps[number].add == 0
             units.append(1 if number == 0 else units[-1] + (key != keys[number - 1] or again))
-        return LinkedTrunk(Trunk(name, sites, tuple(units), self._owner(blocks)), steps)
+        return LinkedTrunk(Trunk(name, sites, tuple(units), self._owner(strand)), steps)
 
-    def _owner(self, blocks: list[str]) -> str:
-        """The nearest module above (or at) all blocks that is no container; else the first block."""
-        path = ".".join(os.path.commonprefix([_parts(block) for block in blocks]))  # type: ignore[arg-type]
+    def _owner(self, strand: Strand) -> str:
+        """The nearest module at or above the trunk's home that is no container; else the first block."""
+        path = strand.home
         while isinstance(self.model.get_submodule(path), CONTAINERS):
             if not path:
-                return blocks[0]
+                return strand.steps[0].site.block
             path = path.rpartition(".")[0]
         return path
 
 
-def _linked(rows: Sequence[list[Strand]]) -> list[Strand]:
+def _linked(home: str, rows: Sequence[list[Strand]]) -> list[Strand]:
     """Strands of a container's children, those in a row joined where the stream runs from one to the next."""
     strands: list[Strand] = []
     tail: Strand | None = None  # the strand that leaves the previous child
@@ -275,7 +280,7 @@ def _linked(rows: Sequence[list[Strand]]) -> list[Strand]:
             passage = None
             if head.passage is not None:
                 passage = dataclasses.replace(tail.passage, element=head.passage.element)
-            joined = Strand(tail.steps + head.steps, passage, tail.opens)
+            joined = Strand(tail.steps + head.steps, home, passage, tail.opens)
             strands[-1] = joined
             row = [strand for strand in row if strand is not head]
             tails = [strand for strand in tails if strand is not head]
@@ -292,12 +297,12 @@ def _linked(rows: Sequence[list[Strand]]) -> list[Strand]:
 
 def _inner(strand: Strand) -> Strand:
     """The strand as seen from further out: it ends inside."""
-    return Strand(strand.steps)
+    return Strand(strand.steps, strand.home)
 
 
 def _begins_inside(strand: Strand) -> Strand:
     passage = strand.passage and dataclasses.replace(strand.passage, argument=None)
-    return Strand(strand.steps, passage)
+    return Strand(strand.steps, strand.home, passage)
 
 
 def _hands_through(chain: Chain) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rewire.topologies.base import Granularity, Start, States, Topology, no_preserving_start, one_hot_previous
-from rewire.topologies.mixing import mix
+from rewire.kernels.mix import mix
 from rewire.topologies.registry import register_topology
 
 Normalize = Literal["ingoing", "outgoing", "none"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies.base import Granularity, Start, States, Topology
-from rewire.topologies.mixing import mix
+from rewire.kernels.mix import mix
 from rewire.topologies.registry import register_topology
 
 
@@ -89,7 +89,6 @@ class DenseFormer(Topology):
         """float32 [T, T + 1]: row t - 1 holds y_t over the columns x_0 .. x_T."""
         table = torch.eye(depth, depth + 1, device=weights[0].device).roll(1, dims=1)  # y_t = x_t
         for t, row in zip(self._averaging(depth), weights, strict=True):
-            table[t - 1] = 0
             table[t - 1, list(self._sources(t))] = row
         return table
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from rewire.errors import TraceError
-from rewire.tracing.guards import refuse, unsupported
+from rewire.tracing.guards import unsupported
 from rewire.tracing.tracer import KEYWORDS, STAR, star
 
 _INFIX = {
@@ -27,6 +27,8 @@ _INFIX = {
 }  # fmt: skip
 _PREFIX = {"neg": "-", "pos": "+", "invert": "~"}
 _STREAM_NAME = "stream"
+#: Variables that would hide what generated forwards use: a child may be called ``self``.
+_RENAMED = {"self": "self_", "torch": "torch_", "getattr": "getattr_", "slice": "slice_", "float": "float_"}
 
 
 @dataclasses.dataclass
@@ -39,7 +41,7 @@ class Line:
 
 @dataclasses.dataclass
 class Body:
-    """The lines of one path, and the tests on it as (text of the condition, line number, outcome)."""
+    """The lines of one path, and the tests on it as (text of the condition, outcome)."""
 
     nones: frozenset[str]
     lines: list[Line] | None
@@ -59,15 +61,27 @@ def print_forward(
         signature: of the original forward; it is kept, annotations aside.
         tested: parameters whose None-ness selects a path.
         bodies: the paths' statements.
-        table: globals of the generated function; names are added to it.
+        table: globals of the generated function; names are added to it. Start it with `globals_for`.
 
     Raises:
         TraceError: paths that share code up to a test differ before it.
     """
     head = f"def forward({_parameters(signature, table)}):"
-    table["refuse"], table["unsupported"] = refuse, unsupported
     lines = _by_nones(list(tested), list(bodies))
+    for name in [name for name, value in table.items() if value is _Local]:
+        del table[name]
     return "\n".join([head, *(f"    {line}" for line in lines)]) + "\n"
+
+
+class _Local:
+    """Stands in a table of globals for a name that is a local variable."""
+
+
+def globals_for(signature: inspect.Signature, graphs: Sequence[fx.Graph]) -> dict[str, Any]:
+    """A table of globals in which the names of the forward's own variables are taken."""
+    names = {_name(node) for graph in graphs for node in graph.nodes}
+    table: dict[str, Any] = dict.fromkeys((*signature.parameters, *names, _STREAM_NAME), _Local)
+    return {**table, "torch": torch, "unsupported": unsupported}
 
 
 def _by_nones(tested: list[str], bodies: list[Body]) -> list[str]:
@@ -119,6 +133,9 @@ def body_of(graph: fx.Graph | None, tests: Sequence[tuple[fx.Node, bool]], nones
     named = [(test_text(node), outcome) for node, outcome in tests]
     if graph is None:
         return Body(nones, None, named, error)
+    special = next(iter(reversed(graph.nodes))).meta.get("returns")
+    if special:
+        raise TraceError(f"it returns a {special}")
     return Body(nones, statements(graph, table), named)
 
 
@@ -152,7 +169,7 @@ def statements(graph: fx.Graph, table: dict[str, Any], written: dict[str, str] |
 def _name(node: fx.Node) -> str:
     if _STREAM_NAME in node.meta:
         return str(node.meta[_STREAM_NAME])
-    return str(node.target) if node.op == "placeholder" else node.name
+    return str(node.target) if node.op == "placeholder" else _RENAMED.get(node.name, node.name)
 
 
 def _inlined(node: fx.Node) -> bool:
@@ -243,10 +260,8 @@ class _Writer:
             text = "..." if value is ... else repr(value)
             return f"({text})" if tight and text.startswith("-") else text
         if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
-            self.table["torch"] = torch
             return str(value)
         if isinstance(value, torch.device):
-            self.table["torch"] = torch
             return f"torch.{value!r}"
         return self.named(value)
 
@@ -266,19 +281,15 @@ class _Writer:
         ):
             name = getattr(value, "__name__", "")
             if name.isidentifier() and getattr(namespace, name, None) is value:
-                self.table["torch"] = torch
                 return f"{prefix}.{name}"
         name = getattr(value, "__name__", type(value).__name__.lower())
         name = name if name.isidentifier() else "constant"
         unique, number = name, 0
-        while unique in _RESERVED or (unique in self.table and self.table[unique] is not value):
+        while unique in self.table and self.table[unique] is not value:
             number += 1
-            unique = f"{name}_{number}"
+            unique = f"{name}_fn{number if number > 1 else ''}"
         self.table[unique] = value
         return unique
-
-
-_RESERVED = {"self", "torch", _STREAM_NAME}
 
 
 def _marker(value: Any) -> str:

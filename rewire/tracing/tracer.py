@@ -65,6 +65,23 @@ class Opaque(Exception):
         self.name, self.is_method, self.error = name, is_method, error
 
 
+class _Unsized:
+    """``*values`` asks for a length hint first, and only a TypeError means that there is none."""
+
+    def __len__(self) -> int:
+        raise TypeError("the length of a traced value is not known")
+
+
+class _Proxy(_Unsized, fx.Proxy):
+    def __getattr__(self, name: str) -> Any:
+        return _Attribute(self, name)
+
+
+class _Attribute(_Unsized, fx.proxy.Attribute):
+    def __getattr__(self, name: str) -> Any:
+        return _Attribute(self, name)
+
+
 class PathTracer(fx.Tracer):
     """Traces one path of one module's forward.
 
@@ -111,7 +128,9 @@ class PathTracer(fx.Tracer):
         try:
             with self._recording():
                 result = self.function(self.self_view, *args, **kwargs)
-            self.create_node("output", "output", (self.create_arg(result),), {})
+            output = self.create_node("output", "output", (self.create_arg(result),), {})
+            if isinstance(result, dict) and type(result) is not dict:
+                output.meta["returns"] = type(result).__name__  # a subclass that a printed dict would not be
         except Opaque:
             raise
         except Exception as error:
@@ -267,6 +286,9 @@ class PathTracer(fx.Tracer):
         self.taken.append((node, outcome))
         return outcome
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
     def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
         """Unpacking with a star, as in ``(*x.shape[:-1], -1, d)``, is recorded as such; loops are not traced."""
         frame = next(frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_filename not in _OWN_FILES)
@@ -287,6 +309,8 @@ class PathTracer(fx.Tracer):
             if path is None:
                 raise TraceError("it makes a constant tensor")
             return self.create_node("get_attr", path, (), {})
+        if dataclasses.is_dataclass(a) and not isinstance(a, (type, dict)):
+            raise TraceError(f"it hands on a {type(a).__name__}")  # torch.fx would construct a new one
         if isinstance(a, (FunctionType, type)) or inspect.isbuiltin(a):
             return a
         return super().create_arg(a)

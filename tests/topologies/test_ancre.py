@@ -27,9 +27,7 @@ def naive_p(logits: Tensor, depth: int, kind: str, tau: float) -> dict[tuple[int
     return {pair: e[pair] / sum(e[other] for other in pairs if other[side] == pair[side]) for pair in pairs}
 
 
-def naive_run(
-    x: Tensor, blocks: list[nn.Module], p: dict[tuple[int, int], float], keep: bool
-) -> list[Tensor]:
+def naive_run(x: Tensor, blocks: list[nn.Module], p: dict[tuple[int, int], float], keep: bool) -> list[Tensor]:
     xs = [x]
     for j, block in enumerate(blocks, start=1):
         new = block(xs[j - 1])
@@ -48,10 +46,7 @@ def run(topology: Topology, weights: object, x: Tensor, blocks: list[nn.Module])
 
 def net(depth: int, dtype: torch.dtype = torch.float32, width: int = 8) -> list[nn.Module]:
     torch.manual_seed(1)
-    return [
-        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to(dtype)
-        for _ in range(depth)
-    ]
+    return [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to(dtype) for _ in range(depth)]
 
 
 def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
@@ -232,7 +227,7 @@ def test_bf16_states(kind: str) -> None:
     out = run(topology, weights, x, blocks)
     assert weights.dtype == torch.float32
     assert out.dtype == torch.bfloat16
-    # Not bitwise, as 1 - 1e-6 decides the ties that x + f often is in bfloat16; but as near to the exact result.
+    # Not bitwise, as 1 - 1e-6 decides the ties that x + f often is in bfloat16; but as near to the truth.
     original = plain(x, blocks).double()
     exact = plain(x.double(), [copy.deepcopy(block).double() for block in blocks])
     assert (out.double() - exact).norm() <= 1.3 * (original - exact).norm()

@@ -67,9 +67,7 @@ def test_formulas(depth: int, dilation: int, period: int) -> None:
 @pytest.mark.parametrize("start", ["preserve", "paper"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dilation", "period"), OPTIONS)
-def test_starts_as_the_plain_network_bitwise(
-    dilation: int, period: int, dtype: torch.dtype, start: str
-) -> None:
+def test_starts_as_the_plain_network_bitwise(dilation: int, period: int, dtype: torch.dtype, start: str) -> None:
     topology, depth = DenseFormer(dilation, period), 6
     alpha = nn.Parameter(topology.parameters(depth, start)["alpha"])  # type: ignore[arg-type]
     assert alpha.dtype == torch.float32

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rewire.topologies.mixing import mix
+from rewire.kernels.mix import mix
 
 
 def naive(sources: list[Tensor], weights: list[Tensor], added: list[Tensor]) -> Tensor:
@@ -25,9 +25,7 @@ def draw(count: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    st.integers(1, 9), st.integers(0, 3), st.sampled_from([torch.float32, torch.float64]), st.integers(0, 99)
-)
+@given(st.integers(1, 9), st.integers(0, 3), st.sampled_from([torch.float32, torch.float64]), st.integers(0, 99))
 def test_matches_the_twin(count: int, branches: int, dtype: torch.dtype, seed: int) -> None:
     sources, added = draw(count, dtype, seed), draw(branches, dtype, seed + 1)
     weights = torch.randn(count)
@@ -49,9 +47,7 @@ def test_low_precision_rounds_once(dtype: torch.dtype) -> None:
 
 def test_float64_is_not_accumulated_in_float32() -> None:
     sources, weights = draw(5, torch.float64), torch.randn(5)
-    torch.testing.assert_close(
-        mix(sources, weights), naive(sources, list(weights), []), rtol=1e-13, atol=1e-13
-    )
+    torch.testing.assert_close(mix(sources, weights), naive(sources, list(weights), []), rtol=1e-13, atol=1e-13)
 
 
 def test_weight_one_is_a_plain_add() -> None:

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 
-def mix(
-    sources: Sequence[Tensor], weights: Sequence[Tensor] | Tensor, added: Sequence[Tensor] = ()
-) -> Tensor:
+def mix(sources: Sequence[Tensor], weights: Sequence[Tensor] | Tensor, added: Sequence[Tensor] = ()) -> Tensor:
     """``sum_i w_i x_i + sum_k f_k``, accumulated in float32 (float64 for float64) and rounded once.
 
     The forward holds one accumulator and no weighted copy of a source; backward needs only the sources
