@@ -4,8 +4,8 @@
     python examples/train_lm.py --steps 2000 --runs residual,ancre-paper
 
 A Llama of 8 layers learns, byte by byte, the texts behind Python's ``help()``. All runs start from the same weights and
-see the same batches, and they take turns at every step, so that a busy machine slows all of them alike. Tables,
-pictures, checkpoints and ``results.json`` go to ``out/train_lm``.
+see the same batches, and they take turns at every step, so that a busy machine slows all of them alike. Pictures,
+checkpoints and ``results.json`` go to ``out/train_lm``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Annotated, Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: spinning threads are slow where cores are shared
 
 import torch
 import transformers
@@ -170,51 +172,47 @@ def train(runs: list[Run], config: Config, console: Console) -> None:
     generator = torch.Generator().manual_seed(config.seed)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=config.steps)
+        tasks = [progress.add_task(run.name, total=config.steps) for run in runs]
         for step in range(config.steps):
             starts = torch.randint(len(text) - config.length, (config.batch,), generator=generator)
             batch = windows(text, starts, config.length)
-            for run in runs:
+            for run, task in zip(runs, tasks, strict=True):
                 if step == 0:
                     run.kept = kept_for_backward(run.model, batch)
                 if step % config.evaluate_every == 0:
                     evaluate(run, step, validation)
                 train_step(run, batch, learning_rate(step, config))
-            losses = "  ".join(f"{run.name} {run.validation[-1][1]:.3f}" for run in runs)
-            progress.update(task, advance=1, description=f"validation loss: {losses}")
-        for run in runs:
-            evaluate(run, config.steps, validation)
-
-
-def table_of(runs: list[Run], baseline: Run) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    columns = ("run", "validation loss", "steps to baseline's", "median step", "kept for backward", "connection weights")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "run" else "right")
+                progress.update(task, advance=1, description=f"{run.name:<14}  loss {run.losses[-1]:.3f}")
     for run in runs:
-        logits = sum(p.numel() for c in rewire.connections(run.model).values() for p in c.parameters())
+        evaluate(run, config.steps, validation)
+
+
+def table_of(runs: list[Run], baseline: Run, config: Config) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("run", no_wrap=True)
+    for column in ("validation loss", "baseline's loss after", "median step", "kept for backward", "learned weights"):
+        table.add_column(column, justify="right")
+    for run in runs:
         reached = run.steps_to(baseline.final)
         table.add_row(
             run.name,
             f"{run.final:.4f}",
-            "never" if reached is None else str(reached),
+            "never" if reached is None else f"{reached} of {config.steps}",
             f"{1000 * statistics.median(run.seconds):.0f} ms",
             f"{run.kept / 2**20:.1f} MiB",
-            str(logits),
+            str(sum(p.numel() for c in rewire.connections(run.model).values() for p in c.parameters())),
         )
     return table
 
 
 def finding(run: Run, baseline: Run, config: Config) -> str:
     """One sentence on how a run compares with the baseline, whichever way it fell."""
-    gap = run.final - baseline.final
-    slower = statistics.median(run.seconds) / statistics.median(baseline.seconds) - 1
-    way = "higher" if gap > 0 else "lower"
-    reached = run.steps_to(baseline.final)
-    sentence = f"{run.name} ends at a validation loss {abs(gap):.4f} {way} than {baseline.name}'s {baseline.final:.4f}"
-    if reached is not None and gap <= 0:
-        sentence += f", which it reached after {reached} of {config.steps} steps"
-    return f"{sentence}; a step took {abs(slower):.0%} {'more' if slower > 0 else 'less'} time."
+    gap, reached = run.final - baseline.final, run.steps_to(baseline.final)
+    ratio = statistics.median(run.seconds) / statistics.median(baseline.seconds)
+    sentence = f"{run.name} ends {abs(gap):.4f} {'above' if gap > 0 else 'below'} {baseline.name} in validation loss"
+    if reached is not None:
+        sentence += f", whose final {baseline.final:.4f} it reached after {reached} of {config.steps} steps"
+    return f"{sentence}; its steps took {ratio:.2f} times as long."
 
 
 def save(runs: list[Run], baseline: Run, config: Config, out: Path, findings: list[str]) -> None:
@@ -268,7 +266,7 @@ def main(
     train(trained, config, console)
     findings = [finding(run, baseline, config) for run in trained[1:]]
     save(trained, baseline, config, out, findings)
-    console.print(table_of(trained, baseline))
+    console.print(table_of(trained, baseline, config))
     for sentence in findings:
         console.print(sentence, highlight=False)
     console.print(f"This is one small model and one seed. Pictures, checkpoints and results.json are in {out}.", highlight=False)

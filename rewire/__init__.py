@@ -1,6 +1,6 @@
 """rewire: learned residual connections for models that nobody prepared.
 
-    model = rewire.compile(model, topology="ancre-ingoing")
+model = rewire.compile(model, topology="ancre-ingoing")
 """
 
 from rewire.compiler import coefficients, compile, inspect, restore, source

@@ -26,7 +26,7 @@ from rewire.errors import (
 from rewire.init import initializers
 from rewire.passes.install import install, is_rewritten, source_of, uninstall
 from rewire.passes.rewrite import rewrite_chain
-from rewire.passes.trunks import CONTAINERS, Block, Finder, LinkedTrunk
+from rewire.passes.trunks import Block, Finder, LinkedTrunk
 from rewire.passes.validate import normalise_inputs, validate
 from rewire.patterns import Pattern, first_given, patterns_for
 from rewire.stream import Layout, Stream
@@ -317,7 +317,7 @@ def _register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
         if hasattr(owner, CONNECTIONS):
             raise RewireError(f"'{trunk.owner}' already has an attribute '{CONNECTIONS}'.")
         owner.add_module(CONNECTIONS, nn.ModuleDict())
-        if not isinstance(owner, CONTAINERS):
+        if all(site.block != trunk.owner for site in trunk.sites):
             owner.register_forward_hook(_streams_to_tensors)
     below = trunk.name.removeprefix(trunk.owner).strip(".") or "trunk"
     owner.get_submodule(CONNECTIONS).add_module(below.replace(".", "_"), connection)

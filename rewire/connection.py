@@ -89,7 +89,9 @@ class Connection(nn.Module):
         """
         saved = read_recipe(state)
         if saved != self.recipe():
-            differing = [f"{k}: {saved.get(k)} (saved), {v} (here)" for k, v in self.recipe().items() if saved.get(k) != v]
+            differing = [
+                f"{k}: {saved.get(k)} (saved), {v} (here)" for k, v in self.recipe().items() if saved.get(k) != v
+            ]
             raise RewireError(
                 f"the saved weights of trunk '{self.layout.trunk}' belong to another rewiring; {'; '.join(differing)}. "
                 "Compile the model with the saved options first."

@@ -24,7 +24,9 @@ _POST_FUNCTIONS = {
 _POST_METHODS = {"relu", "relu_", "clamp", "contiguous", "to", "float", "type_as"}
 _POST_MODULES = re.compile(r"norm|relu|gelu|silu|swish|tanh|dropout|droppath|activation|identity|_act", re.IGNORECASE)
 _VIEWS = {"reshape", "view", "flatten"}
-_POSITIONAL = re.compile(r"(^|[._])(pos|positions?|positional|rel_pos|pe|ppeg|peg|cpe)([._0-9]|$|_?emb|_?conv|_?enc)", re.I)
+_POSITIONAL = re.compile(
+    r"(^|[._])(pos|positions?|positional|rel_pos|pe|ppeg|peg|cpe)([._0-9]|$|_?emb|_?conv|_?enc)", re.I
+)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: Attributes that a stream has like a tensor, and that need no read.
 STREAM_ATTRIBUTES = {"dtype", "device", "shape"}
@@ -134,11 +136,21 @@ class Values:
         except AttributeError:
             return None
 
+    def callee(self, node: fx.Node) -> str | None:
+        """Path of the child, or name of the method, that ``node`` calls or hands to a function to be called."""
+        if node.op == "call_module":
+            return str(node.target)
+        if node.op == "call_function":
+            handed = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr" and source.target]
+            return next((path for path in handed if isinstance(_attribute(self.root, path), nn.Module)), None)
+        return None
+
     def parametrised(self, node: fx.Node) -> bool:
         """Whether ``node`` is a child module with parameters, a method call, or an op on a weight matrix."""
-        if node.op == "call_module":
-            child = self.child(node)
-            return child is None or next(child.parameters(), None) is not None
+        callee = self.callee(node)
+        if callee is not None:
+            child = _attribute(self.root, callee)
+            return not isinstance(child, nn.Module) or next(child.parameters(), None) is not None
         return any(
             source.op == "get_attr" and getattr(_attribute(self.root, str(source.target)), "ndim", 0) >= 2
             for source in node.all_input_nodes
@@ -215,7 +227,11 @@ class Values:
         path: list[fx.Node] = []
         node = end
         while node is not start:
-            if not node.args or not (self.is_post(node) or self.transparent(node)) or not isinstance(node.args[0], fx.Node):
+            if (
+                not node.args
+                or not (self.is_post(node) or self.transparent(node))
+                or not isinstance(node.args[0], fx.Node)
+            ):
                 return None
             path.insert(0, node)
             node = node.args[0]
@@ -286,8 +302,8 @@ class _ChainFinder:
 
     def _false_friend(self, shortcut: fx.Node, branch: fx.Node) -> str:
         values = self.values
-        calls = [n for n in values.between(shortcut, branch) - {shortcut} if n.op == "call_module"]
-        if calls and all(_POSITIONAL.search(str(call.target)) for call in calls):
+        names = [values.callee(node) for node in values.between(shortcut, branch) - {shortcut}]
+        if any(names) and all(_POSITIONAL.search(name) for name in names if name):
             return "adds a position embedding"
         return ""
 
@@ -397,7 +413,7 @@ def joins(graph: fx.Graph, root: nn.Module) -> bool:
         for shortcut, branch in (node.args[:2], node.args[1::-1]):
             others = [other for other in arguments if other is not shortcut]
             if shortcut in arguments and not values.between(shortcut, branch):  # type: ignore[arg-type]
-                if any(values.feeds_branch(other, branch) for other in others):  # type: ignore[arg-type]
+                if any(values.between(other, branch) for other in others):  # type: ignore[arg-type]
                     return True
     return False
 
@@ -408,7 +424,10 @@ _KINDS = (
     ("cross-attention", re.compile(r"cross_?att|enc(oder|dec)_?att|encdecatt", re.I)),
     ("attention", re.compile(r"attn|attention|self_att|msa\b|_sa_block|_mha_block", re.I)),
     ("conv", re.compile(r"conv", re.I)),
-    ("ffn", re.compile(r"mlp|ffn|ff\b|feed_?forward|moe|expert|fc\d?\b|intermediate|_ff_block|densere|linear\d?\b", re.I)),
+    (
+        "ffn",
+        re.compile(r"mlp|ffn|ff\b|feed_?forward|moe|expert|fc\d?\b|intermediate|_ff_block|densere|linear\d?\b", re.I),
+    ),
 )
 
 
@@ -417,7 +436,7 @@ def branch_modules(values: Values, shortcut: fx.Node, branches: Sequence[fx.Node
     region: set[fx.Node] = set()
     for branch in branches:
         region |= values.between(shortcut, branch) - {shortcut}
-    calls = [n for n in region if n.op == "call_module" and values.parametrised(n) and not _is_norm(values, n)]
+    calls = [n for n in region if values.callee(n) and values.parametrised(n) and not _is_norm(values, n)]
     # children before methods: a method's name says less
     return sorted(calls, key=lambda node: (values.child(node) is None, values.order[node]))
 
@@ -428,10 +447,9 @@ def branch_name(values: Values, shortcut: fx.Node, branches: Sequence[fx.Node]) 
     if not calls:
         return branches[0].name
     kind = branch_kind(values, shortcut, branches)
-    for name, pattern in _KINDS:
-        if name == kind or (kind == "parallel" and name == "attention"):
-            return next((str(c.target) for c in calls if pattern.search(_described(values, c))), str(calls[0].target))
-    return str(calls[0].target)
+    pattern = dict(_KINDS).get("attention" if kind == "parallel" else kind)
+    named = [call for call in calls if pattern and pattern.search(_described(values, call))]
+    return str(values.callee((named or calls)[0]))
 
 
 def branch_kind(values: Values, shortcut: fx.Node, branches: Sequence[fx.Node]) -> str:
@@ -462,7 +480,9 @@ def width_of(values: Values, add: Add) -> int | None:
 def _described(values: Values, node: fx.Node) -> str:
     child = values.child(node)
     plain = child is None or type(child).__module__.startswith("torch.nn.")
-    return str(node.target) if plain and not isinstance(child, _CONVOLUTIONS) else f"{node.target} {type(child).__name__}"
+    return (
+        str(node.target) if plain and not isinstance(child, _CONVOLUTIONS) else f"{node.target} {type(child).__name__}"
+    )
 
 
 def _is_norm(values: Values, node: fx.Node) -> bool:
@@ -530,5 +550,5 @@ def _is_shape(node: object, value: fx.Node) -> bool:
 def _attribute(root: nn.Module, path: str) -> object:
     value: object = root
     for part in path.split("."):
-        value = value[int(part)] if part.isdecimal() else getattr(value, part, None)  # type: ignore[index]
+        value = getattr(value, part, None)
     return value

@@ -98,6 +98,7 @@ class _Rewriter:
             if not by_child:
                 with graph.inserting_before(output):
                     left = graph.call_method("leave", (stream,))
+                left.meta["inline"] = True
                 output.replace_input_with(chain.exit, left)
                 if chain.exit is not value:  # a view, back in the entry's shape
                     self._reads(chain.exit, stream, None, keep=[output])

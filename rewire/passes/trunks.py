@@ -44,7 +44,7 @@ class Block:
         path: its path from the model's root.
         traced: its forward.
         found: the chains on each of its paths that has a graph.
-        main: index of the path with the most residual adds.
+        main: index of the path with the longest chain.
     """
 
     path: str
@@ -171,8 +171,8 @@ class Finder:
             return ends[0] if len(ends) == 1 else None
 
         found = [None if p.graph is None else find_chains(p.graph, module, carries) for p in traced.paths]
-        sizes = [-1 if f is None else sum(len(chain.links) for chain in f.chains) for f in found]
-        block = Block(path, traced, found, sizes.index(max(sizes)))
+        longest = [-1 if f is None else max((len(c.links) for c in f.chains), default=0) for f in found]
+        block = Block(path, traced, found, longest.index(max(longest)))
         for chain in block.chains:
             reason = ""
             if chain.adds and self._holds_trunk(path, module, chain):

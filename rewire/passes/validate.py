@@ -30,7 +30,11 @@ def normalise_inputs(example_inputs: Any) -> Inputs:
     if isinstance(example_inputs, dict):
         return (), example_inputs
     if isinstance(example_inputs, (tuple, list)):
-        if len(example_inputs) == 2 and isinstance(example_inputs[0], (tuple, list)) and isinstance(example_inputs[1], dict):
+        if (
+            len(example_inputs) == 2
+            and isinstance(example_inputs[0], (tuple, list))
+            and isinstance(example_inputs[1], dict)
+        ):
             return tuple(example_inputs[0]), example_inputs[1]
         return tuple(example_inputs), {}
     raise BadExampleInputs(
@@ -58,7 +62,9 @@ def validate(original: nn.Module, rewired: nn.Module, inputs: Inputs) -> None:
     except OutOfOrder:
         raise
     except Exception as error:
-        message = f"the rewritten {type(original).__name__} fails where the original runs: {type(error).__name__}: {error}"
+        message = (
+            f"the rewritten {type(original).__name__} fails where the original runs: {type(error).__name__}: {error}"
+        )
         raise ValidationMismatch(message) from error
     _compare(expected, actual)
 
@@ -88,7 +94,9 @@ def _run(model: nn.Module, inputs: Inputs) -> _Run:
 
 def _compare(expected: _Run, actual: _Run) -> None:
     if len(expected.outputs) != len(actual.outputs):
-        raise ValidationMismatch(f"the rewritten model returns {len(actual.outputs)} tensors, not {len(expected.outputs)}.")
+        raise ValidationMismatch(
+            f"the rewritten model returns {len(actual.outputs)} tensors, not {len(expected.outputs)}."
+        )
     for number, (a, b) in enumerate(zip(expected.outputs, actual.outputs, strict=True)):
         if relative_error(a, b) > TOLERANCES.get(a.dtype, 1e-5):
             raise ValidationMismatch(

@@ -1,6 +1,11 @@
 """Registry of architectures: one short declarative file each. Importing this package registers all of them."""
 
-from rewire.patterns import torch_layers, transformers
+import importlib
+import pkgutil
+
 from rewire.patterns.pattern import Pattern, first_given, patterns, patterns_for, register_pattern
 
-__all__ = ["Pattern", "first_given", "patterns", "patterns_for", "register_pattern", "torch_layers", "transformers"]
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")
+
+__all__ = ["Pattern", "first_given", "patterns", "patterns_for", "register_pattern"]

@@ -50,6 +50,8 @@ class Pattern:
 
     def kind(self, site: Site) -> str:
         """Kind of a residual add: as this architecture names it, else as its structure says."""
+        if site.kind == "parallel":  # attention and feed-forward in one: the branch bears the name of one of them
+            return site.kind
         if self.attention and re.fullmatch(self.attention, site.branch):
             return "attention"
         if self.ffn and re.fullmatch(self.ffn, site.branch):

@@ -15,6 +15,8 @@ from rewire.tracing import Leaf
 
 _SEQUENCE = 12
 
+Q_K_V = ("{branch}.q_proj", "{branch}.k_proj", "{branch}.v_proj")
+
 
 def is_transformers(model: nn.Module, *model_types: str) -> bool:
     """Whether ``model`` is a Hugging Face model, of one of ``model_types`` if any are given."""
@@ -24,7 +26,7 @@ def is_transformers(model: nn.Module, *model_types: str) -> bool:
     return not model_types or model.config.model_type in model_types
 
 
-def attention(module: nn.Module, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def attention(module: Any, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The attention function that the module's config selects now, called: traced forwards call this one."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -108,3 +110,16 @@ register_pattern(
         leaves=(ATTENTION_LEAF,),
     ),
 )
+
+
+def register_transformers(*model_types: str, **names: Any) -> None:
+    """Register the pattern ``model_types[0]``: models with a part (or all) of one of these types.
+
+    Args:
+        model_types: ``model_type`` of their configs.
+        names: what they share; see `Pattern`.
+    """
+    register_pattern(
+        model_types[0],
+        Pattern(matches=lambda model: any(is_transformers(part, *model_types) for part in model.modules()), **names),
+    )

@@ -42,7 +42,9 @@ def make_topology(topology: str | Topology, options: dict[str, Any]) -> Topology
     """
     if isinstance(topology, Topology):
         if options:
-            raise TypeError(f"options {sorted(options)} go to a topology given by name; set them on the object instead.")
+            raise TypeError(
+                f"options {sorted(options)} go to a topology given by name; set them on the object instead."
+            )
         return topology
     if not isinstance(topology, str):
         raise TypeError(f"topology must be a name or a rewire.Topology, not {type(topology).__name__}.")

@@ -102,4 +102,6 @@ def adds_values(cls: type[nn.Module]) -> bool:
         code = plain_forward(cls)[0].__code__
     except TraceError:
         return False
-    return any(i.opname in ("BINARY_ADD", "INPLACE_ADD") or i.argrepr in ("+", "+=") for i in dis.get_instructions(code))
+    return any(
+        i.opname in ("BINARY_ADD", "INPLACE_ADD") or i.argrepr in ("+", "+=") for i in dis.get_instructions(code)
+    )

@@ -23,7 +23,7 @@ from rewire.tracing.tracer import KEYWORDS, STAR, star
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "matmul": "@",
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and_": "&", "or_": "|", "xor": "^",
-    "lshift": "<<", "rshift": ">>", "iadd": "+", "isub": "-", "imul": "*", "itruediv": "/",
+    "lshift": "<<", "rshift": ">>", "is_": "is", "is_not": "is not", "iadd": "+", "isub": "-", "imul": "*", "itruediv": "/",
 }  # fmt: skip
 _PREFIX = {"neg": "-", "pos": "+", "invert": "~"}
 _STREAM_NAME = "stream"
@@ -176,9 +176,14 @@ def _inlined(node: fx.Node) -> bool:
     """Whether the node is written where it is used: parameters, and one element of a returned tuple."""
     if node.op == "get_attr":
         return not node.meta.get("dynamic")
-    if node.target is star:
+    if node.target is star or node.meta.get("inline"):
         return True
-    if _STREAM_NAME in node.meta or node.target is not operator.getitem or not isinstance(node.args[1], int) or len(node.users) != 1:
+    if (
+        _STREAM_NAME in node.meta
+        or node.target is not operator.getitem
+        or not isinstance(node.args[1], int)
+        or len(node.users) != 1
+    ):
         return False
     source = node.args[0]
     return isinstance(source, fx.Node) and source.op == "call_module" and source.next is node
@@ -315,6 +320,7 @@ def _parameters(signature: inspect.Signature, table: dict[str, Any]) -> str:
     parts: list[str] = []
     star_written = False
     parameters = list(signature.parameters.values())
+    parameters[0] = parameters[0].replace(name="self")  # whatever the original calls it
     for position, parameter in enumerate(parameters):
         name = _identifier(parameter.name)
         if parameter.kind is parameter.VAR_POSITIONAL:

@@ -235,9 +235,16 @@ class PathTracer(fx.Tracer):
             self._tensors[path] = self.create_proxy("get_attr", path, (), {})
         return self._tensors[path]
 
-    def _read_attribute(self, path: str, _view: nn.Module) -> fx.Proxy:
+    def _read_attribute(self, path: str, view: nn.Module) -> Any:
+        """An attribute that may change between calls, as it is when the forward runs."""
         proxy = self.create_proxy("get_attr", path, (), {})
-        proxy.node.meta["dynamic"] = not path.endswith("training")
+        name = path.rpartition(".")[2]
+        proxy.node.meta["dynamic"] = name != "training"
+        if name in view.__dict__ and view.__dict__[name] is None:
+            # ``is None`` cannot be traced: take the branch of today, and refuse to run once it is another.
+            changed = self.create_proxy("call_function", operator.is_not, (proxy, None), {})
+            self.create_proxy("call_function", refuse, (changed, True, f"'{name}' was set after the rewrite"), {})
+            return None
         return proxy
 
     def _opaque_method(self, name: str) -> Callable[..., fx.Proxy]:
@@ -273,7 +280,9 @@ class PathTracer(fx.Tracer):
             # Blocks clamp their states in float16 only. One guard instead of a second copy of the rest of the block.
             outcome = node.target is operator.ne
             self.taken.append((node, outcome))
-            self.create_proxy("call_function", refuse, (obj, not outcome, "float16 states; use bfloat16 or float32"), {})
+            self.create_proxy(
+                "call_function", refuse, (obj, not outcome, "float16 states; use bfloat16 or float32"), {}
+            )
             return outcome
         callee = self._called_by_forward([frame for frame, _ in traceback.walk_stack(None)][::-1])
         if callee is not None:  # tests inside helpers would multiply the paths

@@ -1,0 +1,11 @@
+"""GPT-NeoX and Pythia: attention and MLP in parallel, or one after the other as the config says."""
+
+from rewire.patterns.transformers import register_transformers
+
+register_transformers(
+    "gpt_neox",
+    description="GPT-NeoX and Pythia",
+    attention="attention",
+    ffn="mlp",
+    qkv=("{branch}.query_key_value",),
+)

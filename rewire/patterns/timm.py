@@ -1,0 +1,52 @@
+"""timm: one pattern for all of its models, which knows their inputs, and one for each family that has names to tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rewire.patterns.pattern import Inputs, Pattern, register_pattern
+from rewire.patterns.transformers import Q_K_V
+
+
+def _is_timm(module: nn.Module, name: str = "") -> bool:
+    """Whether ``module`` is of a class in ``timm`` (or derived from one), of ``timm.models.<name>`` if given."""
+    home = f"timm.models.{name}" if name else "timm"
+    return any(f"{cls.__module__}.".startswith(f"{home}.") for cls in type(module).__mro__)
+
+
+def example_inputs(model: nn.Module) -> Inputs:
+    """Two random images of the size that the model was made for."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    sizes = [size for size in (getattr(module, "img_size", None) for module in model.modules()) if size]
+    height, width = sizes[0] if sizes else config.get("input_size", (3, 224, 224))[1:]
+    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    images = torch.randn(2, first.in_channels, height, width, generator=torch.Generator().manual_seed(0))
+    return (images.to(first.weight),), {}
+
+
+def _register(name: str, description: str, having: str = "", **names: Any) -> None:
+    """A family: models any of whose modules comes from ``timm.models.<name>`` (and has an attribute ``having``)."""
+
+    def matches(model: nn.Module) -> bool:
+        return any(
+            _is_timm(module, name) and (not having or getattr(module, having, None) is not None)
+            for module in model.modules()
+        )
+
+    register_pattern(".".join(filter(None, ("timm", name, having))), Pattern(f"timm's {description}", matches, **names))
+
+
+register_pattern("timm", Pattern("any timm model", _is_timm, example_inputs=example_inputs))
+
+_register("vision_transformer", "ViT and DeiT", attention="attn", ffn="mlp", qkv=("{branch}.qkv",))
+_register("eva", "EVA", attention="attn", ffn="mlp", qkv=("{branch}.qkv",))
+_register("eva", "EVA, q, k and v apart", having="q_proj", attention="attn", ffn="mlp", qkv=Q_K_V)
+_register("cait", "CaiT", attention="attn", ffn="mlp", qkv=("{branch}.qkv",))
+_register("swin_transformer", "Swin", attention="_attn", ffn="mlp", qkv=("attn.qkv",))
+_register("mlp_mixer", "MLP-Mixer", ffn="(mlp|linear)_tokens|mlp_channels")
+_register("convnext", "ConvNeXt")
+_register("resnet", "ResNet")
+_register("efficientnet", "EfficientNet")

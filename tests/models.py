@@ -1,0 +1,624 @@
+"""Small hand-written models in the ways in which people write residual connections, and things that look like one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 32
+DEPTH = 3
+VOCABULARY = 61
+
+
+def token_ids(batch: int = 2, length: int = 9, vocabulary: int = VOCABULARY) -> Tensor:
+    return torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def vectors(batch: int = 2, length: int = 9, width: int = 8) -> Tensor:
+    return torch.randn(batch, length, width, generator=torch.Generator().manual_seed(2))
+
+
+def images(batch: int = 2, size: int = 12, channels: int = 3) -> Tensor:
+    return torch.randn(batch, channels, size, size, generator=torch.Generator().manual_seed(3))
+
+
+# -- branches ----------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = WIDTH, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.size()
+        q, k, v = (part.view(b, t, self.heads, c // self.heads).transpose(1, 2) for part in self.qkv(x).split(c, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, t, c))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+class PreNorm(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width), Attention(width)
+        self.ln_2, self.mlp = nn.LayerNorm(width), Mlp(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class PostNorm(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ln_1(x + self.attn(x))
+        return self.ln_2(x + self.mlp(x))
+
+
+class Parallel(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x))
+
+
+class ParallelFirst(PreNorm):
+    """The branches are added up before the stream."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ln_1(x)
+        return self.mlp(y) + self.attn(y) + x
+
+
+class Scaled(PreNorm):
+    """A constant, a learned gate computed from the input, and a layer scale on the branches."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.gamma = nn.Parameter(torch.linspace(0.1, 0.5, width))
+        self.gate = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0.5 * self.attn(self.ln_1(x))
+        x = x + self.gamma * self.mlp(self.ln_2(x))
+        y = self.ln_2(x)
+        return x + torch.sigmoid(self.gate(y)) * self.mlp(y)
+
+
+class AddNorm(nn.Module):
+    """A helper that does the add of the block that calls it."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.ln, self.dropout = nn.LayerNorm(width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.ln(self.dropout(y) + x)
+
+
+class WithAddNorm(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.attn, self.addnorm1 = Attention(width), AddNorm(width)
+        self.mlp, self.addnorm2 = Mlp(width), AddNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.addnorm1(x, self.attn(x))
+        return self.addnorm2(y, self.mlp(y))
+
+
+class DropPath(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        kept = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) >= self.rate
+        return x * kept / (1 - self.rate)
+
+
+class WithDropPath(PreNorm):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.drop_path, self.drop = DropPath(0.3), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.drop(self.attn(self.ln_1(x))))
+        return x + self.drop_path(self.drop(self.mlp(self.ln_2(x))))
+
+
+class InPlace(PreNorm):
+    """``+=`` on the stream, whose old value nobody reads again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        x += self.mlp(self.ln_2(x))
+        return x
+
+
+class WithMask(PreNorm):
+    """An optional argument, keyword arguments and a tuple as the result."""
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None, *, flag: bool = False) -> tuple[Tensor, Tensor]:
+        residual = hidden
+        hidden = self.attn(self.ln_1(hidden))
+        if mask is not None:
+            hidden = hidden * mask
+        hidden = residual + hidden
+        residual = hidden
+        hidden = residual + self.mlp(self.ln_2(hidden))
+        return hidden, residual.detach().mean()
+
+
+class OtherSelf(nn.Module):
+    """Its forward does not call itself ``self``."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(width), Mlp(width)
+
+    def forward(this, x):  # type: ignore[no-untyped-def]  # noqa: N805
+        return x + this.mlp(this.norm(x))
+
+
+class ResidualUnit(nn.Module):
+    """``relu(x + f)``."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        return F.relu(out + x)
+
+
+class BasicBlock(nn.Module):
+    """torchvision's way: the shortcut is projected where the width changes."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or before != width:
+            self.downsample = nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class NanoGPT(nn.Module):
+    """Returns (logits, loss); with targets all logits, without only the last ones."""
+
+    def __init__(self, block: Callable[[], nn.Module] = PreNorm, depth: int = DEPTH, context: int = 32) -> None:
+        super().__init__()
+        self.context = context
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(VOCABULARY, WIDTH),
+                "wpe": nn.Embedding(context, WIDTH),
+                "drop": nn.Dropout(0.1),
+                "h": nn.ModuleList([block() for _ in range(depth)]),
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
+        )
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        _, t = idx.size()
+        assert t <= self.context, f"cannot forward a sequence of length {t}"
+        positions = torch.arange(0, t, dtype=torch.long, device=idx.device)
+        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))
+        for block in self.transformer.h:
+            x = block(x)
+        x = self.transformer.ln_f(x)
+        if targets is None:
+            return self.lm_head(x[:, [-1], :]), None
+        logits = self.lm_head(x)
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+class Stack(nn.Module):
+    """Blocks in a list, called in a loop."""
+
+    def __init__(self, block: Callable[[], nn.Module], depth: int = DEPTH) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList([block() for _ in range(depth)])
+        self.out = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+class MaskedStack(Stack):
+    """Hands an optional mask to blocks that return tuples."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x, mask=mask)[0]
+        return self.out(x)
+
+
+class LoopGPT(nn.Module):
+    """``x = attn(x) + x`` in the parent's loop."""
+
+    def __init__(self, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(
+            [
+                nn.ModuleList(
+                    [nn.Sequential(nn.LayerNorm(WIDTH), Attention()), nn.Sequential(nn.LayerNorm(WIDTH), Mlp())]
+                )
+                for _ in range(depth)
+            ]
+        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.emb(idx)
+        for attn, ff in self.layers:
+            x = attn(x) + x
+            x = ff(x) + x
+        return self.head(self.norm(x))
+
+
+class Residual(nn.Module):
+    def __init__(self, fn: nn.Module) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.fn(x, *args, **kwargs) + x
+
+
+def wrapped(depth: int = DEPTH) -> nn.Module:
+    blocks = [
+        nn.Sequential(
+            Residual(nn.Sequential(nn.LayerNorm(WIDTH), Attention())),
+            Residual(nn.Sequential(nn.LayerNorm(WIDTH), Mlp())),
+        )
+        for _ in range(depth)
+    ]
+    return nn.Sequential(nn.Linear(8, WIDTH), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 5))
+
+
+class ShortcutUnit(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x) * 0.1
+
+
+class EDSR(nn.Module):
+    """Residual blocks inside a long skip."""
+
+    def __init__(self, width: int = 8, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.head = nn.Conv2d(3, width, 3, padding=1)
+        self.body = nn.Sequential(*[ShortcutUnit(width) for _ in range(depth)], nn.Conv2d(width, width, 3, padding=1))
+        self.tail = nn.Conv2d(width, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.head(x)
+        res = self.body(x)
+        res += x
+        return self.tail(res)
+
+
+class ConvNet(nn.Module):
+    """One stage of equal ``relu(x + f)`` blocks."""
+
+    def __init__(self, width: int = 8, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.Sequential(*[ResidualUnit(width) for _ in range(depth)])
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class ProjectionNet(nn.Module):
+    """Two stages of different widths; the second begins with a projected shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.layer1 = nn.Sequential(BasicBlock(8, 8, 1), BasicBlock(8, 8, 1))
+        self.layer2 = nn.Sequential(BasicBlock(8, 16, 2), BasicBlock(16, 16, 1), BasicBlock(16, 16, 1))
+        self.fc = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        x = self.layer2(self.layer1(x))
+        return self.fc(x.mean((2, 3)))
+
+
+class TwoWidths(nn.Module):
+    """A linear map between two stages of blocks in one list each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, 16)
+        self.narrow = nn.ModuleList([PreNorm(16) for _ in range(2)])
+        self.widen = nn.Linear(16, WIDTH)
+        self.wide = nn.ModuleList([PreNorm(WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.narrow:
+            x = layer(x)
+        x = self.widen(x)
+        for layer in self.wide:
+            x = layer(x)
+        return x
+
+
+class CrossBlock(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm1, self.self_attn = nn.LayerNorm(width), Attention(width)
+        self.norm2, self.cross_attn = nn.LayerNorm(width), nn.MultiheadAttention(width, 4, batch_first=True)
+        self.norm3, self.ffn = nn.LayerNorm(width), Mlp(width)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        x = x + self.self_attn(self.norm1(x))
+        x = x + self.cross_attn(self.norm2(x), memory, memory)[0]
+        return x + self.ffn(self.norm3(x))
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.src, self.tgt = nn.Linear(8, WIDTH), nn.Linear(8, WIDTH)
+        self.encoder = nn.ModuleList([PreNorm() for _ in range(2)])
+        self.decoder = nn.ModuleList([CrossBlock() for _ in range(2)])
+        self.out = nn.Linear(WIDTH, 5)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        memory = self.src(source)
+        for layer in self.encoder:
+            memory = layer(memory)
+        x = self.tgt(target)
+        for layer in self.decoder:
+            x = layer(x, memory)
+        return self.out(x)
+
+
+class Shared(nn.Module):
+    """One block, called several times."""
+
+    def __init__(self, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList([PreNorm()] * depth)
+        self.out = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+class LayerDrop(Stack):
+    """Leaves the block out whose number is `dropped`."""
+
+    dropped: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for number, layer in enumerate(self.layers):
+            if number != self.dropped:
+                x = layer(x)
+        return self.out(x)
+
+
+class Reordered(Stack):
+    """Calls its blocks in the order `order`."""
+
+    order: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for number in self.order:
+            x = self.layers[number](x)
+        return self.out(x)
+
+
+class Interrupted(Stack):
+    """Turns what flows between its blocks into a new tensor, when told to."""
+
+    interrupt = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+            if self.interrupt:
+                x = torch.zeros(2, 9, WIDTH)
+        return self.out(x)
+
+
+# -- false friends -----------------------------------------------------------------------------------------------------
+
+
+class NewGelu(nn.Module):
+    """A polynomial of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(0.797 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class Rotary(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.q = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)
+        angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+        first, second = q.chunk(2, dim=-1)
+        return q * angle.cos() + torch.cat((-second, first), dim=-1) * angle.sin()
+
+
+class PositionalEmbedding(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 9, width))
+        self.pos_embed = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.table
+        return x + self.pos_embed(x)
+
+
+class MaskedAttention(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(1, 2)
+        mask = torch.full((x.shape[1], x.shape[1]), -1e9).triu(1)
+        return (scores + mask).softmax(-1) @ self.v(x)
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(width, 4), nn.Linear(4, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.fc2(F.relu(self.fc1(x.mean(1, keepdim=True)))))
+
+
+class PoolingHead(nn.Module):
+    """Two poolings of one input."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(width, 4), nn.Linear(4, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def mlp(pooled: Tensor) -> Tensor:
+            return self.fc2(F.relu(self.fc1(pooled)))
+
+        return torch.sigmoid(mlp(x.mean(1, keepdim=True)) + mlp(x.amax(1, keepdim=True))) * x
+
+
+class Symmetrised(nn.Module):
+    """A function of the input plus the same of its mirror image."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.f = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.f(x)
+        return 0.5 * (y + y.flip(1))
+
+
+class Gated(nn.Module):
+    """An LSTM-like mix of two candidates."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.f, self.g = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(x) + self.g(x)
+
+
+FALSE_FRIENDS: dict[str, Callable[[], nn.Module]] = {
+    cls.__name__: cls
+    for cls in (
+        NewGelu, Rotary, PositionalEmbedding, MaskedAttention, SqueezeExcite, PoolingHead, Symmetrised, Gated,
+    )
+}  # fmt: skip
+
+
+# -- the hand-written models as a table --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model with inputs, and what the finder should say: residual adds and blocks of each trunk."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Any, ...]]
+    trunks: dict[str, tuple[int, int]]
+
+
+def _stack(block: Callable[[], nn.Module], adds: int, inputs: Callable[[], Tensor] = vectors) -> Case:
+    return Case(lambda: Stack(block), lambda: (inputs(),), {"layers": (DEPTH * adds, DEPTH)})
+
+
+CASES: dict[str, Case] = {
+    "nanogpt": Case(NanoGPT, lambda: (token_ids(), token_ids()), {"transformer.h": (6, 3)}),
+    "nanogpt-no-targets": Case(NanoGPT, lambda: (token_ids(),), {"transformer.h": (6, 3)}),
+    "loop": Case(LoopGPT, lambda: (token_ids(),), {"layers": (6, 3)}),
+    "wrapped": Case(wrapped, lambda: (vectors(),), {"Sequential": (6, 3)}),
+    "pre-norm": _stack(PreNorm, 2),
+    "post-norm": _stack(PostNorm, 2),
+    "parallel": _stack(Parallel, 1),
+    "parallel-first": _stack(ParallelFirst, 1),
+    "scaled": _stack(Scaled, 3),
+    "add-norm": _stack(WithAddNorm, 2),
+    "drop-path": _stack(WithDropPath, 2),
+    "in-place": _stack(InPlace, 2),
+    "other-self": _stack(OtherSelf, 1),
+    "masked": Case(lambda: MaskedStack(WithMask), lambda: (vectors(), torch.ones(9, 1)), {"layers": (6, 3)}),
+    "unmasked": Case(lambda: MaskedStack(WithMask), lambda: (vectors(),), {"layers": (6, 3)}),
+    "edsr": Case(EDSR, lambda: (images(),), {"body": (3, 3)}),
+    "conv": Case(ConvNet, lambda: (images(),), {"blocks": (3, 3)}),
+    "projection": Case(ProjectionNet, lambda: (images(),), {"layer1": (2, 2), "layer2": (3, 3)}),
+    "two-widths": Case(TwoWidths, lambda: (vectors(),), {"narrow": (4, 2), "wide": (4, 2)}),
+    "encoder-decoder": Case(
+        EncoderDecoder, lambda: (vectors(), vectors(length=5)), {"encoder": (4, 2), "decoder": (6, 2)}
+    ),
+    "shared": Case(Shared, lambda: (vectors(),), {"layers.0": (6, 3)}),
+}

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import rewire
+from rewire.checkpoint import matrices
+from rewire.errors import RewireError, UnknownName
+from rewire.topologies import ANCRe, DenseFormer
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 5) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Net(3), Net(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) * self.right(x)
+
+
+def rewired(model: nn.Module, topology: Any = "ancre-ingoing", **options: Any) -> nn.Module:
+    """Rewired, with connection weights that are not the start's."""
+    model = rewire.compile(model, topology, example_inputs=(torch.randn(2, 8),), **options)
+    for connection in rewire.connections(model).values():
+        for parameter in connection.parameters():
+            nn.init.normal_(parameter, std=0.01)
+    return model
+
+
+def save(model: nn.Module, path: Path) -> Path:
+    if path.suffix == ".safetensors":
+        safetensors.torch.save_file(model.state_dict(), path)
+    else:
+        torch.save(model.state_dict(), path)
+    return path
+
+
+def with_recipe(tmp_path: Path, **changes: Any) -> Path:
+    """A checkpoint whose recipe was changed after it was saved."""
+    state = rewired(Net()).state_dict()
+    key = next(key for key in state if key.endswith("_extra_state"))
+    recipe = {**json.loads(bytes(state[key].tolist())), **changes}
+    state[key] = torch.tensor(list(json.dumps(recipe).encode()), dtype=torch.uint8)
+    torch.save(state, tmp_path / "changed.pt")
+    return tmp_path / "changed.pt"
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize(
+    ("topology", "options"),
+    [
+        ("ancre-ingoing", {"temperature": 0.1}),
+        ("ancre-outgoing", {"start": "paper"}),
+        ("ancre-ingoing", {"cascade": "keep", "start": "paper", "granularity": "sublayer"}),
+        ("ancre-constant", {"start": "paper"}),
+        ("denseformer", {"dilation": 2, "period": 2}),
+        ("residual", {}),
+    ],
+)
+def test_the_matrix_is_that_of_the_model(topology: str, options: dict[str, Any], suffix: str, tmp_path: Path) -> None:
+    model = rewired(Net(), topology, **options)
+    found = matrices(save(model, tmp_path / f"model{suffix}"))
+    expected = rewire.coefficients(model)
+    assert found.keys() == expected.keys() == {"blocks"}
+    assert torch.equal(found["blocks"], expected["blocks"])
+    assert not found["blocks"].requires_grad
+
+
+def test_every_trunk_is_found_under_its_name(tmp_path: Path) -> None:
+    model = rewired(Two())
+    found, expected = matrices(save(model, tmp_path / "two.pt")), rewire.coefficients(model)
+    assert found.keys() == expected.keys() == {"left.blocks", "right.blocks"}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_weights_cast_to_bfloat16_are_read(tmp_path: Path) -> None:
+    state = {key: value.bfloat16() if value.is_floating_point() else value for key, value in rewired(Net()).state_dict().items()}
+    torch.save(state, tmp_path / "cast.pt")
+    matrix = matrices(tmp_path / "cast.pt")["blocks"]
+    assert matrix.dtype == torch.float32
+    torch.testing.assert_close(matrix.sum(1), torch.ones(5))
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(RewireError, match="no file"):
+        matrices(tmp_path / "missing.pt")
+    with pytest.raises(RewireError, match="a folder"):
+        matrices(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_no_connection_weights(suffix: str, tmp_path: Path) -> None:
+    with pytest.raises(RewireError, match=r"has no connection weights: none of its 20 entries"):
+        matrices(save(Net(), tmp_path / f"plain{suffix}"))
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("content", [b"", b"no checkpoint at all", b"PK\x03\x04 cut off"])
+def test_not_a_checkpoint(content: bytes, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"broken{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(RewireError, match="broken"):
+        matrices(path)
+
+
+def test_something_else_than_a_dict(tmp_path: Path) -> None:
+    torch.save(torch.zeros(3), tmp_path / "tensor.pt")
+    with pytest.raises(RewireError, match="holds a Tensor, not a state dict"):
+        matrices(tmp_path / "tensor.pt")
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (os.environ["PAYLOAD"],)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_other_objects_are_never_unpickled(legacy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAYLOAD", str(tmp_path / "ran"))
+    state = {**rewired(Net()).state_dict(), "extra": Payload()}
+    torch.save(state, tmp_path / "evil.pt", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(RewireError, match="not unpickled"):
+        matrices(tmp_path / "evil.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_topology_class_that_is_not_known(tmp_path: Path) -> None:
+    with pytest.raises(UnknownName, match=r"'os.system'.*known are .*ANCRe"):
+        matrices(with_recipe(tmp_path, topology="os.system"))
+
+
+def test_a_topology_of_the_user(tmp_path: Path) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Mine(ANCRe):
+        pass
+
+    model = rewired(Net(), Mine(temperature=0.5))
+    found = matrices(save(model, tmp_path / "mine.pt"))
+    assert torch.equal(found["blocks"], rewire.coefficients(model)["blocks"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"options": {"normalize": "ingoing", "temperature": 0.01, "cascade": "replace", "more": 1}},
+        {"options": {"normalize": "sideways"}},
+        {"options": {"dilation": 1}},
+        {"units": [1, 2, 3]},
+        {"topology": "DenseFormer", "options": {}},
+    ],
+)
+def test_weights_that_do_not_fit_their_recipe(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(RewireError, match=r"weights of 'depth_connections.blocks' do not fit"):
+        matrices(with_recipe(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"units": units} for units in ([], [1, 3], [10**9], [2, 1], ["a"], None, 7, [1.5])],
+)
+def test_damaged_recipes(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(RewireError, match=r"the recipe of 'depth_connections.blocks' is damaged"):
+        matrices(with_recipe(tmp_path, **changes))
+
+
+def test_a_recipe_that_is_no_recipe(tmp_path: Path) -> None:
+    for broken in (torch.zeros(4), torch.tensor([255, 254], dtype=torch.uint8), "text", None):
+        state = {**rewired(Net()).state_dict(), "depth_connections.blocks._extra_state": broken}
+        torch.save(state, tmp_path / "broken.pt")
+        with pytest.raises(RewireError, match="damaged"):
+            matrices(tmp_path / "broken.pt")
+
+
+def test_denseformer_has_a_column_more(tmp_path: Path) -> None:
+    model = rewired(Net(), DenseFormer())
+    assert matrices(save(model, tmp_path / "dense.pt"))["blocks"].shape == (5, 6)

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rich.console import Console
+from torch import nn
+from typer.testing import CliRunner
+
+import rewire
+import rewire.cli
+from rewire.cli import app
+
+USER_FILE = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.linear(x)
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(*(Block() for _ in range(3)))
+
+ready = Net()
+plain = lambda: nn.Linear(2, 2)
+number = 3
+
+def nothing():
+    return None
+
+def broken():
+    raise ZeroDivisionError("in the user's own code")
+"""
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command in an empty folder with a user's file ``user_net.py``, as if in a pipe."""
+    (tmp_path / "user_net.py").write_text(USER_FILE)
+    (tmp_path / "user_bad.py").write_text("import no_such_package_at_all\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "user_net", raising=False)
+    return lambda *args: CliRunner().invoke(app, list(args))
+
+
+@pytest.fixture
+def checkpoint(run: Run, tmp_path: Path) -> Path:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+    model = rewire.compile(nn.TransformerEncoder(layer, 3), example_inputs=(torch.randn(2, 4, 8),), validate=False)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    return tmp_path / "model.pt"
+
+
+def failed(result: Result) -> str:
+    """The message of a command that ended as rewire's own errors do: one line, no traceback."""
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert not result.stdout
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").output == f"rewire {rewire.__version__}\n"
+
+
+def test_help(run: Run) -> None:
+    pages = [run("--help"), *(run(name, "--help") for name in ("inspect", "source", "list", "plot"))]
+    assert all(page.exit_code == 0 for page in pages)
+    assert all(name in pages[0].output for name in ("inspect", "source", "list", "plot", "--version"))
+    assert "hf:model_type" in pages[1].output
+    assert "ancre-ingoing" in pages[2].output
+
+
+def test_as_a_module() -> None:
+    command = [sys.executable, "-m", "rewire", "--version"]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert ran.stdout == f"rewire {rewire.__version__}\n", ran.stderr
+
+
+def test_inspect(run: Run) -> None:
+    result = run("inspect", "user_net:Net")
+    assert result.exit_code == 0
+    assert "3 residual adds in 3 blocks, width 8" in " ".join(result.output.split())
+
+
+def test_inspect_a_model_that_is_no_callable(run: Run) -> None:
+    assert "3 residual adds" in run("inspect", "user_net:ready").output.replace("\n", " ")
+
+
+def test_inspect_a_model_without_residual_adds(run: Run) -> None:
+    result = run("inspect", "user_net:plain")
+    assert result.exit_code == 0
+    assert "No residual stream was found." in result.output
+
+
+def test_source(run: Run) -> None:
+    result = run("source", "user_net:Net", "1")
+    assert result.exit_code == 0
+    assert result.output.startswith("def forward(self, x):\n")
+    assert "stream.write(linear)" in result.output
+    compile(result.output, "forward", "exec")
+
+
+def test_source_with_a_topology_without_preserving_start(run: Run) -> None:
+    assert run("source", "user_net:Net", "0", "--topology", "ancre-constant").exit_code == 0
+
+
+def test_source_is_highlighted_on_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewire.cli, "_console", lambda: Console(force_terminal=True, width=100, color_system="standard"))
+    shown = run("source", "user_net:Net", "1").output
+    assert "\x1b[" in shown
+    assert "def forward(self, x):" in re.sub(r"\x1b\[[0-9;]*m", "", shown)
+
+
+def test_list(run: Run) -> None:
+    output = run("list").output
+    for names in (rewire.topologies(), rewire.initializers(), rewire.patterns()):
+        assert all(name in output for name in names)
+    assert "``" not in output
+
+
+@pytest.mark.parametrize("kind", ["heatmap", "arcs"])
+def test_plot(run: Run, checkpoint: Path, kind: str) -> None:
+    result = run("plot", str(checkpoint), "--kind", kind)
+    assert result.exit_code == 0, result.output
+    written = checkpoint.with_name(f"model.{kind}.png")
+    assert str(written) in result.output
+    assert written.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_to_a_file_of_choice(run: Run, checkpoint: Path) -> None:
+    assert run("plot", str(checkpoint), "--out", "drawing.SVG").exit_code == 0
+    assert "<svg" in Path("drawing.SVG").read_text()
+
+
+def test_plot_to_an_unknown_format(run: Run, checkpoint: Path) -> None:
+    result = run("plot", str(checkpoint), "--out", "drawing.docx")
+    assert result.exit_code == 2
+    assert "drawing.docx" in result.output and ".svg" in result.output
+
+
+def test_plot_into_a_missing_folder(run: Run, checkpoint: Path) -> None:
+    assert "no/drawing.png" in failed(run("plot", str(checkpoint), "--out", "no/drawing.png"))
+
+
+def test_plot_without_a_checkpoint(run: Run) -> None:
+    assert "missing.pt" in failed(run("plot", "missing.pt"))
+
+
+def test_plot_without_matplotlib(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "rewire[viz]" in failed(run("plot", str(checkpoint)))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("user_net", "names no model"),
+        (":Net", "names no model"),
+        ("user_net:", "names no model"),
+        ("no_such_module:Net", "no module 'no_such_module'"),
+        ("user_net.deeper:Net", "no module 'user_net.deeper'"),
+        ("user_net:Nett", "'user_net' has no 'Nett'"),
+        ("user_net:Net.more", "'user_net' has no 'Net.more'"),
+        ("user_net:number", "is a int, not a callable"),
+        ("user_net:nothing", "returned a NoneType"),
+    ],
+)
+def test_a_model_that_is_not_there(run: Run, model: str, message: str) -> None:
+    assert message in failed(run("inspect", model))
+
+
+def test_errors_of_the_library_are_one_line(run: Run) -> None:
+    assert "no module '9'" in failed(run("source", "user_net:Net", "9"))
+    assert "ancre-ingoing" in failed(run("source", "user_net:Net", "0", "--topology", "ancre-ingiong"))
+    assert "no residual stream" in failed(run("source", "user_net:plain", "0"))
+
+
+def test_errors_of_the_users_code_keep_their_traceback(run: Run) -> None:
+    assert isinstance(run("inspect", "user_net:broken").exception, ZeroDivisionError)
+    assert isinstance(run("inspect", "user_bad:Net").exception, ModuleNotFoundError)
+
+
+def test_a_transformers_model(run: Run) -> None:
+    pytest.importorskip("transformers")
+    assert "stream = self._depth.enter(hidden_states)" in run("source", "hf:llama", "model.layers.0").output
+    assert "'llama'" in failed(run("inspect", "hf:lama"))
+
+
+def test_a_timm_model(run: Run) -> None:
+    pytest.importorskip("timm")
+    assert "blocks: 24 residual adds in 12 blocks" in " ".join(run("inspect", "timm:vit_tiny_patch16_224").output.split())
+    assert "vit_tiny_patch16_224" in failed(run("inspect", "timm:vit_tiny_patch16_242"))
