@@ -24,10 +24,10 @@ from rewire.errors import (
     WidthMismatch,
 )
 from rewire.init import initializers
+from rewire.passes import validate as validation
 from rewire.passes.install import install, is_rewritten, source_of, uninstall
 from rewire.passes.rewrite import rewrite_chain
 from rewire.passes.trunks import Block, Finder, LinkedTrunk
-from rewire.passes.validate import normalise_inputs, validate
 from rewire.patterns import Pattern, first_given, patterns_for
 from rewire.stream import Layout, Stream
 from rewire.topologies import Topology, make_topology
@@ -122,8 +122,6 @@ def compile(
         if validate:
             log.warning("%s was rewired but not validated: pass example_inputs.", type(model).__name__)
         return rewired
-    from rewire.passes import validate as validation
-
     if start == "preserve":
         validation.validate(model, rewired, inputs)
     else:
@@ -230,7 +228,7 @@ def _inputs(model: nn.Module, found: list[Pattern], example_inputs: Any) -> Any:
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return None
     if example_inputs is not None:
-        return normalise_inputs(example_inputs)
+        return validation.normalise_inputs(example_inputs)
     make = first_given(found, "example_inputs")
     return make(model) if make else None
 

@@ -52,7 +52,7 @@ class Connection(nn.Module):
 
     def effective(self) -> Any:
         """The weights that the topology's formulas use, from the learned ones, in float32."""
-        parameters = dict(self.named_parameters())
+        parameters: dict[str, Tensor] = dict(self.named_parameters())
         for name, parameter in parameters.items():
             if parameter.dtype != torch.float32:
                 raise RewireError(

@@ -1,4 +1,4 @@
-"""Every error that rewire raises on purpose. Messages say what was done, where (module path), and what to do instead."""
+"""Every error that rewire raises on purpose: messages say what was done, where (module path), and what to do."""
 
 
 class RewireError(Exception):

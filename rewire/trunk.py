@@ -73,7 +73,7 @@ class Report:
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=120)
         console.print(self)
-        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+        return console.file.getvalue()  # type: ignore[attr-defined]
 
     def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
         if not self.trunks:

@@ -102,7 +102,10 @@ def test_every_trunk_is_found_under_its_name(tmp_path: Path) -> None:
 
 
 def test_weights_cast_to_bfloat16_are_read(tmp_path: Path) -> None:
-    state = {key: value.bfloat16() if value.is_floating_point() else value for key, value in rewired(Net()).state_dict().items()}
+    state = {
+        key: value.bfloat16() if value.is_floating_point() else value
+        for key, value in rewired(Net()).state_dict().items()
+    }
     torch.save(state, tmp_path / "cast.pt")
     matrix = matrices(tmp_path / "cast.pt")["blocks"]
     assert matrix.dtype == torch.float32

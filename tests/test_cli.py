@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from rich.console import Console
 from torch import nn
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import rewire
 import rewire.cli
@@ -61,7 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 @pytest.fixture
 def checkpoint(run: Run, tmp_path: Path) -> Path:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
-    model = rewire.compile(nn.TransformerEncoder(layer, 3), example_inputs=(torch.randn(2, 4, 8),), validate=False)
+    model = rewire.compile(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), validate=False)
     torch.save(model.state_dict(), tmp_path / "model.pt")
     return tmp_path / "model.pt"
 
@@ -122,8 +121,11 @@ def test_source_with_a_topology_without_preserving_start(run: Run) -> None:
 
 
 def test_source_is_highlighted_on_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewire.cli, "_console", lambda: Console(force_terminal=True, width=100, color_system="standard"))
-    shown = run("source", "user_net:Net", "1").output
+    terminal = Console(force_terminal=True, width=100, color_system="standard")
+    monkeypatch.setattr(rewire.cli, "_console", lambda: terminal)
+    with terminal.capture() as captured:
+        run("source", "user_net:Net", "1")
+    shown = captured.get()
     assert "\x1b[" in shown
     assert "def forward(self, x):" in re.sub(r"\x1b\[[0-9;]*m", "", shown)
 
@@ -205,5 +207,7 @@ def test_a_transformers_model(run: Run) -> None:
 
 def test_a_timm_model(run: Run) -> None:
     pytest.importorskip("timm")
-    assert "blocks: 24 residual adds in 12 blocks" in " ".join(run("inspect", "timm:vit_tiny_patch16_224").output.split())
+    assert "blocks: 24 residual adds in 12 blocks" in " ".join(
+        run("inspect", "timm:vit_tiny_patch16_224").output.split()
+    )
     assert "vit_tiny_patch16_224" in failed(run("inspect", "timm:vit_tiny_patch16_242"))

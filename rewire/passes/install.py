@@ -46,7 +46,7 @@ def source_of(module: nn.Module) -> str:
 
 
 @functools.cache
-def generated_class(base: type[nn.Module], source: str, table: tuple[tuple[str, Any], ...]) -> type[nn.Module]:
+def generated_class(base: type, source: str, table: tuple[tuple[str, Any], ...]) -> type:
     """The subclass of ``base`` whose forward is ``source``; the same one for equal arguments.
 
     Equal blocks share it, so that torch.compile compiles one of them for all.
@@ -67,7 +67,9 @@ def generated_class(base: type[nn.Module], source: str, table: tuple[tuple[str, 
         SOURCE: source,
         "_rewire_table": table,
     }
-    return type(base)(base.__name__, (base,), members)
+    metaclass: Any = type(base)
+    generated: type = metaclass(base.__name__, (base,), members)
+    return generated
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
@@ -77,7 +79,8 @@ def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
     return _rebuild, (cls.__mro__[1], vars(cls)[SOURCE], names), self.__dict__
 
 
-def _rebuild(base: type[nn.Module], source: str, names: tuple[tuple[str, Any], ...]) -> nn.Module:
+def _rebuild(base: type, source: str, names: tuple[tuple[str, Any], ...]) -> nn.Module:
     table = tuple((name, torch if name == "torch" else value) for name, value in names)
     cls = generated_class(base, source, table)
-    return cls.__new__(cls)
+    module: nn.Module = cls.__new__(cls)
+    return module

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import networkx as nx
@@ -141,7 +141,9 @@ class Values:
         if node.op == "call_module":
             return str(node.target)
         if node.op == "call_function":
-            handed = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr" and source.target]
+            handed = [
+                str(source.target) for source in node.all_input_nodes if source.op == "get_attr" and source.target
+            ]
             return next((path for path in handed if isinstance(_attribute(self.root, path), nn.Module)), None)
         return None
 
@@ -412,9 +414,9 @@ def joins(graph: fx.Graph, root: nn.Module) -> bool:
             continue
         for shortcut, branch in (node.args[:2], node.args[1::-1]):
             others = [other for other in arguments if other is not shortcut]
-            if shortcut in arguments and not values.between(shortcut, branch):  # type: ignore[arg-type]
-                if any(values.between(other, branch) for other in others):  # type: ignore[arg-type]
-                    return True
+            apart = shortcut in arguments and not values.between(shortcut, branch)
+            if apart and any(values.between(other, branch) for other in others):
+                return True
     return False
 
 
@@ -498,27 +500,16 @@ def _is_metadata(node: fx.Node) -> bool:
 
 
 def _is_add(node: fx.Node) -> bool:
-    if node.op == "call_function" and node.target in (operator.add, operator.iadd, torch.add):
-        both = len(node.args) == 2 and not node.kwargs
-    elif node.op == "call_method" and node.target in ("add", "add_"):
-        both = len(node.args) == 2 and not node.kwargs
-    else:
+    function = node.op == "call_function" and node.target in (operator.add, operator.iadd, torch.add)
+    method = node.op == "call_method" and node.target in ("add", "add_")
+    if not (function or method) or len(node.args) != 2 or node.kwargs:
         return False
-    if node.target in ("add_", operator.iadd) and any(user is not node and later(user, node) for user in _inputs(node)):
+    first, second = node.args
+    if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
         return False
-    return both and all(isinstance(arg, fx.Node) for arg in node.args)
-
-
-def _inputs(node: fx.Node) -> Iterator[fx.Node]:
-    """Other users of the value that an in-place add overwrites."""
-    first = node.args[0]
-    if isinstance(first, fx.Node):
-        yield from first.users
-
-
-def later(node: fx.Node, than: fx.Node) -> bool:
-    """Whether ``node`` comes after ``than`` in its graph."""
-    return than < node
+    # what an in-place add overwrites must not be used afterwards under its old name
+    in_place = node.target in ("add_", operator.iadd)
+    return not (in_place and any(node < user for user in first.users))
 
 
 def _views(node: fx.Node, value: fx.Node) -> bool:

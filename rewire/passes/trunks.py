@@ -8,17 +8,15 @@ parent whose forward can be traced, belong to one trunk.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import FunctionType
 
-from torch import fx, nn
+from torch import nn
 
 from rewire.errors import TraceError
 from rewire.passes.residuals import (
     STREAM_ATTRIBUTES,
     Add,
-    Carrier,
     Chain,
     Found,
     Passage,
@@ -246,12 +244,12 @@ class Finder:
     def _trunk(self, strand: Strand, taken: set[str]) -> LinkedTrunk:
         steps = strand.steps
         sites = tuple(step.site for step in steps)
-        prefix = os.path.commonprefix([_parts(site.name) for site in sites])
-        container = ".".join(prefix)  # type: ignore[arg-type]
-        name = container or type(self.model).__name__
+        prefix = _common([_parts(site.name) for site in sites])
+        name = ".".join(prefix) or type(self.model).__name__
         while name in taken:
             name += "'"
-        units, keys = [], [_parts(site.name)[len(prefix) : len(prefix) + 1] for site in sites]
+        units: list[int] = []
+        keys = [_parts(site.name)[len(prefix) : len(prefix) + 1] for site in sites]
         for number, key in enumerate(keys):
             again = number > 0 and steps[number].block is steps[number - 1].block and steps[number].add == 0
             units.append(1 if number == 0 else units[-1] + (key != keys[number - 1] or again))
@@ -332,6 +330,13 @@ def _site(path: str, values: Values, add: Add) -> Site:
 
 def _has_own_forward(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.nn.") and type(module).forward is not nn.Module.forward
+
+
+def _common(paths: list[list[str]]) -> list[str]:
+    """The longest list that all ``paths`` begin with."""
+    shortest = min(paths, key=len)
+    differ = (n for n, part in enumerate(shortest) if any(path[n] != part for path in paths))
+    return shortest[: next(differ, len(shortest))]
 
 
 def _parts(path: str) -> list[str]:

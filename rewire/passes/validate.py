@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.errors import BadExampleInputs, OutOfOrder, RewireError, ValidationMismatch
-from rewire.passes.install import is_rewritten
+from rewire.errors import BadExampleInputs, OutOfOrder, ValidationMismatch
 from rewire.patterns.pattern import Inputs
 from rewire.stream import Stream
 
@@ -193,6 +192,3 @@ def tensors_in(value: Any) -> list[Tensor]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [t for field in dataclasses.fields(value) for t in tensors_in(getattr(value, field.name))]
     return []
-
-
-__all__ = ["RewireError", "is_rewritten", "normalise_inputs", "relative_error", "tensors_in", "validate"]

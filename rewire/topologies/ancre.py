@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rewire.topologies.base import Granularity, Start, States, Topology, no_preserving_start, one_hot_previous
 from rewire.kernels.mix import mix
+from rewire.topologies.base import Granularity, Start, States, Topology, no_preserving_start, one_hot_previous
 from rewire.topologies.registry import register_topology
 
 Normalize = Literal["ingoing", "outgoing", "none"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.topologies.base import Granularity, Start, States, Topology
 from rewire.kernels.mix import mix
+from rewire.topologies.base import Granularity, Start, States, Topology
 from rewire.topologies.registry import register_topology
 
 

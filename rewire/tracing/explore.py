@@ -91,7 +91,7 @@ def trace(
     absent = [p.name for p in parameters_of(function)[1:] if p.default is None]
     tested: list[str] = []
     if _traced(given):
-        if _text(given) != _text(explore(absent)):
+        if _text(given, absent) != _text(explore(absent)):
             for name in optional:
                 paths = explore((name,))
                 if _traced(paths) and _text(paths) != _text(given, (name,)):

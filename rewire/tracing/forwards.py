@@ -11,21 +11,19 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch import nn
-
 from rewire.errors import TraceError
 
 #: Wrappers around ``forward`` that a subclass gets again by itself, so that a rewritten forward may leave them out.
 _REAPPLIED = ("transformers.modeling_layers",)
 
 
-def plain_forward(cls: type[nn.Module]) -> tuple[FunctionType, list[str]]:
+def plain_forward(cls: type) -> tuple[FunctionType, list[str]]:
     """The undecorated ``forward`` of ``cls``, and the modules of the decorators that were taken off.
 
     Raises:
         TraceError: ``forward`` is no Python function.
     """
-    function: Any = cls.forward
+    function: Any = cls.forward  # type: ignore[attr-defined]
     wrappers = []
     while True:
         inner = getattr(function, "__wrapped__", None) or _closed_over_forward(function)
@@ -71,7 +69,7 @@ def inspects_keywords(function: FunctionType) -> bool:
 
 
 @functools.cache
-def attributes_set_in_calls(cls: type[nn.Module]) -> frozenset[str]:
+def attributes_set_in_calls(cls: type) -> frozenset[str]:
     """Attributes that methods of ``cls`` other than ``__init__`` assign: their values may change between calls."""
     assigned: set[str] = set()
     for base in cls.__mro__:
@@ -96,7 +94,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 @functools.cache
-def adds_values(cls: type[nn.Module]) -> bool:
+def adds_values(cls: type) -> bool:
     """Whether the forward of ``cls`` has a ``+`` in it: then not being able to trace it may hide a residual add."""
     try:
         code = plain_forward(cls)[0].__code__

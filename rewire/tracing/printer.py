@@ -23,7 +23,8 @@ from rewire.tracing.tracer import KEYWORDS, STAR, star
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "matmul": "@",
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and_": "&", "or_": "|", "xor": "^",
-    "lshift": "<<", "rshift": ">>", "is_": "is", "is_not": "is not", "iadd": "+", "isub": "-", "imul": "*", "itruediv": "/",
+    "lshift": "<<", "rshift": ">>", "is_": "is", "is_not": "is not",
+    "iadd": "+", "isub": "-", "imul": "*", "itruediv": "/",
 }  # fmt: skip
 _PREFIX = {"neg": "-", "pos": "+", "invert": "~"}
 _STREAM_NAME = "stream"

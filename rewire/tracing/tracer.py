@@ -47,7 +47,7 @@ class Leaf:
     """An attribute of a library that tracing replaces, so that what it leads to is recorded as one call.
 
     Attributes:
-        owner: returns the class or module that has the attribute; called when tracing, so that nothing is imported early.
+        owner: returns the class or module that has the attribute; called when tracing, to import nothing early.
         name: name of the attribute.
         replacement: makes the value to use while tracing, from a function that makes a recording one of a function.
     """
@@ -112,7 +112,7 @@ class PathTracer(fx.Tracer):
         self.taken: list[tuple[fx.Node, bool]] = []
         self.root = root
         self.graph = fx.Graph(tracer_cls=PathTracer)
-        self.submodule_paths = {module: path for path, module in root.named_modules()}
+        self.paths = {module: path for path, module in root.named_modules()}
         self.self_view = self.view_of(root, "")
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -223,7 +223,8 @@ class PathTracer(fx.Tracer):
             if is_method and path == "":
                 namespace[name] = self._opaque_method(name)
         namespace["__getattr__"] = functools.partialmethod(_ViewedTensors.read, self, prefix)
-        view_class = type(cls)(cls.__name__, (_Quiet, cls), namespace)
+        metaclass: Any = type(cls)
+        view_class = metaclass(cls.__name__, (_Quiet, cls), namespace)
         view = object.__new__(view_class)
         view.__dict__ = copy.copy(module.__dict__)
         view.__dict__["_rewire_path"] = path
@@ -255,7 +256,7 @@ class PathTracer(fx.Tracer):
         return record
 
     def call_child(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        path = self.submodule_paths.get(module)
+        path = self.paths.get(module)
         if path is None:
             raise TraceError(f"it calls a {type(module).__name__} that is not one of its children")
         if sum(map(_has_proxy, (*args, *kwargs.values()))) > 1 and self.inline(module):
@@ -308,7 +309,7 @@ class PathTracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, nn.Module):
-            path = a.__dict__.get("_rewire_path", self.submodule_paths.get(a))
+            path = a.__dict__.get("_rewire_path", self.paths.get(a))
             if path is None:
                 raise TraceError(f"it hands on a {type(a).__name__} that is not one of its children")
             return self.create_node("get_attr", path, (), {})

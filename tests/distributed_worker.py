@@ -1,0 +1,197 @@
+"""One of two processes: trains a rewired model under DDP or FSDP2 and compares with one process. A script for tests."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchvision_stub  # noqa: F401
+from models import WIDTH, PreNorm, Stack
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import rewire
+
+STEPS = 2
+RATE = 0.05
+
+
+def make(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = rewire.compile(Stack(PreNorm).to(dtype), "ancre-ingoing", start="paper", validate=False)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for connection in rewire.connections(model).values():
+            for weight in connection.parameters():
+                weight.add_(0.01 * torch.randn_like(weight))
+    return model
+
+
+def batch(dtype: torch.dtype) -> Tensor:
+    """[4, 9, 8]: two rows for each of two ranks."""
+    return torch.randn(4, 9, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def train(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of the first step, weights after the last; SGD, so that an update is as exact as its gradient."""
+    optimiser = torch.optim.SGD(model.parameters(), lr=RATE)
+    first: dict[str, Tensor] = {}
+    for number in range(STEPS):
+        optimiser.zero_grad()
+        model(x).float().square().mean().backward()
+        if number == 0:
+            first = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        optimiser.step()
+    return first, {name: full(p) for name, p in model.named_parameters()}
+
+
+def full(value: Tensor) -> Tensor:
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.detach().clone()
+
+
+def shard(model: nn.Module, policy: MixedPrecisionPolicy | None = None, own_group: bool = True) -> nn.Module:
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+    if policy is not None:
+        options["mp_policy"] = policy
+    if own_group:
+        for connection in rewire.connections(model).values():
+            fully_shard(connection, mesh=options["mesh"])
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def compare(expected: tuple[dict[str, Tensor], ...], actual: tuple[dict[str, Tensor], ...], tolerance: float) -> None:
+    for what, left, right in zip(("gradient", "weight"), expected, actual, strict=True):
+        right = {name.removeprefix("module."): value for name, value in right.items()}
+        assert sorted(left) == sorted(right), sorted(set(left) ^ set(right))
+        largest = max(float(value.norm()) for value in left.values())
+        for name, value in left.items():
+            other = right[name]
+            assert value.dtype == other.dtype and value.shape == other.shape, (what, name, value.dtype, other.dtype)
+            scale = max(float(value.float().norm()), 1e-3 * largest)
+            error = float((value.float() - other.float()).norm()) / scale
+            assert error <= tolerance, f"{what} of {name} differs by {error:.1e}"
+    assert any("depth_connections" in name and bool(value.any()) for name, value in expected[0].items())
+
+
+def mine(x: Tensor) -> Tensor:
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def ddp() -> None:
+    model = make()
+    expected = train(copy.deepcopy(model), batch(torch.float32))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    compare(expected, train(wrapped, mine(batch(torch.float32))), 1e-5)
+
+
+def fsdp() -> None:
+    model = make()
+    expected = train(copy.deepcopy(model), batch(torch.float32))
+    sharded = shard(model)
+    weights = {p for c in rewire.connections(sharded).values() for p in c.parameters()}
+    assert weights and all(isinstance(p, DTensor) for p in weights)
+    assert "enter(" in rewire.source(sharded, "layers.0")
+    compare(expected, train(sharded, mine(batch(torch.float32))), 1e-5)
+
+
+def fsdp_bfloat16() -> None:
+    """A bfloat16 model with float32 connection weights: one dtype in each group."""
+    model = make(torch.bfloat16)
+    expected = train(copy.deepcopy(model), batch(torch.bfloat16))
+    sharded = shard(model)
+    assert {p.dtype for p in sharded.parameters()} == {torch.bfloat16, torch.float32}
+    compare(expected, train(sharded, mine(batch(torch.bfloat16))), 5e-2)
+
+
+def fsdp_mixed() -> None:
+    """float32 weights, cast for computing: the reference is a bfloat16 copy whose connection weights stay float32."""
+    model = make()
+    reference = copy.deepcopy(model).bfloat16()
+    expected, _ = train(reference, batch(torch.bfloat16))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    opened: list[torch.dtype] = []
+    sharded = shard(model, policy)
+    for connection in rewire.connections(sharded).values():
+        connection.register_forward_hook(lambda _m, _args, stream: opened.append(stream.weights.value.dtype))
+    actual, weights = train(sharded, mine(batch(torch.float32)))
+    assert opened == [torch.float32] * STEPS
+    assert all(value.dtype == torch.float32 for value in (*actual.values(), *weights.values()))
+    compare(({name: value.float() for name, value in expected.items()}, {}), (actual, {}), 5e-2)
+
+
+def fsdp_checkpointed() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = make()
+    expected = train(copy.deepcopy(model), batch(torch.float32))
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = checkpoint_wrapper(layer)
+    gradients, weights = train(shard(model), mine(batch(torch.float32)))
+    prefix = "._checkpoint_wrapped_module"
+    compare(expected, tuple({n.replace(prefix, ""): v for n, v in d.items()} for d in (gradients, weights)), 1e-5)
+
+
+def fsdp_resume() -> None:
+    """A distributed checkpoint of the whole state dict, recipe included, loads into one process."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    sharded = shard(make())
+    train(sharded, mine(batch(torch.float32)))
+    state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    with torch.no_grad():
+        expected = sharded(batch(torch.float32))
+    if dist.get_rank() == 0:
+        single = make()
+        assert not single.load_state_dict(state).missing_keys
+        with torch.no_grad():
+            torch.testing.assert_close(single(batch(torch.float32)), expected)
+    dist.barrier()
+
+
+def refuses(error: type[Exception], words: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except error as raised:
+        assert words in str(raised), str(raised)
+    else:
+        raise AssertionError(f"no {error.__name__}")
+
+
+def sharded_before() -> None:
+    sharded = fully_shard(Stack(PreNorm), mesh=init_device_mesh("cpu", (2,)))
+    refuses(rewire.ShardedModel, "the model is already sharded", lambda: rewire.compile(sharded))
+    inner = Stack(PreNorm)
+    fully_shard(inner.layers[1], mesh=init_device_mesh("cpu", (2,)))
+    refuses(rewire.ShardedModel, "'layers.1' is already sharded", lambda: rewire.compile(inner))
+    wrapped = nn.parallel.DistributedDataParallel(Stack(PreNorm))
+    refuses(rewire.ShardedModel, "rewire the model first", lambda: rewire.compile(wrapped))
+
+
+def no_own_group() -> None:
+    sharded = shard(make(), MixedPrecisionPolicy(param_dtype=torch.bfloat16), own_group=False)
+    refuses(rewire.RewireError, "a group of their own", lambda: sharded(mine(batch(torch.float32))))
+
+
+def main() -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=sys.argv[2], WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=int(sys.argv[2]), world_size=2)
+    try:
+        globals()[sys.argv[1]]()
+        assert WIDTH % dist.get_world_size() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

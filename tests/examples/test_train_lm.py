@@ -1,0 +1,102 @@
+"""The demo, with a few steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rewire.checkpoint import matrices
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    path = Path(__file__).parents[2] / "examples" / "train_lm.py"
+    spec = importlib.util.spec_from_file_location("train_lm_example", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def out(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("train_lm") / "not there yet"
+    example.main(steps=STEPS, seed=0, runs="ancre-preserve,ancre-keep", out=out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def results(out: Path) -> dict[str, Any]:
+    return json.loads((out / "results.json").read_text())
+
+
+def test_everything_is_written(out: Path) -> None:
+    pictures, checkpoints = {"loss.png", "heatmap.png", "arcs.png"}, {"ancre-preserve.pt", "ancre-keep.pt"}
+    assert {path.name for path in out.iterdir()} == {"results.json", *pictures, *checkpoints}
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+
+
+def test_what_the_results_say(results: dict[str, Any]) -> None:
+    assert list(results["runs"]) == ["residual", "ancre-preserve", "ancre-keep"]
+    assert results["config"]["steps"] == STEPS
+    assert results["versions"]["torch"] == torch.__version__
+    assert results["machine"]["threads"] == torch.get_num_threads()
+    assert len(results["findings"]) == 2
+    for name, run in results["runs"].items():
+        numbers = [*run["losses"], *(loss for _, loss in run["validation"]), run["median_step_seconds"]]
+        assert all(math.isfinite(number) and number > 0 for number in numbers)
+        assert len(run["losses"]) == STEPS
+        assert [step for step, _ in run["validation"]] == [0, STEPS]
+        assert run["kept_for_backward_bytes"] > 1e6
+        assert run["connection_weights"] == (0 if name == "residual" else 36)
+    assert results["runs"]["residual"]["steps_to_baseline"] == STEPS
+
+
+def test_runs_start_alike_and_see_the_same_batches(example: ModuleType, results: dict[str, Any]) -> None:
+    baseline, preserving = results["runs"]["residual"], results["runs"]["ancre-preserve"]
+    assert preserving["validation"][0][1] == pytest.approx(baseline["validation"][0][1], rel=1e-5)
+    assert preserving["losses"][0] == pytest.approx(baseline["losses"][0], rel=1e-5)
+    assert preserving["losses"] == pytest.approx(baseline["losses"], rel=1e-3)  # the logits hardly moved yet
+    config = example.Config(steps=STEPS, seed=3)
+    weights = [dict(example.build(name, config).named_parameters()) for name in example.RUNS]
+    assert all(torch.equal(value, other[name]) for name, value in weights[0].items() for other in weights)
+
+
+def test_the_connection_logits_learn_without_weight_decay(example: ModuleType, out: Path) -> None:
+    run = example.Run("ancre-keep", example.Config(steps=STEPS, seed=0))
+    weights, logits = run.optimizer.param_groups
+    assert [tuple(p.shape) for p in logits["params"]] == [(36,)]
+    assert logits["weight_decay"] == 0 < weights["weight_decay"]
+    assert len(weights["params"]) + 1 == len(list(run.model.parameters()))
+    learned = matrices(out / "ancre-keep.pt")["model.layers"]
+    start = torch.ones(8, 8).tril() / torch.arange(1, 9)[:, None]
+    assert (learned - start).abs().max() > 1e-3
+
+
+def test_the_text_is_split_by_topics(example: ModuleType) -> None:
+    train, held_out = (bytes(part.tolist()) for part in example.read_text())
+    assert 6 < len(train) / len(held_out) < 40
+    assert held_out[:2000] not in train
+
+
+def test_an_unknown_run(example: ModuleType, tmp_path: Path) -> None:
+    app = example.typer.Typer()
+    app.command()(example.main)
+    result = CliRunner().invoke(app, ["--runs", "ancre", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "ancre-preserve" in result.output
