@@ -27,7 +27,7 @@ def install(block: nn.Module, source: str, table: dict[str, Any]) -> None:
         source: one function definition, ``forward``.
         table: the globals that it uses.
     """
-    block.__class__ = generated_class(type(block), source, tuple(sorted(table.items())))
+    block.__class__ = generated_class(type(block), source, tuple(sorted(table.items())))  # type: ignore[arg-type]
 
 
 def uninstall(block: nn.Module) -> None:
@@ -82,5 +82,5 @@ def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
 def _rebuild(base: type, source: str, names: tuple[tuple[str, Any], ...]) -> nn.Module:
     table = tuple((name, torch if name == "torch" else value) for name, value in names)
     cls = generated_class(base, source, table)
-    module: nn.Module = cls.__new__(cls)
+    module: nn.Module = object.__new__(cls)
     return module

@@ -141,9 +141,7 @@ class Values:
         if node.op == "call_module":
             return str(node.target)
         if node.op == "call_function":
-            handed = [
-                str(source.target) for source in node.all_input_nodes if source.op == "get_attr" and source.target
-            ]
+            handed = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
             return next((path for path in handed if isinstance(_attribute(self.root, path), nn.Module)), None)
         return None
 
@@ -542,4 +540,4 @@ def _attribute(root: nn.Module, path: str) -> object:
     value: object = root
     for part in path.split("."):
         value = getattr(value, part, None)
-    return value
+    return None if value is root else value

@@ -149,7 +149,8 @@ class Finder:
             block = self._block(path, module)
         except TraceError as error:
             strands = [strand for below in self._children(path, module) for strand in below]
-            if not strands and adds_values(type(module)):
+            cls: type = type(module)
+            if not strands and adds_values(cls):
                 self.skipped[path] = f"its forward cannot be traced: {error}"
             return strands
         return self._of_block(path, module, block)

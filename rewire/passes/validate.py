@@ -37,7 +37,8 @@ def normalise_inputs(example_inputs: Any) -> Inputs:
             return tuple(example_inputs[0]), example_inputs[1]
         return tuple(example_inputs), {}
     raise BadExampleInputs(
-        f"example_inputs must be a tuple of args, a dict of kwargs, or a pair of both, not {type(example_inputs).__name__}."
+        "example_inputs must be a tuple of args, a dict of kwargs, or a pair of both, "
+        f"not {type(example_inputs).__name__}."
     )
 
 

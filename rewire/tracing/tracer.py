@@ -213,7 +213,7 @@ class PathTracer(fx.Tracer):
 
     def view_of(self, module: nn.Module, path: str) -> nn.Module:
         """A stand-in for ``self``: the module's own attributes, except that what can change is read when called."""
-        cls = type(module)
+        cls: type = type(module)
         dynamic = {"training"} | {n for n in attributes_set_in_calls(cls) if _is_plain(vars(module).get(n, self))}
         prefix = f"{path}." if path else ""
         namespace: dict[str, Any] = {
