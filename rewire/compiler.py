@@ -15,6 +15,7 @@ from rewire.connection import CONNECTIONS, Connection, Gate, connections
 from rewire.errors import (
     AlreadyConnected,
     AlreadyRewired,
+    BadExampleInputs,
     NoResidualAdds,
     RewireError,
     ShardedModel,
@@ -116,16 +117,11 @@ def compile(
             f"{type(model).__name__} already has learned depth connections: {learned}. Rewiring would replace the "
             "shortcuts inside them; start from a plain residual model."
         )
-    inputs = _inputs(model, found, example_inputs) if validate else None
     rewired = _rewire(model, found, chosen, granularity, start, trunks)
-    if inputs is None:
-        if validate:
-            log.warning("%s was rewired but not validated: pass example_inputs.", type(model).__name__)
-        return rewired
-    if start == "preserve":
-        validation.validate(model, rewired, inputs)
-    else:
-        validation.validate(model, _rewire(model, found, Residual(), "sublayer", "preserve", trunks), inputs)
+    if validate:
+        # a start that is not the original network: compare the same rewrite with plain residual connections in it
+        same = rewired if start == "preserve" else _rewire(model, found, Residual(), "sublayer", "preserve", trunks)
+        _validate(model, same, found, example_inputs)
     return rewired
 
 
@@ -223,14 +219,22 @@ def _find(model: nn.Module, found: list[Pattern]) -> tuple[Finder, list[LinkedTr
     return finder, trunks
 
 
-def _inputs(model: nn.Module, found: list[Pattern], example_inputs: Any) -> Any:
-    """Inputs to validate on, or None: nothing known, or parameters without values."""
+def _validate(model: nn.Module, rewired: nn.Module, found: list[Pattern], example_inputs: Any) -> None:
+    """Validate on the given inputs, else on inputs that the registry makes; log why if that is not possible."""
+    name = type(model).__name__
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        return None
+        log.warning("%s was rewired but not validated: its parameters are on the meta device.", name)
+        return
     if example_inputs is not None:
-        return validation.normalise_inputs(example_inputs)
+        validation.validate(model, rewired, validation.normalise_inputs(example_inputs))
+        return
     make = first_given(found, "example_inputs")
-    return make(model) if make else None
+    try:
+        if make is None:
+            raise BadExampleInputs("the registry of architectures knows no inputs for it")
+        validation.validate(model, rewired, make(model))
+    except (BadExampleInputs, AttributeError, KeyError) as error:
+        log.warning("%s was rewired but not validated (%s): pass example_inputs.", name, error)
 
 
 def _copied(model: nn.Module) -> nn.Module:

@@ -326,7 +326,9 @@ def wrapped(depth: int = DEPTH) -> nn.Module:
 class ShortcutUnit(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.body(x) * 0.1

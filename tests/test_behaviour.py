@@ -13,8 +13,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import WIDTH, MaskedStack, NanoGPT, PreNorm, Shared, Stack, WithMask, assert_bitwise, assert_close, evaluate
-from models import images, token_ids, vectors
+from models import (
+    MaskedStack,
+    NanoGPT,
+    PreNorm,
+    Shared,
+    Stack,
+    WithMask,
+    assert_bitwise,
+    assert_close,
+    evaluate,
+    images,
+    token_ids,
+    vectors,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -431,7 +443,7 @@ def test_optimiser_state_of_the_plain_model_resumes(make: Any) -> None:
     original = [p for n, p in rewired.named_parameters() if "depth_connections" not in n]
     resumed = torch.optim.AdamW(original, lr=1e-2)
     resumed.load_state_dict(copy.deepcopy(optimiser.state_dict()))
-    resumed.add_param_group({"params": list(rewire.connections(rewired).values())[0].parameters(), "lr": 1e-3})
+    resumed.add_param_group({"params": next(iter(rewire.connections(rewired).values())).parameters(), "lr": 1e-3})
     for _ in range(2):
         step(model, optimiser)
         step(rewired, resumed)
@@ -669,4 +681,3 @@ def test_cross_entropy_of_a_plain_pytorch_loop() -> None:
     loss = F.cross_entropy(logits.flatten(0, 1), token_ids().flatten())
     actual, actual_loss = rewired(token_ids(), token_ids())
     assert torch.allclose(actual, logits, atol=1e-5) and torch.allclose(actual_loss, loss, atol=1e-5)
-    assert WIDTH == states[-1].shape[-1]

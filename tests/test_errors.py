@@ -65,19 +65,19 @@ def _own_topology() -> Iterator[None]:
 
 
 def test_unknown_topology() -> None:
-    with pytest.raises(rewire.UnknownName, match="no topology 'ancre-ingoin'.*Did you mean 'ancre-ingoing'"):
+    with pytest.raises(rewire.UnknownName, match=r"no topology 'ancre-ingoin'.*Did you mean 'ancre-ingoing'"):
         rewire.compile(Stack(PreNorm), "ancre-ingoin")
 
 
 def test_unknown_option() -> None:
     with pytest.raises(TypeError, match="'ancre-ingoing' has no option 'temprature': it takes temperature, cascade"):
         rewire.compile(Stack(PreNorm), ANCRE, temprature=0.1)
-    with pytest.raises(ValueError, match="temperature=-1.*positive"):
+    with pytest.raises(ValueError, match=r"temperature=-1.*positive"):
         rewire.compile(Stack(PreNorm), ANCRE, temperature=-1)
 
 
 def test_a_topology_that_is_neither_name_nor_object() -> None:
-    with pytest.raises(TypeError, match="name or a rewire.Topology, not int"):
+    with pytest.raises(TypeError, match=r"name or a rewire.Topology, not int"):
         rewire.compile(Stack(PreNorm), 3)  # type: ignore[arg-type]
 
 
@@ -110,7 +110,7 @@ def test_only_the_named_trunk_is_rewired() -> None:
 
 
 def test_a_topology_without_a_preserving_start() -> None:
-    with pytest.raises(rewire.UnsupportedTopology, match="'ancre-constant'.*start='paper'"):
+    with pytest.raises(rewire.UnsupportedTopology, match=r"'ancre-constant'.*start='paper'"):
         rewire.compile(Stack(PreNorm), "ancre-constant")
 
 
@@ -196,7 +196,9 @@ def test_not_rewired() -> None:
     with pytest.raises(rewire.RewireError, match="Stack was not rewired: it has no connection weights"):
         rewire.coefficients(model)
     rewired = rewire.compile(model, ANCRE, validate=False)
-    with pytest.raises(rewire.RewireError, match=r"'layers\.0\.mlp' was not rewritten; rewritten are layers\.0, layers\.1"):
+    with pytest.raises(
+        rewire.RewireError, match=r"'layers\.0\.mlp' was not rewritten; rewritten are layers\.0, layers\.1"
+    ):
         rewire.source(rewired, "layers.0.mlp")
     with pytest.raises(rewire.UnknownName, match=r"no module 'layers\.9'"):
         rewire.source(rewired, "layers.9")
@@ -220,7 +222,7 @@ def test_post_norm_under_a_topology_for_pre_norm() -> None:
 
 
 def test_block_granularity_on_post_norm() -> None:
-    with pytest.raises(rewire.UnsupportedTopology, match="'layers' is post-norm.*granularity='sublayer'"):
+    with pytest.raises(rewire.UnsupportedTopology, match=r"'layers' is post-norm.*granularity='sublayer'"):
         rewire.compile(Stack(PostNorm), ANCRE, granularity="block")
     rewired = rewire.compile(Stack(PostNorm), ANCRE, example_inputs=(vectors(),))  # "auto" takes what fits
     assert rewire.connections(rewired)["layers"].layout.depth == 6
@@ -248,12 +250,16 @@ def test_different_widths_in_one_trunk() -> None:
 
 
 def test_example_inputs_of_a_wrong_type() -> None:
-    with pytest.raises(rewire.BadExampleInputs, match="a tuple of args, a dict of kwargs, or a pair of both, not Tensor"):
+    with pytest.raises(
+        rewire.BadExampleInputs, match="a tuple of args, a dict of kwargs, or a pair of both, not Tensor"
+    ):
         rewire.compile(Stack(PreNorm), ANCRE, example_inputs=vectors())
 
 
 def test_example_inputs_that_do_not_run() -> None:
-    with pytest.raises(rewire.BadExampleInputs, match="Stack does not run on the example inputs: RuntimeError: mat1 and"):
+    with pytest.raises(
+        rewire.BadExampleInputs, match="Stack does not run on the example inputs: RuntimeError: mat1 and"
+    ):
         rewire.compile(Stack(PreNorm), ANCRE, example_inputs=(torch.randn(2, 9, 7),))
     report = rewire.inspect(Stack(PreNorm), example_inputs=(torch.randn(2, 9, 7),))
     assert "does not run on the example inputs" in report.skipped[""]

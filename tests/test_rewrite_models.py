@@ -108,7 +108,6 @@ for name, size, options, expected in [
     ("deit3_small_patch16_224", 16, {**VIT, "img_size": 16, "patch_size": 8}, {"blocks": (6, 3)}),
     ("eva02_tiny_patch14_224", 28, {**VIT, "img_size": 28}, {"blocks": (6, 3)}),
     ("cait_xxs24_224", 32, {**VIT, "img_size": 32}, {"blocks": (6, 3), "blocks_token_only": (4, 2)}),
-    ("test_mlp", 32, {"img_size": 32}, {}),
     (
         "convnext_tiny",
         32,
@@ -123,7 +122,6 @@ for name, size, options, expected in [
     ),
     ("resnet18", 32, {"channels": (8, 8, 16, 16)}, {f"layer{i}": (2, 2) for i in (1, 2, 3, 4)}),
     ("seresnet50", 32, {"layers": (2, 3, 2, 2), "channels": (4, 8, 8, 8)}, {}),
-    ("efficientnet_b0", 32, {}, {"blocks.3": (2, 2), "blocks.4": (2, 2), "blocks.5": (3, 3)}),
 ]:
     add(
         f"timm-{name.split('_')[0]}",
@@ -131,6 +129,24 @@ for name, size, options, expected in [
         lambda size=size: ((images(size=size),), {}),
         expected or {"layer1": (2, 2), "layer2": (3, 3), "layer3": (2, 2), "layer4": (2, 2)},
     )
+
+
+def mixer() -> nn.Module:
+    models = pytest.importorskip("timm.models.mlp_mixer")
+    return models.MlpMixer(num_classes=5, img_size=16, patch_size=4, num_blocks=3, embed_dim=32)  # type: ignore[no-any-return]
+
+
+def efficientnet() -> nn.Module:
+    """EfficientNet's blocks, in fewer and narrower stages."""
+    models = pytest.importorskip("timm.models.efficientnet")
+    stages = [["ds_r1_k3_s1_e1_c8_se0.25"], ["ir_r3_k3_s2_e2_c8_se0.25"], ["ir_r3_k5_s2_e2_c16_se0.25"]]
+    return models.EfficientNet(  # type: ignore[no-any-return]
+        models.decode_arch_def(stages), num_classes=5, num_features=16, stem_size=8, drop_path_rate=0.1
+    )
+
+
+add("timm-mixer", mixer, lambda: ((images(size=16),), {}), {"blocks": (6, 3)})
+add("timm-efficientnet", efficientnet, lambda: ((images(size=32),), {}), {"blocks.1": (2, 2), "blocks.2": (2, 2)})
 
 
 def timm_model(name: str, options: dict[str, Any]) -> nn.Module:
@@ -186,60 +202,54 @@ each_model = pytest.mark.parametrize("name", list(MODELS))
 
 
 @each_model
-def test_the_finder_counts(name: str) -> None:
-    model, _, _ = MODELS[name].build()
-    report = rewire.inspect(model)
-    assert {trunk.name: (len(trunk.sites), trunk.blocks) for trunk in report.trunks} == MODELS[name].trunks
-
-
-@each_model
 def test_plain_connections_are_bitwise_the_original(name: str) -> None:
     model, args, kwargs = MODELS[name].build()
+    report = rewire.inspect(model)
+    assert {trunk.name: (len(trunk.sites), trunk.blocks) for trunk in report.trunks} == MODELS[name].trunks
     rewired = rewire.compile(model, "residual", example_inputs=(args, kwargs))
-    assert len(rewire.connections(rewired)) == len(MODELS[name].trunks)
+    sizes = {trunk: len(c.layout.units) for trunk, c in rewire.connections(rewired).items()}
+    assert sizes == {trunk: sites for trunk, (sites, _) in MODELS[name].trunks.items()}
     for train in (False, True):
         assert_bitwise(evaluate(model, args, kwargs, train), evaluate(rewired, args, kwargs, train))
 
 
 @each_model
-@pytest.mark.parametrize("topology", ["ancre-ingoing", "denseformer"])
-def test_the_preserving_start_is_the_original(name: str, topology: str) -> None:
-    model, args, kwargs = MODELS[name].build()
-    expected = evaluate(model, args, kwargs)
-    rewired = rewire.compile(model, topology, validate=False)
-    assert_close(expected, evaluate(rewired, args, kwargs))
-    learned = [weight for connection in rewire.connections(rewired).values() for weight in connection.parameters()]
-    outputs = [t for t in tensors_in(rewired.eval()(*args, **kwargs)) if t.requires_grad]
-    gradients = torch.autograd.grad(sum(t.float().square().sum() for t in outputs), learned)
-    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
-
-
-@each_model
-def test_the_original_is_left_alone_and_shares_its_parameters(name: str) -> None:
+def test_the_preserving_start_is_the_original(name: str) -> None:
     model, args, kwargs = MODELS[name].build()
     before = evaluate(model, args, kwargs)
-    classes = {path: type(module) for path, module in model.named_modules()}
-    forwards = {path: type(module).forward for path, module in model.named_modules()}
-    attributes = {path: set(vars(module)) for path, module in model.named_modules()}
-    keys = list(model.state_dict())
-    rewired = rewire.compile(model, "ancre-ingoing", validate=False)
-
-    assert {path: type(module) for path, module in model.named_modules()} == classes
-    assert {path: type(module).forward for path, module in model.named_modules()} == forwards
-    assert {path: set(vars(module)) for path, module in model.named_modules()} == attributes
-    assert list(model.state_dict()) == keys
+    untouched = state_of(model)
+    for topology in ("ancre-ingoing", "denseformer"):
+        rewired = rewire.compile(model, topology, validate=False)
+        # Gradients that nearly cancel (of keys, say) amplify rounding: the slack that rewire's own validation has.
+        assert_close(before, evaluate(rewired, args, kwargs), gradients=5e-5)
+        assert_shares_everything(model, rewired)
+        assert_learns(rewired, args, kwargs)
+    assert state_of(model) == untouched
     assert_bitwise(before, evaluate(model, args, kwargs))
 
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """What rewiring must not change in the caller's model."""
+    state: dict[str, Any] = {"keys": list(model.state_dict())}
+    for path, module in model.named_modules():
+        hooks = [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks]
+        state[path] = (type(module), type(module).forward, set(vars(module)), list(module._modules), hooks)
+    return state
+
+
+def assert_shares_everything(model: nn.Module, rewired: nn.Module) -> None:
     assert type(rewired).__name__ == type(model).__name__ and isinstance(rewired, type(model))
     own = [key for key in rewired.state_dict() if "depth_connections" not in key]
-    assert own == keys and len(rewired.state_dict()) > len(keys)
-    names = [n for n, _ in rewired.named_parameters() if "depth_connections" not in n]
-    assert names == [n for n, _ in model.named_parameters()]
-    for (_, mine), (path, other) in zip(
-        [(n, p) for n, p in rewired.named_parameters() if "depth_connections" not in n],
-        model.named_parameters(),
-        strict=True,
-    ):
-        assert mine is other, path
-    for (path, mine), (_, other) in zip(rewired.named_buffers(), model.named_buffers(), strict=True):
-        assert mine.data_ptr() == other.data_ptr(), path
+    assert own == list(model.state_dict()) and len(rewired.state_dict()) > len(own)
+    parameters = [(n, p) for n, p in rewired.named_parameters() if "depth_connections" not in n]
+    for (name, mine), (original, other) in zip(parameters, model.named_parameters(), strict=True):
+        assert name == original and mine is other
+    for (name, mine), (original, other) in zip(rewired.named_buffers(), model.named_buffers(), strict=True):
+        assert name == original and mine.data_ptr() == other.data_ptr()
+
+
+def assert_learns(rewired: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    learned = [weight for connection in rewire.connections(rewired).values() for weight in connection.parameters()]
+    outputs = [t for t in tensors_in(rewired(*args, **kwargs)) if t.requires_grad]
+    gradients = torch.autograd.grad(sum(t.float().square().sum() for t in outputs), learned)
+    assert learned and all(gradient.isfinite().all() and gradient.any() for gradient in gradients)

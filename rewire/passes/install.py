@@ -56,7 +56,8 @@ def generated_class(base: type, source: str, table: tuple[tuple[str, Any], ...])
     # tracebacks, inspect.getsource and debuggers find the source here
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), namespace)
-    forward = functools.update_wrapper(namespace["forward"], plain_forward(base)[0], ("__module__", "__doc__"), ())
+    forward = namespace["forward"]
+    forward.__doc__ = plain_forward(base)[0].__doc__
     forward.__qualname__ = f"{base.__qualname__}.forward"
     members = {
         "forward": forward,

@@ -176,7 +176,7 @@ class Values:
 
     def returned(self) -> list[tuple[int | str | None, fx.Node]]:
         """Returned values with their index in the returned tuple, or key in the returned dict."""
-        result: Any = self.nodes[-1].args[0]
+        result: Any = returned_tuple(self.nodes[-1])
         items: Iterable[tuple[Any, Any]] = ()
         if isinstance(result, (tuple, list)):
             items = enumerate(result)
@@ -401,6 +401,13 @@ class _ChainFinder:
         if not isinstance(chain.links[-1], Add):
             return False
         return chain.opens_outside or len(chain.adds) == 1 or any(add.post for add in chain.adds)
+
+
+def returned_tuple(output: fx.Node) -> Any:
+    """What a forward returns; of ``(x, ...) + more`` the first tuple."""
+    result = output.args[0]
+    extended = isinstance(result, fx.Node) and result.target is operator.add and isinstance(result.args[0], tuple)
+    return result.args[0] if isinstance(result, fx.Node) and extended else result
 
 
 def joins(graph: fx.Graph, root: nn.Module) -> bool:

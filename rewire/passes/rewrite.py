@@ -94,14 +94,15 @@ class _Rewriter:
         output = next(iter(reversed(graph.nodes)))
         by_child = isinstance(chain.links[-1], Carrier)
         if chain.closes_outside:
-            self._reads(value, stream, view, keep=[output, chain.exit])
+            holder = output if chain.exit in output.all_input_nodes else output.all_input_nodes[0]
+            self._reads(value, stream, view, keep=[holder, chain.exit])
             if not by_child:
-                with graph.inserting_before(output):
+                with graph.inserting_before(holder):
                     left = graph.call_method("leave", (stream,))
                 left.meta["inline"] = True
-                output.replace_input_with(chain.exit, left)
+                holder.replace_input_with(chain.exit, left)
                 if chain.exit is not value:  # a view, back in the entry's shape
-                    self._reads(chain.exit, stream, None, keep=[output])
+                    self._reads(chain.exit, stream, None, keep=[holder])
         elif not by_child:
             users = [user for user in value.users if user is not stream and not _is_push(user, value)]
             if users:

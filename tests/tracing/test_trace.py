@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.register_buffer("offset", torch.full((8,), 0.25))
         self.rate = 0.5
 
-    def forward(this, x, context=None, scale=1.0, *, flip: bool = False, **kwargs):
+    def forward(this, x, context=None, scale=1.0, *, flip: bool = False, **kwargs):  # noqa: N805
         h = this.norm(x)
         if context is not None:
             h = h + context.mean(dim=1, keepdim=True)
