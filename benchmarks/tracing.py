@@ -10,6 +10,7 @@ device, and rewiring a 32-layer Llama against ``torch.export`` of the same model
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import platform
@@ -17,6 +18,9 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+with contextlib.suppress(ModuleNotFoundError):  # where torchvision's operators do not match torch's build
+    import torchvision_stub  # noqa: F401
 
 import torch
 import transformers

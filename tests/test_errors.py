@@ -123,7 +123,7 @@ def test_no_module() -> None:
 
 
 def test_no_residual_adds() -> None:
-    with pytest.raises(rewire.NoResidualAdds, match=r"in Stack \(12 modules were looked at\)\. No forward in it adds"):
+    with pytest.raises(rewire.NoResidualAdds, match=r"in Stack \(13 modules were looked at\)\. No forward in it adds"):
         rewire.compile(Stack(Gated), ANCRE)
 
 
@@ -266,7 +266,7 @@ def test_example_inputs_that_do_not_run() -> None:
 
 
 def test_the_first_block_that_differs_is_named() -> None:
-    with pytest.raises(rewire.ValidationMismatch, match=r"output 0 .*differs.*first block that differs is 'layers\.1'"):
+    with pytest.raises(rewire.ValidationMismatch, match=r"output 0 .*differs.*first block that differs is 'layers\.1[.']"):
         rewire.compile(Stack(PreNorm), Wrong(), example_inputs=(vectors(),))
     assert rewire.compile(Stack(PreNorm), Wrong(), validate=False) is not None
 
@@ -290,7 +290,7 @@ def test_validation_leaves_nothing_behind() -> None:
 
 def test_without_inputs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     rewire.compile(Stack(PreNorm), ANCRE)
-    assert "not validated: pass example_inputs" in caplog.text
+    assert "Stack was rewired but not validated" in caplog.text and "pass example_inputs" in caplog.text
 
 
 # -- calls that were not rewritten for ---------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ class Values:
             (source, node) for node in self.nodes for source in node.all_input_nodes if not _is_metadata(node)
         )
         self.flow.add_nodes_from(self.nodes)
+        self._between: dict[tuple[fx.Node, fx.Node], frozenset[fx.Node]] = {}
 
     def child(self, node: fx.Node) -> nn.Module | None:
         """The child module that ``node`` calls; None for anything else (an opaque method, too)."""
@@ -161,14 +162,18 @@ class Values:
         child = self.child(node)
         return 0 if child is None else sum(parameter.ndim >= 2 for parameter in child.parameters())
 
-    def between(self, start: fx.Node, end: fx.Node) -> set[fx.Node]:
+    def between(self, start: fx.Node, end: fx.Node) -> frozenset[fx.Node]:
         """All nodes on paths from ``start`` to ``end``, both included; empty if there is none."""
+        if (start, end) not in self._between:
+            self._between[start, end] = frozenset(self._paths(start, end))
+        return self._between[start, end]
+
+    def _paths(self, start: fx.Node, end: fx.Node) -> set[fx.Node]:
         if self.order[start] >= self.order[end]:
             return {start} if start is end else set()
         window = self.flow.subgraph(self.nodes[self.order[start] : self.order[end] + 1])
-        if not nx.has_path(window, start, end):
-            return set()
-        return (nx.descendants(window, start) | {start}) & (nx.ancestors(window, end) | {end})
+        before = nx.ancestors(window, end) | {end}
+        return (nx.descendants(window, start) | {start}) & before if start in before else set()
 
     def feeds_branch(self, shortcut: fx.Node, branch: fx.Node) -> bool:
         """Whether ``shortcut`` is an ancestor of ``branch`` through a parametrised operation."""

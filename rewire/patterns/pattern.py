@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
@@ -24,6 +25,8 @@ class Pattern:
     Attributes:
         description: one line, for `rewire.patterns`.
         matches: whether a model is of this architecture.
+        model_types: in place of ``matches``: the model has a part (or is one) whose Hugging Face config is of one of
+            these types.
         attention: regular expression for the branch names (`Site.branch`) that are self-attention.
         ffn: the same for feed-forward branches.
         qkv: paths of the query, key and value projections below the attention branch's block (one path if they are
@@ -38,7 +41,8 @@ class Pattern:
     """
 
     description: str
-    matches: Callable[[nn.Module], bool]
+    matches: Callable[[nn.Module], bool] = lambda _model: False
+    model_types: frozenset[str] = frozenset()
     attention: str = ""
     ffn: str = ""
     qkv: tuple[str, ...] = ()
@@ -79,7 +83,15 @@ def patterns() -> dict[str, str]:
 
 def patterns_for(model: nn.Module) -> list[Pattern]:
     """Patterns that match ``model``, the most special (registered last) first."""
-    return [pattern for pattern in reversed(_REGISTRY.in_order()) if pattern.matches(model)]
+    types = {part.config.model_type for part in model.modules() if is_pretrained(part)}  # type: ignore[union-attr]
+    registered = reversed(_REGISTRY.in_order())
+    return [pattern for pattern in registered if types & pattern.model_types or pattern.matches(model)]
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether ``module`` is a Hugging Face model."""
+    library = sys.modules.get("transformers")
+    return library is not None and isinstance(module, library.PreTrainedModel)
 
 
 def first_given(found: list[Pattern], attribute: str) -> Any:

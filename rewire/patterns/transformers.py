@@ -10,20 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rewire.patterns.pattern import Inputs, Pattern, register_pattern
+from rewire.patterns.pattern import Inputs, Pattern, is_pretrained, register_pattern
 from rewire.tracing import Leaf
 
 _SEQUENCE = 12
 
 Q_K_V = ("{branch}.q_proj", "{branch}.k_proj", "{branch}.v_proj")
-
-
-def is_transformers(model: nn.Module, *model_types: str) -> bool:
-    """Whether ``model`` is a Hugging Face model, of one of ``model_types`` if any are given."""
-    library = sys.modules.get("transformers")
-    if library is None or not isinstance(model, library.PreTrainedModel):
-        return False
-    return not model_types or model.config.model_type in model_types
 
 
 def attention(module: Any, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +97,7 @@ register_pattern(
     "transformers",
     Pattern(
         description="any Hugging Face transformers model",
-        matches=is_transformers,
+        matches=is_pretrained,
         example_inputs=example_inputs,
         leaves=(ATTENTION_LEAF,),
     ),
@@ -119,7 +111,4 @@ def register_transformers(*model_types: str, **names: Any) -> None:
         model_types: ``model_type`` of their configs.
         names: what they share; see `Pattern`.
     """
-    register_pattern(
-        model_types[0],
-        Pattern(matches=lambda model: any(is_transformers(part, *model_types) for part in model.modules()), **names),
-    )
+    register_pattern(model_types[0], Pattern(model_types=frozenset(model_types), **names))

@@ -78,16 +78,15 @@ def attributes_set_in_calls(cls: type) -> frozenset[str]:
         for name, value in vars(base).items():
             if name.startswith("__") or not isinstance(value, FunctionType):
                 continue
-            assigned.update(_stored_on_self(inspect.unwrap(value).__code__))
+            assigned.update(_stored(inspect.unwrap(value).__code__))
     return frozenset(assigned)
 
 
-def _stored_on_self(code: CodeType) -> set[str]:
-    if not code.co_varnames or code.co_varnames[0] != "self":
-        return set()
+def _stored(code: CodeType) -> set[str]:
     return {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
 
 
+@functools.cache
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """Parameters of a ``forward``, without ``self``."""
     return list(inspect.signature(function).parameters.values())[1:]

@@ -13,16 +13,17 @@ import dis
 import functools
 import inspect
 import operator
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from rewire.errors import TraceError
-from rewire.tracing.forwards import attributes_set_in_calls, plain_forward
+from rewire.tracing.forwards import attributes_set_in_calls, parameters_of, plain_forward
 from rewire.tracing.guards import refuse
 
 #: Keyword under which all of ``**kwargs`` travels during tracing, and name prefix of the placeholder of ``*args``.
@@ -32,9 +33,6 @@ STAR = "__star__"
 MAX_DECISIONS = 24
 #: Creation functions: the only torch functions that ignore a proxy among their arguments.
 _CREATION = ("arange", "empty", "finfo", "full", "linspace", "ones", "tensor", "zeros")
-
-
-_OWN_FILES = {__file__, fx.proxy.__file__}
 
 
 def star(values: Any) -> Any:
@@ -65,19 +63,34 @@ class Opaque(Exception):
         self.name, self.is_method, self.error = name, is_method, error
 
 
-class _Unsized:
-    """``*values`` asks for a length hint first, and only a TypeError means that there is none."""
+@functools.cache
+def _instructions(code: CodeType) -> dict[int, dis.Instruction]:
+    return {instruction.offset: instruction for instruction in dis.get_instructions(code)}
+
+
+class _Unpacked:
+    """How traced values are unpacked: ``a, b = x`` element by element, and ``(*x, 1)`` as such; loops are refused."""
+
+    def __iter__(self) -> Iterator[Any]:
+        frame = sys._getframe(1)
+        current = _instructions(frame.f_code).get(frame.f_lasti)
+        if current is not None and current.opname == "UNPACK_SEQUENCE":
+            return iter([self[index] for index in range(current.argval)])  # type: ignore[index]
+        if current is None or current.opname not in ("LIST_EXTEND", "CALL_FUNCTION_EX"):
+            raise TraceError("it loops over a traced value")
+        return iter([self.tracer.create_proxy("call_function", star, (self,), {})])  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
+        # ``(*x, 1)`` asks for a length hint, and only a TypeError means that there is none
         raise TypeError("the length of a traced value is not known")
 
 
-class _Proxy(_Unsized, fx.Proxy):
+class _Proxy(_Unpacked, fx.Proxy):
     def __getattr__(self, name: str) -> Any:
         return _Attribute(self, name)
 
 
-class _Attribute(_Unsized, fx.proxy.Attribute):
+class _Attribute(_Unpacked, fx.proxy.Attribute):
     def __getattr__(self, name: str) -> Any:
         return _Attribute(self, name)
 
@@ -143,7 +156,7 @@ class PathTracer(fx.Tracer):
     def _placeholders(self) -> tuple[list[Any], dict[str, Any]]:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for parameter in list(inspect.signature(self.function).parameters.values())[1:]:
+        for parameter in parameters_of(self.function):
             kind, name = parameter.kind, parameter.name
             if kind is parameter.VAR_POSITIONAL:
                 args.append(self.create_proxy("placeholder", STAR + name, (), {}))
@@ -202,7 +215,8 @@ class PathTracer(fx.Tracer):
             return None
         for frame in frames[codes.index(self.function.__code__) + 1 :][:1]:
             name = frame.f_code.co_name
-            if frame.f_locals.get("self") is self.self_view and hasattr(type(self.root), name):
+            first = frame.f_code.co_varnames[:1]
+            if first and frame.f_locals.get(first[0]) is self.self_view and hasattr(type(self.root), name):
                 return None if name == "forward" or name.startswith("__") else (name, True)
             function = self.function.__globals__.get(name)
             if isinstance(function, FunctionType) and function.__code__ is frame.f_code:
@@ -299,15 +313,11 @@ class PathTracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
-    def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
-        """Unpacking with a star, as in ``(*x.shape[:-1], -1, d)``, is recorded as such; loops are not traced."""
-        frame = next(frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_filename not in _OWN_FILES)
-        current = next(i.opname for i in dis.get_instructions(frame.f_code) if i.offset >= frame.f_lasti)
-        if current not in ("LIST_EXTEND", "CALL_FUNCTION_EX"):
-            raise TraceError("it loops over a traced value")
-        return iter([self.create_proxy("call_function", star, (obj,), {})])
-
     def create_arg(self, a: Any) -> Any:
+        if isinstance(a, fx.Proxy):
+            return a.node
+        if a is None or isinstance(a, (bool, int, float, str)):
+            return a
         if isinstance(a, nn.Module):
             path = a.__dict__.get("_rewire_path", self.paths.get(a))
             if path is None:
