@@ -55,7 +55,7 @@ class Config:
     heads: int = 4
     length: int = 128
     batch: int = 8
-    learning_rate: float = 4e-3
+    learning_rate: float = 3e-3
     weight_decay: float = 0.1
     evaluate_every: int = 20
     validation_batch: int = 64

@@ -498,6 +498,7 @@ def test_torch_compile_trains_like_eager(topology: str, granularity: str) -> Non
     assert_same(gradients, all_gradients(model), 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo asks, and hides the warning
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_torch_compile_with_inductor() -> None:
     model = mixed(Stack(PreNorm, depth=2))
@@ -528,6 +529,7 @@ def test_torch_compile_with_a_dynamic_length() -> None:
     assert len(frames) == 1
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_equal_layers_share_one_compiled_frame() -> None:
     """What regional compilation rests on: layers of equal code are instances of one class."""

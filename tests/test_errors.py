@@ -266,7 +266,9 @@ def test_example_inputs_that_do_not_run() -> None:
 
 
 def test_the_first_block_that_differs_is_named() -> None:
-    with pytest.raises(rewire.ValidationMismatch, match=r"output 0 .*differs.*first block that differs is 'layers\.1[.']"):
+    with pytest.raises(
+        rewire.ValidationMismatch, match=r"output 0 .*differs.*first block that differs is 'layers\.1[.']"
+    ):
         rewire.compile(Stack(PreNorm), Wrong(), example_inputs=(vectors(),))
     assert rewire.compile(Stack(PreNorm), Wrong(), validate=False) is not None
 

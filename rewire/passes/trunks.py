@@ -27,7 +27,7 @@ from rewire.passes.residuals import (
     joins,
     width_of,
 )
-from rewire.tracing import Leaf, Traced, trace
+from rewire.tracing import Leaf, PathTracer, Traced, child_calls_recorded, trace
 from rewire.tracing.forwards import adds_values, parameters_of, plain_forward
 from rewire.trunk import Report, Site, Trunk
 
@@ -112,13 +112,15 @@ class Finder:
         self.leaves = leaves
         self.skipped: dict[str, str] = {}
         self._strands: dict[int, list[Strand]] = {}
+        self._running: list[PathTracer] | None = None
         self._joins: dict[type[nn.Module], bool] = {}
 
     def run(self) -> list[LinkedTrunk]:
         """All trunks of at least two residual adds, in the order of the model's modules."""
         trunks: list[LinkedTrunk] = []
         position = {path: number for number, (path, _) in enumerate(self.model.named_modules())}
-        strands = self.strands("", self.model)
+        with child_calls_recorded() as self._running:
+            strands = self.strands("", self.model)
         for strand in sorted(strands, key=lambda strand: position[strand.steps[0].site.block]):
             if len(strand.steps) == 1:
                 site = strand.steps[0].site
@@ -161,7 +163,7 @@ class Finder:
                 yield self.strands(f"{path}.{name}" if path else name, child)
 
     def _block(self, path: str, module: nn.Module) -> Block:
-        traced = trace(module, self._is_join, self.forwards.get(type(module)), self.leaves)
+        traced = trace(module, self._is_join, self.forwards.get(type(module)), self.leaves, self._running)
         wrappers = plain_forward(type(module))[1]
 
         def carries(child: str) -> Passage | None:
@@ -204,7 +206,7 @@ class Finder:
             self._joins[cls] = False
             if _has_own_forward(child):
                 try:
-                    paths = trace(child, leaves=self.leaves).paths
+                    paths = trace(child, leaves=self.leaves, running=self._running).paths
                     self._joins[cls] = any(p.graph is not None and joins(p.graph, child) for p in paths)
                 except TraceError:
                     pass

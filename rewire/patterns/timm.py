@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def _register(name: str, description: str, having: str = "", **names: Any) -> No
     """A family: models any of whose modules comes from ``timm.models.<name>`` (and has an attribute ``having``)."""
 
     def matches(model: nn.Module) -> bool:
-        return any(
+        return f"timm.models.{name}" in sys.modules and any(
             _is_timm(module, name) and (not having or getattr(module, having, None) is not None)
             for module in model.modules()
         )

@@ -13,7 +13,7 @@ from torch import fx, nn
 from rewire.errors import TraceError
 from rewire.tracing.forwards import inspects_keywords, parameters_of, plain_forward
 from rewire.tracing.printer import statements
-from rewire.tracing.tracer import Leaf, Opaque, PathTracer
+from rewire.tracing.tracer import Leaf, Opaque, PathTracer, child_calls_recorded
 
 MAX_PATHS = 32
 _MAX_OPAQUE = 8
@@ -66,6 +66,7 @@ def trace(
     inline: Callable[[nn.Module], bool] = _never,
     function: FunctionType | None = None,
     leaves: Sequence[Leaf] = (),
+    running: list[PathTracer] | None = None,
 ) -> Traced:
     """Trace ``module``'s own forward with torch.fx, its children as leaves, without running it.
 
@@ -74,10 +75,14 @@ def trace(
         inline: says for a child that is called with several traced values whether to trace through it.
         function: traced in place of the class's forward (for forwards with a hand-written fast path).
         leaves: library attributes to replace while tracing.
+        running: what `child_calls_recorded` yielded, to trace many modules under one patch.
 
     Raises:
         TraceError: no path through the forward could be traced; the message says why.
     """
+    if running is None:
+        with child_calls_recorded() as running:
+            return trace(module, inline, function, leaves, running)
     if function is None:
         function, _ = plain_forward(type(module))
     if inspects_keywords(function):
@@ -85,7 +90,7 @@ def trace(
     optional = [p.name for p in parameters_of(function)[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
     def explore(nones: Sequence[str]) -> list[Path]:
-        return _explore(module, function, frozenset(nones), inline, leaves)
+        return _explore(module, function, frozenset(nones), inline, leaves, running)
 
     given = explore(())
     absent = [p.name for p in parameters_of(function)[1:] if p.default is None]
@@ -122,13 +127,14 @@ def _explore(
     nones: frozenset[str],
     inline: Callable[[nn.Module], bool],
     leaves: Sequence[Leaf],
+    running: list[PathTracer],
 ) -> list[Path]:
     """Depth first over the outcomes of all tests on traced values."""
     opaque: frozenset[tuple[str, bool]] = frozenset()
     paths: list[Path] = []
     decisions: list[bool] = []
     while True:
-        tracer = PathTracer(module, function, nones, decisions, opaque, inline, leaves)
+        tracer = PathTracer(module, function, nones, decisions, opaque, inline, leaves, running)
         try:
             graph, error = tracer.run(), ""
         except Opaque as request:

@@ -95,6 +95,26 @@ class _Attribute(_Unpacked, fx.proxy.Attribute):
         return _Attribute(self, name)
 
 
+@contextlib.contextmanager
+def child_calls_recorded() -> Iterator[list[PathTracer]]:
+    """Record calls of modules, as torch.fx does: by patching ``nn.Module.__call__``.
+
+    Patching a class with thousands of subclasses takes time, so that one patch serves many traces: calls are recorded
+    by the last tracer in the list that this yields.
+    """
+    running: list[PathTracer] = []
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return running[-1].call_child(module, args, kwargs) if running else original(module, *args, **kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield running
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
 class PathTracer(fx.Tracer):
     """Traces one path of one module's forward.
 
@@ -106,6 +126,7 @@ class PathTracer(fx.Tracer):
         opaque: names of methods, and of functions, that are recorded as one call.
         inline: says whether to trace through a child instead of recording its call.
         leaves: library attributes to replace meanwhile.
+        running: the tracers that record calls of modules now; see `child_calls_recorded`.
     """
 
     def __init__(
@@ -116,9 +137,11 @@ class PathTracer(fx.Tracer):
         decisions: Sequence[bool],
         opaque: frozenset[tuple[str, bool]],
         inline: Callable[[nn.Module], bool],
-        leaves: Sequence[Leaf] = (),
+        leaves: Sequence[Leaf],
+        running: list[PathTracer],
     ) -> None:
         super().__init__()
+        self.running = running
         self.leaves = leaves
         self.function, self.nones, self.decisions, self.opaque, self.inline = function, nones, decisions, opaque, inline
         self._tensors: dict[str, fx.Proxy] = {}
@@ -172,16 +195,14 @@ class PathTracer(fx.Tracer):
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
-        """Record calls of modules, of creation functions and of opaque functions, as torch.fx does: by patching."""
-        tracer = self
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return tracer.call_child(module, args, kwargs)
-
-        patches: list[tuple[Any, str, Any]] = [(nn.Module, "__call__", call)]
-        patches += [(leaf.owner(), leaf.name, leaf.replacement(self._recorded)) for leaf in self.leaves]
+        """Record calls of modules, of creation functions and of opaque functions."""
+        patches: list[tuple[Any, str, Any]] = [
+            (leaf.owner(), leaf.name, leaf.replacement(self._recorded)) for leaf in self.leaves
+        ]
         patches += [(torch, name, self._recorded(getattr(torch, name))) for name in _CREATION]
         with contextlib.ExitStack() as stack:
+            self.running.append(self)
+            stack.callback(self.running.pop)
             for owner, name, value in patches:
                 original = getattr(owner, name)
                 setattr(owner, name, value)

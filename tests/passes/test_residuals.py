@@ -1,0 +1,180 @@
+"""Which adds of a forward are residual adds: their names, kinds and what follows them; and what only looks like one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import (
+    DEPTH,
+    FALSE_FRIENDS,
+    CrossBlock,
+    Gated,
+    InPlace,
+    Mlp,
+    OtherSelf,
+    Parallel,
+    ParallelFirst,
+    PostNorm,
+    PreNorm,
+    ResidualUnit,
+    Scaled,
+    ShortcutUnit,
+    Stack,
+    WithAddNorm,
+    WithDropPath,
+    WithMask,
+)
+from torch import Tensor, nn
+
+import rewire
+
+ATTENTION, FFN = ("attn", "attention", ()), ("mlp", "ffn", ())
+
+
+def sites_of(block: Callable[[], nn.Module]) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Branch, kind and what follows, of the residual adds of one block of a stack; all blocks have to have the same."""
+    (trunk,) = rewire.inspect(Stack(block)).trunks
+    per_block: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {}
+    for site in trunk.sites:
+        assert site.name == f"{site.block}.{site.branch}"
+        per_block.setdefault(site.block, []).append((site.branch, site.kind, site.post))
+    assert list(per_block) == [f"layers.{i}" for i in range(DEPTH)]
+    first = per_block["layers.0"]
+    assert all(found == first for found in per_block.values())
+    return first
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (PreNorm, [ATTENTION, FFN]),
+        (PostNorm, [("attn", "attention", ("ln_1",)), ("mlp", "ffn", ("ln_2",))]),
+        (Parallel, [("attn", "parallel", ())]),
+        (ParallelFirst, [("attn", "parallel", ())]),
+        (Scaled, [ATTENTION, FFN, FFN]),
+        (WithAddNorm, [("attn", "attention", ("addnorm1.ln",)), ("mlp", "ffn", ("addnorm2.ln",))]),
+        (WithDropPath, [ATTENTION, FFN]),
+        (InPlace, [ATTENTION, FFN]),
+        (OtherSelf, [FFN]),
+        (WithMask, [ATTENTION, FFN]),
+    ],
+)
+def test_sites(block: Callable[[], nn.Module], expected: list[tuple[str, str, tuple[str, ...]]]) -> None:
+    found = sites_of(block)
+    if block is Scaled:  # a gate is part of the branch
+        assert found[:2] == expected[:2] and found[2][1:] == FFN[1:] and found[2][0] in ("mlp", "gate")
+    else:
+        assert found == expected
+
+
+def test_cross_attention() -> None:
+    report = rewire.inspect(nn.ModuleList([CrossBlock(), CrossBlock()]))
+    assert [(site.branch, site.kind) for trunk in report.trunks for site in trunk.sites if site.block == "0"] == [
+        ("self_attn", "attention"),
+        ("cross_attn", "cross-attention"),
+        ("ffn", "ffn"),
+    ]
+
+
+def test_convolutions_and_what_follows_the_add() -> None:
+    (trunk,) = rewire.inspect(nn.Sequential(ResidualUnit(), ResidualUnit())).trunks
+    assert [(site.name, site.kind, site.width) for site in trunk.sites] == [
+        ("0.conv1", "conv", 8),
+        ("1.conv1", "conv", 8),
+    ]
+    assert all(len(site.post) == 1 and "relu" in site.post[0] for site in trunk.sites) and trunk.post_norm
+    (trunk,) = rewire.inspect(nn.Sequential(ShortcutUnit(), ShortcutUnit())).trunks
+    assert [(site.name, site.kind, site.post) for site in trunk.sites] == [
+        ("0.body", "branch", ()),
+        ("1.body", "branch", ()),
+    ]
+
+
+@pytest.mark.parametrize("name", list(FALSE_FRIENDS))
+def test_no_false_friends(name: str) -> None:
+    """Alone, in a row, and inside the branches of real residual blocks."""
+    friend = FALSE_FRIENDS[name]
+    assert rewire.inspect(friend()).trunks == ()
+    assert rewire.inspect(Stack(friend)).trunks == ()
+    assert rewire.inspect(nn.Sequential(*[friend() for _ in range(3)])).trunks == ()
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.friend, self.mlp = nn.LayerNorm(32), friend(), Mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mlp(self.friend(self.norm(x)))
+
+    (trunk,) = rewire.inspect(Stack(Around)).trunks
+    assert len(trunk.sites) == DEPTH and all(site.block == f"layers.{i}" for i, site in enumerate(trunk.sites))
+
+
+def test_the_position_embedding_is_reported() -> None:
+    report = rewire.inspect(FALSE_FRIENDS["PositionalEmbedding"]())
+    assert report.skipped == {"pos_embed": "adds a position embedding"}
+
+
+class Earlier(PreNorm):
+    """The second shortcut starts before the first add."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(y))
+
+
+def test_a_shortcut_from_an_earlier_value_is_rejected() -> None:
+    report = rewire.inspect(Stack(Earlier))
+    assert "its shortcut starts at an earlier value of the stream" in report.skipped.values()
+    for trunk in report.trunks:
+        assert not any(site.branch == "mlp" for site in trunk.sites)
+
+
+class Subtracted(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.ln_2(x)) - x
+
+
+class Averaged(PreNorm):
+    """A convex combination scales the shortcut: no plain residual add."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x + 0.5 * self.mlp(self.ln_2(x))
+
+
+@pytest.mark.parametrize("block", [Subtracted, Averaged])
+def test_a_shortcut_that_is_changed_on_the_way_is_no_residual_add(block: type[nn.Module]) -> None:
+    assert rewire.inspect(Stack(block)).trunks == ()
+
+
+class WithAlpha(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.add(x, self.mlp(self.ln_2(x)), alpha=0.5)
+
+
+def test_an_add_with_a_factor_is_not_taken_for_a_plain_one() -> None:
+    """Either left alone or rewritten with its factor."""
+    model = Stack(WithAlpha)
+    if rewire.inspect(model).trunks:
+        rewire.compile(model, "residual", example_inputs=(torch.randn(2, 9, 8),))
+
+
+@pytest.mark.parametrize("block", [PreNorm, PostNorm, Parallel, Scaled, WithAddNorm, WithDropPath, Gated])
+def test_the_finder_needs_no_values(block: type[nn.Module]) -> None:
+    with torch.device("meta"):
+        model = Stack(block)
+    assert rewire.inspect(model) == rewire.inspect(Stack(block))
+
+
+def test_inspecting_changes_and_runs_nothing() -> None:
+    model = Stack(PreNorm)
+    state = {path: (type(m), set(vars(m)), dict(m._forward_hooks)) for path, m in model.named_modules()}
+    random = torch.random.get_rng_state()
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda *_: pytest.fail("was called"))
+    rewire.inspect(model)
+    assert torch.equal(torch.random.get_rng_state(), random)
+    for path, module in model.named_modules():
+        assert (type(module), set(vars(module)), dict(module._forward_hooks)) == state[path]

@@ -1,0 +1,178 @@
+"""How residual adds are linked into trunks: order, names, blocks, owners, widths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import (
+    CASES,
+    EDSR,
+    WIDTH,
+    ConvNet,
+    EncoderDecoder,
+    LoopGPT,
+    MaskedStack,
+    NanoGPT,
+    PostNorm,
+    PreNorm,
+    ProjectionNet,
+    Shared,
+    Stack,
+    TwoWidths,
+    WithMask,
+    wrapped,
+)
+from torch import Tensor, nn
+
+import rewire
+from rewire.patterns.tiny import tiny_model
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_hand_written_models(name: str) -> None:
+    model, expected = CASES[name].make(), CASES[name].trunks
+    assert {t.name: (len(t.sites), t.blocks) for t in rewire.inspect(model).trunks} == expected
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_on_the_meta_device(name: str) -> None:
+    with torch.device("meta"):
+        model = CASES[name].make()
+    assert rewire.inspect(model) == rewire.inspect(CASES[name].make())
+
+
+def test_nanogpt() -> None:
+    (trunk,) = rewire.inspect(NanoGPT()).trunks
+    assert [site.name for site in trunk.sites] == [
+        f"transformer.h.{i}.{branch}" for i in range(3) for branch in ("attn", "mlp")
+    ]
+    assert trunk.units == (1, 1, 2, 2, 3, 3) and trunk.owner == "" and not trunk.post_norm
+    assert {site.width for site in trunk.sites} == {WIDTH}
+
+
+def test_adds_in_the_loop_of_the_parent() -> None:
+    (trunk,) = rewire.inspect(LoopGPT()).trunks
+    assert [(site.name, site.block) for site in trunk.sites[:3]] == [
+        ("layers.0.0", ""),
+        ("layers.0.1", ""),
+        ("layers.1.0", ""),
+    ]
+    assert trunk.units == (1, 1, 2, 2, 3, 3) and trunk.owner == ""
+
+
+def test_wrappers_in_sequentials() -> None:
+    (trunk,) = rewire.inspect(wrapped()).trunks
+    assert [site.name for site in trunk.sites] == [f"{i}.{j}.fn" for i in (1, 2, 3) for j in (0, 1)]
+    assert trunk.units == (1, 1, 2, 2, 3, 3)
+
+
+def test_post_norm() -> None:
+    (trunk,) = rewire.inspect(Stack(PostNorm)).trunks
+    assert trunk.post_norm and trunk.units == (1, 1, 2, 2, 3, 3)
+
+
+def test_encoder_and_decoder_are_two_trunks() -> None:
+    encoder, decoder = rewire.inspect(EncoderDecoder()).trunks
+    assert (encoder.name, decoder.name) == ("encoder", "decoder")
+    assert [site.kind for site in decoder.sites[:3]] == ["attention", "cross-attention", "ffn"]
+
+
+def test_a_shared_block_is_counted_as_often_as_it_is_called() -> None:
+    (trunk,) = rewire.inspect(Shared()).trunks
+    assert [site.name for site in trunk.sites] == ["layers.0.attn", "layers.0.mlp"] * 3
+    assert trunk.units == (1, 1, 2, 2, 3, 3) and trunk.blocks == 3
+
+
+def test_albert_shares_its_layer() -> None:
+    (trunk,) = rewire.inspect(tiny_model("albert")).trunks
+    assert len(trunk.sites) == 6 and trunk.blocks == 3 and trunk.post_norm
+    assert len({site.name for site in trunk.sites}) == 2 and trunk.owner == "albert.encoder"
+
+
+def test_a_projected_shortcut_starts_a_trunk() -> None:
+    first, second = rewire.inspect(ProjectionNet()).trunks
+    assert [site.block for site in first.sites] == ["layer1.0", "layer1.1"]
+    assert [site.block for site in second.sites] == ["layer2.0", "layer2.1", "layer2.2"]
+    assert {site.width for site in first.sites} == {8} and 16 in {site.width for site in second.sites}
+    assert all("relu" in site.post[-1] for trunk in (first, second) for site in trunk.sites)
+
+
+def test_a_map_between_stages_splits_them() -> None:
+    narrow, wide = rewire.inspect(TwoWidths()).trunks
+    assert ({site.width for site in narrow.sites}, {site.width for site in wide.sites}) == ({16}, {WIDTH})
+
+
+class MapInside(nn.Module):
+    """One list of blocks, with a linear map in the middle of the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(PreNorm(), PreNorm(), nn.Linear(WIDTH, WIDTH), PreNorm(), PreNorm())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def test_a_map_inside_one_container_splits_it() -> None:
+    first, second = rewire.inspect(MapInside()).trunks
+    assert [site.block for site in first.sites] == ["blocks.0"] * 2 + ["blocks.1"] * 2
+    assert [site.block for site in second.sites] == ["blocks.3"] * 2 + ["blocks.4"] * 2
+    assert first.name != second.name
+
+
+def test_a_long_skip_is_rejected_and_the_trunk_inside_found() -> None:
+    report = rewire.inspect(EDSR())
+    (trunk,) = report.trunks
+    assert [site.block for site in trunk.sites] == ["body.0", "body.1", "body.2"]
+    assert report.skipped == {"": "a shortcut around a whole trunk"}
+
+
+def test_a_single_add_is_reported() -> None:
+    report = rewire.inspect(ConvNet(depth=1))
+    assert report.trunks == () and list(report.skipped) == ["blocks.0.conv1"]
+    assert "a single residual add" in report.skipped["blocks.0.conv1"]
+
+
+def test_models_inside_a_model_are_found() -> None:
+    pair = nn.ModuleDict({"first": NanoGPT(), "second": Stack(PreNorm)})
+    assert [(t.name, t.owner) for t in rewire.inspect(pair).trunks] == [
+        ("first.transformer.h", "first"),
+        ("second.layers", "second"),
+    ]
+
+
+def test_one_block_by_itself() -> None:
+    (trunk,) = rewire.inspect(PreNorm()).trunks
+    assert [site.name for site in trunk.sites] == ["attn", "mlp"] and trunk.name == "PreNorm"
+
+
+def test_blocks_that_return_tuples() -> None:
+    (trunk,) = rewire.inspect(MaskedStack(WithMask)).trunks
+    assert trunk.units == (1, 1, 2, 2, 3, 3)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "t5", "bert", "swin", "gpt_neox"])
+def test_transformers_on_the_meta_device(model_type: str) -> None:
+    with torch.device("meta"):
+        model = tiny_model(model_type)
+    assert rewire.inspect(model) == rewire.inspect(tiny_model(model_type))
+
+
+def test_t5_names_its_trunks_and_kinds() -> None:
+    encoder, decoder = rewire.inspect(tiny_model("t5")).trunks
+    assert (encoder.name, encoder.owner, decoder.name, decoder.owner) == (
+        "encoder.block",
+        "encoder",
+        "decoder.block",
+        "decoder",
+    )
+    assert [site.kind for site in encoder.sites] == ["attention", "ffn"] * 3
+    assert [site.kind for site in decoder.sites] == ["attention", "cross-attention", "ffn"] * 3
+
+
+def test_the_report_prints_as_tables() -> None:
+    text = str(rewire.inspect(NanoGPT()))
+    assert "transformer.h: 6 residual adds in 3 blocks, width 32, pre-norm" in text
+    assert "transformer.h.2" in text and "ffn" in text
+    assert "a shortcut around a whole trunk" in str(rewire.inspect(EDSR()))
+    assert "No residual stream was found." in str(rewire.inspect(nn.Linear(2, 2)))
