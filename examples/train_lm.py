@@ -183,17 +183,17 @@ def train(runs: list[Run], config: Config, console: Console) -> None:
         run.evaluate(validation)
 
 
-def table_of(results: dict[str, dict[str, Any]], config: Config) -> Table:
+def table_of(results: dict[str, dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("run", no_wrap=True)
-    for column in ("validation loss", "baseline's loss after", "median step", "kept for backward", "learned weights"):
-        table.add_column(column, justify="right")
+    for column in ("validation\nloss", "steps to\nbaseline's", "median\nstep", "kept for\nbackward", "learned\nweights"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, run in results.items():
         reached = run["steps_to_baseline"]
         table.add_row(
             name,
             f"{run['final_validation_loss']:.4f}",
-            "never" if reached is None else f"{reached} of {config.steps}",
+            "never" if reached is None else str(reached),
             f"{1000 * run['median_step_seconds']:.0f} ms",
             f"{run['kept_for_backward_bytes'] / 2**20:.1f} MiB",
             str(run["connection_weights"]),
@@ -247,7 +247,7 @@ def main(
     draw(trained, config, out)
     for run in trained[1:]:
         torch.save(run.model.state_dict(), out / f"{run.name}.pt")
-    console.print(table_of(results, config))
+    console.print(table_of(results))
     for sentence in findings:
         console.print(sentence, highlight=False)
     console.print(f"One small model, one seed. Pictures, checkpoints and results.json: {out}", highlight=False)

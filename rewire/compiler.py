@@ -319,15 +319,20 @@ def _register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
         if hasattr(owner, CONNECTIONS):
             raise RewireError(f"'{trunk.owner}' already has an attribute '{CONNECTIONS}'.")
         owner.add_module(CONNECTIONS, nn.ModuleDict())
-        if all(site.block != trunk.owner for site in trunk.sites):
-            owner.register_forward_hook(_streams_to_tensors)
     below = trunk.name.removeprefix(trunk.owner).strip(".") or "trunk"
     owner.get_submodule(CONNECTIONS).add_module(below.replace(".", "_"), connection)
-    connection.train(owner.training)
+    owner.get_submodule(CONNECTIONS).train(owner.training)
+    # hidden states that are collected between the blocks come out of the owner or of a module above it
+    blocks = {site.block for site in trunk.sites}
+    parts = trunk.owner.split(".") if trunk.owner else []
+    for above in (".".join(parts[:count]) for count in range(len(parts) + 1)):
+        module = model.get_submodule(above)
+        if above not in blocks and _streams_to_tensors not in module._forward_hooks.values():
+            module.register_forward_hook(_streams_to_tensors)
 
 
 def _streams_to_tensors(_module: nn.Module, _args: Any, output: Any) -> Any:
-    """Forward hook of a trunk's owner: hidden states that it collected between blocks come out as tensors."""
+    """Forward hook of a trunk's owner and what is above: hidden states collected between blocks become tensors."""
     return _without_streams(output)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -101,6 +101,17 @@ class Stream:
     def shape(self) -> torch.Size:
         return self.states[0].shape
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Called when a stream is handed to a torch function, which only takes the tensor that a trunk ends in."""
+        stream = next(leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_stream) if _is_stream(leaf))
+        raise OutOfOrder(
+            f"{getattr(func, '__name__', func)} was given the residual stream of trunk '{stream.layout.trunk}' after "
+            f"{stream.position} of its {len(stream.layout.units)} residual adds. Either a block was skipped (layer "
+            "dropping has to be off), or the model uses its hidden states between the blocks: pass trunks=[...] to "
+            "leave this trunk out."
+        )
+
     def read(self) -> Tensor:
         """The value that the next branch sees: ``r_t`` of the topology, or the running value inside a unit."""
         if self.hidden is not None:
@@ -181,6 +192,10 @@ class Stream:
                     f"{tuple(branch.shape)}, the stream holds {tuple(expected)}. States of one trunk are mixed and "
                     "need one shape; pass trunks=[...] to leave this trunk out."
                 )
+
+
+def _is_stream(value: Any) -> bool:
+    return isinstance(value, Stream)
 
 
 def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:

@@ -8,6 +8,7 @@ import io
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,19 +80,25 @@ class Report:
         if not self.trunks:
             yield "No residual stream was found."
         for trunk in self.trunks:
+            yield self._headline(trunk)
             yield self._table(trunk)
         if self.skipped:
-            table = Table("module", "left alone because", title="Skipped", box=box.SIMPLE_HEAD, title_justify="left")
+            yield Text("Left alone", style="bold")
+            table = Table("module", "because", box=box.SIMPLE_HEAD)
             for path, reason in self.skipped.items():
                 table.add_row(path or "(the model)", reason)
             yield table
 
     @staticmethod
-    def _table(trunk: Trunk) -> Table:
-        width = next((str(site.width) for site in trunk.sites if site.width), "?")
+    def _headline(trunk: Trunk) -> Text:
+        width = next((str(site.width) for site in trunk.sites if site.width), "unknown")
         norm = "post-norm" if trunk.post_norm else "pre-norm"
-        title = f"{trunk.name}: {len(trunk.sites)} residual adds in {trunk.blocks} blocks, width {width}, {norm}"
-        table = Table("#", "block", "branch", "kind", "then", title=title, box=box.SIMPLE_HEAD, title_justify="left")
+        text = f"{trunk.name}: {len(trunk.sites)} residual adds in {trunk.blocks} blocks, width {width}, {norm}"
+        return Text(text, style="bold", overflow="fold")
+
+    @staticmethod
+    def _table(trunk: Trunk) -> Table:
+        table = Table("#", "block", "branch", "kind", "then", box=box.SIMPLE_HEAD)
         for number, (site, unit) in enumerate(zip(trunk.sites, trunk.units, strict=True), 1):
             new_block = number == 1 or trunk.units[number - 2] != unit
             table.add_row(str(number), site.block if new_block else "", site.branch, site.kind, ", ".join(site.post))

@@ -1,4 +1,4 @@
-"""One of two processes: trains a rewired model under DDP or FSDP2 and compares with one process. A script for tests."""
+"""One of two processes: trains a rewired model under DDP or FSDP2, and compares with training in one. A script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torchvision_stub  # noqa: F401
 from models import PreNorm, Stack
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -179,15 +178,17 @@ def no_own_group() -> None:
     refuses(rewire.RewireError, "a group of their own", lambda: sharded(mine(batch(torch.float32))))
 
 
-def main() -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=sys.argv[2], WORLD_SIZE="2")
+def main(rank: str, meeting_point: str, scenarios: list[str]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=rank, WORLD_SIZE="2")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=int(sys.argv[2]), world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=int(rank), world_size=2)
     try:
-        globals()[sys.argv[1]]()
+        for scenario in scenarios:
+            globals()[scenario]()
+            print(scenario, "passed")
     finally:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -15,25 +15,13 @@ TESTS = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch without gloo")
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        "ddp",
-        "fsdp",
-        "fsdp_bfloat16",
-        "fsdp_mixed",
-        "fsdp_checkpointed",
-        "fsdp_resume",
-        "sharded_before",
-        "no_own_group",
-    ],
-)
-def test_two_processes(scenario: str, tmp_path: Path) -> None:
+def run(tmp_path: Path, *scenarios: str) -> None:
+    """Functions of distributed_worker.py, one after the other in the same two processes."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     script = str(TESTS / "distributed_worker.py")
     workers = [
         subprocess.Popen(
-            [sys.executable, script, scenario, str(rank), str(tmp_path / "rendezvous")],
+            [sys.executable, script, str(rank), str(tmp_path / "meeting_point"), *scenarios],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -48,3 +36,17 @@ def test_two_processes(scenario: str, tmp_path: Path) -> None:
             worker.kill()
             worker.wait()
     assert [worker.returncode for worker in workers] == [0, 0], "\n".join(printed)
+    for text in printed:
+        assert [f"{scenario} passed" for scenario in scenarios if f"{scenario} passed" not in text] == []
+
+
+def test_ddp_and_fsdp_train_like_one_process(tmp_path: Path) -> None:
+    run(tmp_path, "ddp", "fsdp", "fsdp_checkpointed", "fsdp_resume")
+
+
+def test_fsdp_in_bfloat16_and_mixed_precision(tmp_path: Path) -> None:
+    run(tmp_path, "fsdp_bfloat16", "fsdp_mixed")
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, "sharded_before", "no_own_group")

@@ -17,7 +17,6 @@ from models import (
     PostNorm,
     PreNorm,
     Reordered,
-    Shared,
     Stack,
     TwoWidths,
     token_ids,
@@ -333,10 +332,8 @@ def test_a_skipped_block(dropped: int) -> None:
 def test_a_skipped_last_block() -> None:
     model = rewire.compile(LayerDrop(PreNorm), ANCRE, example_inputs=(vectors(),))
     model.dropped = 2
-    with pytest.raises((rewire.OutOfOrder, TypeError)) as raised:
+    with pytest.raises(rewire.OutOfOrder, match="trunk 'layers' after 4 of its 6 residual adds"):
         model(vectors())
-    assert isinstance(raised.value, rewire.OutOfOrder), raised.value
-    assert "trunk 'layers' ends after 4 of its 6 residual adds" in str(raised.value)
 
 
 def test_a_plain_tensor_in_the_middle() -> None:
@@ -351,14 +348,6 @@ def test_a_stream_of_another_trunk() -> None:
     stream = model.narrow[0](torch.randn(2, 9, 16))
     with pytest.raises(rewire.OutOfOrder, match=r"'wide\.1' was called out of order.*at 2 of trunk 'narrow'"):
         model.wide[1](stream)
-
-
-def test_a_shared_block_that_is_called_too_often() -> None:
-    model = rewire.compile(Shared(), ANCRE, example_inputs=(vectors(),))
-    x = model.inp(vectors())
-    for _ in range(3):
-        x = model.layers[0](x)
-    assert isinstance(x, Tensor)
 
 
 def test_an_early_exit_says_what_to_do() -> None:

@@ -251,11 +251,19 @@ class Finder:
         name = ".".join(prefix) or type(self.model).__name__
         while name in taken:
             name += "'"
+        # a unit is an element of the container, or one more call of the same
+        inside_one = not isinstance(self.model.get_submodule(".".join(prefix)), CONTAINERS) if prefix else False
+        above = prefix[:-1] if inside_one and prefix[-1].isdecimal() else prefix
+        keys = [_parts(site.name)[len(above) : len(above) + 1] for site in sites]
         units: list[int] = []
-        keys = [_parts(site.name)[len(prefix) : len(prefix) + 1] for site in sites]
-        for number, key in enumerate(keys):
-            again = number > 0 and steps[number].block is steps[number - 1].block and steps[number].add == 0
-            units.append(1 if number == 0 else units[-1] + (key != keys[number - 1] or again))
+        seen: set[int] = set()
+        for number, (step, key) in enumerate(zip(steps, keys, strict=True)):
+            if number == 0 or key != keys[number - 1] or id(step) in seen:
+                units.append(units[-1] + 1 if units else 1)
+                seen = set()
+            else:
+                units.append(units[-1])
+            seen.add(id(step))
         return LinkedTrunk(Trunk(name, sites, tuple(units), self._owner(strand)), steps)
 
     def _owner(self, strand: Strand) -> str:
