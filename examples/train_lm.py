@@ -186,7 +186,8 @@ def train(runs: list[Run], config: Config, console: Console) -> None:
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("run", no_wrap=True)
-    for column in ("validation\nloss", "steps to\nbaseline's", "median\nstep", "kept for\nbackward", "learned\nweights"):
+    columns = ("validation\nloss", "steps to\nbaseline's", "median\nstep", "kept for\nbackward", "learned\nweights")
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for name, run in results.items():
         reached = run["steps_to_baseline"]

@@ -50,8 +50,11 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
             residual connections and run on them, and the report says where that failed.
 
     Returns:
-        A report with ``.trunks`` and ``.skipped`` (module path -> reason), which prints as a table.
+        A report with ``.trunks`` and ``.skipped`` (module path -> reason), which prints as a table. Of a rewired model
+        it shows the plain one.
     """
+    if connections(model):
+        model = restore(model)
     found = patterns_for(model)
     learned = first_given(found, "learned")
     if learned:

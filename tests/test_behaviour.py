@@ -115,24 +115,6 @@ WITH_HIDDEN_STATES = [
     *("llama", "gpt2", "gpt_neox", "opt", "bert", "albert", "distilbert", "t5", "bart", "whisper"),
     *("vit", "dinov2", "swin", "convnext", "resnet", "clip", "wav2vec2"),
 ]
-    "llama",
-    "gpt2",
-    "gpt_neox",
-    "opt",
-    "bert",
-    "albert",
-    "distilbert",
-    "t5",
-    "bart",
-    "whisper",
-    "vit",
-    "dinov2",
-    "swin",
-    "convnext",
-    "resnet",
-    "clip",
-    "wav2vec2",
-]
 
 
 @pytest.mark.parametrize("model_type", WITH_HIDDEN_STATES)
@@ -515,7 +497,11 @@ def _fresh_dynamo() -> Iterator[None]:
     torch.compiler.reset()
 
 
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
+
+
 @pytest.mark.usefixtures("_fresh_dynamo")
+@compiles
 @pytest.mark.parametrize(("topology", "granularity"), [(ANCRE, "sublayer"), ("denseformer", "block")])
 def test_torch_compile_trains_like_eager(topology: str, granularity: str) -> None:
     model = mixed(llama(), topology, granularity=granularity)
@@ -529,8 +515,8 @@ def test_torch_compile_trains_like_eager(topology: str, granularity: str) -> Non
     assert_same(gradients, all_gradients(model), 1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo asks, and hides the warning
 @pytest.mark.usefixtures("_fresh_dynamo")
+@compiles
 def test_torch_compile_with_inductor() -> None:
     model = mixed(Stack(PreNorm, depth=2))
     gradients, expected = train_step(model, vectors()), model(vectors())
@@ -543,6 +529,7 @@ def test_torch_compile_with_inductor() -> None:
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")
+@compiles
 def test_torch_compile_with_a_dynamic_length() -> None:
     model = mixed(llama())
     frames: list[Any] = []
@@ -560,8 +547,8 @@ def test_torch_compile_with_a_dynamic_length() -> None:
     assert len(frames) == 1
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.usefixtures("_fresh_dynamo")
+@compiles
 def test_equal_layers_share_one_compiled_frame() -> None:
     """What regional compilation rests on: layers of equal code are instances of one class."""
     model = mixed(Stack(PreNorm, depth=4))

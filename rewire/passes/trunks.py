@@ -252,8 +252,9 @@ class Finder:
         while name in taken:
             name += "'"
         # a unit is an element of the container, or one more call of the same
-        inside_one = not isinstance(self.model.get_submodule(".".join(prefix)), CONTAINERS) if prefix else False
-        above = prefix[:-1] if inside_one and prefix[-1].isdecimal() else prefix
+        above = prefix
+        if prefix and prefix[-1].isdecimal() and not isinstance(self.model.get_submodule(".".join(prefix)), CONTAINERS):
+            above = prefix[:-1]  # all adds are in one element
         keys = [_parts(site.name)[len(above) : len(above) + 1] for site in sites]
         units: list[int] = []
         seen: set[int] = set()

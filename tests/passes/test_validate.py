@@ -1,0 +1,124 @@
+"""Validation notices what differs, and leaves nothing behind."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from models import NanoGPT
+from torch import nn
+
+import rewire
+from rewire.passes.validate import normalise_inputs, relative_error, tensors_in, validate
+from rewire.topologies.residual import Residual
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+class Detached(Residual):
+    """The right outputs, but no gradient through the shortcut after the first unit."""
+
+    def merge(self, states, weights, t, *branches):
+        shortcut = states[0] if t == 1 else states[0].detach()
+        return shortcut + sum(branches)
+
+
+class Drifting(Residual):
+    """Wrong from the third unit on."""
+
+    def merge(self, states, weights, t, *branches):
+        return super().merge(states, weights, t, *branches) * (1.01 if t >= 3 else 1.0)
+
+
+def test_wrong_gradients_are_noticed_behind_right_outputs():
+    with pytest.raises(rewire.ValidationMismatch, match="the gradient of '"):
+        rewire.compile(NanoGPT(), Detached(), example_inputs=(IDS,))
+
+
+def test_the_first_block_that_differs_is_named():
+    # two adds a block: the third is the first of block 1
+    with pytest.raises(rewire.ValidationMismatch, match=r"first block that differs is 'transformer\.h\.1'"):
+        rewire.compile(NanoGPT(), Drifting(), example_inputs=(IDS,))
+
+
+def test_nothing_is_left_behind():
+    model = NanoGPT()
+    model.train()
+    model.transformer.h[1].eval()
+    flags = [module.training for module in model.modules()]
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    rewired = rewire.compile(model, example_inputs=(IDS,))
+    assert torch.equal(torch.rand(3), expected), "the random state is as before"
+    assert [module.training for module in model.modules()] == flags
+    assert all(parameter.grad is None for parameter in rewired.parameters())
+    assert not any(block._forward_hooks for block in rewired.transformer.h)
+
+
+def test_validation_runs_without_dropout_and_with_gradients_switched_off_outside():
+    with torch.no_grad():
+        rewire.compile(NanoGPT().train(), example_inputs=(IDS,))
+
+
+@dataclasses.dataclass
+class Output:
+    first: torch.Tensor
+    rest: dict
+
+
+def test_tensors_in_every_kind_of_output():
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    assert [len(t) for t in tensors_in((Output(a, {"x": [b, None, "text"]}), c))] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((1, 2), ((1, 2), {})),
+        ([1], ((1,), {})),
+        ({"x": 1}, ((), {"x": 1})),
+        (((1,), {"x": 2}), ((1,), {"x": 2})),
+        ((1, {"x": 2}), ((1, {"x": 2}), {})),
+    ],
+)
+def test_the_forms_of_example_inputs(given, expected):
+    assert normalise_inputs(given) == expected
+
+
+def test_relative_error_sees_infinities():
+    a = torch.tensor([1.0, 2.0, float("inf")])
+    assert relative_error(a, a) == 0
+    assert relative_error(a, torch.tensor([1.0, 2.0, 3.0])) == float("inf")
+    assert relative_error(a.bfloat16(), torch.tensor([1.0, 2.5, float("inf")])) == pytest.approx(0.5 / 5**0.5)
+
+
+def test_what_was_not_validated_is_said(caplog):
+    with caplog.at_level(logging.WARNING, logger="rewire"):
+        rewire.compile(NanoGPT())
+    assert "not validated" in caplog.text and "example_inputs" in caplog.text
+    caplog.clear()
+    with torch.device("meta"):
+        model = NanoGPT()
+    with caplog.at_level(logging.WARNING, logger="rewire"):
+        rewire.compile(model)
+    assert "meta device" in caplog.text
+
+
+def test_frozen_models_are_compared_by_their_outputs():
+    model = NanoGPT().requires_grad_(False)
+    with pytest.raises(rewire.ValidationMismatch, match="output 0"):
+        rewire.compile(model, Drifting(), example_inputs=(IDS,))
+
+
+def test_a_different_number_of_outputs_is_noticed():
+    class Two(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    class One(nn.Module):
+        def forward(self, x):
+            return x
+
+    with pytest.raises(rewire.ValidationMismatch, match="1 tensors, not 2"):
+        validate(Two(), One(), ((torch.ones(1),), {}))
