@@ -114,7 +114,7 @@ def _topology_class(name: str, mark: str) -> Callable[..., Topology]:
 
 
 def _subclasses(cls: type) -> list[type]:
-    direct = cls.__subclasses__()
+    direct: list[type] = cls.__subclasses__()
     return direct + [below for child in direct for below in _subclasses(child)]
 
 

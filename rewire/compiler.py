@@ -29,7 +29,7 @@ from rewire.passes import validate as validation
 from rewire.passes.install import install, is_rewritten, source_of, uninstall
 from rewire.passes.rewrite import rewrite_chain
 from rewire.passes.trunks import Block, Finder, LinkedTrunk
-from rewire.patterns import Pattern, first_given, patterns_for
+from rewire.patterns import Pattern, first_given, is_pretrained, patterns_for
 from rewire.stream import Layout, Stream
 from rewire.topologies import Topology, make_topology
 from rewire.topologies.base import Start
@@ -143,7 +143,7 @@ def restore(model: nn.Module) -> nn.Module:
             for name in [n for n, value in vars(module).items() if isinstance(value, Gate)]:
                 del module.__dict__[name]
         module._modules.pop(CONNECTIONS, None)
-        for key in [k for k, hook in module._forward_hooks.items() if hook is _streams_to_tensors]:
+        for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, _StreamsToTensors)]:
             del module._forward_hooks[key]
     return plain
 
@@ -271,6 +271,7 @@ def _rewire(
         layout = _layout(linked.trunk, topology, granularity)
         connection = Connection(layout, start, _device_of(rewired.get_submodule(linked.trunk.owner)))
         _register(rewired, linked.trunk, connection)
+        _convert_collected(rewired, linked)
         _add_gates(linked, connection, rewrites)
     for rewrite in rewrites.values():
         rewrite.apply()
@@ -325,30 +326,48 @@ def _register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
     below = trunk.name.removeprefix(trunk.owner).strip(".") or "trunk"
     owner.get_submodule(CONNECTIONS).add_module(below.replace(".", "_"), connection)
     owner.get_submodule(CONNECTIONS).train(owner.training)
-    # hidden states that are collected between the blocks come out of the owner or of a module above it
-    blocks = {site.block for site in trunk.sites}
-    parts = trunk.owner.split(".") if trunk.owner else []
-    for above in (".".join(parts[:count]) for count in range(len(parts) + 1)):
-        module = model.get_submodule(above)
-        if above not in blocks and _streams_to_tensors not in module._forward_hooks.values():
-            module.register_forward_hook(_streams_to_tensors)
 
 
-def _streams_to_tensors(_module: nn.Module, _args: Any, output: Any) -> Any:
-    """Forward hook of a trunk's owner and what is above: hidden states collected between blocks become tensors."""
-    return _without_streams(output)
+class _StreamsToTensors:
+    """Forward hook: hidden states that a model collected between the blocks of ``trunks`` come out as tensors."""
+
+    def __init__(self) -> None:
+        self.trunks: set[str] = set()
+
+    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        return _without_streams(output, self.trunks)
 
 
-def _without_streams(value: Any) -> Any:
+def _convert_collected(model: nn.Module, linked: LinkedTrunk) -> None:
+    """Hook the modules that may return collected hidden states of a trunk.
+
+    That is the one that calls its blocks, and in Hugging Face models the nearest model around it, whose decorated
+    forward does the collecting.
+    """
+    parts = linked.home.split(".") if linked.home else []
+    above = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
+    above = [module for module in above if not isinstance(module, (nn.ModuleList, nn.ModuleDict))]
+    collecting = next((module for module in above if is_pretrained(module)), above[0])
+    for module in {above[0]: None, collecting: None}:
+        if any(module is step.block.traced.module for step in linked.steps):
+            continue
+        hook = next((h for h in module._forward_hooks.values() if isinstance(h, _StreamsToTensors)), None)
+        if hook is None:
+            hook = _StreamsToTensors()
+            module.register_forward_hook(hook)
+        hook.trunks.add(linked.trunk.name)
+
+
+def _without_streams(value: Any, trunks: Collection[str]) -> Any:
     if isinstance(value, Stream):
-        return value.read()
+        return value.read() if value.layout.trunk in trunks else value
     if isinstance(value, dict):
         for key, item in value.items():
             if isinstance(item, (Stream, tuple, list, dict)):
-                value[key] = _without_streams(item)
+                value[key] = _without_streams(item, trunks)
         return value
     if isinstance(value, (tuple, list)) and any(isinstance(item, (Stream, tuple, list)) for item in value):
-        items = [_without_streams(item) for item in value]
+        items = [_without_streams(item, trunks) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

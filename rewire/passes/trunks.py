@@ -86,10 +86,15 @@ class Strand:
 
 @dataclasses.dataclass
 class LinkedTrunk:
-    """A trunk with the blocks behind it."""
+    """A trunk with the blocks behind it.
+
+    Attributes:
+        home: path of the innermost module that holds all steps and is called once for all of them.
+    """
 
     trunk: Trunk
     steps: list[Step]
+    home: str
 
 
 class Finder:
@@ -265,7 +270,7 @@ class Finder:
             else:
                 units.append(units[-1])
             seen.add(id(step))
-        return LinkedTrunk(Trunk(name, sites, tuple(units), self._owner(strand)), steps)
+        return LinkedTrunk(Trunk(name, sites, tuple(units), self._owner(strand)), steps, strand.home)
 
     def _owner(self, strand: Strand) -> str:
         """The nearest module at or above the trunk's home that is no container; else the first block."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -16,6 +17,7 @@ from rewire.tracing.printer import statements
 from rewire.tracing.tracer import Leaf, Opaque, PathTracer, child_calls_recorded
 
 MAX_PATHS = 32
+MAX_RUNS = 100  # of the tracer, over all paths and choices of arguments that are None
 _MAX_OPAQUE = 8
 
 
@@ -89,8 +91,10 @@ def trace(
         raise TraceError("it looks into its own **kwargs")
     optional = [p.name for p in parameters_of(function)[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
+    runs = itertools.count()
+
     def explore(nones: Sequence[str]) -> list[Path]:
-        return _explore(module, function, frozenset(nones), inline, leaves, running)
+        return _explore(module, function, frozenset(nones), inline, leaves, running, runs)
 
     given = explore(())
     absent = [p.name for p in parameters_of(function)[1:] if p.default is None]
@@ -128,12 +132,15 @@ def _explore(
     inline: Callable[[nn.Module], bool],
     leaves: Sequence[Leaf],
     running: list[PathTracer],
+    runs: Iterator[int],
 ) -> list[Path]:
     """Depth first over the outcomes of all tests on traced values."""
     opaque: frozenset[tuple[str, bool]] = frozenset()
     paths: list[Path] = []
     decisions: list[bool] = []
     while True:
+        if next(runs) >= MAX_RUNS:
+            raise TraceError(f"its code still branches after {MAX_RUNS} runs")
         tracer = PathTracer(module, function, nones, decisions, opaque, inline, leaves, running)
         try:
             graph, error = tracer.run(), ""
