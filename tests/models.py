@@ -586,6 +586,87 @@ FALSE_FRIENDS: dict[str, Callable[[], nn.Module]] = {
 # -- the hand-written models as a table --------------------------------------------------------------------------------
 
 
+class CollectsFeatures(nn.Module):
+    """Uses the hidden states after every second block: the stream ends there."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(PreNorm(width) for _ in range(4))
+        self.head = nn.Linear(2 * width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        features = []
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number % 2:
+                features.append(x)
+        return self.head(torch.cat(features, -1))
+
+
+class UNet(nn.Module):
+    """Each stage's output is used again later: no two stages are linked."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, width)
+        self.down = nn.ModuleList(nn.Sequential(PreNorm(width), PreNorm(width)) for _ in range(2))
+        self.up = nn.ModuleList(nn.Sequential(PreNorm(width), PreNorm(width)) for _ in range(2))
+        self.join = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        kept = []
+        for stage in self.down:
+            x = stage(x)
+            kept.append(x)
+        for stage, join in zip(self.up, self.join, strict=True):
+            x = stage(join(torch.cat([x, kept.pop()], -1)))
+        return x
+
+
+class Backwards(nn.Module):
+    """Blocks in another order than their container's."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(PreNorm(width) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+class TwoStreamBlock(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.left, self.right, self.cross = Mlp(width), Mlp(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.left(x) + self.cross(y).mean(1, keepdim=True)
+        y = y + self.right(y)
+        return x, y
+
+
+class TwoStreams(nn.Module):
+    """Blocks that two streams run through, as in multimodal diffusion transformers."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.ModuleList(nn.Linear(8, width) for _ in range(2))
+        self.blocks = nn.ModuleList(TwoStreamBlock(width) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, y = self.embed[0](x), self.embed[1](x)
+        for block in self.blocks:
+            x, y = block(x, y)
+        return x + y
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A model with inputs, and what the finder should say: residual adds and blocks of each trunk."""
@@ -622,6 +703,10 @@ CASES: dict[str, Case] = {
     "encoder-decoder": Case(
         EncoderDecoder, lambda: (vectors(), vectors(length=5)), {"encoder": (4, 2), "decoder": (6, 2)}
     ),
+    "collects-features": Case(CollectsFeatures, lambda: (vectors(),), {"blocks": (4, 2), "blocks'": (4, 2)}),
+    "u-net": Case(UNet, lambda: (vectors(),), {f"{stage}.{n}": (4, 2) for stage in ("down", "up") for n in range(2)}),
+    "backwards": Case(Backwards, lambda: (vectors(),), {"blocks": (6, 3)}),
+    "two-streams": Case(TwoStreams, lambda: (vectors(),), {"blocks": (3, 3), "blocks'": (3, 3)}),
     "shared": Case(Shared, lambda: (vectors(),), {"layers.0": (6, 3)}),
 }
 

@@ -58,15 +58,6 @@ class Add:
         return self.post[-1] if self.post else self.node
 
 
-@dataclasses.dataclass
-class Carrier:
-    """A call of a child that takes the stream in and gives it back."""
-
-    node: fx.Node
-    shortcut: fx.Node
-    state: fx.Node
-
-
 @dataclasses.dataclass(frozen=True)
 class Passage:
     """How a stream passes through a module.
@@ -80,6 +71,16 @@ class Passage:
     argument: str | None
     position: int
     element: int | str | None
+
+
+@dataclasses.dataclass
+class Carrier:
+    """A call of a child that takes the stream in, or begins it, and gives it back."""
+
+    node: fx.Node
+    shortcut: fx.Node
+    state: fx.Node
+    passage: Passage
 
 
 @dataclasses.dataclass
@@ -192,7 +193,10 @@ class Values:
         return [(None, result)] if isinstance(result, fx.Node) else []
 
     def spine(self) -> set[fx.Node]:
-        """What lies on the way back from the first returned value, taking the shortcut at every residual add."""
+        """What lies on the way back from the first returned value, taking the shortcut at every residual add.
+
+        Children elsewhere (attention, say) are not looked into.
+        """
         spine: set[fx.Node] = set()
         todo = [value for _, value in self.returned()[:1]]
         while todo:
@@ -200,11 +204,11 @@ class Values:
             if node in spine:
                 continue
             spine.add(node)
+            shortcuts: list[fx.Node] = []
             if _is_add(node):
                 left, right = node.args[:2]
-                todo += [a for a, b in ((left, right), (right, left)) if self.feeds_branch(a, b)]  # type: ignore[arg-type, misc]
-            else:
-                todo += node.all_input_nodes
+                shortcuts = [a for a, b in ((left, right), (right, left)) if self.feeds_branch(a, b)]  # type: ignore[arg-type, misc]
+            todo += shortcuts or node.all_input_nodes
         return spine
 
     def transparent(self, node: fx.Node) -> bool:
@@ -243,19 +247,19 @@ class Values:
         return path
 
 
-def find_chains(graph: fx.Graph, root: nn.Module, carries: Callable[[str], Passage | None]) -> Found:
+def find_chains(graph: fx.Graph, root: nn.Module, carries: Callable[[str], list[Passage]]) -> Found:
     """Residual adds of ``graph``, linked into chains.
 
     Args:
         graph: a traced forward of ``root``, children as leaves.
         root: the module.
-        carries: for the path of a child, how a stream passes through it; None if it does not.
+        carries: for the path of a child, how streams pass through it or come out of it.
     """
     return _ChainFinder(Values(graph, root), carries).run()
 
 
 class _ChainFinder:
-    def __init__(self, values: Values, carries: Callable[[str], Passage | None]) -> None:
+    def __init__(self, values: Values, carries: Callable[[str], list[Passage]]) -> None:
         self.values, self.carries = values, carries
         self.spine = values.spine()
         self.tips: dict[fx.Node, Chain] = {}  # current value of each chain
@@ -293,12 +297,10 @@ class _ChainFinder:
                 return
 
     def _joins_parallel(self, node: fx.Node, inner: fx.Node, branch: fx.Node) -> bool:
-        """``(x + attn) + mlp``: one residual add with two branches, if ``mlp`` reads ``x`` and not the first sum."""
+        """``(x + attn) + mlp``: one residual add with two branches, if nothing else uses the first sum."""
         chain = self.tips.get(inner)
         link = chain.links[-1] if chain and chain.links else None
         if not isinstance(link, Add) or link.post or len(inner.users) != 1:
-            return False
-        if not self.values.feeds_branch(link.shortcut, branch):
             return False
         link.branches.append(branch)
         link.node = node
@@ -323,24 +325,22 @@ class _ChainFinder:
         return node if sum(map(values.matrices, values.between(node, branch))) > weights else None
 
     def _visit_child(self, node: fx.Node) -> None:
-        passage = self.carries(str(node.target)) if node in self.spine else None
-        if passage is None:
-            return
-        state = node
-        if passage.element is not None:
-            picks = [u for u in node.users if u.target is operator.getitem and u.args[1] == passage.element]
-            if len(picks) != 1:
-                return
-            state = picks[0]
-        if passage.argument is None:
-            self._start(state, Carrier(node, state, state))
-            return
-        source: object = node.kwargs.get(passage.argument)
-        if len(node.args) > passage.position:
-            source = node.args[passage.position]
-        if isinstance(source, fx.Node):
-            source = self.values.resolve(source)
-            self._extend(source, Carrier(node, source, state))
+        for passage in self.carries(str(node.target)) if node in self.spine else ():
+            state: fx.Node | None = node
+            if passage.element is not None:
+                picks = [u for u in node.users if u.target is operator.getitem and u.args[1] == passage.element]
+                state = picks[0] if len(picks) == 1 else None
+            if state is None:
+                continue
+            if passage.argument is None:
+                self._start(state, Carrier(node, state, state, passage))
+                continue
+            source: object = node.kwargs.get(passage.argument)
+            if len(node.args) > passage.position:
+                source = node.args[passage.position]
+            if isinstance(source, fx.Node):
+                source = self.values.resolve(source)
+                self._extend(source, Carrier(node, source, state, passage))
 
     def _extend(self, shortcut: fx.Node, link: Add | Carrier) -> None:
         """Append ``link`` to the chain whose value ``shortcut`` is, or start a chain there."""

@@ -171,10 +171,9 @@ class Finder:
         traced = trace(module, self._is_join, self.forwards.get(type(module)), self.leaves, self._running)
         wrappers = plain_forward(type(module))[1]
 
-        def carries(child: str) -> Passage | None:
+        def carries(child: str) -> list[Passage]:
             below = self.strands(f"{path}.{child}" if path else child, module.get_submodule(child))
-            ends = [strand.passage for strand in below if strand.passage is not None]
-            return ends[0] if len(ends) == 1 else None
+            return [strand.passage for strand in below if strand.passage is not None]
 
         found = [None if p.graph is None else find_chains(p.graph, module, carries) for p in traced.paths]
         longest = [-1 if f is None else max((len(c.links) for c in f.chains), default=0) for f in found]
@@ -226,7 +225,7 @@ class Finder:
             self.skipped[f"{path}.{name}" if path else name] = reason
         own = [chain for chain in block.chains if chain.adds]
         if not own:
-            found.chains = [chain for chain in block.chains if _hands_through(chain)]
+            found.chains = [piece for chain in found.chains for piece in _handed_on(chain, module)]
         strands = []
         for number, chain in enumerate(block.chains):
             steps, home = list[Step](), path
@@ -236,7 +235,7 @@ class Finder:
                     steps.append(Step(block, number, chain.adds.index(link), _site(path, values, link)))
                 else:
                     child = module.get_submodule(str(link.node.target))
-                    inner = next(strand for strand in self.strands("", child) if strand.passage is not None)
+                    inner = next(strand for strand in self.strands("", child) if strand.passage == link.passage)
                     steps += inner.steps
                     home = inner.home
             home = home if len(chain.links) == 1 and not chain.adds else path
@@ -320,13 +319,22 @@ def _begins_inside(strand: Strand) -> Strand:
     return Strand(strand.steps, strand.home, passage)
 
 
-def _hands_through(chain: Chain) -> bool:
-    """Whether a forward without adds of its own only hands the stream on from child to child."""
-    for link, following in zip(chain.links[:-1], chain.links[1:], strict=True):
-        for user in link.state.users:
-            if user is not following.node and not (user.target is getattr and user.args[1] in STREAM_ATTRIBUTES):
-                return False
-    return True
+def _handed_on(chain: Chain, module: nn.Module) -> list[Chain]:
+    """A chain of children only, cut where ``module`` does more with the stream than hand it from child to child.
+
+    Its forward is not rewritten, and what it uses between its children has to be a tensor.
+    """
+    values = Values(chain.entry.graph, module)
+    pieces, start = [], 0
+    for number, (link, following) in enumerate(zip(chain.links[:-1], chain.links[1:], strict=True), 1):
+        others = [user for user in link.state.users if user is not following.node and not values.transparent(user)]
+        if all(user.target is getattr and user.args[1] in STREAM_ATTRIBUTES for user in others):
+            continue
+        piece = dataclasses.replace(chain, links=chain.links[start:number], exit=link.state, closes_outside=False)
+        pieces.append(piece if start == 0 else dataclasses.replace(piece, opens_outside=False))
+        start = number
+    last = dataclasses.replace(chain, links=chain.links[start:])
+    return [*pieces, last if start == 0 else dataclasses.replace(last, opens_outside=False)]
 
 
 def _passage(traced: Traced, chain: Chain) -> Passage | None:

@@ -8,6 +8,7 @@ from models import (
     CASES,
     EDSR,
     WIDTH,
+    Backwards,
     ConvNet,
     EncoderDecoder,
     LoopGPT,
@@ -176,3 +177,8 @@ def test_the_report_prints_as_tables() -> None:
     assert "transformer.h.2" in text and "ffn" in text
     assert "a shortcut around a whole trunk" in str(rewire.inspect(EDSR()))
     assert "No residual stream was found." in str(rewire.inspect(nn.Linear(2, 2)))
+
+
+def test_blocks_are_linked_in_the_order_in_which_their_parent_calls_them() -> None:
+    (trunk,) = rewire.inspect(Backwards()).trunks
+    assert list(dict.fromkeys(site.block for site in trunk.sites)) == ["blocks.2", "blocks.1", "blocks.0"]
