@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,23 +19,21 @@ from rewire.errors import (
     NoResidualAdds,
     RewireError,
     ShardedModel,
-    TraceError,
     UnknownName,
     UnsupportedTopology,
     WidthMismatch,
 )
 from rewire.init import initializers
 from rewire.passes import validate as validation
-from rewire.passes.install import install, is_rewritten, source_of, uninstall
-from rewire.passes.rewrite import rewrite_chain
-from rewire.passes.trunks import Block, Finder, LinkedTrunk
-from rewire.patterns import Pattern, first_given, is_pretrained, patterns_for
-from rewire.stream import Layout, Stream
+from rewire.passes.blocks import BlockRewrite, add_gates
+from rewire.passes.connect import StreamsToTensors, convert_collected, register
+from rewire.passes.install import is_rewritten, source_of, uninstall
+from rewire.passes.trunks import Finder, LinkedTrunk
+from rewire.patterns import Pattern, first_given, patterns_for
+from rewire.stream import Layout
 from rewire.topologies import Topology, make_topology
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual
-from rewire.tracing import print_forward
-from rewire.tracing.printer import body_of, globals_for
 from rewire.trunk import Report, Trunk
 
 log = logging.getLogger("rewire")
@@ -143,7 +141,7 @@ def restore(model: nn.Module) -> nn.Module:
             for name in [n for n, value in vars(module).items() if isinstance(value, Gate)]:
                 del module.__dict__[name]
         module._modules.pop(CONNECTIONS, None)
-        for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, _StreamsToTensors)]:
+        for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, StreamsToTensors)]:
             del module._forward_hooks[key]
     return plain
 
@@ -266,13 +264,13 @@ def _rewire(
             f"no residual stream was found in {type(model).__name__} ({len(list(model.modules()))} modules were looked "
             f"at)." + (f" Left alone:{looked}" if looked else " No forward in it adds an input to what it computes.")
         )
-    rewrites: dict[int, _BlockRewrite] = {}
+    rewrites: dict[int, BlockRewrite] = {}
     for linked in trunks:
         layout = _layout(linked.trunk, topology, granularity)
         connection = Connection(layout, start, _device_of(rewired.get_submodule(linked.trunk.owner)))
-        _register(rewired, linked.trunk, connection)
-        _convert_collected(rewired, linked)
-        _add_gates(linked, connection, rewrites)
+        register(rewired, linked.trunk, connection)
+        convert_collected(rewired, linked)
+        add_gates(linked, connection, rewrites)
     for rewrite in rewrites.values():
         rewrite.apply()
     return rewired
@@ -315,146 +313,3 @@ def _layout(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
 
 def _device_of(module: nn.Module) -> torch.device | None:
     return next((parameter.device for parameter in module.parameters()), None)
-
-
-def _register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
-    owner = model.get_submodule(trunk.owner)
-    if CONNECTIONS not in owner._modules:
-        if hasattr(owner, CONNECTIONS):
-            raise RewireError(f"'{trunk.owner}' already has an attribute '{CONNECTIONS}'.")
-        owner.add_module(CONNECTIONS, nn.ModuleDict())
-    below = trunk.name.removeprefix(trunk.owner).strip(".") or "trunk"
-    owner.get_submodule(CONNECTIONS).add_module(below.replace(".", "_"), connection)
-    owner.get_submodule(CONNECTIONS).train(owner.training)
-
-
-class _StreamsToTensors:
-    """Forward hook: hidden states that a model collected between the blocks of ``trunks`` come out as tensors."""
-
-    def __init__(self) -> None:
-        self.trunks: set[str] = set()
-
-    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        return _without_streams(output, self.trunks)
-
-
-def _convert_collected(model: nn.Module, linked: LinkedTrunk) -> None:
-    """Hook the modules that may return collected hidden states of a trunk.
-
-    That is the one that calls its blocks, and in Hugging Face models the nearest model around it, whose decorated
-    forward does the collecting.
-    """
-    parts = linked.home.split(".") if linked.home else []
-    above = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
-    above = [module for module in above if not isinstance(module, (nn.ModuleList, nn.ModuleDict))]
-    collecting = next((module for module in above if is_pretrained(module)), above[0])
-    for module in {above[0]: None, collecting: None}:
-        if any(module is step.block.traced.module for step in linked.steps):
-            continue
-        hook = next((h for h in module._forward_hooks.values() if isinstance(h, _StreamsToTensors)), None)
-        if hook is None:
-            hook = _StreamsToTensors()
-            module.register_forward_hook(hook)
-        hook.trunks.add(linked.trunk.name)
-
-
-def _without_streams(value: Any, trunks: Collection[str]) -> Any:
-    if isinstance(value, Stream):
-        return value.read() if value.layout.trunk in trunks else value
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if isinstance(item, (Stream, tuple, list, dict)):
-                value[key] = _without_streams(item, trunks)
-        return value
-    if isinstance(value, (tuple, list)) and any(isinstance(item, (Stream, tuple, list)) for item in value):
-        items = [_without_streams(item, trunks) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
-# -- rewriting blocks --------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class _BlockRewrite:
-    """A block, and the chains of it that go through a stream."""
-
-    block: Block
-    gates: dict[int, Gate] = dataclasses.field(default_factory=dict)
-
-    def apply(self) -> None:
-        """Rewrite the graphs of all paths, print them as one forward, and install it."""
-        traced = self.block.traced
-        graphs = [path.graph for path in traced.paths if path.graph is not None]
-        table = globals_for(traced.signature, graphs)
-        bodies = []
-        for path, found in zip(traced.paths, self.block.found, strict=True):
-            graph, error = path.graph, path.error
-            if graph is not None and found is not None:
-                for number in self.gates:
-                    chain = _same_chain(self.block.chains[number], found.chains)
-                    if chain is None:
-                        graph, error = None, f"on this path the residual stream of '{self.block.path}' does not run"
-                        break
-                    rewrite_chain(graph, chain, _gate_name(number), _free_name(graph, number))
-            bodies.append(body_of(graph, path.tests, path.nones, table, error))
-        try:
-            text = print_forward(traced.signature, traced.tested, bodies, table)
-            install(traced.module, text, table)
-        except TraceError as error:
-            raise TraceError(f"'{self.block.path}' cannot be rewritten: {error}.") from error
-        for number, gate in self.gates.items():
-            traced.module.__dict__[_gate_name(number)] = gate
-
-
-def _same_chain(chain: Any, chains: Collection[Any]) -> Any:
-    """The chain on another path that enters and leaves the forward as ``chain`` does."""
-    same = [
-        other
-        for other in chains
-        if (other.opens_outside, other.closes_outside, other.element, str(other.entry.target))
-        == (chain.opens_outside, chain.closes_outside, chain.element, str(chain.entry.target))
-    ]
-    return same[0] if len(same) == 1 else None
-
-
-def _gate_name(number: int) -> str:
-    return "_depth" if number == 0 else f"_depth{number}"
-
-
-def _free_name(graph: Any, number: int) -> str:
-    taken = {str(node.target) for node in graph.nodes if node.op == "placeholder"} | {n.name for n in graph.nodes}
-    name = "stream" if number == 0 else f"stream_{number}"
-    while name in taken:
-        name += "_"
-    return name
-
-
-def _add_gates(linked: LinkedTrunk, connection: Connection, rewrites: dict[int, _BlockRewrite]) -> None:
-    """One gate for each chain of each block of a trunk."""
-    trunk = linked.trunk.name
-    for position, step in enumerate(linked.steps):
-        rewrite = rewrites.setdefault(id(step.block), _BlockRewrite(step.block))
-        before = _adds_before(step.block, step.chain, linked, position)
-        if before is None:
-            continue
-        gate = rewrite.gates.setdefault(step.chain, Gate(step.block.path, None, trunk, ()))
-        gate.positions = (*gate.positions, before)
-        if before == 0:
-            gate.connection = connection
-
-
-def _adds_before(block: Block, chain: int, linked: LinkedTrunk, position: int) -> int | None:
-    """Position of the stream when ``block`` is entered, if the add at ``position`` is the chain's first one."""
-    step = linked.steps[position]
-    if step.add != 0:
-        return None
-    carried = 0
-    for link in block.chains[chain].links:
-        if link in block.chains[chain].adds:
-            break
-        child = block.traced.module.get_submodule(str(link.node.target))
-        inside = {id(module) for module in child.modules()}
-        while carried < position and id(linked.steps[position - carried - 1].block.traced.module) in inside:
-            carried += 1
-    return position - carried

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from rewire.passes.residuals import STREAM_ATTRIBUTES, Add, Carrier, Chain
+from rewire.passes.residuals import Add, Carrier, Chain
+from rewire.passes.values import STREAM_ATTRIBUTES
 
 
 def rewrite_chain(graph: fx.Graph, chain: Chain, gate: str, name: str) -> None:

@@ -1,0 +1,71 @@
+"""Pass: register connection weights in the model, and keep streams inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from rewire.connection import CONNECTIONS, Connection
+from rewire.errors import RewireError
+from rewire.passes.trunks import LinkedTrunk
+from rewire.patterns import is_pretrained
+from rewire.stream import Stream
+from rewire.trunk import Trunk
+
+
+def register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
+    """Make ``connection`` a child of the module that owns ``trunk``."""
+    owner = model.get_submodule(trunk.owner)
+    if CONNECTIONS not in owner._modules:
+        if hasattr(owner, CONNECTIONS):
+            raise RewireError(f"'{trunk.owner}' already has an attribute '{CONNECTIONS}'.")
+        owner.add_module(CONNECTIONS, nn.ModuleDict())
+    below = trunk.name.removeprefix(trunk.owner).strip(".") or "trunk"
+    owner.get_submodule(CONNECTIONS).add_module(below.replace(".", "_"), connection)
+    owner.get_submodule(CONNECTIONS).train(owner.training)
+
+
+class StreamsToTensors:
+    """Forward hook: hidden states that a model collected between the blocks of ``trunks`` come out as tensors."""
+
+    def __init__(self) -> None:
+        self.trunks: set[str] = set()
+
+    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        return _without_streams(output, self.trunks)
+
+
+def convert_collected(model: nn.Module, linked: LinkedTrunk) -> None:
+    """Hook the modules that may return collected hidden states of a trunk.
+
+    That is the one that calls its blocks, and in Hugging Face models the nearest model around it, whose decorated
+    forward does the collecting.
+    """
+    parts = linked.home.split(".") if linked.home else []
+    above = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
+    above = [module for module in above if not isinstance(module, (nn.ModuleList, nn.ModuleDict))]
+    collecting = next((module for module in above if is_pretrained(module)), above[0])
+    for module in {above[0]: None, collecting: None}:
+        if any(module is step.block.traced.module for step in linked.steps):
+            continue
+        hook = next((h for h in module._forward_hooks.values() if isinstance(h, StreamsToTensors)), None)
+        if hook is None:
+            hook = StreamsToTensors()
+            module.register_forward_hook(hook)
+        hook.trunks.add(linked.trunk.name)
+
+
+def _without_streams(value: Any, trunks: Collection[str]) -> Any:
+    if isinstance(value, Stream):
+        return value.read() if value.layout.trunk in trunks else value
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(item, (Stream, tuple, list, dict)):
+                value[key] = _without_streams(item, trunks)
+        return value
+    if isinstance(value, (tuple, list)) and any(isinstance(item, (Stream, tuple, list)) for item in value):
+        items = [_without_streams(item, trunks) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

@@ -1,0 +1,80 @@
+"""What a branch is called, what kind it is, and how wide the stream is that it reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import fx, nn
+
+from rewire.passes.values import Values
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_KINDS = (
+    ("cross-attention", re.compile(r"cross_?att|enc(oder|dec)_?att|encdecatt", re.I)),
+    ("attention", re.compile(r"attn|attention|self_att|msa\b|_sa_block|_mha_block", re.I)),
+    ("conv", re.compile(r"conv", re.I)),
+    (
+        "ffn",
+        re.compile(r"mlp|ffn|ff\b|feed_?forward|moe|expert|fc\d?\b|intermediate|_ff_block|densere|linear\d?\b", re.I),
+    ),
+)
+
+
+def branch_modules(values: Values, shortcut: fx.Node, branches: Sequence[fx.Node]) -> list[fx.Node]:
+    """Calls of children and methods between the stream and the add, norms and activations aside."""
+    region: set[fx.Node] = set()
+    for branch in branches:
+        region |= values.between(shortcut, branch) - {shortcut}
+    calls = [n for n in region if values.callee(n) and values.parametrised(n) and not _is_norm(values, n)]
+    # children before methods: a method's name says less
+    return sorted(calls, key=lambda node: (values.child(node) is None, values.order[node]))
+
+
+def branch_name(values: Values, shortcut: fx.Node, branches: Sequence[fx.Node]) -> str:
+    """Path, below the block, of the module that the branch mainly is."""
+    calls = branch_modules(values, shortcut, branches)
+    if not calls:
+        return branches[0].name
+    kind = branch_kind(values, shortcut, branches)
+    pattern = dict(_KINDS).get("attention" if kind == "parallel" else kind)
+    named = [call for call in calls if pattern and pattern.search(_described(values, call))]
+    return str(values.callee((named or calls)[0]))
+
+
+def branch_kind(values: Values, shortcut: fx.Node, branches: Sequence[fx.Node]) -> str:
+    """``attention``, ``cross-attention``, ``ffn``, ``parallel`` (both), ``conv`` or ``branch``, from names."""
+    texts = [_described(values, call) for call in branch_modules(values, shortcut, branches)]
+    kinds = [name for name, pattern in _KINDS if any(pattern.search(text) for text in texts)]
+    patterns = dict(_KINDS)
+    attention = [kind for kind in kinds if kind.endswith("attention")]
+    other = [text for text in texts if not patterns["attention"].search(text)]
+    if attention and any(patterns["ffn"].search(text) for text in other):
+        return "parallel"
+    return kinds[0] if kinds else "branch"
+
+
+def width_of(values: Values, shortcut: fx.Node, post: Sequence[fx.Node]) -> int | None:
+    """Channels of the stream, from the norms, linear maps or convolutions next to an add; None if unknown."""
+    readers = sorted(shortcut.users, key=lambda node: values.order.get(node, 0))
+    for user in (*post, *readers):
+        child = values.child(user)
+        if isinstance(child, (nn.Linear, *_CONVOLUTIONS)):
+            return int(child.in_features if isinstance(child, nn.Linear) else child.in_channels)
+        weight = getattr(child, "weight", None)
+        if child is not None and _is_norm(values, user) and getattr(weight, "ndim", 0) == 1:
+            return int(weight.shape[0])  # type: ignore[union-attr]
+    return None
+
+
+def _described(values: Values, node: fx.Node) -> str:
+    child = values.child(node)
+    plain = child is None or type(child).__module__.startswith("torch.nn.")
+    return (
+        str(node.target) if plain and not isinstance(child, _CONVOLUTIONS) else f"{node.target} {type(child).__name__}"
+    )
+
+
+def _is_norm(values: Values, node: fx.Node) -> bool:
+    child = values.child(node)
+    return child is not None and "norm" in f"{node.target} {type(child).__name__}".lower()
