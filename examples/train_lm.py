@@ -21,7 +21,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Annotated, Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: spinning threads are slow where cores are shared
+os.environ.setdefault("GOMP_SPINCOUNT", "500")  # before torch: threads that spin for long are slow on shared cores
 
 import torch
 import transformers
