@@ -78,7 +78,8 @@ def register_pattern(name: str, pattern: Pattern) -> Pattern:
 
 def patterns() -> dict[str, str]:
     """Name of every architecture in the registry, and what it is in one line."""
-    return {name: pattern.description for name, pattern in _REGISTRY.items()}
+    left_alone = " (left alone: it has learned depth connections of its own)"
+    return {name: p.description + (left_alone if p.learned else "") for name, p in _REGISTRY.items()}
 
 
 def patterns_for(model: nn.Module) -> list[Pattern]:

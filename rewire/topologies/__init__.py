@@ -1,11 +1,17 @@
-"""Topologies: how the units of a trunk are connected. One family a file; `register_topology` adds more."""
+"""Topologies: how the units of a trunk are connected. One family a file; importing this package registers all."""
 
 from __future__ import annotations
+
+import importlib
+import pkgutil
 
 from rewire.topologies.ancre import ANCRe
 from rewire.topologies.base import Topology
 from rewire.topologies.denseformer import DenseFormer
 from rewire.topologies.registry import make_topology, register_topology, topologies
 from rewire.topologies.residual import Residual
+
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")
 
 __all__ = ["ANCRe", "DenseFormer", "Residual", "Topology", "make_topology", "register_topology", "topologies"]
