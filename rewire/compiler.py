@@ -279,6 +279,7 @@ def _rewire(
 def _selected(trunks: list[LinkedTrunk], names: Sequence[str] | None) -> list[LinkedTrunk]:
     if names is None:
         return trunks
+    names = [names] if isinstance(names, str) else names
     known = [linked.trunk.name for linked in trunks]
     for name in names:
         if name not in known:
