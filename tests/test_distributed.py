@@ -7,12 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch.distributed as dist
-
 TESTS = Path(__file__).parent
-
-pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch without gloo")
 
 
 def run(tmp_path: Path, *scenarios: str) -> None:

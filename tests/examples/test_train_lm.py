@@ -16,9 +16,6 @@ from typer.testing import CliRunner
 
 from rewire.checkpoint import matrices
 
-pytest.importorskip("transformers")
-pytest.importorskip("matplotlib")
-
 STEPS = 6
 
 

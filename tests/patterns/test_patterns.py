@@ -112,7 +112,6 @@ def check_qkv(model: nn.Module, pattern: Pattern, trunk: Trunk) -> None:
 
 @pytest.mark.parametrize("model_type", TRANSFORMERS)
 def test_transformers_architecture(model_type: str) -> None:
-    pytest.importorskip("transformers")
     model = tiny_model(model_type)
     pattern, *others = patterns_for(model)
     assert others and not pattern.learned
@@ -128,7 +127,6 @@ def test_transformers_architecture(model_type: str) -> None:
 
 @pytest.mark.parametrize("name", TIMM)
 def test_timm_architecture(name: str) -> None:
-    pytest.importorskip("timm")
     options, lengths, kinds = TIMM[name]
     model = timm_model(name, **options)
     pattern, *others = patterns_for(model)
@@ -142,7 +140,6 @@ def test_timm_architecture(name: str) -> None:
 
 
 def test_a_timm_backbone_inside_another_model_is_recognised() -> None:
-    pytest.importorskip("timm")
     model = nn.Sequential(timm_model("vit_tiny_patch16_224", depth=1, img_size=32), nn.ReLU())
     found = patterns_for(model)
     assert [pattern.description for pattern in found] == ["timm's ViT and DeiT"]
@@ -150,14 +147,14 @@ def test_a_timm_backbone_inside_another_model_is_recognised() -> None:
 
 
 def test_timm_inputs_have_the_model_s_channels() -> None:
-    pytest.importorskip("timm")
     model = timm_model("vit_tiny_patch16_224", depth=1, img_size=(32, 48), in_chans=1).bfloat16()
     (images,), _ = first_given(patterns_for(model), "example_inputs")(model)
     assert images.shape == (2, 1, 32, 48) and images.dtype is torch.bfloat16
 
 
 def tiny_dit() -> nn.Module:
-    diffusers = pytest.importorskip("diffusers")
+    import diffusers
+
     sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8}
     model: nn.Module = diffusers.DiTTransformer2DModel(**sizes, num_embeds_ada_norm=10, norm_num_groups=4)
     return model
@@ -178,7 +175,6 @@ LEARNED = {"deepseek_v4": "mHC", "gemma3n_text": "LAuReL", "inkling2_text": "att
 
 @pytest.mark.parametrize("model_type", LEARNED)
 def test_learned_depth_connections_are_recognised(model_type: str) -> None:
-    pytest.importorskip("transformers")
     model = tiny_model(model_type)
     assert LEARNED[model_type] in first_given(patterns_for(model), "learned")
     assert not rewire.inspect(model).trunks
@@ -208,7 +204,6 @@ def test_kind(branch: str, structural: str, expected: str) -> None:
 
 
 def test_tiny_models_are_reproducible_and_leave_the_random_state_alone() -> None:
-    pytest.importorskip("transformers")
     before = torch.get_rng_state()
     a, b, c = (tiny_model("llama", seed).get_parameter("lm_head.weight") for seed in (0, 0, 1))
     assert torch.equal(a, b) and not torch.equal(a, c)
@@ -216,7 +211,6 @@ def test_tiny_models_are_reproducible_and_leave_the_random_state_alone() -> None
 
 
 def test_tiny_configs_drop_nothing_and_keep_ids_in_the_vocabulary() -> None:
-    pytest.importorskip("transformers")
     config = tiny_config("wav2vec2")
     assert config.layerdrop == config.hidden_dropout == config.mask_time_prob == 0
     config = tiny_config("gpt2")
@@ -224,8 +218,6 @@ def test_tiny_configs_drop_nothing_and_keep_ids_in_the_vocabulary() -> None:
 
 
 def test_unknown_model_types_and_names() -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("timm")
     with pytest.raises(UnknownName, match=r"no model type 'lama'. Did you mean 'llama'"):
         tiny_model("lama")
     with pytest.raises(UnknownName, match="part of other models"):
