@@ -233,8 +233,12 @@ def _validate(model: nn.Module, rewired: nn.Module, found: list[Pattern], exampl
     try:
         if make is None:
             raise BadExampleInputs("the registry of architectures knows no inputs for it")
-        validation.validate(model, rewired, make(model))
-    except (BadExampleInputs, AttributeError, KeyError) as error:
+        try:
+            inputs = make(model)
+        except (AttributeError, KeyError) as error:
+            raise BadExampleInputs(f"the registry's inputs do not fit its config: {error}") from error
+        validation.validate(model, rewired, inputs)
+    except BadExampleInputs as error:
         log.warning("%s was rewired but not validated (%s): pass example_inputs.", name, error)
 
 

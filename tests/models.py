@@ -667,6 +667,29 @@ class TwoStreams(nn.Module):
         return x + y
 
 
+class ReturnsMore(PreNorm):
+    """Returns what came in and what stood between its adds beside the result."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        middle = x + self.attn(self.ln_1(x))
+        return middle + self.mlp(self.ln_2(middle)), middle, x
+
+
+class UsesMore(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, width)
+        self.layers = nn.ModuleList(ReturnsMore(width) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        others = []
+        for layer in self.layers:
+            x, middle, before = layer(x)
+            others += [middle.square().mean(), before.square().mean()]
+        return x * torch.stack(others).tanh().mean()
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A model with inputs, and what the finder should say: residual adds and blocks of each trunk."""
@@ -705,6 +728,7 @@ CASES: dict[str, Case] = {
     ),
     "collects-features": Case(CollectsFeatures, lambda: (vectors(),), {"blocks": (4, 2), "blocks'": (4, 2)}),
     "u-net": Case(UNet, lambda: (vectors(),), {f"{stage}.{n}": (4, 2) for stage in ("down", "up") for n in range(2)}),
+    "returns-more": Case(UsesMore, lambda: (vectors(),), {"layers": (6, 3)}),
     "backwards": Case(Backwards, lambda: (vectors(),), {"blocks": (6, 3)}),
     "two-streams": Case(TwoStreams, lambda: (vectors(),), {"blocks": (3, 3), "blocks'": (3, 3)}),
     "shared": Case(Shared, lambda: (vectors(),), {"layers.0": (6, 3)}),

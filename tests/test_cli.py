@@ -200,13 +200,11 @@ def test_errors_of_the_users_code_keep_their_traceback(run: Run) -> None:
 
 
 def test_a_transformers_model(run: Run) -> None:
-    pytest.importorskip("transformers")
     assert "stream = self._depth.enter(hidden_states)" in run("source", "hf:llama", "model.layers.0").output
     assert "'llama'" in failed(run("inspect", "hf:lama"))
 
 
 def test_a_timm_model(run: Run) -> None:
-    pytest.importorskip("timm")
     assert "blocks: 24 residual adds in 12 blocks" in " ".join(
         run("inspect", "timm:vit_tiny_patch16_224").output.split()
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -132,13 +133,13 @@ for name, size, options, expected in [
 
 
 def mixer() -> nn.Module:
-    models = pytest.importorskip("timm.models.mlp_mixer")
+    models = importlib.import_module("timm.models.mlp_mixer")
     return models.MlpMixer(num_classes=5, img_size=16, patch_size=4, num_blocks=3, embed_dim=32)  # type: ignore[no-any-return]
 
 
 def efficientnet() -> nn.Module:
     """EfficientNet's blocks, in fewer and narrower stages."""
-    models = pytest.importorskip("timm.models.efficientnet")
+    models = importlib.import_module("timm.models.efficientnet")
     stages = [["ds_r1_k3_s1_e1_c8_se0.25"], ["ir_r3_k3_s2_e2_c8_se0.25"], ["ir_r3_k5_s2_e2_c16_se0.25"]]
     return models.EfficientNet(  # type: ignore[no-any-return]
         models.decode_arch_def(stages), num_classes=5, num_features=16, stem_size=8, drop_path_rate=0.1
@@ -150,11 +151,11 @@ add("timm-efficientnet", efficientnet, lambda: ((images(size=32),), {}), {"block
 
 
 def timm_model(name: str, options: dict[str, Any]) -> nn.Module:
-    return pytest.importorskip("timm").create_model(name, num_classes=5, **options)  # type: ignore[no-any-return]
+    return importlib.import_module("timm").create_model(name, num_classes=5, **options)  # type: ignore[no-any-return]
 
 
 def dit() -> nn.Module:
-    return pytest.importorskip("diffusers").DiTTransformer2DModel(  # type: ignore[no-any-return]
+    return importlib.import_module("diffusers").DiTTransformer2DModel(  # type: ignore[no-any-return]
         num_attention_heads=4, attention_head_dim=8, in_channels=4, num_layers=3, sample_size=8, patch_size=2,
         num_embeds_ada_norm=10, norm_num_groups=4,
     )  # fmt: skip

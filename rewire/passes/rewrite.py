@@ -69,7 +69,7 @@ class _Rewriter:
 
     def _reads(self, value: fx.Node, stream: fx.Node, view: fx.Node | None, keep: Sequence[fx.Node]) -> None:
         """Let the users of ``value`` read the stream, except those in ``keep``."""
-        users = [user for user in value.users if user not in keep and user is not stream and user.op != "output"]
+        users = [user for user in value.users if user not in keep and user is not stream]
         attributes = [user for user in users if user.target is getattr and user.args[1] in STREAM_ATTRIBUTES]
         for user in attributes:
             if view is None:
@@ -121,7 +121,7 @@ class _Rewriter:
 
     @staticmethod
     def _sums(add: Add) -> list[fx.Node]:
-        """The add itself, the adds inside it when branches were added one by one, and a view that is its shortcut."""
+        """The add itself, and the adds inside it when branches were added one by one."""
         nodes, node = [add.node], add.node
         for _ in add.branches[1:]:
             node = next(arg for arg in node.args if isinstance(arg, fx.Node) and arg not in add.branches)

@@ -168,6 +168,7 @@ def _is_metadata(node: fx.Node) -> bool:
 
 
 def is_add(node: fx.Node) -> bool:
+    """Whether ``node`` adds two traced values, in any spelling."""
     function = node.op == "call_function" and node.target in (operator.add, operator.iadd, torch.add)
     method = node.op == "call_method" and node.target in ("add", "add_")
     if not (function or method) or len(node.args) != 2 or node.kwargs:

@@ -131,7 +131,7 @@ def _indented(lines: Sequence[str]) -> list[str]:
 def body_of(graph: fx.Graph | None, tests: Sequence[tuple[fx.Node, bool]], nones: frozenset[str],
             table: dict[str, Any], error: str = "") -> Body:  # fmt: skip
     """One path's statements, or its reason for having none."""
-    named = [(test_text(node), outcome) for node, outcome in tests]
+    named = [(condition_of(node), outcome) for node, outcome in tests]
     if graph is None:
         return Body(nones, None, named, error)
     special = next(iter(reversed(graph.nodes))).meta.get("returns")
@@ -140,7 +140,7 @@ def body_of(graph: fx.Graph | None, tests: Sequence[tuple[fx.Node, bool]], nones
     return Body(nones, statements(graph, table), named)
 
 
-def test_text(node: fx.Node) -> str:
+def condition_of(node: fx.Node) -> str:
     """How a test on ``node`` is written."""
     return _attribute("self", str(node.target)) if _inlined(node) and node.op == "get_attr" else _name(node)
 
