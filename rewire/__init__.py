@@ -23,7 +23,7 @@ from rewire.errors import (
 from rewire.init import initializers
 from rewire.patterns import Pattern, patterns, register_pattern
 from rewire.stream import Stream
-from rewire.topologies import ANCRe, DenseFormer, Residual, Topology, register_topology, topologies
+from rewire.topologies import ANCRe, DenseFormer, Dims, Residual, Topology, Ways, register_topology, topologies
 from rewire.trunk import Report, Site, Trunk
 
 __version__ = "0.1.0"
@@ -35,6 +35,7 @@ __all__ = [
     "BadExampleInputs",
     "Connection",
     "DenseFormer",
+    "Dims",
     "NoResidualAdds",
     "OutOfOrder",
     "Pattern",
@@ -51,6 +52,7 @@ __all__ = [
     "UnsupportedCall",
     "UnsupportedTopology",
     "ValidationMismatch",
+    "Ways",
     "WidthMismatch",
     "coefficients",
     "compile",

@@ -82,13 +82,15 @@ def _matrix(mark: str, state: dict[str, Any]) -> Tensor:
     try:
         recipe = read_recipe(state[mark + _RECIPE])
         name, options, units = recipe["topology"], recipe["options"], recipe["units"]
+        width, attention = recipe["width"], recipe["attention"]
         _check_units(units)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RewireError(f"the recipe of '{mark}' is damaged: {type(error).__name__}: {_first_line(error)}") from error
     cls = _topology_class(name, mark)
     saved = {key.removeprefix(f"{mark}."): value for key, value in state.items() if key.startswith(f"{mark}.")}
     try:
-        connection = Connection(Layout(_trunk_of(mark), cls(**options), units), start="paper")  # a start they all have
+        layout = Layout(_trunk_of(mark), cls(**options), units, width, attention)
+        connection = Connection(layout, start="paper")  # a start they all have
         connection.load_state_dict(saved)
     except (RuntimeError, TypeError, ValueError, RewireError) as error:
         raise RewireError(f"the connection weights of '{mark}' do not fit their recipe, {recipe}: {error}") from error

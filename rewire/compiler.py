@@ -25,6 +25,7 @@ from rewire.errors import (
 )
 from rewire.init import initializers
 from rewire.passes import validate as validation
+from rewire.passes.attention import find_projections
 from rewire.passes.blocks import BlockRewrite, add_gates
 from rewire.passes.connect import StreamsToTensors, convert_collected, register
 from rewire.passes.install import is_rewritten, source_of, uninstall
@@ -275,6 +276,7 @@ def _rewire(
         register(rewired, linked.trunk, connection)
         convert_collected(rewired, linked)
         add_gates(linked, connection, rewrites)
+        _find_attention(linked, layout, rewrites, found, finder)
     for rewrite in rewrites.values():
         rewrite.apply()
     return rewired
@@ -299,6 +301,13 @@ def _layout(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
             f"the residual adds of trunk '{trunk.name}' have different widths ({', '.join(map(str, sorted(widths)))}), "
             "and states of one trunk are mixed: pass trunks=[...] to leave it out."
         )
+    width = next(iter(widths), 0)
+    if topology.needs_width and not width:
+        raise UnsupportedTopology(
+            f"{type(topology).__name__} has weights per channel, and the width of trunk '{trunk.name}' is not known: "
+            "nothing next to its residual adds has a weight that tells. Use a topology with one weight per state."
+        )
+    channel_dim = next((site.channel_dim for site in trunk.sites if site.width), -1)
     if trunk.post_norm and not topology.supports_post_norm:
         raise UnsupportedTopology(
             f"trunk '{trunk.name}' is post-norm (its states pass {trunk.sites[0].post[0]} after the residual add), and "
@@ -311,9 +320,33 @@ def _layout(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
             "branch output of its own. Use granularity='sublayer'."
         )
     resolved = topology.granularity if granularity == "auto" else granularity
-    if resolved == "sublayer" or trunk.post_norm:
-        return Layout(trunk.name, topology, range(1, len(trunk.sites) + 1))
-    return Layout(trunk.name, topology, trunk.units)
+    separate = resolved == "sublayer" or trunk.post_norm
+    units = range(1, len(trunk.sites) + 1) if separate else trunk.units
+    return Layout(trunk.name, topology, units, width, _attention_units(trunk, topology, units), channel_dim)
+
+
+def _attention_units(trunk: Trunk, topology: Topology, units: Sequence[int]) -> list[int]:
+    """Units that begin with an attention, for a topology that feeds its queries, keys and values apart."""
+    if not topology.reads_qkv:
+        return []
+    opening = [n for n in range(len(units)) if n == 0 or units[n] != units[n - 1]]
+    return [units[n] for n in opening if trunk.sites[n].kind in ("attention", "parallel")]
+
+
+def _find_attention(
+    linked: LinkedTrunk,
+    layout: Layout,
+    rewrites: dict[int, BlockRewrite],
+    found: list[Pattern],
+    finder: Finder,
+) -> None:
+    """Where the attention branches that read q, k and v apart project them."""
+    for position, step in enumerate(linked.steps):
+        if layout.opens_unit(position) and layout.units[position] in layout.dims.attention:
+            block = step.block
+            rewrites[id(block)].projections[step.chain, step.add] = find_projections(
+                block.traced.module, block.path, step.site.branch, found, finder.leaves, finder.forwards
+            )
 
 
 def _device_of(module: nn.Module) -> torch.device | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rewire.errors import OutOfOrder, RewireError, UnsupportedCall
-from rewire.stream import Layout, Stream, Weights
+from rewire.stream import Layout, Stream
 from rewire.topologies.base import Start
 
 #: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
@@ -32,13 +32,13 @@ class Connection(nn.Module):
     def __init__(self, layout: Layout, start: Start, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.layout, self.start = layout, start
-        for name, value in layout.topology.parameters(layout.depth, start).items():
+        for name, value in layout.topology.parameters(layout.dims, start).items():
             self.register_parameter(name, nn.Parameter(value.to(device=device, dtype=torch.float32)))
 
     def reset_parameters(self) -> None:
         """Set the start values again (after ``to_empty``, say)."""
         with torch.no_grad():
-            for name, value in self.layout.topology.parameters(self.layout.depth, self.start).items():
+            for name, value in self.layout.topology.parameters(self.layout.dims, self.start).items():
                 self.get_parameter(name).copy_(value)
 
     def forward(self, x: Tensor) -> Stream:
@@ -47,8 +47,7 @@ class Connection(nn.Module):
         Raises:
             RewireError: the weights were cast to another dtype than float32.
         """
-        topology, layout = self.layout.topology, self.layout
-        return Stream(topology.start(x), None, None, Weights(self.effective()), layout)
+        return Stream.begin(x, self.effective(), self.layout)
 
     def effective(self) -> Any:
         """The weights that the topology's formulas use, from the learned ones, in float32."""
@@ -62,20 +61,25 @@ class Connection(nn.Module):
                 )
         device = next(iter(parameters.values())).device.type if parameters else "cpu"
         with torch.autocast(device_type=device, enabled=False):
-            return self.layout.topology.weights(parameters, self.layout.depth)
+            return self.layout.topology.weights(parameters, self.layout.dims)
 
     def matrix(self) -> Tensor:
         """Effective weights as a [destination, source] matrix, float32."""
-        return self.layout.topology.matrix(self.effective(), self.layout.depth)
+        return self.layout.topology.matrix(self.effective(), self.layout.dims)
 
     def extra_repr(self) -> str:
-        return f"{self.layout.topology}, {len(self.layout.units)} residual adds in {self.layout.depth} units"
+        return f"{self.layout.topology}, {len(self.layout.units)} residual adds in {self.layout.dims.depth} units"
 
     def recipe(self) -> dict[str, Any]:
-        """What the weights belong to: topology, options, units."""
-        topology = self.layout.topology
-        name = type(topology).__name__
-        return {"topology": name, "options": topology.options(), "units": list(self.layout.units)}
+        """What the weights belong to: topology, options, and the trunk's sizes."""
+        layout = self.layout
+        return {
+            "topology": type(layout.topology).__name__,
+            "options": layout.topology.options(),
+            "units": list(layout.units),
+            "width": layout.dims.width,
+            "attention": sorted(layout.dims.attention),
+        }
 
     def get_extra_state(self) -> Tensor:
         """The recipe, as bytes: a state dict then says what its connection weights mean."""
@@ -85,7 +89,7 @@ class Connection(nn.Module):
         """Check that the weights being loaded belong to this topology.
 
         Raises:
-            RewireError: they were saved from another topology, or with other options or units.
+            RewireError: they were saved from another topology, or with other options or sizes.
         """
         saved = read_recipe(state)
         if saved != self.recipe():

@@ -8,7 +8,7 @@ disturb each other.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, WidthMismatch
+from rewire.topologies.base import Dims, Ways
 
 if TYPE_CHECKING:
     from rewire.topologies.base import Topology
@@ -32,23 +33,40 @@ class Layout:
         trunk: name of the trunk, for error messages.
         topology: the formulas.
         units: unit number (1-based, non-decreasing) of each site.
+        width: channels of the hidden states, 0 if unknown.
+        attention: units that read q, k and v apart.
+        channel_dim: dimension of the hidden states' channels; topologies with weights per channel see it last.
     """
 
-    def __init__(self, trunk: str, topology: Topology, units: Sequence[int]) -> None:
+    def __init__(
+        self,
+        trunk: str,
+        topology: Topology,
+        units: Sequence[int],
+        width: int = 0,
+        attention: Collection[int] = (),
+        channel_dim: int = -1,
+    ) -> None:
         self.trunk = trunk
         self.topology = topology
         self.units = tuple(units)
-
-    @property
-    def depth(self) -> int:
-        """Number of units, the T of the formulas."""
-        return self.units[-1]
+        self.dims = Dims(self.units[-1], width, frozenset(attention))
+        # weights of one number per state do not care, and moving would change the order of sums in the backward pass
+        self.channel_dim = channel_dim if topology.needs_width else -1
 
     def opens_unit(self, site: int) -> bool:
         return site == 0 or self.units[site - 1] != self.units[site]
 
     def closes_unit(self, site: int) -> bool:
         return site + 1 == len(self.units) or self.units[site + 1] != self.units[site]
+
+    def channels_last(self, x: Tensor) -> Tensor:
+        """A view of a hidden state as topologies see it, [..., D]."""
+        return x if self.channel_dim == -1 else x.movedim(self.channel_dim, -1)
+
+    def restored(self, x: Tensor) -> Tensor:
+        """A view of [..., D] as the model's blocks see it."""
+        return x if self.channel_dim == -1 else x.movedim(-1, self.channel_dim)
 
 
 class Weights:
@@ -69,9 +87,10 @@ class Stream:
     """The state of the residual stream after ``position`` residual adds.
 
     Attributes:
-        states: the tensors of the topology, each shaped like the model's hidden states.
-        hidden: inside a unit of several sites, the running value ``r + f_1 + ...``; otherwise None.
-        branch: inside such a unit, the sum of the branch outputs so far; otherwise None.
+        states: the tensors of the topology.
+        hidden: once the next branch's value was read: that value, in a unit of several sites ``r + f_1 + ...``;
+            otherwise None.
+        branch: between the sites of a unit, the sum of the branch outputs so far; otherwise None.
         weights: effective connection weights, computed once per forward when the stream was opened.
         layout: what is fixed about the trunk.
         position: number of residual adds written so far.
@@ -84,22 +103,42 @@ class Stream:
     layout: Layout
     position: int = 0
 
+    @classmethod
+    def begin(cls, x: Tensor, weights: Any, layout: Layout) -> Stream:
+        """The stream of a trunk whose input is ``x``; ``weights`` are the topology's effective ones.
+
+        Raises:
+            WidthMismatch: the topology has weights per channel, and ``x`` does not have as many channels.
+        """
+        width, dim = layout.dims.width, layout.channel_dim
+        if layout.topology.needs_width and x.shape[dim] != width:
+            raise WidthMismatch(
+                f"trunk '{layout.trunk}' was found to be {width} channels wide (dimension {dim}), but its input has "
+                f"shape {tuple(x.shape)}. Use a topology with one weight per state, or trunks=[...] to leave it out."
+            )
+        return cls(layout.topology.start(layout.channels_last(x)), None, None, Weights(weights), layout)
+
     @property
     def complete(self) -> bool:
         """Whether every residual add of the trunk has been written."""
         return self.position == len(self.layout.units)
 
     @property
+    def like(self) -> Tensor:
+        """A tensor with the hidden states' shape, dtype and device; its values mean nothing."""
+        return self.layout.restored(self.layout.topology.like(self.states))
+
+    @property
     def dtype(self) -> torch.dtype:
-        return self.states[0].dtype
+        return self.like.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.states[0].device
+        return self.like.device
 
     @property
     def shape(self) -> torch.Size:
-        return self.states[0].shape
+        return self.like.shape
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -112,14 +151,28 @@ class Stream:
             "leave this trunk out."
         )
 
-    def read(self) -> Tensor:
-        """The value that the next branch sees: ``r_t`` of the topology, or the running value inside a unit."""
+    def read(self) -> tuple[Tensor | Ways, Stream]:
+        """What the next branch sees, and the stream to `write` to.
+
+        That is ``r_t`` of the topology, or inside a unit its running value. An attention may get `Ways`, one value
+        each for its queries, keys and values.
+        """
         if self.hidden is not None:
-            return self.hidden
+            return self.hidden, self
+        layout = self.layout
+        value, states = layout.topology.open(self.states, self.weights.value, layout.units[self.position])
+        if isinstance(value, Ways):
+            value = Ways(*map(layout.restored, (value.q, value.k, value.v, value.residual)))
+            return value, self._next(states, value.residual, self.branch, 0)
+        value = layout.restored(value)
+        return value, self._next(states, value, self.branch, 0)
+
+    def value(self) -> Tensor:
+        """The hidden state that the model would have here: what the next branch reads, or the trunk's output."""
         if self.complete:
             return self.finish()
-        layout = self.layout
-        return layout.topology.read(self.states, self.weights.value, layout.units[self.position])
+        value, _ = self.read()
+        return value.residual if isinstance(value, Ways) else value
 
     def write(self, *branches: Tensor) -> Stream:
         """The stream after one residual add of ``branches`` (several when branches run in parallel).
@@ -128,18 +181,23 @@ class Stream:
             OutOfOrder: the trunk has no further residual add.
             WidthMismatch: a branch's shape is not the stream's.
         """
-        layout, site = self.layout, self.position
         self._check_room(branches)
-        opens, closes = layout.opens_unit(site), layout.closes_unit(site)
-        if opens and closes:
-            topology, unit = layout.topology, layout.units[site]
-            states = topology.write(self.states, self.weights.value, unit, *branches)
-            return self._advanced(states=states)
+        if self.hidden is None:
+            return self.read()[1].write(*branches)
+        layout, site = self.layout, self.position
+        if layout.opens_unit(site) and layout.closes_unit(site):
+            return self._written(branches)
         branch = _sum(branches) if self.branch is None else _sum((self.branch, *branches))
-        if closes:
-            states = layout.topology.write(self.states, self.weights.value, layout.units[site], branch)
-            return self._advanced(states=states)
-        return self._advanced(hidden=_sum((self.read(), *branches)), branch=branch)
+        if layout.closes_unit(site):
+            return self._written((branch,))
+        return self._next(self.states, _sum((self.hidden, *branches)), branch, 1)
+
+    def _written(self, branches: Sequence[Tensor]) -> Stream:
+        """The stream after the last residual add of a unit, whose outputs are ``branches``."""
+        layout = self.layout
+        unit = layout.units[self.position]
+        states = layout.topology.write(self.states, self.weights.value, unit, *map(layout.channels_last, branches))
+        return self._next(states, None, None, 1)
 
     def merge(self, *branches: Tensor) -> Tensor:
         """First half of a write whose result passes a norm or an activation (post-norm blocks): the sum itself.
@@ -147,15 +205,22 @@ class Stream:
         To be followed by `push` with the value that becomes the new state.
         """
         self._check_room(branches)
+        if self.hidden is None:
+            return self.read()[1].merge(*branches)
         layout = self.layout
-        return layout.topology.merge(self.states, self.weights.value, layout.units[self.position], *branches)
+        unit = layout.units[self.position]
+        moved = map(layout.channels_last, branches)
+        return layout.restored(layout.topology.merge(self.states, self.weights.value, unit, *moved))
 
     def push(self, state: Tensor) -> Stream:
         """Second half of a write: append ``state``, what the block made of `merge`'s result."""
         self._check_room(())
+        if self.hidden is None:
+            return self.read()[1].push(state)
         layout = self.layout
-        states = layout.topology.push(self.states, self.weights.value, layout.units[self.position], state)
-        return self._advanced(states=states)
+        unit = layout.units[self.position]
+        states = layout.topology.push(self.states, self.weights.value, unit, layout.channels_last(state))
+        return self._next(states, None, None, 1)
 
     def leave(self) -> Tensor | Stream:
         """What a block returns: the stream, or after the trunk's last residual add the plain tensor."""
@@ -173,18 +238,15 @@ class Stream:
                 f"trunk '{layout.trunk}' ends after {self.position} of its {len(layout.units)} residual adds: "
                 "a block was skipped. Switch layer dropping off, or rewire the model without these blocks."
             )
-        return layout.topology.finish(self.states, self.weights.value, layout.depth)
+        return layout.restored(layout.topology.finish(self.states, self.weights.value, layout.dims))
 
-    def _advanced(
-        self, states: tuple[Tensor, ...] | None = None, hidden: Tensor | None = None, branch: Tensor | None = None
-    ) -> Stream:
-        states = self.states if states is None else states
-        return Stream(states, hidden, branch, self.weights, self.layout, self.position + 1)
+    def _next(self, states: tuple[Tensor, ...], hidden: Tensor | None, branch: Tensor | None, adds: int) -> Stream:
+        return Stream(states, hidden, branch, self.weights, self.layout, self.position + adds)
 
     def _check_room(self, branches: Sequence[Tensor]) -> None:
         if self.complete:
             raise OutOfOrder(f"trunk '{self.layout.trunk}' is already complete: a block was called once too often.")
-        expected = self.states[0].shape
+        expected = self.shape
         for branch in branches:
             if branch.shape != expected and not _broadcasts(branch.shape, expected):
                 raise WidthMismatch(

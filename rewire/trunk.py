@@ -22,6 +22,7 @@ class Site:
         kind: ``attention``, ``cross-attention``, ``ffn``, ``parallel``, ``conv`` or ``branch``.
         post: modules and operations between the add and the new state (post-norm, ``relu(x + f)``).
         width: channels of the stream; None if the structure does not tell.
+        channel_dim: dimension of the channels: -1 where they come last, -3 in an image.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Site:
     kind: str
     post: tuple[str, ...] = ()
     width: int | None = None
+    channel_dim: int = -1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -592,10 +592,10 @@ def test_a_shared_block(granularity: str) -> None:
     model = Shared()
     rewired = rewire.compile(model, ANCRE, granularity=granularity, validate=False)  # type: ignore[arg-type]
     (connection,) = rewire.connections(rewired).values()
-    assert connection.layout.depth == (3 if granularity == "block" else 6)
+    assert connection.layout.dims.depth == (3 if granularity == "block" else 6)
     assert len({id(layer) for layer in rewired.layers}) == 1
     assert_close(evaluate(model, (vectors(),), {}), evaluate(rewired, (vectors(),), {}))
-    weights = torch.rand(connection.layout.depth, connection.layout.depth).tril()
+    weights = torch.rand(connection.layout.dims.depth, connection.layout.dims.depth).tril()
     free = rewire.compile(model, "ancre-none", granularity=granularity, validate=False)  # type: ignore[arg-type]
     row, column = torch.tril_indices(*weights.shape)
     with torch.no_grad():

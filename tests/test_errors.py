@@ -224,7 +224,7 @@ def test_block_granularity_on_post_norm() -> None:
     with pytest.raises(rewire.UnsupportedTopology, match=r"'layers' is post-norm.*granularity='sublayer'"):
         rewire.compile(Stack(PostNorm), ANCRE, granularity="block")
     rewired = rewire.compile(Stack(PostNorm), ANCRE, example_inputs=(vectors(),))  # "auto" takes what fits
-    assert rewire.connections(rewired)["layers"].layout.depth == 6
+    assert rewire.connections(rewired)["layers"].layout.dims.depth == 6
 
 
 class Growing(nn.Module):
@@ -354,7 +354,7 @@ def test_an_early_exit_says_what_to_do() -> None:
     """A head on a state between two blocks gets a stream, and names what it is given."""
     model = rewire.compile(Stack(PreNorm), ANCRE, example_inputs=(vectors(),))
     stream = model.layers[0](model.inp(vectors()))
-    assert isinstance(stream, rewire.Stream) and stream.read().shape == (2, 9, 32)
+    assert isinstance(stream, rewire.Stream) and stream.value().shape == (2, 9, 32)
     with pytest.raises(rewire.OutOfOrder, match="ends after 2 of its 6 residual adds: a block was skipped"):
         stream.finish()
 

@@ -18,21 +18,22 @@ from torch import Tensor
 from rewire import plotting
 from rewire.plotting import plot_arcs, plot_curves, plot_heatmap
 from rewire.topologies import ANCRe, DenseFormer
+from rewire.topologies.base import Dims
 
 
 def one_hot(depth: int) -> Tensor:
     topology = ANCRe()
-    return topology.weights(topology.parameters(depth, "preserve"), depth)
+    return topology.weights(topology.parameters(Dims(depth), "preserve"), Dims(depth))
 
 
 def random(depth: int) -> Tensor:
     torch.manual_seed(0)
-    return ANCRe().weights({"logits": torch.randn(depth * (depth + 1) // 2) * 0.03}, depth)
+    return ANCRe().weights({"logits": torch.randn(depth * (depth + 1) // 2) * 0.03}, Dims(depth))
 
 
 def dense(depth: int) -> Tensor:
     topology = DenseFormer()
-    return topology.matrix(topology.weights(topology.parameters(depth, "paper"), depth), depth)
+    return topology.matrix(topology.weights(topology.parameters(Dims(depth), "paper"), Dims(depth)), Dims(depth))
 
 
 @pytest.fixture

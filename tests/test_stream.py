@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, WidthMismatch
-from rewire.stream import Layout, Stream, Weights
+from rewire.stream import Layout, Stream
 from rewire.topologies import ANCRe, DenseFormer, Residual, Topology
 from rewire.topologies.ancre import ANCReCascaded
+from rewire.topologies.base import Dims, Ways
 
 PRESERVING = [
     Residual(),
@@ -30,9 +31,9 @@ UNITS = {
 
 
 def open_stream(topology: Topology, x: Tensor, units: tuple[int, ...], **learned: Tensor) -> Stream:
-    depth = units[-1]
-    weights = topology.weights(learned or topology.parameters(depth, "preserve"), depth)
-    return Stream(topology.start(x), None, None, Weights(weights), Layout("decoder.layers", topology, units))
+    layout = Layout("decoder.layers", topology, units)
+    weights = topology.weights(learned or topology.parameters(layout.dims, "preserve"), layout.dims)
+    return Stream.begin(x, weights, layout)
 
 
 def net(sites: int, dtype: torch.dtype = torch.float64) -> list[nn.Module]:
@@ -48,7 +49,8 @@ def plain(x: Tensor, branches: list[nn.Module]) -> Tensor:
 
 def run(stream: Stream, branches: list[nn.Module]) -> Tensor:
     for branch in branches:
-        stream = stream.write(branch(stream.read()))
+        value, stream = stream.read()
+        stream = stream.write(branch(value))
     return stream.finish()
 
 
@@ -93,19 +95,20 @@ def test_what_a_unit_holds_between_its_sites() -> None:
     stream = open_stream(ANCRe(), x, (1, 1, 1, 2))
     assert stream.hidden is None
     assert stream.branch is None
-    assert stream.read() is x
+    assert stream.value() is x
+    assert stream.read()[0] is x
     stream = stream.write(f)
     assert stream.states == (x,)
     assert id(stream.branch) == id(f)
-    torch.testing.assert_close(stream.read(), x + f)
+    torch.testing.assert_close(stream.value(), x + f)
     stream = stream.write(g)
-    torch.testing.assert_close(stream.read(), x + f + g)
+    torch.testing.assert_close(stream.value(), x + f + g)
     torch.testing.assert_close(stream.branch, f + g)
     stream = stream.write(h)
     assert stream.hidden is None
     assert stream.branch is None
     assert len(stream.states) == 2
-    torch.testing.assert_close(stream.read(), x + f + g + h)
+    torch.testing.assert_close(stream.value(), x + f + g + h)
 
 
 @pytest.mark.parametrize("units", [(1,), (1, 1), (1, 1, 1)])
@@ -131,14 +134,15 @@ def test_writes_count_in_order() -> None:
     want = 5 * (2 * x + f) + g
     torch.testing.assert_close(stream.finish(), want)
     torch.testing.assert_close(stream.leave(), want)
-    torch.testing.assert_close(stream.read(), want)
+    torch.testing.assert_close(stream.value(), want)
 
 
 def test_merge_then_push_serves_post_norm() -> None:
     norms, branches, x = [nn.LayerNorm(8) for _ in range(3)], net(3, torch.float32), torch.randn(3, 8)
     stream, want = open_stream(ANCRe(), x, (1, 2, 3)), x
     for norm, branch in zip(norms, branches, strict=True):
-        stream = stream.push(norm(stream.merge(branch(stream.read()))))
+        value, stream = stream.read()
+        stream = stream.push(norm(stream.merge(branch(value))))
         want = norm(want + branch(want))
     torch.testing.assert_close(stream.finish(), want, rtol=1e-4, atol=1e-5)
 
@@ -181,8 +185,8 @@ def test_a_stream_is_a_value() -> None:
         assert stream.states == (x,)
         assert stream.hidden is None
         assert stream.branch is None
-        torch.testing.assert_close(first.read(), x + f)
-        torch.testing.assert_close(second.read(), x + g)
+        torch.testing.assert_close(first.value(), x + f)
+        torch.testing.assert_close(second.value(), x + g)
         branch, running = first.branch, first.hidden
         before = [None if v is None else v.clone() for v in (branch, running)]
         first.write(g)
@@ -225,14 +229,67 @@ def test_looks_like_its_hidden_states() -> None:
 
 def test_layout_opens_and_closes_units() -> None:
     layout = Layout("trunk", Residual(), (1, 2, 2, 3))
-    assert layout.depth == 3
+    assert layout.dims == Dims(3)
     assert [layout.opens_unit(site) for site in range(4)] == [True, True, False, True]
     assert [layout.closes_unit(site) for site in range(4)] == [True, False, True, True]
 
 
 def test_gradients_reach_every_weight_through_a_stream() -> None:
     branches, x = net(6, torch.float32), torch.randn(4, 8)
-    logits = nn.Parameter(ANCRe().parameters(3, "preserve")["logits"])
+    logits = nn.Parameter(ANCRe().parameters(Dims(3), "preserve")["logits"])
     run(open_stream(ANCRe(), x, (1, 1, 2, 2, 3, 3), logits=logits), branches).square().mean().backward()
     assert logits.grad is not None
     assert (logits.grad[1:] != 0).all()
+
+
+class TwoStates(Residual):
+    """Reads apart, and writes to what `open` made of the states."""
+
+    def open(self, states, weights, t):  # type: ignore[no-untyped-def]
+        (x,) = states
+        return Ways(x, 2 * x, 3 * x, 4 * x), (x, 4 * x)
+
+    def write(self, states, weights, t, *branches):  # type: ignore[no-untyped-def]
+        x, residual = states
+        return (residual + 10 * branches[0],)
+
+
+def test_reading_opens_a_unit_once() -> None:
+    x, f, g = torch.randn(3, 3, 8)
+    stream = open_stream(TwoStates(), x, (1, 1))
+    value, opened = stream.read()
+    assert isinstance(value, Ways) and (stream.position, opened.position) == (0, 0)
+    for way, factor in zip((value.q, value.k, value.v, value.residual), (1, 2, 3, 4), strict=True):
+        assert torch.equal(way, factor * x)
+    assert len(opened.states) == 2 and opened.read()[1] is opened
+    for begun in (stream, opened):  # a branch that does not read the stream leaves the reading to the write
+        inside = begun.write(f)
+        assert torch.equal(inside.value(), 4 * x + f) and torch.equal(begun.value(), 4 * x)
+        torch.testing.assert_close(inside.write(g).finish(), 4 * x + 10 * (f + g))
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(-3, (2, 8, 4, 5)), (1, (2, 8, 4)), (-1, (2, 4, 8))])
+def test_topologies_see_channels_last(dim: int, shape: tuple[int, ...]) -> None:
+    seen = []
+
+    class Watching(ANCRe):
+        needs_width = True
+
+        def start(self, x):  # type: ignore[no-untyped-def]
+            seen.append(x.shape)
+            return super().start(x)
+
+        def write(self, states, weights, t, *branches):  # type: ignore[no-untyped-def]
+            seen.extend(branch.shape for branch in branches)
+            return super().write(states, weights, t, *branches)
+
+    x, f = torch.randn(2, *shape)
+    layout = Layout("stages", Watching(), (1, 2), width=8, channel_dim=dim)
+    stream = Stream.begin(x, layout.topology.weights(layout.topology.parameters(layout.dims, "paper"), layout.dims), layout)
+    value, stream = stream.read()
+    assert value.shape == shape and stream.shape == shape
+    out = stream.write(f).write(f).finish()
+    torch.testing.assert_close(out, f + (x + (x + f)) / 2)
+    assert {seen_shape[-1] for seen_shape in seen} == {8} and out.is_contiguous()
+    with pytest.raises(WidthMismatch, match=r"'stages' was found to be 8 channels wide.*shape \(2, 7"):
+        Stream.begin(torch.randn(2, 7, 7, 7), None, layout)

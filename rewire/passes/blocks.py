@@ -9,6 +9,7 @@ from torch import fx
 
 from rewire.connection import Connection, Gate
 from rewire.errors import TraceError
+from rewire.passes.attention import Inner, Projections, rewrite_inner
 from rewire.passes.install import install
 from rewire.passes.residuals import Chain
 from rewire.passes.rewrite import rewrite_chain
@@ -19,10 +20,17 @@ from rewire.tracing.printer import body_of, globals_for
 
 @dataclasses.dataclass
 class BlockRewrite:
-    """A block, and the chains of it that go through a stream."""
+    """A block, and the chains of it that go through a stream.
+
+    Attributes:
+        block: the block.
+        gates: for each such chain its gate.
+        projections: for residual adds, as (chain, number of the add), whose attention reads q, k and v apart.
+    """
 
     block: Block
     gates: dict[int, Gate] = dataclasses.field(default_factory=dict)
+    projections: dict[tuple[int, int], Projections] = dataclasses.field(default_factory=dict)
 
     def apply(self) -> None:
         """Rewrite the graphs of all paths, print them as one forward, and install it."""
@@ -30,6 +38,7 @@ class BlockRewrite:
         graphs = [path.graph for path in traced.paths if path.graph is not None]
         table = globals_for(traced.signature, graphs)
         bodies = []
+        inner: dict[Inner, Projections] = {}
         for path, found in zip(traced.paths, self.block.found, strict=True):
             graph, error = path.graph, path.error
             if graph is not None and found is not None:
@@ -38,7 +47,8 @@ class BlockRewrite:
                     if chain is None:
                         graph, error = None, f"on this path the residual stream of '{self.block.path}' does not run"
                         break
-                    rewrite_chain(graph, chain, _gate_name(number), _free_name(graph, number))
+                    projections = {add: p for (of, add), p in self.projections.items() if of == number}
+                    inner |= rewrite_chain(graph, chain, _gate_name(number), _free_name(graph, number), projections)
             bodies.append(body_of(graph, path.tests, path.nones, table, error))
         try:
             text = print_forward(traced.signature, traced.tested, bodies, table)
@@ -47,6 +57,8 @@ class BlockRewrite:
             raise TraceError(f"'{self.block.path}' cannot be rewritten: {error}.") from error
         for number, gate in self.gates.items():
             traced.module.__dict__[_gate_name(number)] = gate
+        for child, projections_of in inner.items():
+            rewrite_inner(child, projections_of)
 
 
 def _same_chain(chain: Chain, chains: Collection[Chain]) -> Chain | None:

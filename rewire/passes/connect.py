@@ -59,7 +59,7 @@ def convert_collected(model: nn.Module, linked: LinkedTrunk) -> None:
 
 def _without_streams(value: Any, trunks: Collection[str]) -> Any:
     if isinstance(value, Stream):
-        return value.read() if value.layout.trunk in trunks else value
+        return value.value() if value.layout.trunk in trunks else value
     if isinstance(value, dict):
         for key, item in value.items():
             if isinstance(item, (Stream, tuple, list, dict)):

@@ -54,16 +54,40 @@ def branch_kind(values: Values, shortcut: fx.Node, branches: Sequence[fx.Node]) 
     return kinds[0] if kinds else "branch"
 
 
-def width_of(values: Values, shortcut: fx.Node, post: Sequence[fx.Node]) -> int | None:
-    """Channels of the stream, from the norms, linear maps or convolutions next to an add; None if unknown."""
+def channels_of(values: Values, shortcut: fx.Node, post: Sequence[fx.Node]) -> tuple[int | None, int]:
+    """Width of the stream (None if unknown) and the dimension of its channels, from what reads it next to an add."""
     readers = sorted(shortcut.users, key=lambda node: values.order.get(node, 0))
     for user in (*post, *readers):
         child = values.child(user)
-        if isinstance(child, (nn.Linear, *_CONVOLUTIONS)):
-            return int(child.in_features if isinstance(child, nn.Linear) else child.in_channels)
-        weight = getattr(child, "weight", None)
-        if child is not None and _is_norm(values, user) and getattr(weight, "ndim", 0) == 1:
-            return int(weight.shape[0])  # type: ignore[union-attr]
+        told = None if child is None else _norm_channels(child) if _is_norm(values, user) else _input_channels(child)
+        if told is not None:
+            return told
+    return None, -1
+
+
+def _norm_channels(module: nn.Module) -> tuple[int, int] | None:
+    """Channels of a norm, or of the norm in an adaptive one, and their dimension."""
+    for child in module.modules():
+        kind, weight = type(child).__name__.lower(), getattr(child, "weight", None)
+        shape = getattr(child, "normalized_shape", None) or getattr(weight, "shape", ())
+        if "norm" not in kind or len(shape) != 1:
+            continue
+        if isinstance(child, nn.GroupNorm):
+            return int(shape[0]), 1
+        spatial = next((n for n in (2, 3) if f"{n}d" in kind), 0)
+        if getattr(child, "data_format", "") == "channels_first":
+            spatial = 2
+        return int(shape[0]), -1 - spatial
+    return None
+
+
+def _input_channels(module: nn.Module) -> tuple[int, int] | None:
+    """Channels that the first linear map or convolution in a module reads, and their dimension."""
+    for child in module.modules():
+        if isinstance(child, nn.Linear):
+            return child.in_features, -1
+        if isinstance(child, _CONVOLUTIONS):
+            return child.in_channels, -1 - len(child.kernel_size)
     return None
 
 

@@ -5,15 +5,20 @@ Only the residual adds change: ``x + f`` becomes ``stream.write(f)``, and what r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from torch import fx
 
+from rewire.passes.attention import Inner, Projections, feed_attention
 from rewire.passes.residuals import Add, Carrier, Chain
 from rewire.passes.values import STREAM_ATTRIBUTES
 
 
-def rewrite_chain(graph: fx.Graph, chain: Chain, gate: str, name: str) -> None:
+def rewrite_chain(
+    graph: fx.Graph, chain: Chain, gate: str, name: str, projections: Mapping[int, Projections] = MappingProxyType({})
+) -> dict[Inner, Projections]:
     """Rewrite one chain in place.
 
     Args:
@@ -21,13 +26,25 @@ def rewrite_chain(graph: fx.Graph, chain: Chain, gate: str, name: str) -> None:
         chain: the residual adds to rewrite, in order.
         gate: attribute of the block that holds the chain's gate.
         name: variable name of the stream in the printed forward.
+        projections: for residual adds (by number) whose attention reads q, k and v apart: where they are projected.
+
+    Returns:
+        The children that are handed one value each for q, k and v, to be rewritten by `rewrite_inner`.
+
+    Raises:
+        UnsupportedTopology: q, k and v of such an attention cannot be taken apart here.
     """
-    _Rewriter(graph, chain, gate, name).run()
+    rewriter = _Rewriter(graph, chain, gate, name, projections)
+    rewriter.run()
+    return rewriter.inner
 
 
 class _Rewriter:
-    def __init__(self, graph: fx.Graph, chain: Chain, gate: str, name: str) -> None:
-        self.graph, self.chain, self.gate, self.name = graph, chain, gate, name
+    def __init__(
+        self, graph: fx.Graph, chain: Chain, gate: str, name: str, projections: Mapping[int, Projections]
+    ) -> None:
+        self.graph, self.chain, self.gate, self.name, self.projections = graph, chain, gate, name, projections
+        self.inner: dict[Inner, Projections] = {}
 
     def run(self) -> None:
         chain = self.chain
@@ -41,12 +58,12 @@ class _Rewriter:
         view: fx.Node | None = None
         for link in links:
             if isinstance(link, Add):
-                self._reads(value, stream, view, keep=self._sums(link))
+                stream = self._reads(value, stream, view, link)
                 stream = self._write(link, stream)
                 value, view = link.state, link.view
             else:
                 link.node.replace_input_with(link.shortcut, stream)
-                self._reads(value, stream, view, keep=[link.node])
+                self._values(value, stream, view, keep=[link.node])
                 stream, value, view = self._named(link.state), link.state, None
         self._close(value, stream, view)
         for link in reversed(chain.adds):
@@ -67,27 +84,56 @@ class _Rewriter:
         with graph.inserting_after(add.post[-1]):
             return self._named(graph.call_method("push", (stream, add.post[-1])))
 
-    def _reads(self, value: fx.Node, stream: fx.Node, view: fx.Node | None, keep: Sequence[fx.Node]) -> None:
-        """Let the users of ``value`` read the stream, except those in ``keep``."""
-        users = [user for user in value.users if user not in keep and user is not stream]
-        attributes = [user for user in users if user.target is getattr and user.args[1] in STREAM_ATTRIBUTES]
-        for user in attributes:
-            if view is None:
-                user.replace_input_with(value, stream)
-        users = [user for user in users if user not in attributes or view is not None]
-        users = [user for user in users if not _is_push(user, value)]
-        if users:
-            read = self._read(stream, view)
-            for user in users:
-                user.replace_input_with(value, read)
+    def _reads(self, value: fx.Node, stream: fx.Node, view: fx.Node | None, add: Add) -> fx.Node:
+        """Let the branches of ``add``, users of ``value``, read the stream; returns the stream to write to."""
+        users = self._users(value, stream, view, keep=self._sums(add))
+        if not users:
+            return stream
+        graph = self.graph
+        with graph.inserting_after(stream):
+            pair = graph.create_node("call_method", "read", (stream,), name="opened")
+        pair.meta["unpacked"] = True
+        with graph.inserting_after(pair):
+            read = graph.create_node("call_function", operator.getitem, (pair, 0), name="read")
+        with graph.inserting_after(read):
+            opened = self._named(graph.call_function(operator.getitem, (pair, 1)))
+        projections = self.projections.get(self.chain.adds.index(add))
+        if projections is None:
+            self._replace(value, self._viewed(read, view), users)
+        else:
+            if view is not None:
+                raise projections.error("it reads a reshaped value of the stream")
+            inner = feed_attention(graph, value, read, users, projections)
+            self.inner |= dict.fromkeys(inner, projections)
+        return opened
 
-    def _read(self, stream: fx.Node, view: fx.Node | None) -> fx.Node:
-        with self.graph.inserting_after(stream):
-            read = self.graph.call_method("read", (stream,))
+    def _values(self, value: fx.Node, stream: fx.Node, view: fx.Node | None, keep: Sequence[fx.Node]) -> None:
+        """Let the users of ``value`` that are no branches, except those in ``keep``, have the stream's hidden state."""
+        users = self._users(value, stream, view, keep)
+        if users:
+            with self.graph.inserting_after(stream):
+                hidden = self.graph.call_method("value", (stream,))
+            self._replace(value, self._viewed(hidden, view), users)
+
+    def _users(self, value: fx.Node, stream: fx.Node, view: fx.Node | None, keep: Sequence[fx.Node]) -> list[fx.Node]:
+        """Users of ``value`` that need its values; those that ask for its shape, dtype or device ask the stream."""
+        users = [user for user in value.users if user not in keep and user is not stream and not _is_push(user, value)]
         if view is None:
-            return read
-        with self.graph.inserting_after(read):
-            return self.graph.call_method(str(view.target), (read, *view.args[1:]), dict(view.kwargs))
+            for user in [u for u in users if u.target is getattr and u.args[1] in STREAM_ATTRIBUTES]:
+                user.replace_input_with(value, stream)
+                users.remove(user)
+        return users
+
+    @staticmethod
+    def _replace(value: fx.Node, replacement: fx.Node, users: Sequence[fx.Node]) -> None:
+        for user in users:
+            user.replace_input_with(value, replacement)
+
+    def _viewed(self, node: fx.Node, view: fx.Node | None) -> fx.Node:
+        if view is None:
+            return node
+        with self.graph.inserting_after(node):
+            return self.graph.call_method(str(view.target), (node, *view.args[1:]), dict(view.kwargs))
 
     def _close(self, value: fx.Node, stream: fx.Node, view: fx.Node | None) -> None:
         """Hand the stream out of the forward, or finish it."""
@@ -96,24 +142,20 @@ class _Rewriter:
         by_child = isinstance(chain.links[-1], Carrier)
         if chain.closes_outside:
             holder = output if chain.exit in output.all_input_nodes else output.all_input_nodes[0]
-            self._reads(value, stream, view, keep=[holder, chain.exit])
+            self._values(value, stream, view, keep=[holder, chain.exit])
             if not by_child:
                 with graph.inserting_before(holder):
                     left = graph.call_method("leave", (stream,))
                 left.meta["inline"] = True
                 holder.replace_input_with(chain.exit, left)
                 if chain.exit is not value:  # a view, back in the entry's shape
-                    self._reads(chain.exit, stream, None, keep=[holder])
+                    self._values(chain.exit, stream, None, keep=[holder])
         elif not by_child:
             users = [user for user in value.users if user is not stream and not _is_push(user, value)]
             if users:
                 with graph.inserting_after(stream):
                     finished = graph.call_method("finish", (stream,))
-                if view is not None:
-                    with graph.inserting_after(finished):
-                        finished = graph.call_method(str(view.target), (finished, *view.args[1:]), dict(view.kwargs))
-                for user in users:
-                    user.replace_input_with(value, finished)
+                self._replace(value, self._viewed(finished, view), users)
 
     def _named(self, node: fx.Node) -> fx.Node:
         node.meta["stream"] = self.name

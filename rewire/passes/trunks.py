@@ -14,7 +14,7 @@ from types import FunctionType
 from torch import nn
 
 from rewire.errors import TraceError
-from rewire.passes.naming import branch_kind, branch_name, width_of
+from rewire.passes.naming import branch_kind, branch_name, channels_of
 from rewire.passes.residuals import Add, Chain, Found, Passage, find_chains, joins
 from rewire.passes.values import STREAM_ATTRIBUTES, Values
 from rewire.tracing import Leaf, PathTracer, Traced, child_calls_recorded, trace
@@ -340,7 +340,7 @@ def _site(path: str, values: Values, add: Add) -> Site:
     name = f"{path}.{branch}" if path else branch
     kind = branch_kind(values, add.source, add.branches)
     post = tuple(str(node.target) if node.op == "call_module" else node.name for node in add.post)
-    return Site(name, path, branch, kind, post, width_of(values, add.shortcut, add.post))
+    return Site(name, path, branch, kind, post, *channels_of(values, add.shortcut, add.post))
 
 
 def _has_own_forward(module: nn.Module) -> bool:

@@ -144,7 +144,7 @@ def _recorded(model: nn.Module, blocks: list[tuple[str, Tensor]]) -> Iterator[No
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
             value = output[0] if isinstance(output, tuple) and output else output
             if isinstance(value, Stream):
-                value = value.read()
+                value = value.value()
             if isinstance(value, Tensor) and value.is_floating_point():
                 blocks.append((path, value.detach()))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from rewire.kernels.fused_qkv import Fused
 from rewire.registry import Registry
 from rewire.tracing import Leaf
 from rewire.trunk import Site
@@ -31,6 +32,7 @@ class Pattern:
         ffn: the same for feed-forward branches.
         qkv: paths of the query, key and value projections below the attention branch's block (one path if they are
             fused), with ``{branch}`` for the branch's own name.
+        fused: makes the layout of a fused projection's output, from the projection and the module that holds it.
         example_inputs: makes small inputs for a model of this architecture: (args, kwargs). They have to reach every
             block.
         forwards: module class -> function that is traced in place of its forward, for forwards that hide their
@@ -46,6 +48,7 @@ class Pattern:
     attention: str = ""
     ffn: str = ""
     qkv: tuple[str, ...] = ()
+    fused: Callable[[Any, Any], Fused] | None = None
     example_inputs: Callable[[nn.Module], Inputs] | None = None
     forwards: Mapping[type[nn.Module], FunctionType] = dataclasses.field(default_factory=dict)
     leaves: tuple[Leaf, ...] = ()
@@ -61,6 +64,12 @@ class Pattern:
         if self.ffn and re.fullmatch(self.ffn, site.branch):
             return "ffn"
         return site.kind
+
+
+def thirds(projection: Any, _holder: Any = None) -> Fused:
+    """Layout of a fused projection to all queries, then all keys, then all values, each of the same size."""
+    size = getattr(projection, "out_features", None) or projection.nf  # nn.Linear, transformers' Conv1D
+    return Fused(1, (size // 3,) * 3)
 
 
 _REGISTRY: Registry[Pattern] = Registry("pattern", "patterns", entry_points="rewire.patterns")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rewire.patterns.pattern import Inputs, Pattern, register_pattern
+from rewire.patterns.pattern import Inputs, Pattern, register_pattern, thirds
 from rewire.patterns.transformers import Q_K_V
 
 
@@ -42,11 +42,11 @@ def _register(name: str, description: str, having: str = "", **names: Any) -> No
 
 register_pattern("timm", Pattern("any timm model", _is_timm, example_inputs=example_inputs))
 
-_register("vision_transformer", "ViT and DeiT", attention="attn", ffn="mlp", qkv=("{branch}.qkv",))
-_register("eva", "EVA", attention="attn", ffn="mlp", qkv=("{branch}.qkv",))
+_register("vision_transformer", "ViT and DeiT", attention="attn", ffn="mlp", qkv=("{branch}.qkv",), fused=thirds)
+_register("eva", "EVA", attention="attn", ffn="mlp", qkv=("{branch}.qkv",), fused=thirds)
 _register("eva", "EVA, q, k and v apart", having="q_proj", attention="attn", ffn="mlp", qkv=Q_K_V)
-_register("cait", "CaiT", attention="attn", ffn="mlp", qkv=("{branch}.qkv",))
-_register("swin_transformer", "Swin", attention="_attn", ffn="mlp", qkv=("attn.qkv",))
+_register("cait", "CaiT", attention="attn", ffn="mlp", qkv=("{branch}.qkv",), fused=thirds)
+_register("swin_transformer", "Swin", attention="_attn", ffn="mlp", qkv=("attn.qkv",), fused=thirds)
 _register("mlp_mixer", "MLP-Mixer", ffn="(mlp|linear)_tokens|mlp_channels")
 _register("convnext", "ConvNeXt")
 _register("resnet", "ResNet")

@@ -41,7 +41,7 @@ register_pattern(
         ),
         attention="self_attn|_sa_block",
         ffn="_ff_block|linear1",
-        qkv=("{branch}.in_proj_weight",),
+        qkv=("self_attn",),
         forwards={
             nn.TransformerEncoderLayer: cast(FunctionType, encoder_layer),
             nn.TransformerDecoderLayer: cast(FunctionType, nn.TransformerDecoderLayer.forward),

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 
 from rewire.topologies.ancre import ANCRe
-from rewire.topologies.base import Topology
+from rewire.topologies.base import Dims, Topology, Ways
 from rewire.topologies.denseformer import DenseFormer
 from rewire.topologies.registry import make_topology, register_topology, topologies
 from rewire.topologies.residual import Residual
@@ -14,4 +14,4 @@ from rewire.topologies.residual import Residual
 for _file in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_file.name}")
 
-__all__ = ["ANCRe", "DenseFormer", "Residual", "Topology", "make_topology", "register_topology", "topologies"]
+__all__ = ["ANCRe", "DenseFormer", "Dims", "Residual", "Topology", "Ways", "make_topology", "register_topology", "topologies"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels.mix import mix
-from rewire.topologies.base import Granularity, Start, States, Topology, no_preserving_start, one_hot_previous
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology, no_preserving_start, one_hot_previous
 from rewire.topologies.registry import register_topology
 
 Normalize = Literal["ingoing", "outgoing", "none"]
@@ -75,19 +75,19 @@ class ANCRe(Topology):
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature!r}: it has to be a positive number, like 0.01.")
 
-    def parameters(self, depth: int, start: Start) -> dict[str, Tensor]:
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``logits``, float32 [T(T+1)/2]: for t = 1..T in turn, one entry for each source i = 0..t-1.
 
         Raises:
             UnsupportedTopology: a preserving start of a softmax with ``cascade="keep"``.
         """
-        table = self._start_table(depth, start)  # [T, T]
-        row, column = torch.tril_indices(depth, depth)
+        table = self._start_table(dims.depth, start)  # [T, T]
+        row, column = torch.tril_indices(dims.depth, dims.depth)
         return {"logits": table[row, column]}
 
-    def weights(self, parameters: dict[str, Tensor], depth: int) -> Tensor:
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
         """P, float32 [T, T]: ``P[t-1, i] = p_it``, exactly 0 for ``i >= t``."""
-        logits = parameters["logits"].float()
+        depth, logits = dims.depth, parameters["logits"].float()
         row, column = torch.tril_indices(depth, depth, device=logits.device)
         if self.normalize == "none":
             return logits.new_zeros(depth, depth).index_put((row, column), logits)
@@ -104,10 +104,10 @@ class ANCRe(Topology):
     def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
         return (*states, x)
 
-    def finish(self, states: States, weights: Any, depth: int) -> Tensor:
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
         return states[-1]
 
-    def matrix(self, weights: Any, depth: int) -> Tensor:
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
         """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""
         return weights
 
@@ -158,7 +158,7 @@ class ANCReConstant(Topology):
 
     granularity: ClassVar[Granularity] = "block"
 
-    def parameters(self, depth: int, start: Start) -> dict[str, Tensor]:
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """No entries.
 
         Raises:
@@ -168,7 +168,7 @@ class ANCReConstant(Topology):
             raise no_preserving_start("ancre-constant", "its weights are fixed at 1/t")
         return {}
 
-    def weights(self, parameters: dict[str, Tensor], depth: int) -> Any:
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Any:
         return None
 
     def read(self, states: States, weights: Any, t: int) -> Tensor:
@@ -181,11 +181,11 @@ class ANCReConstant(Topology):
     def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
         return (*states, x)
 
-    def finish(self, states: States, weights: Any, depth: int) -> Tensor:
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
         return states[-1]
 
-    def matrix(self, weights: Any, depth: int) -> Tensor:
-        return _uniform(depth)
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+        return _uniform(dims.depth)
 
 
 @register_topology("ancre-cascaded")
@@ -199,11 +199,11 @@ class ANCReCascaded(Topology):
 
     granularity: ClassVar[Granularity] = "block"
 
-    def parameters(self, depth: int, start: Start) -> dict[str, Tensor]:
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``scales``, float32 [T]: a_1..a_T."""
-        return {"scales": torch.ones(depth)}
+        return {"scales": torch.ones(dims.depth)}
 
-    def weights(self, parameters: dict[str, Tensor], depth: int) -> Tensor:
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
         """a, float32 [T]."""
         return parameters["scales"].float()
 
@@ -216,10 +216,10 @@ class ANCReCascaded(Topology):
     def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
         return (x,)
 
-    def finish(self, states: States, weights: Any, depth: int) -> Tensor:
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
         return states[0]
 
-    def matrix(self, weights: Any, depth: int) -> Tensor:
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
         return torch.diag(weights)
 
 

@@ -16,11 +16,43 @@ Granularity = Literal["block", "sublayer"]
 States = tuple[Tensor, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    """Sizes of a trunk, as far as connection weights depend on them.
+
+    Attributes:
+        depth: number of units, the T of the formulas.
+        width: channels D of the hidden states; known wherever a topology says that it `needs_width`.
+        attention: units t whose branch begins with an attention that reads q, k and v apart; empty for topologies
+            that do not ask for it.
+    """
+
+    depth: int
+    width: int = 0
+    attention: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ways:
+    """What an attention reads when its queries, keys and values come from different mixes.
+
+    Attributes:
+        q, k, v: what each projection sees, of the hidden states' shape.
+        residual: what everything else sees, first of all the shortcut around the attention inside a unit.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    residual: Tensor
+
+
 class Topology(ABC):
     """How the T units of a trunk are connected. Subclasses are frozen dataclasses; their fields are the options.
 
     Units are numbered t = 1..T; unit t reads ``r_t`` from the stream, computes a branch output ``f_t`` and writes it.
-    States are tuples of tensors, each of the hidden states' shape; weights are float32. All methods are pure.
+    States are tuples of tensors; hidden states, branch outputs and what is read are [..., D], channels last for a
+    topology that `needs_width` (the stream moves the channels of convolutional nets). Weights are float32. All methods are pure.
 
     A topology whose new state is one tensor made of the branch output and the earlier states implements `merge` and
     `push`; it then also serves post-norm blocks, whose norm comes between the two. Others override `write`.
@@ -30,17 +62,21 @@ class Topology(ABC):
     granularity: ClassVar[Granularity] = "block"
     #: Whether post-norm blocks (``norm(x + f)``) can be connected.
     supports_post_norm: ClassVar[bool] = True
+    #: Whether there are weights per channel, so that the trunk's width has to be known.
+    needs_width: ClassVar[bool] = False
+    #: Whether `read` returns `Ways` for the units in ``Dims.attention``.
+    reads_qkv: ClassVar[bool] = False
 
     @abstractmethod
-    def parameters(self, depth: int, start: Start) -> dict[str, Tensor]:
-        """Start values of the learned connection weights of a trunk of ``depth`` units, float32, by name.
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """Start values of the learned connection weights of a trunk, float32, by name.
 
         Raises:
-            UnsupportedTopology: the formulas have no such start.
+            UnsupportedTopology: the formulas have no such start, or do not fit the trunk's sizes.
         """
 
     @abstractmethod
-    def weights(self, parameters: dict[str, Tensor], depth: int) -> Any:
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Any:
         """Effective weights, computed once per forward in float32 from the learned ones."""
 
     def start(self, x: Tensor) -> States:
@@ -48,11 +84,23 @@ class Topology(ABC):
         return (x,)
 
     @abstractmethod
-    def read(self, states: States, weights: Any, t: int) -> Tensor:
+    def read(self, states: States, weights: Any, t: int) -> Tensor | Ways:
         """``r_t``, what unit t sees."""
 
+    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor | Ways, States]:
+        """``r_t``, and the states that `write` is to get.
+
+        For topologies that compute more from the states than ``r_t`` (hyper-connections mix their streams, too), so
+        that it is computed once.
+        """
+        return self.read(states, weights, t), states
+
     def write(self, states: States, weights: Any, t: int, *branches: Tensor) -> States:
-        """States after unit t returned ``branches`` (several if they ran in parallel; ``f_t`` is their sum)."""
+        """States after unit t returned ``branches`` (several if they ran in parallel; ``f_t`` is their sum).
+
+        Args:
+            states: as `open` returned them.
+        """
         return self.push(states, weights, t, self.merge(states, weights, t, *branches))
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
@@ -64,12 +112,20 @@ class Topology(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def finish(self, states: States, weights: Any, depth: int) -> Tensor:
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
         """The trunk's output after its last unit."""
 
+    def like(self, states: States) -> Tensor:
+        """A tensor of the hidden states' shape, dtype and device; its values mean nothing."""
+        return states[0]
+
     @abstractmethod
-    def matrix(self, weights: Any, depth: int) -> Tensor:
-        """Effective weights as a [destination, source] matrix, float32; entries that do not exist are 0."""
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+        """Effective weights as a [destination, source] matrix, float32; entries that do not exist are 0.
+
+        Weights per channel are averaged over the channels, those of q, k and v over the three; of input-dependent
+        weights it is the part that does not depend on the input.
+        """
 
     def options(self) -> dict[str, Any]:
         """The options of this topology, for saving and for messages."""
@@ -86,3 +142,11 @@ def no_preserving_start(topology: str, why: str) -> UnsupportedTopology:
 def one_hot_previous(depth: int) -> Tensor:
     """[T, T] matrix of the plain residual network: destination t (row t - 1) takes source t - 1 (column t - 1)."""
     return torch.eye(depth, dtype=torch.float32)
+
+
+def total(branches: tuple[Tensor, ...]) -> Tensor:
+    """``f_t``, the sum of the branches that ran in parallel."""
+    f = branches[0]
+    for branch in branches[1:]:
+        f = f + branch
+    return f

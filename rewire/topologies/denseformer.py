@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.mix import mix
-from rewire.topologies.base import Granularity, Start, States, Topology
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology
 from rewire.topologies.registry import register_topology
 
 
@@ -43,26 +43,26 @@ class DenseFormer(Topology):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{option}={value!r}: it has to be a whole number, 1 or more.")
 
-    def parameters(self, depth: int, start: Start) -> dict[str, Tensor]:
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``alpha``, float32, flat: for each averaging t in turn, one entry for each of its sources i,
         ascending.
 
         Raises:
             UnsupportedTopology: period is greater than the number of units, so that nothing would be learned.
         """
-        if self.period > depth:
+        if self.period > dims.depth:
             raise UnsupportedTopology(
-                f"topology 'denseformer' with period={self.period} averages nothing in a trunk of {depth} "
-                f"units: pass a period of at most {depth}."
+                f"topology 'denseformer' with period={self.period} averages nothing in a trunk of {dims.depth} "
+                f"units: pass a period of at most {dims.depth}."
             )
-        rows = [torch.zeros(len(self._sources(t))) for t in self._averaging(depth)]
+        rows = [torch.zeros(len(self._sources(t))) for t in self._averaging(dims.depth)]
         for row in rows:
             row[-1] = 1  # a_tt
         return {"alpha": torch.cat(rows)}
 
-    def weights(self, parameters: dict[str, Tensor], depth: int) -> tuple[Tensor, ...]:
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> tuple[Tensor, ...]:
         """For each averaging t in turn, its row a_t over its sources, float32 [number of sources]."""
-        return parameters["alpha"].float().split([len(self._sources(t)) for t in self._averaging(depth)])
+        return parameters["alpha"].float().split([len(self._sources(t)) for t in self._averaging(dims.depth)])
 
     def start(self, x: Tensor) -> States:
         return (x, x)
@@ -82,13 +82,13 @@ class DenseFormer(Topology):
             return (*past, x)
         return (*past, mix([past[i] for i in self._sources(t)], weights[t // self.period - 1]))
 
-    def finish(self, states: States, weights: Any, depth: int) -> Tensor:
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
         return states[-1]
 
-    def matrix(self, weights: Any, depth: int) -> Tensor:
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
         """float32 [T, T + 1]: row t - 1 holds y_t over the columns x_0 .. x_T."""
-        table = torch.eye(depth, depth + 1, device=weights[0].device).roll(1, dims=1)  # y_t = x_t
-        for t, row in zip(self._averaging(depth), weights, strict=True):
+        table = torch.eye(dims.depth, dims.depth + 1, device=weights[0].device).roll(1, dims=1)  # y_t = x_t
+        for t, row in zip(self._averaging(dims.depth), weights, strict=True):
             table[t - 1, list(self._sources(t))] = row
         return table
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from rewire.topologies.base import Granularity, Start, States, Topology, one_hot_previous
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology, one_hot_previous
 from rewire.topologies.registry import register_topology
 
 
@@ -18,10 +18,10 @@ class Residual(Topology):
 
     granularity: ClassVar[Granularity] = "sublayer"
 
-    def parameters(self, depth: int, start: Start) -> dict[str, Tensor]:
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         return {}
 
-    def weights(self, parameters: dict[str, Tensor], depth: int) -> Any:
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Any:
         return None
 
     def read(self, states: States, weights: Any, t: int) -> Tensor:
@@ -36,8 +36,8 @@ class Residual(Topology):
     def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
         return (x,)
 
-    def finish(self, states: States, weights: Any, depth: int) -> Tensor:
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
         return states[0]
 
-    def matrix(self, weights: Any, depth: int) -> Tensor:
-        return one_hot_previous(depth)
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+        return one_hot_previous(dims.depth)

@@ -69,6 +69,7 @@ def trace(
     function: FunctionType | None = None,
     leaves: Sequence[Leaf] = (),
     running: list[PathTracer] | None = None,
+    through_functions: bool = True,
 ) -> Traced:
     """Trace ``module``'s own forward with torch.fx, its children as leaves, without running it.
 
@@ -78,13 +79,15 @@ def trace(
         function: traced in place of the class's forward (for forwards with a hand-written fast path).
         leaves: library attributes to replace while tracing.
         running: what `child_calls_recorded` yielded, to trace many modules under one patch.
+        through_functions: False records functions that the forward calls by their global name as such, instead of
+            what they compute: a shorter forward that goes on calling them.
 
     Raises:
         TraceError: no path through the forward could be traced; the message says why.
     """
     if running is None:
         with child_calls_recorded() as running:
-            return trace(module, inline, function, leaves, running)
+            return trace(module, inline, function, leaves, running, through_functions)
     if function is None:
         function, _ = plain_forward(type(module))
     if inspects_keywords(function):
@@ -92,9 +95,13 @@ def trace(
     optional = [p.name for p in parameters_of(function)[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
     runs = itertools.count()
+    opaque = frozenset[tuple[str, bool]]()
+    if not through_functions:
+        called = (name for name in function.__code__.co_names if isinstance(function.__globals__.get(name), FunctionType))
+        opaque = frozenset((name, False) for name in called)
 
     def explore(nones: Sequence[str]) -> list[Path]:
-        return _explore(module, function, frozenset(nones), inline, leaves, running, runs)
+        return _explore(module, function, frozenset(nones), opaque, inline, leaves, running, runs)
 
     given = explore(())
     absent = [p.name for p in parameters_of(function)[1:] if p.default is None]
@@ -129,13 +136,14 @@ def _explore(
     module: nn.Module,
     function: FunctionType,
     nones: frozenset[str],
+    opaque: frozenset[tuple[str, bool]],
     inline: Callable[[nn.Module], bool],
     leaves: Sequence[Leaf],
     running: list[PathTracer],
     runs: Iterator[int],
 ) -> list[Path]:
     """Depth first over the outcomes of all tests on traced values."""
-    opaque: frozenset[tuple[str, bool]] = frozenset()
+    limit = len(opaque) + _MAX_OPAQUE
     paths: list[Path] = []
     decisions: list[bool] = []
     while True:
@@ -145,7 +153,7 @@ def _explore(
         try:
             graph, error = tracer.run(), ""
         except Opaque as request:
-            if len(opaque) >= _MAX_OPAQUE:
+            if len(opaque) >= limit:
                 raise TraceError(f"{type(request.error).__name__}: {request.error}") from request.error
             opaque, paths, decisions = opaque | {(request.name, request.is_method)}, [], []
             continue

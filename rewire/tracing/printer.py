@@ -28,6 +28,7 @@ _INFIX = {
 }  # fmt: skip
 _PREFIX = {"neg": "-", "pos": "+", "invert": "~"}
 _STREAM_NAME = "stream"
+_UNPACKED = "unpacked"
 #: Variables that would hide what generated forwards use: a child may be called ``self``.
 _RENAMED = {"self": "self_", "torch": "torch_", "getattr": "getattr_", "slice": "slice_", "float": "float_"}
 
@@ -158,6 +159,13 @@ def statements(graph: fx.Graph, table: dict[str, Any], written: dict[str, str] |
     for node in graph.nodes:
         if node.op == "placeholder" or _inlined(node) or (_pure(node) and not node.users and not _tested(node)):
             continue
+        if _is_element(node):
+            continue  # named where the tuple is unpacked
+        if node.meta.get(_UNPACKED):
+            elements = {user.args[1]: _name(user) for user in node.users if user.users}
+            names = [elements.get(index, "_") for index in range(len(node.users))]
+            lines.append(Line(node, f"{', '.join(names)} = {writer.call(node)}"))
+            continue
         if node.op == "output":
             lines.append(Line(None, f"return {writer.value(node.args[0])}"))
         elif node.users or _tested(node):
@@ -188,6 +196,12 @@ def _inlined(node: fx.Node) -> bool:
         return False
     source = node.args[0]
     return isinstance(source, fx.Node) and source.op == "call_module" and source.next is node
+
+
+def _is_element(node: fx.Node) -> bool:
+    """Whether ``node`` is an element of a tuple that is printed as ``a, b = ...``."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and bool(source.meta.get(_UNPACKED))
 
 
 def _pure(node: fx.Node) -> bool:

@@ -145,6 +145,7 @@ class PathTracer(fx.Tracer):
         self.leaves = leaves
         self.function, self.nones, self.decisions, self.opaque, self.inline = function, nones, decisions, opaque, inline
         self._tensors: dict[str, fx.Proxy] = {}
+        self._originals: dict[Any, FunctionType] = {}  # of functions that are recorded
         self.taken: list[tuple[fx.Node, bool]] = []
         self.root = root
         self.graph = fx.Graph(tracer_cls=PathTracer)
@@ -211,7 +212,8 @@ class PathTracer(fx.Tracer):
             for name, is_method in self.opaque:
                 if not is_method and name in namespace:
                     original = namespace[name]
-                    namespace[name] = functools.wraps(original)(self._recorded(original, always=True))
+                    recorded = functools.wraps(original)(self._recorded(original, always=True))
+                    namespace[name], self._originals[recorded] = recorded, original
                     stack.callback(namespace.__setitem__, name, original)
             yield
 
@@ -353,7 +355,7 @@ class PathTracer(fx.Tracer):
         if dataclasses.is_dataclass(a) and not isinstance(a, (type, dict)):
             raise TraceError(f"it hands on a {type(a).__name__}")  # torch.fx would construct a new one
         if isinstance(a, (FunctionType, type)) or inspect.isbuiltin(a):
-            return a
+            return self._originals.get(a, a)
         return super().create_arg(a)
 
 

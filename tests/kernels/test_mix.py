@@ -132,5 +132,5 @@ def test_autocast_changes_nothing() -> None:
 
 @pytest.mark.parametrize(("sources", "weights"), [(2, 3), (3, 2), (0, 0)])
 def test_counts_must_agree(sources: int, weights: int) -> None:
-    with pytest.raises(ValueError, match=f"{sources} sources and {weights} weights"):
+    with pytest.raises(ValueError, match=f"{sources} sources, {weights} weights"):
         mix(draw(sources, torch.float32), torch.ones(weights))

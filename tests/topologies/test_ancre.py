@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import ANCRe, Topology, make_topology, topologies
+from rewire.topologies.base import Dims
 from rewire.topologies.ancre import ANCReCascaded, ANCReConstant
 
 NORMALIZED = ["ingoing", "outgoing"]
@@ -41,7 +42,7 @@ def run(topology: Topology, weights: object, x: Tensor, blocks: list[nn.Module])
     states = topology.start(x)
     for t, block in enumerate(blocks, start=1):
         states = topology.write(states, weights, t, block(topology.read(states, weights, t)))
-    return topology.finish(states, weights, len(blocks))
+    return topology.finish(states, weights, Dims(len(blocks)))
 
 
 def net(depth: int, dtype: torch.dtype = torch.float32, width: int = 8) -> list[nn.Module]:
@@ -56,7 +57,7 @@ def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
 
 
 def learned(topology: Topology, depth: int, start: str = "preserve") -> nn.Parameter:
-    (value,) = topology.parameters(depth, start).values()  # type: ignore[arg-type]
+    (value,) = topology.parameters(Dims(depth), start).values()  # type: ignore[arg-type]
     return nn.Parameter(value)
 
 
@@ -75,8 +76,8 @@ def test_formulas(kind: str, cascade: str, depth: int) -> None:
     topology = ANCRe(kind, temperature=0.3, cascade=cascade)  # type: ignore[arg-type]
     logits = torch.randn(depth * (depth + 1) // 2)
     p = naive_p(logits, depth, kind, 0.3)
-    weights = topology.weights({"logits": logits}, depth)
-    table = topology.matrix(weights, depth)
+    weights = topology.weights({"logits": logits}, Dims(depth))
+    table = topology.matrix(weights, Dims(depth))
     assert table.dtype == torch.float32
     assert table.shape == (depth, depth)
     for row in range(depth):
@@ -92,7 +93,7 @@ def test_states_are_all_x() -> None:
     topology, depth = ANCRe(temperature=0.3), 4
     blocks, x = net(depth), torch.randn(3, 8)
     logits = torch.randn(10)
-    weights = topology.weights({"logits": logits}, depth)
+    weights = topology.weights({"logits": logits}, Dims(depth))
     xs = naive_run(x, blocks, naive_p(logits, depth, "ingoing", 0.3), False)
     states = topology.start(x)
     for t, block in enumerate(blocks, start=1):
@@ -100,7 +101,7 @@ def test_states_are_all_x() -> None:
         assert topology.read(states, weights, t) is states[t - 1]
         states = topology.write(states, weights, t, block(states[-1]))
     assert states[0] is x
-    assert topology.finish(states, weights, depth) is states[depth]
+    assert topology.finish(states, weights, Dims(depth)) is states[depth]
     for got, want in zip(states, xs, strict=True):
         torch.testing.assert_close(got, want)
 
@@ -111,7 +112,7 @@ def test_sums(kind: str, start: str) -> None:
     topology, depth = ANCRe(kind), 7  # type: ignore[arg-type]
     torch.manual_seed(0)
     logits = torch.randn(28) if start == "random" else learned(topology, depth, start)
-    p = topology.weights({"logits": logits}, depth)
+    p = topology.weights({"logits": logits}, Dims(depth))
     torch.testing.assert_close(p.sum(1 if kind == "ingoing" else 0), torch.ones(depth))
     assert (p >= 0).all()
     assert (p.triu(1) == 0).all()
@@ -119,13 +120,13 @@ def test_sums(kind: str, start: str) -> None:
 
 def test_paper_starts() -> None:
     for kind in NORMALIZED:
-        assert (ANCRe(kind).parameters(5, "paper")["logits"] == 0).all()  # type: ignore[arg-type]
+        assert (ANCRe(kind).parameters(Dims(5), "paper")["logits"] == 0).all()  # type: ignore[arg-type]
     uniform = torch.tensor([[1, 0, 0], [1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3]])
     for topology in (ANCRe(), ANCRe("none"), ANCRe("none", cascade="keep")):
-        torch.testing.assert_close(topology.weights(topology.parameters(3, "paper"), 3), uniform)
+        torch.testing.assert_close(topology.weights(topology.parameters(Dims(3), "paper"), Dims(3)), uniform)
     outgoing = ANCRe("outgoing")
     want = torch.tensor([[1 / 3, 0, 0], [1 / 3, 1 / 2, 0], [1 / 3, 1 / 2, 1]])
-    torch.testing.assert_close(outgoing.weights(outgoing.parameters(3, "paper"), 3), want)
+    torch.testing.assert_close(outgoing.weights(outgoing.parameters(Dims(3), "paper"), Dims(3)), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,10 +134,10 @@ def test_paper_starts() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3, 24, 64, 200])
 def test_preserving_start_is_one_hot(kind: str, temperature: float, depth: int) -> None:
     topology = ANCRe(kind, temperature)  # type: ignore[arg-type]
-    logits = topology.parameters(depth, "preserve")["logits"]
+    logits = topology.parameters(Dims(depth), "preserve")["logits"]
     assert logits.dtype == torch.float32
     assert logits.shape == (depth * (depth + 1) // 2,)
-    p = topology.weights({"logits": logits}, depth).double()
+    p = topology.weights({"logits": logits}, Dims(depth)).double()
     assert (p - torch.eye(depth)).abs().max() <= 1e-6
     assert (p - p.diagonal().diag()).sum() <= 4.01e-6  # the misplaced weight of all units together
     if kind != "none":
@@ -148,7 +149,7 @@ def test_preserving_start_is_one_hot(kind: str, temperature: float, depth: int) 
 @pytest.mark.parametrize("depth", [2, 12, 100])
 def test_preserving_start_equals_the_plain_network(kind: str, depth: int) -> None:
     topology, x, blocks = ANCRe(kind), torch.randn(4, 8, dtype=torch.float64), net(depth, torch.float64)  # type: ignore[arg-type]
-    weights = topology.weights({"logits": learned(topology, depth)}, depth)
+    weights = topology.weights({"logits": learned(topology, depth)}, Dims(depth))
     want = plain(x, blocks)
     assert (run(topology, weights, x, blocks) - want).norm() <= 1e-5 * want.norm()
 
@@ -163,7 +164,7 @@ def test_every_logit_learns_from_the_preserving_start(kind: str) -> None:
     optimizer = torch.optim.Adam([logits, *nn.ModuleList(blocks).parameters()], lr=1e-3)
     for step in range(2):
         optimizer.zero_grad()
-        out = run(topology, topology.weights({"logits": logits}, depth), x, blocks)
+        out = run(topology, topology.weights({"logits": logits}, Dims(depth)), x, blocks)
         nn.functional.mse_loss(out, target).backward()
         assert logits.grad is not None
         assert (logits.grad[free] != 0).all(), step
@@ -181,7 +182,7 @@ def test_gradients_at_the_preserving_start_are_not_noise(kind: str, depth: int) 
     logits = learned(topology, depth)
     torch.manual_seed(0)
     upstream = torch.randn(depth, depth)
-    topology.weights({"logits": logits}, depth).backward(upstream)
+    topology.weights({"logits": logits}, Dims(depth)).backward(upstream)
     row, column = torch.tril_indices(depth, depth)
     exact = logits.detach().double().requires_grad_()
     table = torch.full((depth, depth), -math.inf, dtype=torch.float64).index_put((row, column), exact / 0.01)
@@ -203,17 +204,17 @@ def test_learns_a_shortcut(kind: str) -> None:
     shortcut = depth * (depth - 1) // 2  # row T, source 0
     teacher = logits.detach().clone()
     teacher[shortcut] = teacher.max() + (0 if kind == "none" else 0.01)
-    target = topology.weights({"logits": teacher}, depth)
+    target = topology.weights({"logits": teacher}, Dims(depth))
     assert target[-1, 0] > 0.6
-    start = topology.weights({"logits": logits}, depth)[-1, 0].item()
+    start = topology.weights({"logits": logits}, Dims(depth))[-1, 0].item()
     optimizer = torch.optim.Adam([logits], lr=1e-2 if kind == "none" else 1e-3)
     for _ in range(600):
         x = torch.randn(64, 8)
         optimizer.zero_grad()
-        out = run(topology, topology.weights({"logits": logits}, depth), x, blocks)
+        out = run(topology, topology.weights({"logits": logits}, Dims(depth)), x, blocks)
         nn.functional.mse_loss(out, run(topology, target, x, blocks)).backward()
         optimizer.step()
-    end = topology.weights({"logits": logits}, depth).detach()
+    end = topology.weights({"logits": logits}, Dims(depth)).detach()
     assert start < 1e-6
     assert end[-1, 0] > 0.4
 
@@ -223,7 +224,7 @@ def test_bf16_states(kind: str) -> None:
     depth = 6
     topology, blocks, x = ANCRe(kind), net(depth, torch.bfloat16), torch.randn(4, 8).bfloat16()  # type: ignore[arg-type]
     logits = learned(topology, depth)
-    weights = topology.weights({"logits": logits}, depth)
+    weights = topology.weights({"logits": logits}, Dims(depth))
     out = run(topology, weights, x, blocks)
     assert weights.dtype == torch.float32
     assert out.dtype == torch.bfloat16
@@ -243,10 +244,10 @@ def test_autocast_leaves_the_weights_in_float32(kind: str) -> None:
     topology = ANCRe(kind)  # type: ignore[arg-type]
     torch.manual_seed(0)
     logits = torch.randn(15) * 0.01
-    want = topology.weights({"logits": logits}, depth)
+    want = topology.weights({"logits": logits}, Dims(depth))
     blocks, x = net(depth), torch.randn(4, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        got = topology.weights({"logits": logits}, depth)
+        got = topology.weights({"logits": logits}, Dims(depth))
         out = run(topology, got, x, blocks)
     assert got.dtype == torch.float32
     assert torch.equal(got, want)
@@ -255,7 +256,7 @@ def test_autocast_leaves_the_weights_in_float32(kind: str) -> None:
 
 def test_parallel_branches_are_summed() -> None:
     topology, x, f, g = ANCRe(), *torch.randn(3, 2, 8)
-    weights = topology.weights(topology.parameters(1, "paper"), 1)
+    weights = topology.weights(topology.parameters(Dims(1), "paper"), Dims(1))
     torch.testing.assert_close(topology.write((x,), weights, 1, f, g)[-1], x + f + g)
 
 
@@ -265,7 +266,7 @@ def test_compiles_in_one_graph(kind: str) -> None:
     topology, blocks, x = ANCRe(kind), net(depth), torch.randn(4, 8)  # type: ignore[arg-type]
 
     def forward(logits: Tensor, x: Tensor) -> Tensor:
-        return run(topology, topology.weights({"logits": logits}, depth), x, blocks)
+        return run(topology, topology.weights({"logits": logits}, Dims(depth)), x, blocks)
 
     logits = learned(topology, depth)
     compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
@@ -278,10 +279,10 @@ def test_compiles_in_one_graph(kind: str) -> None:
 def test_keep_preserves_only_without_normalization() -> None:
     for kind in NORMALIZED:
         with pytest.raises(UnsupportedTopology, match=f"ancre-{kind}.*keep.*start='paper'"):
-            ANCRe(kind, cascade="keep").parameters(3, "preserve")  # type: ignore[arg-type]
+            ANCRe(kind, cascade="keep").parameters(Dims(3), "preserve")  # type: ignore[arg-type]
     topology, x, blocks = ANCRe("none", cascade="keep"), torch.randn(4, 8), net(3)
     logits = learned(topology, 3)
-    out = run(topology, topology.weights({"logits": logits}, 3), x, blocks)
+    out = run(topology, topology.weights({"logits": logits}, Dims(3)), x, blocks)
     torch.testing.assert_close(out, plain(x, blocks), rtol=1e-6, atol=1e-6)
     out.square().sum().backward()
     assert logits.grad is not None
@@ -323,29 +324,29 @@ def test_constant() -> None:
     topology, depth = ANCReConstant(), 5
     p = {(i, j): 1 / j for j in range(1, depth + 1) for i in range(j)}
     x, blocks = torch.randn(4, 8, dtype=torch.float64), net(depth, torch.float64)
-    assert topology.parameters(depth, "paper") == {}
-    weights = topology.weights({}, depth)
+    assert topology.parameters(Dims(depth), "paper") == {}
+    weights = topology.weights({}, Dims(depth))
     want = naive_run(x, blocks, p, False)[-1]
     torch.testing.assert_close(run(topology, weights, x, blocks), want, rtol=1e-6, atol=1e-6)
-    table = topology.matrix(weights, depth)
+    table = topology.matrix(weights, Dims(depth))
     for row in range(depth):
         assert table[row].tolist() == pytest.approx([p.get((i, row + 1), 0.0) for i in range(depth)])
     with pytest.raises(UnsupportedTopology, match=r"ancre-constant.*start='paper'"):
-        topology.parameters(depth, "preserve")
+        topology.parameters(Dims(depth), "preserve")
 
 
 def test_cascaded() -> None:
     topology, depth = ANCReCascaded(), 4
     x, blocks = torch.randn(4, 8, dtype=torch.float64), net(depth, torch.float64)
     for start in ("preserve", "paper"):
-        weights = topology.weights({"scales": learned(topology, depth, start)}, depth)
+        weights = topology.weights({"scales": learned(topology, depth, start)}, Dims(depth))
         assert torch.equal(run(topology, weights, x, blocks), plain(x, blocks))
-        assert torch.equal(topology.matrix(weights, depth), torch.eye(depth))
+        assert torch.equal(topology.matrix(weights, Dims(depth)), torch.eye(depth))
     scales = torch.randn(depth, requires_grad=True)
     want = x
     for block, a in zip(blocks, scales.tolist(), strict=True):
         want = block(want) + a * want
-    out = run(topology, topology.weights({"scales": scales}, depth), x, blocks)
+    out = run(topology, topology.weights({"scales": scales}, Dims(depth)), x, blocks)
     torch.testing.assert_close(out, want)
     out.sum().backward()
     assert scales.grad is not None

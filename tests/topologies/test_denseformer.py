@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import DenseFormer, make_topology
+from rewire.topologies.base import Dims
 
 OPTIONS = [(1, 1), (2, 1), (1, 2), (2, 3), (3, 2), (4, 5), (7, 1)]
 
@@ -38,7 +39,7 @@ def run(topology: DenseFormer, weights: object, x: Tensor, blocks: list[nn.Modul
         assert len(states) == t + 1  # x_0 .. x_{t-1}, y_{t-1}
         assert topology.read(states, weights, t) is states[-1]
         states = topology.write(states, weights, t, block(states[-1]))
-    return topology.finish(states, weights, len(blocks))
+    return topology.finish(states, weights, Dims(len(blocks)))
 
 
 def net(depth: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
@@ -50,13 +51,13 @@ def net(depth: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
 @pytest.mark.parametrize(("dilation", "period"), OPTIONS)
 def test_formulas(depth: int, dilation: int, period: int) -> None:
     topology = DenseFormer(dilation, period)
-    alpha = torch.randn_like(topology.parameters(depth, "paper")["alpha"]) * 0.5
+    alpha = torch.randn_like(topology.parameters(Dims(depth), "paper")["alpha"]) * 0.5
     rows = naive_rows(alpha, depth, dilation, period)
-    weights = topology.weights({"alpha": alpha}, depth)
+    weights = topology.weights({"alpha": alpha}, Dims(depth))
     x, blocks = torch.randn(2, 3, 8, dtype=torch.float64), net(depth, torch.float64)
     want = naive_run(x, blocks, rows)
     torch.testing.assert_close(run(topology, weights, x, blocks), want, rtol=1e-6, atol=1e-6)
-    table = topology.matrix(weights, depth)
+    table = topology.matrix(weights, Dims(depth))
     assert table.dtype == torch.float32
     assert table.shape == (depth, depth + 1)
     for t in range(1, depth + 1):
@@ -69,17 +70,17 @@ def test_formulas(depth: int, dilation: int, period: int) -> None:
 @pytest.mark.parametrize(("dilation", "period"), OPTIONS)
 def test_starts_as_the_plain_network_bitwise(dilation: int, period: int, dtype: torch.dtype, start: str) -> None:
     topology, depth = DenseFormer(dilation, period), 6
-    alpha = nn.Parameter(topology.parameters(depth, start)["alpha"])  # type: ignore[arg-type]
+    alpha = nn.Parameter(topology.parameters(Dims(depth), start)["alpha"])  # type: ignore[arg-type]
     assert alpha.dtype == torch.float32
     assert alpha.dim() == 1
     blocks, x = net(depth, dtype), torch.randn(4, 8).to(dtype)
-    weights = topology.weights({"alpha": alpha}, depth)
+    weights = topology.weights({"alpha": alpha}, Dims(depth))
     out, want = run(topology, weights, x, blocks), x
     for block in blocks:
         want = want + block(want)
     assert out.dtype == dtype
     assert torch.equal(out, want)
-    assert torch.equal(topology.matrix(weights, depth), torch.eye(depth, depth + 1).roll(1, 1))
+    assert torch.equal(topology.matrix(weights, Dims(depth)), torch.eye(depth, depth + 1).roll(1, 1))
     out.float().square().mean().backward()
     assert alpha.grad is not None
     assert (alpha.grad != 0).all()
@@ -88,29 +89,29 @@ def test_starts_as_the_plain_network_bitwise(dilation: int, period: int, dtype: 
 def test_learns_a_shortcut() -> None:
     depth, topology = 3, DenseFormer()
     blocks = net(depth)
-    alpha = nn.Parameter(topology.parameters(depth, "preserve")["alpha"])
+    alpha = nn.Parameter(topology.parameters(Dims(depth), "preserve")["alpha"])
     optimizer = torch.optim.Adam([alpha], lr=2e-2)
     for _ in range(300):
         x = torch.randn(64, 8)
         optimizer.zero_grad()
-        out = run(topology, topology.weights({"alpha": alpha}, depth), x, blocks)
+        out = run(topology, topology.weights({"alpha": alpha}, Dims(depth)), x, blocks)
         nn.functional.mse_loss(out, 3 * x).backward()
         optimizer.step()
-    table = topology.matrix(topology.weights({"alpha": alpha}, depth), depth)
+    table = topology.matrix(topology.weights({"alpha": alpha}, Dims(depth)), Dims(depth))
     assert table[depth - 1, 0] > 0.5
     assert table[depth - 1, depth] < 0.9
 
 
 def test_autocast_leaves_the_average_in_float32() -> None:
     topology, blocks, x = DenseFormer(), net(3), torch.randn(4, 8)
-    weights = topology.weights(topology.parameters(3, "paper"), 3)
+    weights = topology.weights(topology.parameters(Dims(3), "paper"), Dims(3))
     with torch.autocast("cpu", torch.bfloat16):
         assert run(topology, weights, x, blocks).dtype == torch.float32
 
 
 def test_merge_leaves_room_for_a_norm() -> None:
     topology = DenseFormer()
-    weights = topology.weights({"alpha": torch.tensor([0.25, 0.5])}, 1)
+    weights = topology.weights({"alpha": torch.tensor([0.25, 0.5])}, Dims(1))
     x, f, normed = torch.randn(3, 2, 8)
     assert torch.equal(topology.merge(topology.start(x), weights, 1, f), x + f)
     states = topology.push(topology.start(x), weights, 1, normed)
@@ -123,9 +124,9 @@ def test_compiles_in_one_graph() -> None:
     topology, blocks, x = DenseFormer(2, 1), net(4), torch.randn(4, 8)
 
     def forward(alpha: Tensor, x: Tensor) -> Tensor:
-        return run(topology, topology.weights({"alpha": alpha}, 4), x, blocks)
+        return run(topology, topology.weights({"alpha": alpha}, Dims(4)), x, blocks)
 
-    alpha = torch.randn_like(topology.parameters(4, "paper")["alpha"])
+    alpha = torch.randn_like(topology.parameters(Dims(4), "paper")["alpha"])
     compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(alpha, x), forward(alpha, x))
 
@@ -139,4 +140,4 @@ def test_wrong_options(option: str, value: float) -> None:
 
 def test_a_period_beyond_the_trunk() -> None:
     with pytest.raises(UnsupportedTopology, match=r"period=4.*3 units"):
-        DenseFormer(period=4).parameters(3, "preserve")
+        DenseFormer(period=4).parameters(Dims(3), "preserve")

@@ -5,6 +5,7 @@ import torch
 
 from rewire.errors import UnknownName
 from rewire.topologies import Residual, make_topology, topologies
+from rewire.topologies.base import Dims
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,8 +33,8 @@ def test_merge_then_push_is_write() -> None:
 
 @pytest.mark.parametrize("start", ["preserve", "paper"])
 def test_has_no_parameters(start: str) -> None:
-    assert Residual().parameters(4, start) == {}  # type: ignore[arg-type]
-    assert torch.equal(Residual().matrix(None, 4), torch.eye(4))
+    assert Residual().parameters(Dims(4), start) == {}  # type: ignore[arg-type]
+    assert torch.equal(Residual().matrix(None, Dims(4)), torch.eye(4))
 
 
 def test_names() -> None:

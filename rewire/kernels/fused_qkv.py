@@ -1,0 +1,80 @@
+"""One fused projection, applied to three inputs: each takes its own rows of the weight."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """Layout of the output of a fused projection: ``groups`` times (queries, keys, values).
+
+    One group is ``[q | k | v]``; interleaved heads have one group for each head, grouped-query attention one for each
+    key-value head.
+
+    Attributes:
+        groups: how often the three follow each other.
+        sizes: features of q, k and v in one group.
+    """
+
+    groups: int
+    sizes: tuple[int, int, int]
+
+    @property
+    def rows(self) -> int:
+        """Features of the whole output."""
+        return self.groups * sum(self.sizes)
+
+
+def project_fused(
+    projection: nn.Module, groups: int, sizes: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """What ``projection`` returns, with the features of queries, keys and values computed from different inputs.
+
+    The weight is sliced, not copied. A projection that is no plain linear map (wrapped by an adapter, quantised,
+    hooked) is called as it is on each of the three, and the features that are needed are taken.
+
+    Args:
+        projection: maps [..., D] to [..., groups * sum(sizes)].
+        groups: see `Fused`.
+        sizes: see `Fused`.
+        q, k, v: [..., D], what the queries, keys and values are projected from.
+
+    Returns:
+        [..., groups * sum(sizes)], laid out as the projection's own output.
+    """
+    weight = _plain_weight(projection)  # [groups * sum(sizes), D]
+    if weight is None:
+        features = [projection(x).unflatten(-1, (groups, -1)).split(sizes, -1)[n] for n, x in enumerate((q, k, v))]
+        return torch.cat(features, dim=-1).flatten(-2)
+    bias = projection.bias
+    weights = weight.unflatten(0, (groups, -1)).split(sizes, 1)  # each [groups, size, D]
+    biases = (None,) * 3 if bias is None else bias.unflatten(0, (groups, -1)).split(sizes, 1)
+    features = [_linear(x, w, b) for x, w, b in zip((q, k, v), weights, biases, strict=True)]
+    return torch.cat(features, dim=-1).flatten(-2)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[..., D] times [groups, size, D] to [..., groups, size], reading the slice of the weight in place."""
+    if weight.shape[0] == 1:
+        return F.linear(x, weight[0], None if bias is None else bias[0]).unsqueeze(-2)
+    rows = x.reshape(-1, x.shape[-1])  # [N, D]
+    y = torch.bmm(rows.expand(weight.shape[0], -1, -1), weight.transpose(1, 2))  # [groups, N, size]
+    y = y if bias is None else y + bias.unsqueeze(1).to(y.dtype)
+    return y.transpose(0, 1).unflatten(0, x.shape[:-1])
+
+
+def _plain_weight(projection: nn.Module) -> Tensor | None:
+    """Weight [out, in] of a plain linear map; None for anything else."""
+    if projection._forward_hooks or projection._forward_pre_hooks:
+        return None
+    cls = type(projection)
+    if cls is nn.Linear or (cls.__name__ == "FalconLinear" and cls.__module__.startswith("transformers.")):
+        return projection.weight
+    if cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils":
+        return projection.weight.t()
+    return None
