@@ -250,7 +250,7 @@ class TwoStates(Residual):
         return Ways(x, 2 * x, 3 * x, 4 * x), (x, 4 * x)
 
     def write(self, states, weights, t, *branches):  # type: ignore[no-untyped-def]
-        x, residual = states
+        _, residual = states
         return (residual + 10 * branches[0],)
 
 
@@ -285,7 +285,9 @@ def test_topologies_see_channels_last(dim: int, shape: tuple[int, ...]) -> None:
 
     x, f = torch.randn(2, *shape)
     layout = Layout("stages", Watching(), (1, 2), width=8, channel_dim=dim)
-    stream = Stream.begin(x, layout.topology.weights(layout.topology.parameters(layout.dims, "paper"), layout.dims), layout)
+    stream = Stream.begin(
+        x, layout.topology.weights(layout.topology.parameters(layout.dims, "paper"), layout.dims), layout
+    )
     value, stream = stream.read()
     assert value.shape == shape and stream.shape == shape
     out = stream.write(f).write(f).finish()

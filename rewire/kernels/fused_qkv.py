@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ def project_fused(
     if weight is None:
         features = [projection(x).unflatten(-1, (groups, -1)).split(sizes, -1)[n] for n, x in enumerate((q, k, v))]
         return torch.cat(features, dim=-1).flatten(-2)
-    bias = projection.bias
+    bias: Tensor | None = projection.bias  # type: ignore[assignment]
     weights = weight.unflatten(0, (groups, -1)).split(sizes, 1)  # each [groups, size, D]
     biases = (None,) * 3 if bias is None else bias.unflatten(0, (groups, -1)).split(sizes, 1)
     features = [_linear(x, w, b) for x, w, b in zip((q, k, v), weights, biases, strict=True)]
@@ -68,7 +69,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.transpose(0, 1).unflatten(0, x.shape[:-1])
 
 
-def _plain_weight(projection: nn.Module) -> Tensor | None:
+def _plain_weight(projection: Any) -> Tensor | None:
     """Weight [out, in] of a plain linear map; None for anything else."""
     if projection._forward_hooks or projection._forward_pre_hooks:
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,9 +18,28 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [..., K], float32 or float64.
     """
-    precision = torch.promote_types(x.dtype, weight.dtype)
     with torch.autocast(device_type=x.device.type, enabled=False):
+        return _Project.apply(x, weight)
+
+
+class _Project(torch.autograd.Function):
+    """Keeps ``x`` as it is for backward, and no float32 copy of it: every read projects every state."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        precision = torch.promote_types(x.dtype, weight.dtype)
         return x.to(precision) @ weight.to(precision)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad_x = (grad @ weight.to(grad.dtype).T).to(x.dtype)
+        grad_weight = x.to(grad.dtype).flatten(0, -2).T @ grad.flatten(0, -2)
+        return grad_x, grad_weight.to(weight.dtype)
 
 
 def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -111,8 +110,8 @@ def find_projections(
     raise UnsupportedTopology(
         f"the attention '{where}' cannot read its queries, keys and values apart: no projections with usual names were "
         f"found (linear maps of '{path}': {', '.join(below) or 'none'}). Use a topology that reads one value, or "
-        "register a pattern with `qkv` set to the paths of the three below the block (or of a fused one, and `fused` to "
-        "the layout of its output)."
+        "register a pattern with `qkv` set to the paths of the three below the block (or of a fused one, and `fused` "
+        "to the layout of its output)."
     )
 
 
@@ -126,8 +125,8 @@ class Inner:
 
 def feed_attention(
     graph: fx.Graph, value: fx.Node, read: fx.Node, users: Sequence[fx.Node], projections: Projections
-) -> list[Inner]:
-    """Let ``users`` of ``value`` read the `Ways` that ``read`` is: the projections their own way, all else the residual.
+) -> set[Inner]:
+    """Let ``users`` of ``value`` read the `Ways` that ``read`` is: projections their own, all else the residual.
 
     Returns:
         The children that are handed `Ways` and have to be rewritten by `rewrite_inner`.
@@ -136,12 +135,15 @@ def feed_attention(
         UnsupportedTopology: a projection's input cannot be told apart from the others'.
     """
     feeder = _Feeder(graph, value, read, projections.block, projections)
-    inner = feeder.run(projections.paths)
+    feeder.run(projections.paths)
+    missing = [path for path in projections.paths if not feeder.reached(path)]
+    if missing:
+        raise projections.error(f"its block does not hand what it reads to {', '.join(missing)}")
     rest = feeder.attribute("residual")
     for user in users:
         user.replace_input_with(value, rest)
     feeder.sweep()
-    return inner
+    return feeder.inner
 
 
 def rewrite_inner(inner: Inner, projections: Projections) -> None:
@@ -163,14 +165,13 @@ def rewrite_inner(inner: Inner, projections: Projections) -> None:
         function = here.forwards.get(type(module))
         traced = trace(module, function=function, leaves=here.leaves, through_functions=False)
         below: set[Inner] = set()
-        seen: set[str] = set()
-        for path in traced.paths:
-            if path.graph is not None:
-                calls = {str(node.target) for node in path.graph.nodes if node.op == "call_module"}
-                found = _feed_argument(path.graph, inner.argument, here)
-                below |= set(found or ())
-                seen |= calls if found is not None else set()
-        missing = [p for p in paths if not any(p == call or p.startswith(f"{call}.") for call in seen)]
+        reached: set[str] = set()
+        for graph in (path.graph for path in traced.paths):
+            feeder = None if graph is None else _feed_argument(graph, inner.argument, here)
+            if feeder is not None:
+                below |= feeder.inner
+                reached |= set(filter(feeder.reached, paths))
+        missing = [path for path in paths if path not in reached]
         if missing:
             raise projections.error(f"the forward of {where} does not call {', '.join(missing)} on its input")
         table = globals_for(traced.signature, [path.graph for path in traced.paths if path.graph is not None])
@@ -192,7 +193,7 @@ def apart(q: Any, k: Any, v: Any) -> Ways:
     return Ways(q, k, v, q)
 
 
-def _feed_argument(graph: fx.Graph, argument: str, projections: Projections) -> list[Inner] | None:
+def _feed_argument(graph: fx.Graph, argument: str, projections: Projections) -> _Feeder | None:
     """Rewrite one path of an attention's forward; None where it does not use its input."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     value = next((node for node in placeholders if str(node.target) == argument), None)
@@ -202,12 +203,12 @@ def _feed_argument(graph: fx.Graph, argument: str, projections: Projections) -> 
     with graph.inserting_after(placeholders[-1]):
         read = graph.create_node("call_function", ways, (value,), name=f"{argument}_ways")
     feeder = _Feeder(graph, value, read, projections.block, projections)
-    inner = feeder.run(projections.paths)
+    feeder.run(projections.paths)
     rest = feeder.attribute("q")  # shapes, and gates computed from what the attention reads
     for user in users:
         user.replace_input_with(value, rest)
     feeder.sweep()
-    return inner
+    return feeder
 
 
 class _Feeder:
@@ -218,18 +219,26 @@ class _Feeder:
         self.values = Values(graph, root)
         self.attributes: dict[str, fx.Node] = {}
         self.copies: dict[tuple[str, fx.Node], fx.Node] = {}
+        self.fed: set[str] = set()  # paths of the projections, and of the children that hold some, that were fed
+        self.inner: set[Inner] = set()
 
-    def run(self, paths: tuple[str, ...]) -> list[Inner]:
-        inner: set[Inner] = set()
+    def reached(self, path: str) -> bool:
+        """Whether the projection at ``path``, or a child that holds it, was fed."""
+        return any(path == target or path.startswith(f"{target}.") for target in self.fed)
+
+    def run(self, paths: tuple[str, ...]) -> None:
         for node in list(self.graph.nodes):
             if node.op != "call_module":
                 continue
             target = str(node.target)
+            holds = any(path == target or path.startswith(f"{target}.") for path in paths)
+            if not holds or not self._depends(node):
+                continue  # keys and values of a cross-attention come from elsewhere
+            self.fed.add(target)
             if target in paths:
                 self._feed_projection(node, paths.index(target), len(paths))
-            elif any(path.startswith(f"{target}.") for path in paths) and self._depends(node):
-                inner.add(self._feed_child(node))
-        return list(inner)
+            else:
+                self.inner.add(self._feed_child(node))
 
     def attribute(self, name: str) -> fx.Node:
         """``read.q`` and so on, written where it is used."""
@@ -255,8 +264,6 @@ class _Feeder:
 
     def _feed_projection(self, node: fx.Node, number: int, count: int) -> None:
         sources = self._depends(node)
-        if not sources:
-            return  # cross-attention's keys and values come from elsewhere
         if isinstance(self.values.child(node), nn.MultiheadAttention):
             self._feed_multihead(node)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx, nn
 
@@ -11,8 +12,8 @@ from rewire.passes.values import Values
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _KINDS = (
-    ("cross-attention", re.compile(r"cross_?att|enc(oder|dec)_?att|encdecatt", re.I)),
-    ("attention", re.compile(r"attn|attention|self_att|msa\b|_sa_block|_mha_block", re.I)),
+    ("cross-attention", re.compile(r"cross_?att|enc(oder|dec)_?att|encdecatt|multihead_attn|_mha_block", re.I)),
+    ("attention", re.compile(r"attn|attention|self_att|msa\b|_sa_block", re.I)),
     ("conv", re.compile(r"conv", re.I)),
     (
         "ffn",
@@ -69,7 +70,7 @@ def _norm_channels(module: nn.Module) -> tuple[int, int] | None:
     """Channels of a norm, or of the norm in an adaptive one, and their dimension."""
     for child in module.modules():
         kind, weight = type(child).__name__.lower(), getattr(child, "weight", None)
-        shape = getattr(child, "normalized_shape", None) or getattr(weight, "shape", ())
+        shape: Any = getattr(child, "normalized_shape", None) or getattr(weight, "shape", ())
         if "norm" not in kind or len(shape) != 1:
             continue
         if isinstance(child, nn.GroupNorm):
@@ -95,7 +96,9 @@ def _described(values: Values, node: fx.Node) -> str:
     child = values.child(node)
     plain = child is None or type(child).__module__.startswith("torch.nn.")
     return (
-        str(node.target) if plain and not isinstance(child, _CONVOLUTIONS) else f"{node.target} {type(child).__name__}"
+        str(node.target)
+        if plain and not isinstance(child, (*_CONVOLUTIONS, nn.MultiheadAttention))
+        else f"{node.target} {type(child).__name__}"
     )
 
 

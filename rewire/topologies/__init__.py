@@ -14,4 +14,14 @@ from rewire.topologies.residual import Residual
 for _file in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_file.name}")
 
-__all__ = ["ANCRe", "DenseFormer", "Dims", "Residual", "Topology", "Ways", "make_topology", "register_topology", "topologies"]
+__all__ = [
+    "ANCRe",
+    "DenseFormer",
+    "Dims",
+    "Residual",
+    "Topology",
+    "Ways",
+    "make_topology",
+    "register_topology",
+    "topologies",
+]

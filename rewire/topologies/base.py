@@ -52,7 +52,8 @@ class Topology(ABC):
 
     Units are numbered t = 1..T; unit t reads ``r_t`` from the stream, computes a branch output ``f_t`` and writes it.
     States are tuples of tensors; hidden states, branch outputs and what is read are [..., D], channels last for a
-    topology that `needs_width` (the stream moves the channels of convolutional nets). Weights are float32. All methods are pure.
+    topology that `needs_width` (the stream moves the channels of convolutional nets). Weights are float32. All
+    methods are pure.
 
     A topology whose new state is one tensor made of the branch output and the earlier states implements `merge` and
     `push`; it then also serves post-norm blocks, whose norm comes between the two. Others override `write`.

@@ -97,7 +97,9 @@ def trace(
     runs = itertools.count()
     opaque = frozenset[tuple[str, bool]]()
     if not through_functions:
-        called = (name for name in function.__code__.co_names if isinstance(function.__globals__.get(name), FunctionType))
+        called = (
+            name for name in function.__code__.co_names if isinstance(function.__globals__.get(name), FunctionType)
+        )
         opaque = frozenset((name, False) for name in called)
 
     def explore(nones: Sequence[str]) -> list[Path]:

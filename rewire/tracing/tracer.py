@@ -76,6 +76,9 @@ class _Unpacked:
         current = _instructions(frame.f_code).get(frame.f_lasti)
         if current is not None and current.opname == "UNPACK_SEQUENCE":
             return iter([self[index] for index in range(current.argval)])  # type: ignore[index]
+        length = _parts(self.node)  # type: ignore[attr-defined]
+        if length:
+            return iter([self[index] for index in range(length)])  # type: ignore[index]
         if current is None or current.opname not in ("LIST_EXTEND", "CALL_FUNCTION_EX"):
             raise TraceError("it loops over a traced value")
         return iter([self.tracer.create_proxy("call_function", star, (self,), {})])  # type: ignore[attr-defined]
@@ -83,6 +86,15 @@ class _Unpacked:
     def __len__(self) -> int:
         # ``(*x, 1)`` asks for a length hint, and only a TypeError means that there is none
         raise TypeError("the length of a traced value is not known")
+
+
+def _parts(node: fx.Node) -> int:
+    """Into how many parts ``node`` takes a tensor apart; 0 if it does not, or does not say."""
+    if node.target in ("chunk", torch.chunk) and len(node.args) > 1 and isinstance(node.args[1], int):
+        return node.args[1]
+    if node.target in ("split", torch.split) and len(node.args) > 1 and isinstance(node.args[1], (list, tuple)):
+        return len(node.args[1])
+    return 0
 
 
 class _Proxy(_Unpacked, fx.Proxy):

@@ -1,0 +1,195 @@
+"""Generalised residual networks and DeepCrossAttention: every read mixes all increments (arXiv 2502.06785)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.errors import UnsupportedTopology
+from rewire.kernels.mix import mix
+from rewire.kernels.tokens import project
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology, Ways, total
+from rewire.topologies.registry import register_topology
+
+
+class Read(NamedTuple):
+    """Weights of what one unit reads, or of the output, float32: one GRN instance per way.
+
+    Attributes:
+        b: [ways, N] or [ways, N, D] for a stack of N vectors.
+        w: [D, ways], None if the weights do not depend on the input.
+    """
+
+    b: Tensor
+    w: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GRN(Topology):
+    """What the generalised residual networks share (arXiv 2502.06785, Section 3.1).
+
+    The states are the stack ``G_t = [f_0, .., f_{t-1}]`` with ``f_0 = x_0``. Unit t reads a weighted sum of it and
+    appends ``f_t``; one more read of ``G_{T+1}`` is the trunk's output. With ``last=k`` the stack is ``x_0``, the sum
+    of the middle increments and the last k increments: at most k + 2 vectors.
+
+    **Both starts** are the paper's, ``b = 1`` and ``w = 0``: ``x_0 + f_1 + .. + f_{t-1}`` is the original network, in
+    its own order and thus bitwise in float32 and float64 (with ``last``, to rounding: the middle is summed first).
+    Nothing is normalised or saturated, so b and w have full gradients. If every branch starts at zero output, only
+    the output's ``b_{T+1,0}`` and ``w_{T+1}`` have a gradient at first; all others move from the second step on.
+
+    Before a norm only the ratios of weights count: unit 1, whose stack is ``x_0`` alone, learns next to nothing from
+    a weight that all channels share (``b_1`` of GRN-v1, ``w_1``) wherever a norm is all that sees what it reads.
+
+    Args:
+        last: increments that stay apart at the end of the stack, 1 or more; None: all.
+
+    Raises:
+        ValueError: ``last`` is below 1.
+    """
+
+    granularity: ClassVar[Granularity] = "block"  # Section 5, Table 6: one GRN per decoder block
+    supports_post_norm: ClassVar[bool] = False  # the state is the increment: there is no sum to normalise
+    #: Whether a part of the weights is computed from the sources.
+    input_dependent: ClassVar[bool] = False
+
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.last is not None and (not isinstance(self.last, int) or self.last < 1):
+            raise ValueError(f"last={self.last!r}: it has to be a whole number, 1 or more, or None.")
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``b`` and, if input-dependent, ``w``, float32.
+
+        ``b`` is [P], or [P, D] if there are weights per channel: for t = 1..T+1 in turn (the output is T+1), for each
+        of its ways (q, k, v, or a single one), one entry for each vector of the stack. ``w`` is [R, D]: one row for
+        each way of each t.
+        """
+        ways, sizes = self._ways(dims), self._sizes(dims)
+        channels = (dims.width,) if self.needs_width else ()
+        parameters = {"b": torch.ones(sum(m * n for m, n in zip(ways, sizes, strict=True)), *channels)}
+        if self.input_dependent:
+            parameters["w"] = torch.zeros(sum(ways), dims.width)
+        return parameters
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> tuple[Read, ...]:
+        """For t = 1..T+1 in turn, what its read uses."""
+        ways, sizes = self._ways(dims), self._sizes(dims)
+        flat = parameters["b"].float().split([m * n for m, n in zip(ways, sizes, strict=True)])
+        b = [rows.unflatten(0, (m, n)) for rows, m, n in zip(flat, ways, sizes, strict=True)]
+        if not self.input_dependent:
+            return tuple(map(Read, b))
+        w = parameters["w"].float().split(ways)
+        return tuple(Read(b_t, w_t.T) for b_t, w_t in zip(b, w, strict=True))
+
+    def read(self, states: States, weights: Any, t: int) -> Tensor | Ways:
+        mixes = _mixes(states, weights[t - 1])
+        if len(mixes) == 1:
+            return mixes[0]
+        q, k, v = mixes
+        return Ways(q, k, v, residual=q)
+
+    def write(self, states: States, weights: Any, t: int, *branches: Tensor) -> States:
+        stack = (*states, total(branches))
+        if self.last is not None and len(stack) > self.last + 2:
+            return (stack[0], stack[1] + stack[2], *stack[3:])  # the oldest of the last k joins the middle
+        return stack
+
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+        (output,) = _mixes(states, weights[dims.depth])
+        return output
+
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+        """b, float32 [T + 1, T + 1]; increments that were summed into the middle share its weight."""
+        table = torch.zeros(dims.depth + 1, dims.depth + 1, device=weights[0].b.device)
+        for t, (b, _) in enumerate(weights, start=1):
+            row = b.transpose(0, 1).flatten(1).mean(1)  # over ways and channels: [N]
+            merged = t - len(row)
+            table[t - 1, :t] = row[[0, *(max(1, i - merged) for i in range(1, t))]]
+        return table
+
+    def _sizes(self, dims: Dims) -> list[int]:
+        """For t = 1..T+1 in turn, the vectors in the stack."""
+        most = dims.depth + 1 if self.last is None else self.last + 2
+        return [min(t, most) for t in range(1, dims.depth + 2)]
+
+    def _ways(self, dims: Dims) -> list[int]:
+        """For t = 1..T+1 in turn, how many GRN instances read."""
+        return [1] * (dims.depth + 1)
+
+
+@register_topology("grn-v1")
+@dataclasses.dataclass(frozen=True)
+class GRNv1(GRN):
+    """Each unit reads a weighted sum of all increments, one scalar each (GRN-v1, arXiv 2502.06785).
+
+    ``r_t = sum_{i<t} b_ti f_i``, output ``sum_{i<=T} b_{T+1,i} f_i``. Options, starts and stack: see `GRN`.
+    """
+
+
+@register_topology("grn-v2")
+@dataclasses.dataclass(frozen=True)
+class GRNv2(GRN):
+    """Each unit reads a weighted sum of all increments, with weights per channel (GRN-v2, arXiv 2502.06785).
+
+    ``r_t = sum_{i<t} b_ti * f_i`` with ``b_ti`` in R^D; the output likewise. Options, starts and stack: see `GRN`.
+    """
+
+    needs_width: ClassVar[bool] = True
+
+
+@register_topology("grn-v3")
+@dataclasses.dataclass(frozen=True)
+class GRNv3(GRN):
+    """Each unit reads a weighted sum of all increments, partly input-dependent (GRN-v3, arXiv 2502.06785).
+
+    ``r_t = sum_{i<t} (b_ti + relu(w_t . f_i)) * f_i`` with ``b_ti, w_t`` in R^D, the dot product per token; the
+    output likewise. Options, starts and stack: see `GRN`. At ``w = 0`` a relu with derivative 0 would never learn;
+    this one has derivative 1 there.
+    """
+
+    needs_width: ClassVar[bool] = True
+    input_dependent: ClassVar[bool] = True
+
+
+@register_topology("dca")
+@dataclasses.dataclass(frozen=True)
+class DCA(GRNv3):
+    """DeepCrossAttention: queries, keys and values each read their own GRN-v3 mix (DCA, arXiv 2502.06785).
+
+    A unit that begins with an attention has three independent GRN-v3 reads of the same stack (Section 3.2). The
+    shortcut around the attention, into the feed-forward's input, carries the one for the queries (Section 3.2 says
+    "the inputs", without saying which of the three). Other units and the output have a single GRN-v3. ``last=k`` is
+    the paper's k-DCA. Options, starts and stack: see `GRN`. In unit 1, ``w_1`` of k and v, too, is no more than a
+    scale that a norm before the projections removes.
+    """
+
+    reads_qkv: ClassVar[bool] = True
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """As in `GRN`.
+
+        Raises:
+            UnsupportedTopology: no unit of the trunk begins with an attention.
+        """
+        if not dims.attention:
+            raise UnsupportedTopology(
+                f"topology 'dca' found, in a trunk of {dims.depth} units, no attention whose q, k and v could be read "
+                "apart; use grn-v3."
+            )
+        return super().parameters(dims, start)
+
+    def _ways(self, dims: Dims) -> list[int]:
+        return [3 if t in dims.attention else 1 for t in range(1, dims.depth + 2)]
+
+
+def _mixes(stack: States, read: Read) -> list[Tensor]:
+    """The weighted sum of the stack for each way."""
+    if read.w is None:
+        return [mix(stack, b) for b in read.b]
+    # Not relu: the derivative of clamp is 1 at 0, where all scores start.
+    scores = [project(f, read.w).clamp(min=0) for f in stack]  # each [..., ways]
+    return [mix(stack, b, scores=[s[..., way, None] for s in scores]) for way, b in enumerate(read.b)]
