@@ -22,6 +22,7 @@ from rewire.errors import (
 )
 from rewire.init import initializers
 from rewire.patterns import Pattern, patterns, register_pattern
+from rewire.penalties import sparsity_penalty
 from rewire.stream import Stream
 from rewire.topologies import ANCRe, DenseFormer, Dims, Residual, Topology, Ways, register_topology, topologies
 from rewire.trunk import Report, Site, Trunk
@@ -64,5 +65,6 @@ __all__ = [
     "register_topology",
     "restore",
     "source",
+    "sparsity_penalty",
     "topologies",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -70,7 +70,7 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
 
 def compile(
     model: nn.Module,
-    topology: str | Topology = "ancre-ingoing",
+    topology: str | Topology | Mapping[str, str | Topology] = "ancre-ingoing",
     *,
     init: str | None = None,
     granularity: Literal["auto", "block", "sublayer"] = "auto",
@@ -84,7 +84,9 @@ def compile(
 
     Args:
         model: any module, on any device (meta, too). It keeps behaving as before; its parameters are shared.
-        topology: a name (`rewire.topologies` lists them) or a `Topology` object.
+        topology: a name (`rewire.topologies` lists them) or a `Topology` object; or a dict of these by trunk, for
+            trunks with different topologies: the key is the name of a trunk or a part of its path (``"encoder"``).
+            Trunks that the dict does not name are left as they are.
         init: name of an initialiser (`rewire.initializers` lists them); None keeps the weights.
         granularity: what the topology connects: whole ``"block"``s, each ``"sublayer"`` (residual add) by itself, or
             what the topology's paper does (``"auto"``).
@@ -103,13 +105,14 @@ def compile(
     Raises:
         NoResidualAdds: nothing to rewire was found; the message says what was looked at.
         UnknownName: no such topology, initialiser or trunk; near names are given.
+        TypeError, ValueError: an argument is not one of what is said above; a trunk has two keys.
         AlreadyRewired, AlreadyConnected, ShardedModel: the model cannot be rewired as it is.
         UnsupportedTopology: the topology does not fit a trunk, or has no such start.
         WidthMismatch: a trunk's states have different widths.
         BadExampleInputs: the original does not run on the example inputs.
         ValidationMismatch: the rewritten model differs from the original.
     """
-    chosen = make_topology(topology, options)
+    chosen = _chosen(topology, options, trunks)
     _check_choices(init, granularity, start)
     _check_model(model)
     found = patterns_for(model)
@@ -119,10 +122,13 @@ def compile(
             f"{type(model).__name__} already has learned depth connections: {learned}. Rewiring would replace the "
             "shortcuts inside them; start from a plain residual model."
         )
-    rewired = _rewire(model, found, chosen, granularity, start, trunks)
+
+    def layouts(trunks_found: list[Trunk]) -> list[Layout]:
+        return [_layout(trunk, chosen[key], granularity) for trunk, key in _assigned(trunks_found, chosen)]
+
+    rewired = _rewire(model, found, layouts, start)
     if validate:
-        # a start that is not the original network: compare the same rewrite with plain residual connections in it
-        same = rewired if start == "preserve" else _rewire(model, found, Residual(), "sublayer", "preserve", trunks)
+        same = rewired if start == "preserve" else _rewire(model, found, _plain(rewired), "preserve")
         _validate(model, same, found, example_inputs)
     return rewired
 
@@ -249,29 +255,65 @@ def _copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
 
 
+def _chosen(
+    topology: str | Topology | Mapping[str, str | Topology], options: dict[str, Any], names: Sequence[str] | None
+) -> dict[str, Topology]:
+    """Topology by trunk name, or part of one; the empty key stands for all trunks."""
+    if not isinstance(topology, Mapping):
+        chosen = make_topology(topology, options)
+        return dict.fromkeys([names] if isinstance(names, str) else names or ("",), chosen)
+    if options or names is not None:
+        given = "trunks" if names is not None else f"options {sorted(options)}"
+        raise TypeError(
+            f"{given} cannot be combined with a dict of topologies: its keys name the trunks, and options go into "
+            'Topology objects, as in {"encoder": rewire.ANCRe(temperature=0.1)}.'
+        )
+    if not topology:
+        raise ValueError("the dict of topologies is empty: it names no trunk.")
+    return {name: make_topology(value, {}) for name, value in topology.items()}
+
+
+def _assigned(trunks: Sequence[Trunk], keys: Collection[str]) -> list[tuple[Trunk, str]]:
+    """Trunks that a key names, with that key."""
+    named: dict[str, list[Trunk]] = {}
+    for key in keys:
+        named[key] = [trunk for trunk in trunks if trunk.name == key] or [t for t in trunks if _has_part(t.name, key)]
+        if not named[key] and (key or not trunks):
+            known = ", ".join(trunk.name for trunk in trunks) or "none"
+            raise UnknownName(f"the model has no trunk '{key}'; its trunks are {known}.")
+    assigned = []
+    for trunk in trunks:
+        own = [key for key in keys if trunk in named[key]]
+        if len(own) > 1:
+            raise ValueError(f"trunk '{trunk.name}' is named by several keys: {', '.join(map(repr, own))}.")
+        assigned += [(trunk, key) for key in own]
+    return assigned
+
+
+def _has_part(name: str, key: str) -> bool:
+    """Whether ``key`` is a run of parts of the dotted ``name``; the empty key is one of every name."""
+    return not key or f".{key}." in f".{name}."
+
+
 def _rewire(
-    model: nn.Module,
-    found: list[Pattern],
-    topology: Topology,
-    granularity: str,
-    start: Start,
-    names: Sequence[str] | None,
+    model: nn.Module, found: list[Pattern], layouts: Callable[[list[Trunk]], list[Layout]], start: Start
 ) -> nn.Module:
+    """A rewired copy of ``model``: ``layouts`` chooses the trunks, and what connects their residual adds."""
     rewired = _copied(model)
     for pattern in found:
         if pattern.prepare:
             pattern.prepare(rewired)
     finder, trunks = _find(rewired, found)
-    trunks = _selected(trunks, names)
     if not trunks:
         looked = "".join(f"\n  {path or '(the model)'}: {reason}" for path, reason in finder.skipped.items())
         raise NoResidualAdds(
             f"no residual stream was found in {type(model).__name__} ({len(list(model.modules()))} modules were looked "
             f"at)." + (f" Left alone:{looked}" if looked else " No forward in it adds an input to what it computes.")
         )
+    by_name = {linked.trunk.name: linked for linked in trunks}
     rewrites: dict[int, BlockRewrite] = {}
-    for linked in trunks:
-        layout = _layout(linked.trunk, topology, granularity)
+    for layout in layouts([linked.trunk for linked in trunks]):
+        linked = by_name[layout.trunk]
         connection = Connection(layout, start, _device_of(rewired.get_submodule(linked.trunk.owner)))
         register(rewired, linked.trunk, connection)
         convert_collected(rewired, linked)
@@ -282,15 +324,19 @@ def _rewire(
     return rewired
 
 
-def _selected(trunks: list[LinkedTrunk], names: Sequence[str] | None) -> list[LinkedTrunk]:
-    if names is None:
-        return trunks
-    names = [names] if isinstance(names, str) else names
-    known = [linked.trunk.name for linked in trunks]
-    for name in names:
-        if name not in known:
-            raise UnknownName(f"the model has no trunk '{name}'; its trunks are {', '.join(known) or 'none'}.")
-    return [linked for linked in trunks if linked.trunk.name in names]
+def _plain(rewired: nn.Module) -> Callable[[list[Trunk]], list[Layout]]:
+    """The layouts of the trunks of ``rewired``, with plain residual connections in place of the learned ones.
+
+    What a start that is not the original network is validated with: the same rewrite, q, k and v apart where they are.
+    """
+
+    def plain(layout: Layout) -> Layout:
+        sites = range(len(layout.units))
+        apart = [site + 1 for site in sites if layout.reads_apart(site)]
+        return Layout(layout.trunk, Residual(), range(1, len(sites) + 1), attention=apart)
+
+    known = [plain(connection.layout) for connection in connections(rewired).values()]
+    return lambda _trunks: known
 
 
 def _layout(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
@@ -301,13 +347,11 @@ def _layout(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
             f"the residual adds of trunk '{trunk.name}' have different widths ({', '.join(map(str, sorted(widths)))}), "
             "and states of one trunk are mixed: pass trunks=[...] to leave it out."
         )
-    width = next(iter(widths), 0)
-    if topology.needs_width and not width:
+    if topology.needs_width and not widths:
         raise UnsupportedTopology(
             f"{type(topology).__name__} has weights per channel, and the width of trunk '{trunk.name}' is not known: "
             "nothing next to its residual adds has a weight that tells. Use a topology with one weight per state."
         )
-    channel_dim = next((site.channel_dim for site in trunk.sites if site.width), -1)
     if trunk.post_norm and not topology.supports_post_norm:
         raise UnsupportedTopology(
             f"trunk '{trunk.name}' is post-norm (its states pass {trunk.sites[0].post[0]} after the residual add), and "
@@ -321,8 +365,10 @@ def _layout(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
         )
     resolved = topology.granularity if granularity == "auto" else granularity
     separate = resolved == "sublayer" or trunk.post_norm
-    units = range(1, len(trunk.sites) + 1) if separate else trunk.units
-    return Layout(trunk.name, topology, units, width, _attention_units(trunk, topology, units), channel_dim)
+    units = tuple(range(1, len(trunk.sites) + 1)) if separate else trunk.units
+    channel_dim = next((site.channel_dim for site in trunk.sites if site.width), -1)
+    attention = _attention_units(trunk, topology, units)
+    return Layout(trunk.name, topology, units, next(iter(widths), 0), attention, channel_dim)
 
 
 def _attention_units(trunk: Trunk, topology: Topology, units: Sequence[int]) -> list[int]:
@@ -342,7 +388,7 @@ def _find_attention(
 ) -> None:
     """Where the attention branches that read q, k and v apart project them."""
     for position, step in enumerate(linked.steps):
-        if layout.opens_unit(position) and layout.units[position] in layout.dims.attention:
+        if layout.reads_apart(position):
             block = step.block
             rewrites[id(block)].projections[step.chain, step.add] = find_projections(
                 block.traced.module, block.path, step.site.branch, found, finder.leaves, finder.forwards

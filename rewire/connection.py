@@ -51,7 +51,7 @@ class Connection(nn.Module):
 
     def effective(self) -> Any:
         """The weights that the topology's formulas use, from the learned ones, in float32."""
-        parameters: dict[str, Tensor] = dict(self.named_parameters())
+        parameters = {name: _whole(parameter) for name, parameter in self.named_parameters()}
         for name, parameter in parameters.items():
             if parameter.dtype != torch.float32:
                 raise RewireError(
@@ -109,6 +109,11 @@ class Connection(nn.Module):
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         return super()._apply(keep_dtype, recurse)
+
+
+def _whole(parameter: Any) -> Tensor:
+    """The parameter itself; outside a forward FSDP2 has it sharded, then all of it."""
+    return parameter.full_tensor() if type(parameter).__name__ == "DTensor" else parameter
 
 
 def read_recipe(state: Tensor) -> dict[str, Any]:

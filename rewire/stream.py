@@ -60,6 +60,10 @@ class Layout:
     def closes_unit(self, site: int) -> bool:
         return site + 1 == len(self.units) or self.units[site + 1] != self.units[site]
 
+    def reads_apart(self, site: int) -> bool:
+        """Whether the branch of ``site`` begins with an attention that reads q, k and v apart."""
+        return self.opens_unit(site) and self.units[site] in self.dims.attention
+
     def channels_last(self, x: Tensor) -> Tensor:
         """A view of a hidden state as topologies see it, [..., D]."""
         return x if self.channel_dim == -1 else x.movedim(self.channel_dim, -1)
@@ -161,11 +165,12 @@ class Stream:
             return self.hidden, self
         layout = self.layout
         value, states = layout.topology.open(self.states, self.weights.value, layout.units[self.position])
-        if isinstance(value, Ways):
-            value = Ways(*map(layout.restored, (value.q, value.k, value.v, value.residual)))
-            return value, self._next(states, value.residual, self.branch, 0)
-        value = layout.restored(value)
-        return value, self._next(states, value, self.branch, 0)
+        if not isinstance(value, Ways):
+            value = layout.restored(value)
+            read = Ways(value, value, value, value) if layout.reads_apart(self.position) else value
+            return read, self._next(states, value, self.branch, 0)
+        value = Ways(*map(layout.restored, (value.q, value.k, value.v, value.residual)))
+        return value, self._next(states, value.residual, self.branch, 0)
 
     def value(self) -> Tensor:
         """The hidden state that the model would have here: what the next branch reads, or the trunk's output."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -110,6 +111,13 @@ class ANCRe(Topology):
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
         """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""
         return weights
+
+    def distributions(self, weights: Any, dims: Dims) -> Sequence[Tensor]:
+        """The weights into each state (ingoing), or out of each (outgoing)."""
+        if self.normalize == "none":
+            return ()
+        rows = range(dims.depth)
+        return [weights[t, : t + 1] for t in rows] if self.normalize == "ingoing" else [weights[i:, i] for i in rows]
 
     def _start_table(self, depth: int, start: Start) -> Tensor:
         """Start logits, float32 [T, T]; entries above the diagonal mean nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -127,6 +128,10 @@ class Topology(ABC):
         Weights per channel are averaged over the channels, those of q, k and v over the three; of input-dependent
         weights it is the part that does not depend on the input.
         """
+
+    def distributions(self, weights: Any, dims: Dims) -> Sequence[Tensor]:
+        """Effective weights that sum to 1 by a softmax, one [n] tensor for each; none if they are not normalised."""
+        return ()
 
     def options(self) -> dict[str, Any]:
         """The options of this topology, for saving and for messages."""

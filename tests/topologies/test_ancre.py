@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import ANCRe, Topology, make_topology, topologies
-from rewire.topologies.base import Dims
 from rewire.topologies.ancre import ANCReCascaded, ANCReConstant
+from rewire.topologies.base import Dims
 
 NORMALIZED = ["ingoing", "outgoing"]
 KINDS = [*NORMALIZED, "none"]

@@ -1,0 +1,337 @@
+"""Hyper-connections: parallel residual streams with learned reads, mixes and writes (arXiv 2409.19606, 2503.14125)."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from rewire.errors import UnsupportedTopology
+from rewire.kernels.mix import mix
+from rewire.kernels.tokens import project, rms_norm
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology, no_preserving_start
+from rewire.topologies.registry import register_topology
+
+Output = Literal["mean", "sum"]
+
+
+class Gates(NamedTuple):
+    """What a unit does with the streams; with leading dimensions where it depends on the token.
+
+    Attributes:
+        read: A_m [..., n, p], from stream i to part k of what the branch sees.
+        carry: A_r [..., n, n], from stream i to stream j.
+        write: B [..., n], from the branch output to stream j.
+    """
+
+    read: Tensor
+    carry: Tensor
+    write: Tensor
+
+
+class Unit(NamedTuple):
+    """Weights of one unit; K values side by side make its `Gates`.
+
+    Attributes:
+        static: [..., K], the part that does not depend on the streams.
+        dynamic: the part that does, if any: its scale [K], and the projection [channels, K] that it comes from.
+    """
+
+    static: Tensor
+    dynamic: tuple[Tensor, Tensor] | None
+
+
+class Streams(Topology):
+    """Base of all hyper-connections: ``r_t = A_m^T H``, ``H' = A_r^T H + B f_t^T`` (arXiv 2409.19606, Section 2).
+
+    The one state is H [..., n, D/p]: n streams, each as wide as one of the p parts of a hidden state. While a
+    branch runs it is (H, A_r, B): all gates come from the same normalised H, but the mix waits for `write`,
+    which rounds once and needs no second copy of the streams.
+    """
+
+    granularity: ClassVar[Granularity] = "sublayer"  # attention and feed-forward are wrapped one by one
+    supports_post_norm: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def parts(self) -> int:
+        """p, the number of parts that hidden states are split into."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> tuple[int, ...]:
+        """How many of the K values in turn share one scale."""
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> tuple[Unit, ...]:
+        """The `Unit` of each t, from ``static`` [T, ..., K], and ``dynamic`` [T, channels, K] and ``scale`` if there.
+
+        ``scale`` is [T, number of groups].
+        """
+        static = parameters["static"].float().unbind()
+        if "dynamic" not in parameters:
+            return tuple(Unit(values, None) for values in static)
+        scales = parameters["scale"].float().split(1, dim=-1)
+        scale = torch.cat([s.expand(-1, size) for s, size in zip(scales, self.groups, strict=True)], dim=-1)  # [T, K]
+        dynamic = zip(scale.unbind(), parameters["dynamic"].float().unbind(), strict=True)
+        return tuple(map(Unit, static, dynamic))
+
+    def signal(self, streams: Tensor, projection: Tensor) -> Tensor:
+        """What is scaled and added to the static values: here row i, on stream i [..., n, K], from that stream."""
+        return torch.tanh(project(rms_norm(streams), projection))
+
+    def gates(self, values: Tensor) -> Gates:
+        """The gates from their values; here [..., n, K], side by side as they are."""
+        n = values.shape[-2]
+        read, carry, write = values.split([self.parts, n, 1], dim=-1)
+        return Gates(read, carry, write.squeeze(-1))
+
+    def read(self, states: States, weights: Any, t: int) -> Tensor:
+        return self.open(states, weights, t)[0]
+
+    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+        (streams,) = states
+        values, dynamic = weights[t - 1]
+        if dynamic is not None:
+            scale, projection = dynamic
+            values = values + scale * self.signal(streams, projection)
+        return self._read(streams, self.gates(values))
+
+    def write(self, states: States, weights: Any, t: int, *branches: Tensor) -> States:
+        streams, carry, write = states
+        split = [branch.unflatten(-1, (self.parts, -1)) for branch in branches]  # [..., p, D/p]
+        return (combine(streams, carry, split, write),)
+
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+        """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.
+
+        Of the static values. Between p parts a weight is a p x p matrix: its diagonal is averaged.
+        """
+        sources, parts = dims.depth + 1, self.parts
+        # Run on increments f_t whose parts [p, (T + 1) p] are one-hot in (t, part), the streams spell out the weights.
+        increments = torch.eye(sources * parts, device=weights[0].static.device).view(sources, -1)
+        rows, (streams,) = [], self.start(increments[0])
+        for t, unit in enumerate(weights, start=1):
+            read, states = self._read(streams, self.gates(unit.static))
+            rows.append(read)
+            (streams,) = self.write(states, weights, t, increments[t])
+        rows.append(self.finish((streams,), weights, dims))
+        table = torch.stack(rows).unflatten(-1, (parts, sources, parts))
+        return table.diagonal(dim1=-3, dim2=-1).mean(-1)
+
+    def _read(self, streams: Tensor, gates: Gates) -> tuple[Tensor, States]:
+        return combine(streams, gates.read).flatten(-2), (streams, gates.carry, gates.write)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelStreams(Streams):
+    """Base of those whose H [..., n, D] starts as n copies of ``x_0`` and ends as the mean or the sum of streams."""
+
+    name: ClassVar[str]
+    fewest: ClassVar[int] = 1
+
+    streams: int = 4
+    output: Output = "mean"
+
+    def __post_init__(self) -> None:
+        check_count("streams", self.streams, self.fewest)
+        if self.output not in get_args(Output):
+            choices = ", ".join(map(repr, get_args(Output)))
+            raise ValueError(f"output={self.output!r}: it has to be one of {choices}.")
+
+    @property
+    def parts(self) -> int:
+        return 1
+
+    def start(self, x: Tensor) -> States:
+        return (x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, x.shape[-1]),)
+
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+        (streams,) = states
+        # With a dtype: autocast would make the sum float32.
+        return streams.mean(-2) if self.output == "mean" else streams.sum(-2, dtype=streams.dtype)
+
+    def like(self, states: States) -> Tensor:
+        return states[0].select(-2, 0)
+
+    def check_start(self, start: Start) -> None:
+        """Raise UnsupportedTopology if the output cannot be that of the plain residual network."""
+        if start == "preserve" and self.output == "sum" and self.streams > 1:
+            why = f"output='sum' makes its output {self.streams} times as large, output='mean' does not"
+            raise no_preserving_start(self.name, why)
+
+
+@register_topology("hc-static")
+@dataclasses.dataclass(frozen=True)
+class HyperConnections(ParallelStreams):
+    """Hyper-connections with learned constants: n parallel residual streams (arXiv 2409.19606).
+
+    ``H_0`` is n copies of ``x_0``; unit t reads ``r_t = A_m^T H_{t-1}`` and writes ``H_t = A_r^T H_{t-1} + B f_t^T``
+    with ``A_m`` [n], ``A_r`` [n, n], ``B`` [n] of its own; the output is the mean of the streams.
+
+    **Paper start.** ``A_m = e_{t mod n}`` with streams counted from 0 and units from 1, ``A_r = I``, ``B = 1``:
+    a plain residual network in each stream. The paper sums the streams for its output; the final
+    norm of a transformer takes the factor n back out, so that this is an option: ``output="sum"``.
+
+    **Preserving start.** The same with ``output="mean"``: every stream is ``x_t``, bitwise, and so is their mean
+    for n = 1, 2 and 4. All weights learn: A_r through the output, A_m and B through the branches.
+
+    Args:
+        streams: n, 1 or more.
+        output: "mean", or "sum" as in the paper.
+
+    Raises:
+        ValueError: an option is not one of those values.
+    """
+
+    name: ClassVar[str] = "hc-static"
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return 1 + self.streams, 1
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``static``, float32 [T, n, 1 + n + 1]: for each unit the columns ``A_m | A_r | B``.
+
+        Raises:
+            UnsupportedTopology: ``start="preserve"`` with the sum of several streams as output.
+        """
+        self.check_start(start)
+        depth, n = dims.depth, self.streams
+        read = torch.eye(n)[torch.arange(1, depth + 1) % n].unsqueeze(-1)  # [T, n, 1]
+        return {"static": torch.cat([read, torch.eye(n).expand(depth, n, n), torch.ones(depth, n, 1)], dim=-1)}
+
+
+@register_topology("hc-dynamic")
+@dataclasses.dataclass(frozen=True)
+class DynamicHyperConnections(HyperConnections):
+    """Hyper-connections whose weights also depend on the token (arXiv 2409.19606).
+
+    `HyperConnections` with ``s tanh(norm(H) W)`` added to A_m, A_r and B: one row for each stream, W
+    [D, 1 + n + 1] and two scales s (one for A_m and A_r, one for B) for each unit. The norm is over the channels of
+    each stream. It is an RMS norm without a learned scale, which W absorbs (the authors' listing has a layer norm).
+
+    **Both starts** are those of `HyperConnections` with ``W = 0`` and ``s = 0.01``: the same function, exactly. W
+    learns at once, s from the second step on, as its gradient is a multiple of ``tanh(norm(H) W)``. Where the branches
+    start at zero, W of A_m and of B wait one step for them, and the scale of B two.
+
+    Args:
+        streams: n, 1 or more.
+        output: "mean", or "sum" as in the paper.
+
+    Raises:
+        ValueError: an option is not one of those values.
+    """
+
+    name: ClassVar[str] = "hc-dynamic"
+    needs_width: ClassVar[bool] = True
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``static`` as without input; ``dynamic``, W, float32 [T, D, 1 + n + 1]; ``scale``, s, float32 [T, 2].
+
+        Raises:
+            UnsupportedTopology: ``start="preserve"`` with the sum of several streams as output.
+        """
+        return super().parameters(dims, start) | _dynamic_start(dims.depth, dims.width, 1 + self.streams + 1)
+
+
+@register_topology("frac-hc")
+@dataclasses.dataclass(frozen=True)
+class FracConnections(Streams):
+    """Frac-connections: hyper-connections between m fractions of one hidden state (arXiv 2503.14125).
+
+    ``x_0`` is split into m fractions of D/m channels, H [m, D/m]; no state grows. Unit t reads ``A_m^T H_{t-1}``
+    with its m fractions put side by side, and writes ``H_t = A_r^T H_{t-1} + diag(B) F_t``, where F_t [m, D/m] are the
+    fractions of ``f_t``; A_m and A_r are [m, m], B is [m]. The output is H_T, its fractions side by side. ``dynamic``
+    adds ``s tanh(norm(H) W)`` to all three as in `DynamicHyperConnections`; the norm is over each fraction, and W
+    [D/m, m + m + 1] is shared by the fractions.
+
+    **Both starts** are ``A_m = A_r = I``, ``B = 1``, ``W = 0`` and ``s = 0.01``: the original network, bitwise. All
+    weights learn at once, but s from the second step on; where the branches start at zero, A_m, B and their W wait one
+    step for them, and the scale of B two.
+
+    Args:
+        fractions: m, 1 or more; has to divide the width.
+        dynamic: whether the weights also depend on the token.
+
+    Raises:
+        ValueError: an option is not one of those values.
+    """
+
+    needs_width: ClassVar[bool] = True
+
+    fractions: int = 4
+    dynamic: bool = True
+
+    def __post_init__(self) -> None:
+        check_count("fractions", self.fractions, 1)
+        if not isinstance(self.dynamic, bool):
+            raise ValueError(f"dynamic={self.dynamic!r}: it has to be True or False.")
+
+    @property
+    def parts(self) -> int:
+        return self.fractions
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return 2 * self.fractions, 1
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``static``, float32 [T, m, m + m + 1]: for each unit the columns ``A_m | A_r | B``.
+
+        With ``dynamic``: W, float32 [T, D/m, m + m + 1]; ``scale``, s, float32 [T, 2], of A_m and A_r and of B.
+
+        Raises:
+            UnsupportedTopology: the width is not a multiple of m.
+        """
+        depth, m = dims.depth, self.fractions
+        if dims.width % m:
+            raise UnsupportedTopology(
+                f"topology 'frac-hc' with fractions={m} cannot split hidden states of {dims.width} channels: pass "
+                "a number of fractions that divides it."
+            )
+        eye = torch.eye(m).expand(depth, m, m)
+        static = {"static": torch.cat([eye, eye, torch.ones(depth, m, 1)], dim=-1)}
+        return static | _dynamic_start(depth, dims.width // m, 2 * m + 1) if self.dynamic else static
+
+    def start(self, x: Tensor) -> States:
+        return (x.unflatten(-1, (self.fractions, -1)),)
+
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+        return states[0].flatten(-2)
+
+    def like(self, states: States) -> Tensor:
+        return states[0].flatten(-2)
+
+
+def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), write: Tensor | None = None) -> Tensor:
+    """``H'_j = sum_i w_ij H_i + sum_f b_j f_j``, in float32 (float64 for float64), rounded once.
+
+    By `mix`, not a matrix product, which autocast or TF32 would round.
+
+    Args:
+        streams: H [..., n, C].
+        weights: w [..., n, k], from stream i to row j of the result.
+        branches: f [..., k, C] or, the same for all j, [..., 1, C].
+        write: b [..., k].
+
+    Returns:
+        [..., k, C]
+    """
+    sources = streams.unsqueeze(-2).unbind(-3)  # n of [..., 1, C]
+    scores = weights.unsqueeze(-1).unbind(-3)  # n of [..., k, 1]
+    if write is None:
+        return mix(sources, None, scores=scores)
+    return mix((*sources, *branches), None, scores=(*scores, *[write.unsqueeze(-1)] * len(branches)))
+
+
+def check_count(option: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{option}={value!r}: it has to be a whole number, {least} or more.")
+
+
+def _dynamic_start(depth: int, channels: int, columns: int) -> dict[str, Tensor]:
+    return {"dynamic": torch.zeros(depth, channels, columns), "scale": torch.full((depth, 2), 0.01)}

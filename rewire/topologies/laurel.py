@@ -1,0 +1,220 @@
+"""LAuReL: learned augmented residual layers (arXiv 2411.07501)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.kernels.mix import mix
+from rewire.kernels.tokens import project
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology, no_preserving_start, total
+from rewire.topologies.registry import register_topology
+
+# The paper speaks of layers and lets f be an attention, an MLP or a group of them. Its language models add 2N and
+# 2rND parameters for N layers (Section 3.2.1; Table 5 agrees): one connection for each transformer block.
+_GRANULARITY: Granularity = "block"
+
+
+@register_topology("laurel-rw")
+@dataclasses.dataclass(frozen=True)
+class LaurelRW(Topology):
+    """LAuReL with residual weights: learned scalars on branch and shortcut (LAuReL-RW, arXiv 2411.07501).
+
+    ``x_t = a_t f_t + b_t x_{t-1}`` (Section 2.1). Unit t reads ``x_{t-1}``, the only state; the trunk's output is
+    ``x_T``. In post-norm blocks the sum passes the norm.
+
+    The paper bounds a and b by "a normalization function such as softmax or sigmoid"; here
+    ``(a_t, b_t) = total * softmax(c_t)``. **Both starts** are ``c = 0``, so ``a = b = total / 2``: with ``total=2``
+    the original network, exactly (bitwise in float32 and float64), and at the softmax's steepest point. With
+    ``total=1``, the plain softmax, each unit halves branch and shortcut, and there is no preserving start.
+
+    Args:
+        total: what a and b add up to, a positive number.
+
+    Raises:
+        ValueError: total is not positive.
+    """
+
+    granularity: ClassVar[Granularity] = _GRANULARITY
+
+    total: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.total < math.inf:
+            raise ValueError(f"total={self.total!r}: it has to be a positive number, like 2.0.")
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``logits``, float32 [T, 2]: c_t for t = 1..T, that of the branch first.
+
+        Raises:
+            UnsupportedTopology: a preserving start with a total other than 2.
+        """
+        if start == "preserve" and self.total != 2:
+            why = f"with total={self.total} its weights start at {self.total / 2}, and they are 1 with total=2 only"
+            raise no_preserving_start("laurel-rw", why)
+        return {"logits": torch.zeros(dims.depth, 2)}
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
+        """(a_t, b_t), float32 [T, 2]."""
+        return self.total * torch.softmax(parameters["logits"].float(), dim=1)
+
+    def read(self, states: States, weights: Any, t: int) -> Tensor:
+        return states[0]
+
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+        a, b = weights[t - 1].unbind()
+        return mix((*states, *branches), (b, *[a] * len(branches)))
+
+    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+        return (x,)
+
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+        return states[0]
+
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+        """float32 [T, T]: ``b_t`` on the diagonal."""
+        return torch.diag(weights[:, 1])
+
+
+class LowRank(NamedTuple):
+    """Weights of LAuReL-LR and -PA, float32.
+
+    Attributes:
+        down: A^T for each unit, [T, D, r].
+        up: B^T for each unit, [T, r, D].
+        gains: for t = 1..T in turn, the weights of unit t's states, oldest first; none in LAuReL-LR.
+    """
+
+    down: Tensor
+    up: Tensor
+    gains: tuple[Tensor, ...] = ()
+
+
+@register_topology("laurel-lr")
+@dataclasses.dataclass(frozen=True)
+class LaurelLR(Topology):
+    """LAuReL, low rank: the shortcut is the identity plus a learned low-rank map (LAuReL-LR, arXiv 2411.07501).
+
+    ``x_t = f_t + x_{t-1} + B_t A_t x_{t-1}`` (Equation 3), A being r x D and B D x r. Unit t reads ``x_{t-1}``, the
+    only state; the trunk's output is ``x_T``. In post-norm blocks the sum passes the norm.
+
+    **Both starts** are the paper's for language models (Section 3.3): ``B = 0``, the original network, bitwise, and
+    ``A_ji = 1 / sqrt(r D)`` where ``i mod r = j``, else 0. B has a gradient at once; A gets its through B, one step
+    later. The product is computed in float32, under autocast too.
+
+    Args:
+        rank: r, 1 or more; cut to D, beyond which it adds nothing.
+
+    Raises:
+        ValueError: the rank is below 1.
+    """
+
+    granularity: ClassVar[Granularity] = _GRANULARITY
+    needs_width: ClassVar[bool] = True
+
+    rank: int = 16
+
+    def __post_init__(self) -> None:
+        _check_count("rank", self.rank)
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``down``, float32 [T, D, r], and ``up``, float32 [T, r, D]: ``A_t^T`` and ``B_t^T``."""
+        rank = min(self.rank, dims.width)
+        down = torch.zeros(dims.width, rank)
+        channels = torch.arange(dims.width)
+        down[channels, channels % rank] = (rank * dims.width) ** -0.5
+        return {"down": down.repeat(dims.depth, 1, 1), "up": torch.zeros(dims.depth, rank, dims.width)}
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> LowRank:
+        return LowRank(parameters["down"].float(), parameters["up"].float())
+
+    def read(self, states: States, weights: Any, t: int) -> Tensor:
+        return states[-1]
+
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+        x = total((states[-1], *branches))  # in the model's own order: bitwise equality at B = 0
+        low = project(self._mapped(states, weights, t), weights.down[t - 1])  # [..., r]
+        return x + project(low, weights.up[t - 1]).to(x.dtype)
+
+    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+        return (x,)
+
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+        return states[-1]
+
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+        """float32 [T, T]: the mean diagonal of the D x D matrix that multiplies each state."""
+        return torch.diag(1 + _mean_diagonal(weights, dims))
+
+    def _mapped(self, states: States, weights: LowRank, t: int) -> Tensor:
+        """What the low-rank map of unit t is applied to."""
+        return states[-1]
+
+
+@register_topology("laurel-pa")
+@dataclasses.dataclass(frozen=True)
+class LaurelPA(LaurelLR):
+    """LAuReL with previous activations: a low-rank map of the last k states (LAuReL-PA, arXiv 2411.07501).
+
+    ``x_t = f_t + x_{t-1} + sum_j g_tj h_t(x_j)`` over the last k states ``x_{t-k} .. x_{t-1}`` (Equation 4; fewer
+    while t < k), with ``h_t(x) = B_t A_t x``, one for all k. As h is linear, the states are summed first and mapped
+    once. The states kept are those k; everything else is as in `LaurelLR`.
+
+    **Both starts**: A and B as in `LaurelLR`, so again the original network, bitwise. The paper gives no start for g;
+    it is 1 here, so that B has a gradient at once. A and g get theirs through B, one step later.
+
+    Args:
+        rank: r, 1 or more; cut to D, beyond which it adds nothing.
+        last: k, 1 or more.
+
+    Raises:
+        ValueError: an option is below 1.
+    """
+
+    last: int = 3  # Section 4.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count("last", self.last)
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``down`` and ``up`` as in `LaurelLR`, and ``gains``.
+
+        ``gains`` is float32, flat: for t = 1..T in turn, one entry for each of its states, oldest first.
+        """
+        return {**super().parameters(dims, start), "gains": torch.ones(sum(self._counts(dims)))}
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> LowRank:
+        gains = parameters["gains"].float().split(self._counts(dims))
+        return super().weights(parameters, dims)._replace(gains=gains)
+
+    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+        return (*states, x)[-self.last :]
+
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+        """float32 [T, T]: the mean diagonal of the D x D matrix that multiplies each state."""
+        table = torch.eye(dims.depth, device=weights.up.device)
+        for row, (gains, diagonal) in enumerate(zip(weights.gains, _mean_diagonal(weights, dims), strict=True)):
+            table[row, row + 1 - len(gains) : row + 1] += gains * diagonal
+        return table
+
+    def _mapped(self, states: States, weights: LowRank, t: int) -> Tensor:
+        return mix(states, weights.gains[t - 1])
+
+    def _counts(self, dims: Dims) -> list[int]:
+        """For t = 1..T in turn, how many states are mapped."""
+        return [min(t, self.last) for t in range(1, dims.depth + 1)]
+
+
+def _mean_diagonal(weights: LowRank, dims: Dims) -> Tensor:
+    """float32 [T]: the mean diagonal of ``B_t A_t``."""
+    return (weights.down * weights.up.transpose(1, 2)).sum((1, 2)) / dims.width
+
+
+def _check_count(option: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{option}={value!r}: it has to be a whole number, 1 or more.")

@@ -1,0 +1,133 @@
+"""MUDDFormer: multiway dynamic dense connections (arXiv 2502.12170)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rewire.kernels.mix import mix
+from rewire.kernels.tokens import project, rms_norm
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology, Ways, one_hot_previous, total
+from rewire.topologies.registry import register_topology
+
+_WAYS = 4  # q, k, v, residual
+
+
+class Aggregate(NamedTuple):
+    """Weights of a read from n states in C ways: the paper's DA modules after one block. All are float32.
+
+    Attributes:
+        static: [C, n].
+        w1: [D, K], K = C n.
+        w2: [K, C n].
+    """
+
+    static: Tensor
+    w1: Tensor
+    w2: Tensor
+
+
+class Weights(NamedTuple):
+    """Effective weights.
+
+    Attributes:
+        attention: units that read in four ways.
+        reads: what units 2..T and the output read with.
+    """
+
+    attention: frozenset[int]
+    reads: tuple[Aggregate, ...]
+
+
+@register_topology("muddformer")
+@dataclasses.dataclass(frozen=True)
+class MUDDFormer(Topology):
+    """MUDDFormer: q, k, v and shortcut each read their own per-token mix of all states (arXiv 2502.12170).
+
+    ``x_t = r_t + f_t``, where ``r_t = sum_{i<t} A_ti x_i`` and the weights depend on the token's last state,
+    ``A_t = gelu(rmsnorm(x_{t-1}) W1_t) W2_t + a_t`` (Equations 5 and 6). A unit that begins with an attention has four
+    such reads (Equations 7 and 8), one each for q, k, v and the residual ``r_t``; they share the hidden layer, whose
+    size K is the number of weights it computes. Other units, and the output, have one. Unit 1 reads ``x_0``. The
+    states are ``x_0 .. x_{t-1}`` and, inside unit t, ``r_t``. In post-norm blocks ``r_t + f_t`` passes the norm.
+
+    The paper's optional parts are left out: its norms before and after the mixes (Equation 10) and its wider
+    feed-forwards in later blocks (Equation 9).
+
+    **Both starts** are the paper's (Section 3): ``W2 = 0``, a one-hot on ``x_{t-1}``, W1 from N(0, 1/D), always the
+    same draw. All weights are exactly 0 or 1, so that this is the original network, bitwise. ``a`` and W2 have
+    gradients at once, W1 through W2 one step later. If all branches start at zero output, then so do those of q, k and
+    v (nothing they change is seen at first): all have moved after two steps.
+    """
+
+    granularity: ClassVar[Granularity] = "block"  # Equation 3: aggregates stand between blocks
+    needs_width: ClassVar[bool] = True
+    reads_qkv: ClassVar[bool] = True
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``static``, ``w1`` and ``w2``, float32: for units t = 2..T and the output (T+1) in turn, with K = C t
+        weights in C ways.
+
+        ``static`` is flat: for each t its ways in turn, of each the t states. ``w1`` is [sum of K, D], W1_t
+        transposed. ``w2`` is flat: for each t its [K, K].
+        """
+        sizes = [ways * t for ways, t in _reads(dims)]
+        static = [one_hot_previous(t)[-1].repeat(ways) for ways, t in _reads(dims)]
+        # A generator of its own: the caller's is not disturbed, and the values can be set again.
+        generator = torch.Generator("cpu").manual_seed(0)
+        w1 = torch.randn(sum(sizes), dims.width, generator=generator, device="cpu") * dims.width**-0.5
+        return {"static": torch.cat(static), "w1": w1, "w2": torch.zeros(sum(k * k for k in sizes))}
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
+        sizes = [ways * t for ways, t in _reads(dims)]
+        static = parameters["static"].float().split(sizes)
+        w1 = parameters["w1"].float().split(sizes)
+        w2 = parameters["w2"].float().split([k * k for k in sizes])
+        reads = [
+            Aggregate(static[n].unflatten(0, (ways, t)), w1[n].T, w2[n].unflatten(0, (ways * t, ways * t)))
+            for n, (ways, t) in enumerate(_reads(dims))
+        ]
+        return Weights(dims.attention, tuple(reads))
+
+    def read(self, states: States, weights: Any, t: int) -> Tensor | Ways:
+        ways = _WAYS if t in weights.attention else 1
+        mixes = [states[0]] * ways if t == 1 else _mixes(states, weights.reads[t - 2])
+        return Ways(*mixes) if ways > 1 else mixes[0]
+
+    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor | Ways, States]:
+        """``r_t``, in four ways where an attention begins, and the states with the residual way."""
+        value = self.read(states, weights, t)
+        return value, (*states, value.residual if isinstance(value, Ways) else value)
+
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+        return total((states[-1], *branches))  # in the model's own order: bitwise equality at the start
+
+    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+        return (*states[:-1], x)
+
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+        (output,) = _mixes(states, weights.reads[-1])
+        return output
+
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+        """a, float32 [T, T + 1]: row t - 1 is what is read after unit t, over the columns x_0 .. x_T."""
+        table = torch.zeros(dims.depth, dims.depth + 1, device=weights.reads[0].static.device)
+        for row, read in enumerate(weights.reads):
+            table[row, : row + 2] = read.static.mean(0)
+        return table
+
+
+def _reads(dims: Dims) -> list[tuple[int, int]]:
+    """Ways, and states to read, of units 2..T and the output in turn."""
+    return [(_WAYS if t in dims.attention else 1, t) for t in range(2, dims.depth + 2)]
+
+
+def _mixes(states: States, read: Aggregate) -> list[Tensor]:
+    """The weighted sum of the states for each way."""
+    hidden = F.gelu(project(rms_norm(states[-1]), read.w1))  # [..., K]
+    scores = project(hidden, read.w2) + read.static.flatten()  # [..., C n], one way after the other
+    ways = scores.unflatten(-1, read.static.shape).unbind(-2)  # each [..., n]
+    return [mix(states, None, scores=way.split(1, dim=-1)) for way in ways]

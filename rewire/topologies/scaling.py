@@ -1,0 +1,115 @@
+"""Learned scales on the branches of plain residual connections: ReZero, SkipInit and LayerScale."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rewire.kernels.mix import mix
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology
+from rewire.topologies.registry import register_topology
+
+
+@dataclasses.dataclass(frozen=True)
+class BranchScale(Topology):
+    """A learned scalar on each branch, ``x_t = x_{t-1} + alpha_t f_t``.
+
+    Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. In post-norm blocks the scale is inside
+    the norm, ``norm(x + alpha f)``.
+
+    **Paper start.** ``alpha = 0``: the trunk is the identity. The branches get no gradient until alpha has moved, one
+    step later; branches that also start at zero output never get one, and neither does alpha: do not combine the two.
+
+    **Preserving start.** ``alpha = 1``: the original network, bitwise. Nothing is saturated, so alpha has its full
+    gradient (from the second step on, if the branches start at zero output).
+    """
+
+    granularity: ClassVar[Granularity] = "sublayer"  # all three papers: one scale for each residual add
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``scales``, float32 [T]: alpha_1..alpha_T."""
+        return {"scales": torch.full((dims.depth,), 1.0 if start == "preserve" else 0.0)}
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
+        """alpha, float32, as in `parameters`."""
+        return parameters["scales"].float()
+
+    def read(self, states: States, weights: Any, t: int) -> Tensor:
+        return states[0]
+
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+        x = states[0]
+        for branch in branches:  # one by one, in the model's own order: bitwise equality at alpha = 1
+            x = mix((branch,), (weights[t - 1],), added=(x,))
+        return x
+
+    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+        return (x,)
+
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+        return states[0]
+
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+        """float32 [T + 1, T + 1], in terms of increments (post-norm's norms left out).
+
+        Row t - 1 is the read of unit t, the last one the output: 1 for ``x_0``, ``alpha_i`` for ``f_i``.
+        """
+        scales = weights if weights.dim() == 1 else weights.mean(1)
+        return torch.cat([scales.new_ones(1), scales]).expand(dims.depth + 1, -1).tril()
+
+
+@register_topology("rezero")
+def rezero() -> BranchScale:
+    """ReZero: a learned scalar on each branch, 0 at the start (arXiv 2003.04887, Equation 1)."""
+    return BranchScale()
+
+
+@register_topology("skipinit")
+def skipinit() -> BranchScale:
+    """SkipInit: a learned scalar on each branch, 0 at the start (arXiv 2002.10444).
+
+    The same connection as ``rezero``; what the papers change beside it, each branch's norms, is left as it is.
+    """
+    return BranchScale()
+
+
+@register_topology("layerscale")
+@dataclasses.dataclass(frozen=True)
+class LayerScale(BranchScale):
+    """LayerScale: a learned scale per channel on each branch, small at the start (arXiv 2103.17239).
+
+    ``x_t = x_{t-1} + alpha_t * f_t`` with ``alpha_t`` in R^D (CaiT, Section 2). States, post-norm and preserving
+    start: see `BranchScale`.
+
+    **Paper start.** ``alpha = eps`` in all channels. CaiT takes 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6 for deeper
+    models. A trunk only knows its units, and two of them are counted as one block (attention, then feed-forward).
+
+    Args:
+        eps: the paper start, a positive number; None: CaiT's choice by depth.
+
+    Raises:
+        ValueError: eps is neither.
+    """
+
+    needs_width: ClassVar[bool] = True
+
+    eps: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.eps is not None and not 0 < self.eps < math.inf:
+            raise ValueError(f"eps={self.eps!r}: it has to be a positive number, like 1e-5, or None.")
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``scales``, float32 [T, D]: alpha_1..alpha_T."""
+        value = 1.0 if start == "preserve" else self.eps or _cait(dims.depth)
+        return {"scales": torch.full((dims.depth, dims.width), value)}
+
+
+def _cait(depth: int) -> float:
+    """CaiT's eps for a trunk of ``depth`` units, two to a block."""
+    blocks = depth / 2
+    return 0.1 if blocks <= 18 else 1e-5 if blocks <= 24 else 1e-6

@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hyper_connections import HyperConnections as Package
+from torch import Tensor, nn
+
+from rewire.errors import UnsupportedTopology
+from rewire.topologies import make_topology, topologies
+from rewire.topologies.base import Dims
+from rewire.topologies.hyper import DynamicHyperConnections, FracConnections, HyperConnections, Streams
+
+WIDTH = 8
+VARIANTS = [
+    *[HyperConnections(n) for n in (1, 2, 4)],
+    HyperConnections(3, "sum"),
+    *[DynamicHyperConnections(n) for n in (1, 4)],
+    DynamicHyperConnections(3, "sum"),
+    *[FracConnections(m, dynamic) for m in (1, 2, 4) for dynamic in (False, True)],
+]
+PRESERVING = [topology for topology in VARIANTS if getattr(topology, "output", "mean") == "mean"]
+
+
+def naive(topology: Streams, x: Tensor, blocks: list[Any], values: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The formulas as written, one stream and one weight at a time: the output, and what each unit reads."""
+    fractions = topology.parts
+    n = values["static"].shape[1]
+    streams, reads = list(x.chunk(n, -1)) if fractions > 1 else [x] * n, []
+    for t, block in enumerate(blocks):
+
+        def gate(i: int, column: int, t: int = t, old: tuple[Tensor, ...] = tuple(streams)) -> Tensor:
+            value = values["static"][t, i, column]
+            if "dynamic" in values:
+                normed = old[i] / ((old[i] ** 2).mean(-1, keepdim=True) + 1e-6) ** 0.5
+                scale = values["scale"][t, 1 if column == fractions + n else 0]
+                value = value + scale * torch.tanh((normed * values["dynamic"][t, :, column]).sum(-1, keepdim=True))
+            return value
+
+        reads.append(torch.cat([sum(gate(i, k) * streams[i] for i in range(n)) for k in range(fractions)], -1))
+        f = block(reads[-1])
+        parts = f.chunk(n, -1) if fractions > 1 else [f] * n
+        streams = [
+            sum(gate(i, fractions + j) * streams[i] for i in range(n)) + gate(j, fractions + n) * parts[j]
+            for j in range(n)
+        ]
+    if isinstance(topology, FracConnections):
+        return torch.cat(streams, -1), reads
+    return sum(streams) / (1 if topology.output == "sum" else n), reads  # type: ignore[attr-defined]
+
+
+def run(topology: Streams, values: dict[str, Tensor], x: Tensor, blocks: list[Any]) -> Tensor:
+    dims = Dims(len(blocks), x.shape[-1])
+    weights, states = topology.weights(values, dims), topology.start(x)
+    for t, block in enumerate(blocks, start=1):
+        read, states = topology.open(states, weights, t)
+        states = topology.write(states, weights, t, block(read))
+    return topology.finish(states, weights, dims)
+
+
+def net(depth: int, dtype: torch.dtype = torch.float32, zero: bool = False) -> list[nn.Module]:
+    torch.manual_seed(1)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(depth)]
+    if zero:
+        for block in blocks:
+            nn.init.zeros_(block[-1].weight)
+            nn.init.zeros_(block[-1].bias)
+    return [block.to(dtype) for block in blocks]
+
+
+def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
+    for block in blocks:
+        x = x + block(x)
+    return x
+
+
+def learned(topology: Streams, depth: int, start: str = "preserve", noise: float = 0.0) -> dict[str, nn.Parameter]:
+    values = topology.parameters(Dims(depth, WIDTH), start)  # type: ignore[arg-type]
+    return {name: nn.Parameter(value + noise * torch.randn_like(value)) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("shape", [(2, 3, WIDTH), (WIDTH,)])
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("topology", VARIANTS, ids=str)
+def test_formulas_and_gradients(topology: Streams, depth: int, shape: tuple[int, ...]) -> None:
+    values = learned(topology, depth, "paper", noise=0.5)
+    twins = {name: value.detach().double().requires_grad_() for name, value in values.items()}
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    blocks = net(depth, torch.float64)
+    got, (want, _) = run(topology, values, x, blocks), naive(topology, x, blocks, twins)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    got_grads = torch.autograd.grad(got.square().sum(), [x, *values.values()])
+    want_grads = torch.autograd.grad(want.square().sum(), [x, *twins.values()])
+    for got_grad, want_grad in zip(got_grads, want_grads, strict=True):
+        torch.testing.assert_close(got_grad.double(), want_grad, rtol=1e-5, atol=1e-5 * float(want_grad.abs().max()))
+
+
+def test_start_values() -> None:
+    static = HyperConnections(3).parameters(Dims(4), "paper")["static"]
+    assert static.dtype == torch.float32
+    assert static[..., 0].argmax(1).tolist() == [1, 2, 0, 1]  # unit t reads stream t mod n
+    assert static[..., 0].sum(1).tolist() == [1, 1, 1, 1]
+    assert torch.equal(static[..., 1:4], torch.eye(3).expand(4, 3, 3))
+    assert torch.equal(static[..., 4], torch.ones(4, 3))
+    dynamic = DynamicHyperConnections(3).parameters(Dims(4, WIDTH), "preserve")
+    assert torch.equal(dynamic["static"], static)
+    assert torch.equal(dynamic["dynamic"], torch.zeros(4, WIDTH, 5))
+    assert torch.equal(dynamic["scale"], torch.full((4, 2), 0.01))
+    frac = FracConnections(2).parameters(Dims(4, WIDTH), "preserve")
+    assert frac["static"].tolist() == [[[1, 0, 1, 0, 1], [0, 1, 0, 1, 1]]] * 4
+    assert frac["dynamic"].shape == (4, WIDTH // 2, 5)
+    assert FracConnections(2, dynamic=False).parameters(Dims(4, WIDTH), "preserve").keys() == {"static"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("topology", PRESERVING, ids=str)
+def test_starts_as_the_plain_network_bitwise(topology: Streams, dtype: torch.dtype) -> None:
+    blocks, x = net(6, dtype), torch.randn(4, 3, WIDTH).to(dtype)
+    values = learned(topology, 6)
+    out = run(topology, values, x, blocks)
+    assert out.dtype == dtype
+    assert torch.equal(out, plain(x, blocks))
+    table = topology.matrix(topology.weights(values, Dims(6, WIDTH)), Dims(6, WIDTH))
+    assert torch.equal(table, torch.ones(7, 7).tril())
+
+
+def test_the_sum_is_n_times_the_mean() -> None:
+    blocks, x, topology = net(3), torch.randn(4, WIDTH), HyperConnections(3, "sum")
+    out = run(topology, learned(topology, 3, "paper"), x, blocks)
+    torch.testing.assert_close(out, 3 * plain(x, blocks))
+    for one in (HyperConnections(3), HyperConnections(1, "sum")):
+        one.parameters(Dims(3), "preserve")
+    for name in ("hc-static", "hc-dynamic"):
+        with pytest.raises(UnsupportedTopology, match=rf"{name}.*output='sum'.*start='paper'"):
+            make_topology(name, {"output": "sum"}).parameters(Dims(3, WIDTH), "preserve")
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("topology", PRESERVING, ids=str)
+def test_every_weight_learns(topology: Streams, optimizer: type[torch.optim.Optimizer], zero: bool) -> None:
+    blocks, values = net(4, zero=zero), learned(topology, 4)
+    x, target = torch.randn(16, WIDTH), torch.randn(16, WIDTH)
+    rate = 1e-3 if optimizer is torch.optim.AdamW else 0.2
+    options = {"lr": rate, "weight_decay": 0.0}
+    steps = optimizer([*values.values(), *nn.ModuleList(blocks).parameters()], **options)  # type: ignore[call-arg]
+    history = [copy.deepcopy(values)]
+    for _ in range(3):
+        steps.zero_grad()
+        (run(topology, values, x, blocks) - target).square().sum(-1).mean().backward()
+        steps.step()
+        history.append(copy.deepcopy(values))
+    start, _, second, third = history
+    for name in values:
+        late = zero and name == "scale"  # the scale of B waits for f_t, and then for its W
+        assert (second[name] != start[name])[..., : 1 if late else None].all(), name
+        assert (third[name] != start[name]).all(), name
+
+
+@pytest.mark.parametrize("topology", [HyperConnections(3), DynamicHyperConnections(2), FracConnections(4)], ids=str)
+def test_states(topology: Streams) -> None:
+    x, dims = torch.randn(5, WIDTH).bfloat16(), Dims(2, WIDTH)
+    weights = topology.weights(learned(topology, 2, noise=0.3), dims)
+    states = topology.start(x)
+    assert states[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()  # n copies cost nothing
+    for t in (1, 2):
+        assert len(states) == 1
+        read, opened = topology.open(states, weights, t)
+        assert torch.equal(topology.read(states, weights, t), read)
+        for now in (states, opened):
+            like = topology.like(now)
+            assert (like.shape, like.dtype) == (x.shape, x.dtype)
+        states = topology.write(opened, weights, t, read)
+        assert states[0].dtype == torch.bfloat16
+        assert states[0].numel() == x.numel() * getattr(topology, "streams", 1)
+
+
+def test_low_precision_rounds_once() -> None:
+    topology = HyperConnections(4)
+    values = learned(topology, 1, "paper", noise=0.5)
+    weights, streams = topology.weights(values, Dims(1)), torch.randn(32, 4, WIDTH).bfloat16()
+    f, g = torch.randn(2, 32, WIDTH).bfloat16()
+    read, opened = topology.open((streams,), weights, 1)
+    (got,) = topology.write(opened, weights, 1, f, g)
+    a = values["static"][0].detach().double()
+    exact = a[:, 1:5].T @ streams.double() + a[:, 5:] * (f.double() + g.double()).unsqueeze(-2)
+    half = {"rtol": 0.51 * torch.finfo(torch.bfloat16).eps, "atol": 1e-6}
+    torch.testing.assert_close(got.double(), exact, **half)
+    torch.testing.assert_close(read.double(), (a[:, :1].T @ streams.double()).squeeze(-2), **half)
+
+
+def test_parallel_branches_keep_the_order_of_plain_adds() -> None:
+    x, f, g = torch.randn(3, 5, WIDTH) * 10
+    for topology in (HyperConnections(4), FracConnections(2)):
+        weights = topology.weights(learned(topology, 1), Dims(1, WIDTH))
+        states = topology.write(topology.open(topology.start(x), weights, 1)[1], weights, 1, f, g)
+        assert torch.equal(topology.finish(states, weights, Dims(1, WIDTH)), x + f + g)
+
+
+@pytest.mark.parametrize("topology", VARIANTS, ids=str)
+def test_matrix(topology: Streams) -> None:
+    depth, parts = 3, topology.parts
+    dims, values = Dims(depth, WIDTH), learned(topology, depth, "paper", noise=0.5)
+    table = topology.matrix(topology.weights(values, dims), dims)
+    assert (table.dtype, table.shape) == (torch.float32, (depth + 1, depth + 1))
+    static = {"static": values["static"].double()}
+    want = torch.zeros(depth + 1, depth + 1, dtype=torch.float64)
+    for i in range(depth + 1):
+        for k in range(parts):  # the weight of part k of f_i in part k of each read and of the output
+            fs = torch.zeros(depth + 1, WIDTH, dtype=torch.float64)
+            fs[i].view(parts, -1)[k] = 1
+            out, reads = naive(topology, fs[0], [lambda _, f=f: f for f in fs[1:]], static)
+            want[:, i] += torch.stack([*reads, out]).view(depth + 1, parts, -1)[:, k, 0].detach() / parts
+    torch.testing.assert_close(table.double(), want, rtol=1e-5, atol=1e-5)
+    assert torch.autograd.grad(table.sum(), values["static"])[0].any()
+
+
+@pytest.mark.parametrize("topology", VARIANTS, ids=str)
+def test_autocast_changes_only_the_branches(topology: Streams) -> None:
+    values, x, fs = learned(topology, 3, "paper", noise=0.5), torch.randn(2, WIDTH), torch.randn(3, 2, WIDTH).bfloat16()
+    blocks = [lambda _, f=f: f for f in fs]
+    want = run(topology, values, x, blocks)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(topology, values, x, blocks)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("topology", [DynamicHyperConnections(2), FracConnections(2)], ids=str)
+def test_compiles_in_one_graph(topology: Streams) -> None:
+    blocks, x, values = net(3), torch.randn(4, WIDTH), learned(topology, 3, noise=0.5)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    got, want = compiled(topology, values, x, blocks), run(topology, values, x, blocks)
+    torch.testing.assert_close(got, want)
+    grads = [torch.autograd.grad(out.square().sum(), list(values.values())) for out in (got, want)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "message"),
+    [
+        ("hc-static", "streams", 0, "whole number, 1 or more"),
+        ("hc-dynamic", "streams", 2.0, "whole number"),
+        ("hc-static", "output", "max", "'mean', 'sum'"),
+        ("frac-hc", "fractions", -1, "whole number, 1 or more"),
+        ("frac-hc", "fractions", True, "whole number"),
+        ("frac-hc", "dynamic", 1, "True or False"),
+    ],
+)
+def test_wrong_options(name: str, option: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{option}={value!r}.*{message}"):
+        make_topology(name, {option: value})
+
+
+def test_names() -> None:
+    assert make_topology("hc-static", {"streams": 2}) == HyperConnections(2)
+    assert make_topology("hc-dynamic", {}) == DynamicHyperConnections(4, "mean")
+    assert make_topology("frac-hc", {"dynamic": False}) == FracConnections(4, False)
+    assert all(topologies()[name] for name in ("hc-static", "hc-dynamic", "frac-hc"))
+    assert [one.needs_width for one in (HyperConnections, DynamicHyperConnections, FracConnections)] == [0, 1, 1]
+    with pytest.raises(UnsupportedTopology, match=r"fractions=3.*8 channels"):
+        FracConnections(3).parameters(Dims(2, WIDTH), "paper")
+
+
+def load(unit: Package, values: dict[str, Tensor], t: int) -> None:
+    """Weights of our unit t (from 0); theirs lie in our order A_m | A_r | B, but for fractions."""
+    theirs = {
+        "static": (unit.static_alpha, unit.static_beta),
+        "scale": (unit.dynamic_alpha_scale, unit.dynamic_beta_scale),
+    }
+    theirs["dynamic"] = (unit.dynamic_alpha_fn, unit.dynamic_beta_fn)
+    with torch.no_grad():
+        unit.dynamic_alpha_scale.zero_()  # without input
+        unit.dynamic_beta_scale.zero_()
+        for name, value in values.items():
+            alpha, beta = value[t].split([value.shape[-1] - 1, 1], -1)
+            theirs[name][0].copy_(alpha.squeeze() if name == "scale" else alpha)
+            theirs[name][1].copy_(beta.squeeze())
+
+
+@pytest.mark.parametrize("topology", [HyperConnections(3, "sum"), DynamicHyperConnections(3, "sum")], ids=str)
+def test_hyper_connections_package(topology: HyperConnections) -> None:
+    """Its RMS norm has a learned scale, which starts at 1, and no epsilon (hence 1e-5)."""
+    values = learned(topology, 3, "paper", noise=0.5)
+    blocks, x = net(3, torch.float64), torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    expand, reduce = Package.get_expand_reduce_stream_functions(3)
+    units = [Package(3, dim=WIDTH, branch=block, layer_index=t).double() for t, block in enumerate(blocks, start=1)]
+    start = [torch.cat([unit.static_alpha, unit.static_beta[:, None]], -1) for unit in units]
+    assert torch.equal(torch.stack(start), topology.parameters(Dims(3, WIDTH), "paper")["static"].double())
+    streams = expand(x)
+    for t, unit in enumerate(units):
+        load(unit, values, t)
+        streams = unit(streams)
+    want, got = reduce(streams), run(topology, values, x, blocks)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    want.square().mean().backward()
+    got.square().mean().backward()
+    for name, kind in (("static", "static_{}"), ("dynamic", "dynamic_{}_fn"), ("scale", "dynamic_{}_scale")):
+        if name in values:
+            columns = [[getattr(unit, kind.format(part)).grad for part in ("alpha", "beta")] for unit in units]
+            rows = [torch.cat([a.reshape(*b.shape, -1), b.unsqueeze(-1)], -1) for a, b in columns]
+            torch.testing.assert_close(values[name].grad.double(), torch.stack(rows), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_hyper_connections_package_fractions(dynamic: bool) -> None:
+    """Reads and the mix only: it writes each fraction of f_t to all fractions, the paper to its own."""
+    m, topology = 4, FracConnections(4, dynamic)
+    values = learned(topology, 1, noise=0.5)
+    unit, x = Package(1, dim=WIDTH, num_fracs=m, layer_index=0).double(), torch.randn(2, 5, WIDTH).double()
+    swapped = torch.arange(2 * m).view(2, m).T.flatten()  # theirs: A_m and A_r column by column in turn
+    with torch.no_grad():
+        unit.static_alpha.copy_(values["static"][0, :, swapped])
+        unit.dynamic_alpha_scale.copy_(values["scale"][0, 0] if dynamic else torch.tensor(0.0))
+        unit.dynamic_alpha_fn.copy_(values["dynamic"][0, :, swapped] if dynamic else torch.tensor(0.0))
+    want_read, want_mix, _ = unit.width_connection(x)
+    weights = topology.weights(values, Dims(1, WIDTH))
+    read, states = topology.open(topology.start(x), weights, 1)
+    mixed = topology.finish(topology.write(states, weights, 1, torch.zeros_like(x)), weights, Dims(1, WIDTH))
+    torch.testing.assert_close(read, want_read, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mixed, want_mix, rtol=1e-5, atol=1e-5)

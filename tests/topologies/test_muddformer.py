@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rewire.topologies import make_topology, topologies
+from rewire.topologies.base import Dims, Ways
+from rewire.topologies.muddformer import MUDDFormer
+
+WIDTH = 8
+TRUNKS = [Dims(1, WIDTH), Dims(1, WIDTH, frozenset({1})), Dims(2, WIDTH), Dims(2, WIDTH, frozenset({1, 2}))]
+TRUNKS += [Dims(5, WIDTH), Dims(5, WIDTH, frozenset({1, 3, 4}))]
+MUDD = MUDDFormer()
+
+
+class Block(nn.Module):
+    """A branch that tells its four inputs apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, *ways: Tensor) -> Tensor:
+        return self.out(torch.tanh(sum(linear(way) for linear, way in zip(self.inputs, ways, strict=True))))
+
+
+def naive(x: Tensor, blocks: list[nn.Module], dims: Dims, parameters: dict[str, Tensor]) -> Tensor:
+    """Equations 3 and 5 to 8 as written, with weights taken from the flat parameters one read after the other."""
+    static, w1, w2 = (parameters[name].double() for name in ("static", "w1", "w2"))
+    read_static = read_w1 = read_w2 = 0
+    xs, means = [x], [x] * 4  # x_0; what the next block reads: q, k, v, residual
+    for i, block in enumerate(blocks, start=1):
+        xs.append(means[3] + block(*means))
+        ways = 4 if i + 1 in dims.attention else 1
+        size = ways * (i + 1)
+        a = static[read_static : read_static + size]
+        first, second = w1[read_w1 : read_w1 + size], w2[read_w2 : read_w2 + size**2].reshape(size, size)
+        read_static, read_w1, read_w2 = read_static + size, read_w1 + size, read_w2 + size**2
+        normed = xs[i] / (xs[i].square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        hidden = torch.einsum("kd,...d->...k", first, normed)
+        hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
+        dense = torch.einsum("kl,...k->...l", second, hidden) + a
+        means = []
+        for way in range(ways):
+            means.append(sum(dense[..., way * (i + 1) + j, None] * xs[j] for j in range(i + 1)))
+        means *= 4 // ways
+    assert (read_static, read_w1, read_w2) == (len(static), len(w1), len(w2))
+    return means[0]
+
+
+def run(weights: object, x: Tensor, blocks: list[nn.Module], dims: Dims) -> Tensor:
+    states = MUDD.start(x)
+    for t, block in enumerate(blocks, start=1):
+        value, opened = MUDD.open(states, weights, t)
+        assert len(opened) == t + 1
+        assert isinstance(value, Ways) == (t in dims.attention)
+        ways = (value.q, value.k, value.v, value.residual) if isinstance(value, Ways) else (value,) * 4
+        assert opened[-1] is ways[3]
+        states = MUDD.write(opened, weights, t, block(*ways))
+        assert len(states) == t + 1
+    return MUDD.finish(states, weights, dims)
+
+
+def drawn(dims: Dims) -> dict[str, Tensor]:
+    start = MUDD.parameters(dims, "paper")
+    return {name: (0.5 * torch.randn_like(value)).requires_grad_() for name, value in start.items()}
+
+
+def net(depth: int, dtype: torch.dtype = torch.float32, zero: bool = False) -> list[nn.Module]:
+    torch.manual_seed(1)
+    blocks = [Block() for _ in range(depth)]
+    if zero:
+        for block in blocks:
+            nn.init.zeros_(block.out.weight)
+            nn.init.zeros_(block.out.bias)
+    return [block.to(dtype) for block in blocks]
+
+
+def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
+    for block in blocks:
+        x = x + block(x, x, x, x)
+    return x
+
+
+@pytest.mark.parametrize("dims", TRUNKS)
+def test_formulas(dims: Dims) -> None:
+    parameters, blocks = drawn(dims), net(dims.depth, torch.float64)
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
+    got = run(MUDD.weights(parameters, dims), x, blocks, dims)
+    want = naive(x, blocks, dims, parameters)
+    torch.testing.assert_close(got, want)
+    inputs, upstream = (x, *parameters.values(), *nn.ModuleList(blocks).parameters()), torch.randn_like(x)
+    torch.testing.assert_close(*[torch.autograd.grad(out, inputs, upstream) for out in (got, want)])
+
+
+def test_any_leading_shape() -> None:
+    dims, blocks, x = TRUNKS[-1], net(5), torch.randn(2, 3, 4, WIDTH)
+    weights = MUDD.weights(drawn(dims), dims)
+    torch.testing.assert_close(run(weights, x[1, 2, 3], blocks, dims), run(weights, x, blocks, dims)[1, 2, 3])
+
+
+@pytest.mark.parametrize("start", ["preserve", "paper"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dims", TRUNKS)
+def test_starts_as_the_plain_network_bitwise(dims: Dims, dtype: torch.dtype, start: str) -> None:
+    parameters = MUDD.parameters(dims, start)  # type: ignore[arg-type]
+    assert all(value.dtype == torch.float32 for value in parameters.values())
+    weights, blocks, x = MUDD.weights(parameters, dims), net(dims.depth, dtype), torch.randn(4, WIDTH).to(dtype)
+    out = run(weights, x, blocks, dims)
+    assert out.dtype == dtype
+    assert torch.equal(out, plain(x, blocks))
+    assert torch.equal(MUDD.matrix(weights, dims), torch.eye(dims.depth + 1)[1:])
+    f, g = torch.randn(2, 4, WIDTH).to(dtype)
+    assert torch.equal(MUDD.merge((x, x), weights, 1, f, g), x + f + g)  # branches in parallel
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("dims", TRUNKS)
+def test_every_weight_learns_in_two_steps(dims: Dims, zero: bool, optimizer: type) -> None:
+    before, blocks = MUDD.parameters(dims, "preserve"), net(dims.depth, zero=zero)
+    learned = {name: nn.Parameter(value.clone()) for name, value in before.items()}
+    stepper = optimizer([*learned.values(), *nn.ModuleList(blocks).parameters()], lr=0.1, weight_decay=0)
+    x, target = torch.randn(2, 64, WIDTH)
+    for _ in range(2):
+        stepper.zero_grad()
+        nn.functional.mse_loss(run(MUDD.weights(learned, dims), x, blocks, dims), target).backward()
+        stepper.step()
+    for name, value in learned.items():
+        assert (value != before[name]).all(), name
+
+
+def test_sizes_and_start() -> None:
+    dims = Dims(3, 512, frozenset({1, 3}))  # reads: unit 2 in 1 way, unit 3 in 4, the output in 1
+    parameters = MUDD.parameters(dims, "paper")
+    assert parameters["w1"].shape == (2 + 12 + 4, 512)
+    assert parameters["w2"].shape == (2**2 + 12**2 + 4**2,)
+    assert (parameters["w2"] == 0).all()
+    assert parameters["static"].tolist() == [0, 1] + [0, 0, 1] * 4 + [0, 0, 0, 1]
+    assert abs(parameters["w1"].std().item() * math.sqrt(512) - 1) < 0.05
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    assert torch.equal(MUDD.parameters(dims, "preserve")["w1"], parameters["w1"])  # whatever the seed
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_post_norm_adds_to_the_residual_way() -> None:
+    dims = TRUNKS[3]
+    weights = MUDD.weights(drawn(dims), dims)
+    x, y, f, normed = torch.randn(4, 3, WIDTH)
+    value, opened = MUDD.open((x, y), weights, 2)
+    assert isinstance(value, Ways)
+    assert torch.equal(MUDD.merge(opened, weights, 2, f), value.residual + f)
+    assert MUDD.push(opened, weights, 2, normed) == (x, y, normed)
+
+
+def test_matrix() -> None:
+    dims = Dims(2, WIDTH, frozenset({2}))
+    parameters = MUDD.parameters(dims, "paper")
+    parameters["static"] = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, 10, 20, 30])  # unit 2: q, k, v, r; output
+    assert MUDD.matrix(MUDD.weights(parameters, dims), dims).tolist() == [[4, 5, 0], [10, 20, 30]]
+
+
+def test_weights_are_float32_under_autocast() -> None:
+    dims, sources = TRUNKS[-1], tuple(torch.randn(4, 2, WIDTH))
+    weights = MUDD.weights(drawn(dims), dims)
+    want = MUDD.read(sources, weights, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = MUDD.read(sources, weights, 4)
+        assert run(weights, sources[0], net(5), dims).dtype == torch.float32
+    assert isinstance(got, Ways) and isinstance(want, Ways)
+    for way in ("q", "k", "v", "residual"):
+        assert torch.equal(getattr(got, way), getattr(want, way))
+
+
+@pytest.mark.parametrize("dims", TRUNKS[-2:])
+def test_compiles_in_one_graph(dims: Dims) -> None:
+    blocks, x, parameters = net(5), torch.randn(4, WIDTH), drawn(dims)
+
+    def forward(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return run(MUDD.weights(parameters, dims), x, blocks, dims)
+
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(parameters, x), forward(parameters, x))
+
+
+def test_name() -> None:
+    assert make_topology("muddformer", {}) == MUDD
+    assert topologies()["muddformer"]
+    assert MUDD.reads_qkv and MUDD.needs_width and MUDD.granularity == "block"

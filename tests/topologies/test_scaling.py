@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rewire.topologies import Topology, make_topology, topologies
+from rewire.topologies.base import Dims
+from rewire.topologies.scaling import BranchScale, LayerScale
+
+WIDTH = 6
+NAMES = ["rezero", "skipinit", "layerscale"]
+
+
+def naive(x: Tensor, blocks: list[nn.Module], scales: Tensor) -> Tensor:
+    """x_t = x_{t-1} + alpha_t f_t as written, channel by channel."""
+    table = scales.unsqueeze(-1).expand(-1, WIDTH) if scales.dim() == 1 else scales
+    for block, alpha in zip(blocks, table, strict=True):
+        f = block(x)
+        x = torch.stack([x[..., c] + alpha[c] * f[..., c] for c in range(WIDTH)], dim=-1)
+    return x
+
+
+def run(topology: Topology, weights: object, x: Tensor, blocks: list[nn.Module]) -> Tensor:
+    states = topology.start(x)
+    for t, block in enumerate(blocks, start=1):
+        value, states = topology.open(states, weights, t)
+        assert value is states[0] and len(states) == 1
+        states = topology.write(states, weights, t, block(value))
+    return topology.finish(states, weights, dims(len(blocks)))
+
+
+def dims(depth: int) -> Dims:
+    return Dims(depth, WIDTH)
+
+
+def net(depth: int, dtype: torch.dtype = torch.float32, zero: bool = False) -> list[nn.Module]:
+    torch.manual_seed(1)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(depth)]
+    if zero:
+        for block in blocks:
+            nn.init.zeros_(block[2].weight)
+            nn.init.zeros_(block[2].bias)
+    return [block.to(dtype) for block in blocks]
+
+
+def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
+    for block in blocks:
+        x = x + block(x)
+    return x
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_formulas(name: str, depth: int) -> None:
+    topology, blocks = make_topology(name, {}), net(depth, torch.float64)
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
+    scales = torch.randn_like(topology.parameters(dims(depth), "paper")["scales"]).requires_grad_()
+    weights = topology.weights({"scales": scales}, dims(depth))
+    upstream = torch.randn_like(x)
+    inputs = (x, scales, *nn.ModuleList(blocks).parameters())
+    got, want = run(topology, weights, x, blocks), naive(x, blocks, scales.double())
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, inputs, upstream))
+
+
+def test_paper_starts() -> None:
+    for name in ("rezero", "skipinit"):
+        scales = make_topology(name, {}).parameters(dims(3), "paper")["scales"]
+        assert scales.dtype == torch.float32
+        assert scales.tolist() == [0.0] * 3
+    for units, eps in [(2, 0.1), (36, 0.1), (37, 1e-5), (48, 1e-5), (49, 1e-6), (96, 1e-6)]:
+        scales = LayerScale().parameters(dims(units), "paper")["scales"]
+        assert torch.equal(scales, torch.full((units, WIDTH), eps))
+    assert (LayerScale(eps=0.25).parameters(dims(3), "paper")["scales"] == 0.25).all()
+    x = torch.randn(4, WIDTH)
+    weights = BranchScale().weights(BranchScale().parameters(dims(3), "paper"), dims(3))
+    assert torch.equal(run(BranchScale(), weights, x, net(3)), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("topology", [BranchScale(), LayerScale(), LayerScale(eps=0.5)])
+def test_preserving_start_is_the_plain_network_bitwise(topology: Topology, dtype: torch.dtype) -> None:
+    blocks, x = net(4, dtype), torch.randn(3, WIDTH).to(dtype)
+    weights = topology.weights(topology.parameters(dims(4), "preserve"), dims(4))
+    out = run(topology, weights, x, blocks)
+    assert out.dtype == dtype
+    assert torch.equal(out, plain(x, blocks))
+    f, g = torch.randn(2, 64, WIDTH).to(dtype)
+    x = torch.randn(64, WIDTH).to(dtype)
+    assert torch.equal(topology.merge((x,), weights, 1, f, g), x + f + g)  # branches in parallel
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_scale_learns_in_two_steps(name: str, zero: bool, optimizer: type[torch.optim.Optimizer]) -> None:
+    topology, blocks = make_topology(name, {}), net(4, zero=zero)
+    before = topology.parameters(dims(4), "preserve")["scales"]
+    scales = nn.Parameter(before.clone())
+    stepper = optimizer([scales, *nn.ModuleList(blocks).parameters()], lr=0.05, weight_decay=0)  # type: ignore[call-arg]
+    x, target = torch.randn(2, 16, WIDTH)
+    for _ in range(2):
+        stepper.zero_grad()
+        out = run(topology, topology.weights({"scales": scales}, dims(4)), x, blocks)
+        nn.functional.mse_loss(out, target).backward()
+        stepper.step()
+    assert (scales != before).all()
+
+
+def test_paper_start_at_zero_trains_the_scales_first() -> None:
+    blocks, scales = net(3), nn.Parameter(BranchScale().parameters(dims(3), "paper")["scales"])
+    out = run(BranchScale(), BranchScale().weights({"scales": scales}, dims(3)), torch.randn(4, WIDTH), blocks)
+    out.square().sum().backward()
+    assert scales.grad is not None
+    assert (scales.grad != 0).all()
+    assert all((p.grad == 0).all() for p in nn.ModuleList(blocks).parameters())
+
+
+def test_post_norm_scales_inside_the_norm() -> None:
+    x, f, normed = torch.randn(3, 4, WIDTH)
+    weights = torch.randn(2, WIDTH)
+    topology = LayerScale()
+    torch.testing.assert_close(topology.merge((x,), weights, 2, f), x + weights[1] * f)
+    assert topology.push((x,), weights, 2, normed) == (normed,)
+
+
+def test_matrix() -> None:
+    scales = torch.tensor([[0.5, 1.5], [2.0, 4.0]])
+    want = [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [1.0, 1.0, 3.0]]
+    assert LayerScale().matrix(scales, Dims(2, 2)).tolist() == want
+    assert BranchScale().matrix(scales.mean(1), Dims(2)).tolist() == want
+
+
+def test_autocast_keeps_the_stream_in_float32() -> None:
+    topology, x = LayerScale(), torch.randn(4, WIDTH)
+    weights = topology.weights(topology.parameters(dims(3), "preserve"), dims(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(topology, weights, x, net(3)).dtype == torch.float32
+
+
+def test_compiles_in_one_graph() -> None:
+    topology, blocks, x = LayerScale(), net(3), torch.randn(4, WIDTH)
+
+    def forward(scales: Tensor, x: Tensor) -> Tensor:
+        return run(topology, topology.weights({"scales": scales}, dims(3)), x, blocks)
+
+    scales = torch.randn(3, WIDTH)
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(scales, x), forward(scales, x))
+
+
+@pytest.mark.parametrize("eps", [0.0, -1e-5, float("inf"), float("nan")])
+def test_wrong_options(eps: float) -> None:
+    with pytest.raises(ValueError, match=f"eps={eps}.*positive"):
+        make_topology("layerscale", {"eps": eps})
+
+
+def test_names() -> None:
+    assert make_topology("rezero", {}) == make_topology("skipinit", {}) == BranchScale()
+    assert make_topology("layerscale", {"eps": 1e-4}) == LayerScale(1e-4)
+    assert all(topologies()[name] for name in NAMES)
+    assert LayerScale.needs_width and not BranchScale.needs_width
+    assert BranchScale().options() == {}
+    with pytest.raises(TypeError, match="no option 'eps'"):
+        make_topology("rezero", {"eps": 0.1})
