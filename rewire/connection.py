@@ -34,6 +34,8 @@ class Connection(nn.Module):
         self.layout, self.start = layout, start
         for name, value in layout.topology.parameters(layout.dims, start).items():
             self.register_parameter(name, nn.Parameter(value.to(device=device, dtype=torch.float32)))
+        for name, value in layout.topology.constants(layout.dims).items():
+            self.register_buffer(name, value.to(device=device, dtype=torch.float32))
 
     def reset_parameters(self) -> None:
         """Set the start values again (after ``to_empty``, say)."""
@@ -51,7 +53,9 @@ class Connection(nn.Module):
 
     def effective(self) -> Any:
         """The weights that the topology's formulas use, from the learned ones, in float32."""
-        parameters = {name: _whole(parameter) for name, parameter in self.named_parameters()}
+        sharded = any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
+        parameters = {name: _gathered(p) if sharded else p for name, p in self.named_parameters()}
+        parameters.update(self.named_buffers())
         for name, parameter in parameters.items():
             if parameter.dtype != torch.float32:
                 raise RewireError(
@@ -111,9 +115,9 @@ class Connection(nn.Module):
         return super()._apply(keep_dtype, recurse)
 
 
-def _whole(parameter: Any) -> Tensor:
-    """The parameter itself; outside a forward FSDP2 has it sharded, then all of it."""
-    return parameter.full_tensor() if type(parameter).__name__ == "DTensor" else parameter
+def _gathered(parameter: Any) -> Tensor:
+    """All of a parameter under FSDP2: it frees what it gathered when the connection returns, before the stream ends."""
+    return parameter.full_tensor() if type(parameter).__name__ == "DTensor" else parameter.clone()
 
 
 def read_recipe(state: Tensor) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from every_topology import LEARNED, mixed
 from models import PreNorm, Stack
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -127,6 +128,42 @@ def fsdp_mixed() -> None:
     assert opened == [torch.float32] * STEPS
     assert all(value.dtype == torch.float32 for value in (*actual.values(), *weights.values()))
     compare(({name: value.float() for name, value in expected.items()},), (actual,), 5e-2)
+
+
+def fsdp_every_topology() -> None:
+    """Streams of every topology pass between sharded blocks; q, k and v apart where they are."""
+    for key in LEARNED:
+        torch.manual_seed(0)
+        model = mixed(Stack(PreNorm), key)
+        expected = train(copy.deepcopy(model), batch(torch.float32))
+        compare(expected, train(shard(model), mine(batch(torch.float32))), 1e-4)
+
+
+def fsdp_mixed_every_topology() -> None:
+    """Activations in bfloat16, connection weights in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for key in LEARNED:
+        torch.manual_seed(0)
+        model = mixed(Stack(PreNorm), key)
+        expected, _ = train(copy.deepcopy(model), batch(torch.float32))
+        actual, _ = train(shard(model, policy), mine(batch(torch.float32)))
+        assert list(expected) == list(actual) and all(value.isfinite().all() for value in actual.values())
+        flat = [torch.cat([value.flatten() for value in values.values()]) for values in (expected, actual)]
+        assert torch.cosine_similarity(*flat, dim=0) > 0.99, key
+
+
+def fsdp_penalty() -> None:
+    """Connection weights outside a forward, where they are sharded."""
+    model = make()
+    want = rewire.sparsity_penalty(model).item()
+    table = rewire.coefficients(model)["layers"]
+    sharded = shard(model)
+    penalty = rewire.sparsity_penalty(sharded)
+    penalty.backward()
+    assert abs(penalty.item() - want) < 1e-6
+    assert torch.equal(rewire.coefficients(sharded)["layers"], table)
+    (weight,) = rewire.connections(sharded)["layers"].parameters()
+    assert weight.grad is not None and bool(full(weight.grad).any())
 
 
 def fsdp_checkpointed() -> None:

@@ -43,5 +43,13 @@ def test_fsdp_in_bfloat16_and_mixed_precision(tmp_path: Path) -> None:
     run(tmp_path, "fsdp_bfloat16", "fsdp_mixed")
 
 
+def test_fsdp_with_every_topology(tmp_path: Path) -> None:
+    run(tmp_path, "fsdp_every_topology", "fsdp_penalty")
+
+
+def test_fsdp_in_mixed_precision_with_every_topology(tmp_path: Path) -> None:
+    run(tmp_path, "fsdp_mixed_every_topology")
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     run(tmp_path, "sharded_before", "no_own_group")

@@ -51,13 +51,14 @@ def generated_class(base: type, source: str, table: tuple[tuple[str, Any], ...])
 
     Equal blocks share it, so that torch.compile compiles one of them for all.
     """
-    namespace: dict[str, Any] = {**dict(table), "__name__": base.__module__}
+    namespace: dict[str, Any] = dict(table)  # without a module's name, under which torch.compile would look it up
     filename = f"<rewire {base.__module__}.{base.__qualname__} {abs(hash((source, base))):x}>"
     # tracebacks, inspect.getsource and debuggers find the source here
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), namespace)
     forward = namespace["forward"]
     forward.__doc__ = plain_forward(base)[0].__doc__
+    forward.__module__ = base.__module__
     forward.__qualname__ = f"{base.__qualname__}.forward"
     members = {
         "forward": forward,

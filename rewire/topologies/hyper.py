@@ -14,6 +14,8 @@ from rewire.errors import UnsupportedTopology
 from rewire.kernels.mix import mix
 from rewire.kernels.tokens import project, rms_norm
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, no_preserving_start
+from rewire.topologies.program import Line, Program, Term, branch_of
+from rewire.topologies.program import Unit as ProgramUnit
 from rewire.topologies.registry import register_topology
 
 Output = Literal["mean", "sum"]
@@ -204,6 +206,25 @@ class HyperConnections(ParallelStreams):
         read = torch.eye(n)[torch.arange(1, depth + 1) % n].unsqueeze(-1)  # [T, n, 1]
         return {"static": torch.cat([read, torch.eye(n).expand(depth, n, n), torch.ones(depth, n, 1)], dim=-1)}
 
+    def program(self, weights: Any, dims: Dims) -> Program:
+        if any(unit.dynamic is not None for unit in weights):
+            return super().program(weights, dims)
+        units, streams = list[ProgramUnit](), ["x0"] * self.streams
+        for t, (static, _) in enumerate(weights, start=1):
+            read, carry, write = self.gates(static)
+            opened = Line(f"r{t}", _terms(streams, read[:, 0]))
+            names = [f"s{t}_{j}" for j in range(self.streams)]
+            written = [
+                Line(name, (*_terms(streams, carry[:, j]), Term(branch_of(t), float(write[j]))))
+                for j, name in enumerate(names)
+            ]
+            units.append(ProgramUnit((opened,), opened.target, tuple(written)))
+            streams = names
+        share = 1 / self.streams if self.output == "mean" else 1.0
+        output = Line("out", tuple(Term(name, share) for name in streams))
+        rows, columns = [unit.read for unit in units], [branch_of(t) for t in range(1, dims.depth + 1)]
+        return Program(tuple(units), (output,), "out", (*rows, "out"), ("x0", *columns))
+
 
 @register_topology("hc-dynamic")
 @dataclasses.dataclass(frozen=True)
@@ -305,6 +326,10 @@ class FracConnections(Streams):
 
     def like(self, states: States) -> Tensor:
         return states[0].flatten(-2)
+
+
+def _terms(streams: Sequence[str], weights: Tensor) -> tuple[Term, ...]:
+    return tuple(Term(name, weight) for name, weight in zip(streams, weights.tolist(), strict=True))
 
 
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), write: Tensor | None = None) -> Tensor:

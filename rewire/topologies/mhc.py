@@ -11,11 +11,11 @@ from torch import Tensor
 
 from rewire.kernels.tokens import project, rms_norm
 from rewire.topologies.base import Dims, Start
-from rewire.topologies.hyper import Gates, Output, ParallelStreams, check_count
+from rewire.topologies.hyper import Gates, ParallelStreams, check_count
 from rewire.topologies.registry import register_topology
 
 _PHI_STD = 0.02
-_OFF_DIAGONAL = -8.0
+_DIAGONAL = 4.0
 
 
 @register_topology("mhc")
@@ -38,22 +38,23 @@ class ManifoldHyperConnections(ParallelStreams):
     about 1/2, H_post 1 and H_res 1/n. The paper sums the streams for its output: ``output="sum"``, see
     `HyperConnections`.
 
-    **Preserving start.** Reads and the output are the mean of the streams, and the mean stays ``x_t``: ``H_pre = 1/n``
-    exactly; H_post is spread over streams, ``2 sigmoid(linspace(-1, 1, n))``, with mean 1; H_res keeps the mean
-    whatever it is, and starts within 0.001 of the identity (off-diagonal logits -8). phi of H_pre and H_post is 0, that
-    of H_res as above.
+    **Preserving start.** Reads and the output are the mean of the streams, and the mean stays ``x_t``: ``H_pre = 1/n``;
+    H_post is spread over the streams, ``2 sigmoid(linspace(-1, 1, n))``, with mean 1; H_res keeps the mean whatever
+    it is. It starts near the identity (logits 4 on the diagonal, else 0): nearer, its gradient, proportional to the
+    off-diagonal entries, would vanish, and `sinkhorn` hardly converge. phi is 0 for H_pre and H_post, and drawn as
+    above for H_res.
 
-    - *Still learning*: H_pre learns at once and H_post, too (if the branches start at zero: one step later). As the
-      function is the same for every H_res, b and phi of H_res learn from the next step on, when reads are no longer
-      the mean; the streams differ by then, thanks to the spread of H_post. Each alpha learns one step after
-      its phi has left 0, that of H_res together with its phi.
-    - *No gradient by construction*, with either start: H_res of unit 1, which mixes equal streams, and of unit T,
-      which only the mean (or the sum) comes after.
+    - *Still learning*: H_pre and H_post learn at once. As the function does not depend on H_res, its b, phi and
+      alpha learn from the second step on, when reads have left the mean; the streams differ by then, thanks to the
+      spread of H_post. So do the other two alphas, when their phi has left 0. Where the branches start at zero, all
+      that waits one step more. These gradients are small at first: use Adam rather than plain SGD.
+    - *No gradient by construction*, with either start: H_res of unit T, as only the mean (or the sum) comes after it.
+      That of unit 1 mixes equal streams; all that it learns from is how far its rows are from a sum of 1.
 
     Args:
         streams: n, 2 or more.
-        iterations: how often `sinkhorn` normalises rows and columns, 1 or more.
         output: "mean", or "sum" as in the paper.
+        iterations: how often `sinkhorn` normalises rows and columns, 1 or more.
 
     Raises:
         ValueError: an option is not one of those values.
@@ -63,9 +64,7 @@ class ManifoldHyperConnections(ParallelStreams):
     needs_width: ClassVar[bool] = True
     fewest: ClassVar[int] = 2  # a sigmoid is never 1
 
-    streams: int = 4
     iterations: int = 20
-    output: Output = "mean"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,8 +90,8 @@ class ManifoldHyperConnections(ParallelStreams):
         dynamic = _PHI_STD * torch.randn(depth, n * dims.width, columns, generator=seed, device="cpu")
         if start == "preserve":
             pre = torch.full((n,), -math.log(n - 1))  # its sigmoid is 1/n
-            res = _OFF_DIAGONAL * (1 - torch.eye(n))
-            static += torch.cat([pre, torch.linspace(-1, 1, n), res.flatten()])
+            res = _DIAGONAL * torch.eye(n).flatten()
+            static += torch.cat([pre, torch.linspace(-1, 1, n), res])
             dynamic[..., : 2 * n] = 0
         return {"static": static, "dynamic": dynamic, "scale": torch.full((depth, 3), 0.01)}
 
@@ -109,9 +108,9 @@ class ManifoldHyperConnections(ParallelStreams):
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     """``exp(logits)`` with rows, then columns, divided by their sum, ``iterations`` times (Sinkhorn-Knopp).
 
-    In the logarithmic domain, where no logits overflow or leave a row that is all zero. An operator of its own: the
-    backward recomputes the steps instead of keeping them, and torch.compile would take about 15 seconds per unit for
-    the unrolled loop.
+    In the logarithmic domain, where no logits overflow or leave a row that is all zero. It is an operator of its own,
+    so that the backward recomputes the steps instead of keeping them, and because torch.compile takes several times as
+    long for a model with the unrolled loop in each unit.
 
     Args:
         logits: [..., n, n], float32 or float64.

@@ -17,7 +17,7 @@ from rewire.tracing.printer import statements
 from rewire.tracing.tracer import Leaf, Opaque, PathTracer, child_calls_recorded
 
 MAX_PATHS = 32
-MAX_RUNS = 100  # of the tracer, over all paths and choices of arguments that are None
+MAX_RUNS = 400  # of the tracer, over all paths and choices of arguments that are None
 _MAX_OPAQUE = 8
 
 

@@ -221,6 +221,9 @@ class PathTracer(fx.Tracer):
                 setattr(owner, name, value)
                 stack.callback(setattr, owner, name, original)
             namespace = self.function.__globals__
+            if "isinstance" not in namespace:  # a proxy is an instance of nothing: the question is one for later
+                namespace["isinstance"] = self._isinstance
+                stack.callback(namespace.__delitem__, "isinstance")
             for name, is_method in self.opaque:
                 if not is_method and name in namespace:
                     original = namespace[name]
@@ -228,6 +231,11 @@ class PathTracer(fx.Tracer):
                     namespace[name], self._originals[recorded] = recorded, original
                     stack.callback(namespace.__setitem__, name, original)
             yield
+
+    def _isinstance(self, value: Any, classes: Any) -> Any:
+        if isinstance(value, fx.Proxy):
+            return self.create_proxy("call_function", isinstance, (value, classes), {})
+        return isinstance(value, classes)
 
     def _recorded(self, function: Callable[..., Any], always: bool = False) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:

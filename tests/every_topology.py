@@ -1,0 +1,59 @@
+"""Every topology, with the options that change its formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import rewire
+
+#: Test id -> name and options.
+EVERY: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in rewire.topologies()},
+    "ancre-keep": ("ancre-ingoing", {"cascade": "keep"}),
+    "denseformer-2x2": ("denseformer", {"dilation": 2, "period": 2}),
+    **{f"{name}-last": (name, {"last": 1}) for name in ("grn-v1", "grn-v2", "grn-v3", "dca")},
+    "hc-dynamic-2": ("hc-dynamic", {"streams": 2}),
+    "frac-hc-static": ("frac-hc", {"dynamic": False}),
+    "laurel-rw-softmax": ("laurel-rw", {"total": 1.0}),
+    "attnres-scaled": ("attnres", {"scaled": True}),
+    "attnres-groups": ("attnres", {"scaled": True, "block": 2}),
+}
+
+#: Those whose formulas have no start that equals the plain residual network.
+NOT_PRESERVING = {"ancre-constant", "ancre-keep", "laurel-rw-softmax", "attnres"}
+
+#: Those that connect what branches add, which has no meaning where a norm follows the add.
+PRE_NORM_ONLY = {
+    *("grn-v1", "grn-v2", "grn-v3", "dca", "grn-v1-last", "grn-v2-last", "grn-v3-last", "dca-last"),
+    *("hc-static", "hc-dynamic", "hc-dynamic-2", "frac-hc", "frac-hc-static", "mhc"),
+    *("attnres", "attnres-scaled", "attnres-groups"),
+}
+
+#: Those that need an attention.
+WITH_ATTENTION = {"dca", "dca-last"}
+
+PRESERVING = [key for key in EVERY if key not in NOT_PRESERVING]
+LEARNED = [key for key in EVERY if key not in ("residual", "ancre-constant")]
+
+
+def learned(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if "depth_connections" in name}
+
+
+def compiled(model: nn.Module, key: str, **kwargs: Any) -> nn.Module:
+    name, options = EVERY[key]
+    return rewire.compile(model, name, **options, **kwargs)
+
+
+def mixed(model: nn.Module, key: str) -> nn.Module:
+    """Rewired, with connection weights away from their start: an answer that ignores them is wrong."""
+    rewired = compiled(model, key, start="paper", validate=False)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, weight in learned(rewired).items():
+            size = 0.01 if "ancre" in key and "logits" in name else 0.2
+            weight.add_(size * torch.randn(weight.shape, generator=generator).to(weight))
+    return rewired

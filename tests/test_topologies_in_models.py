@@ -1,0 +1,283 @@
+"""Every topology in real models: it starts as the original, and works with what models are trained and run with."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from every_topology import (
+    EVERY,
+    LEARNED,
+    NOT_PRESERVING,
+    PRE_NORM_ONLY,
+    PRESERVING,
+    WITH_ATTENTION,
+    compiled,
+    learned,
+    mixed,
+)
+from models import PreNorm, Stack, token_ids, vectors
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rewire
+from rewire.checkpoint import matrices
+from rewire.patterns.tiny import timm_model, tiny_model
+from rewire.plotting import plot_arcs, plot_heatmap
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+
+
+def llama() -> nn.Module:
+    model = tiny_model("llama").eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def ids() -> Tensor:
+    return token_ids(2, 12, 97)
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(x, labels=x).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(expected: dict[str, Tensor], actual: dict[str, Tensor], tolerance: float) -> None:
+    assert list(expected) == list(actual) and any("depth_connections" in name for name in expected)
+    largest = max(float(value.norm()) for value in expected.values())
+    for name, value in expected.items():
+        error = float((value.double() - actual[name].double()).norm()) / max(float(value.norm()), 1e-3 * largest)
+        assert error <= tolerance, (name, error)
+
+
+# -- starts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", PRESERVING)
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "t5"])
+def test_starts_as_the_original(model_type: str, key: str) -> None:
+    """Validation compares outputs and gradients; here that it is not the validation that lets everything pass."""
+    model = tiny_model(model_type).eval()
+    rewired = compiled(model, key)
+    inputs = {"input_ids": ids()} | ({"decoder_input_ids": ids()} if model_type == "t5" else {})
+    with torch.no_grad():
+        torch.testing.assert_close(rewired(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("key", sorted(NOT_PRESERVING))
+def test_those_that_cannot_say_so(key: str) -> None:
+    with pytest.raises(rewire.UnsupportedTopology, match="no start that equals the original"):
+        compiled(llama(), key)
+    compiled(llama(), key, start="paper")  # validated with plain connections in the same rewrite
+
+
+@pytest.mark.parametrize("key", PRESERVING)
+def test_post_norm_blocks(key: str) -> None:
+    if key in PRE_NORM_ONLY:
+        with pytest.raises(rewire.UnsupportedTopology, match=r"bert\.encoder\.layer' is post-norm"):
+            compiled(tiny_model("bert"), key)
+    else:
+        compiled(tiny_model("bert"), key)
+
+
+@pytest.mark.parametrize("key", PRESERVING)
+@pytest.mark.parametrize(
+    ("name", "post"),
+    [("timm:resnet18", True), ("timm:resnetv2_50", False), ("timm:convnext_atto", False), ("convnext", False)],
+)
+def test_convolutional_nets(name: str, post: bool, key: str) -> None:
+    small: dict[str, Any] = {"timm:resnetv2_50": {"layers": (1, 2, 3, 1), "channels": (32, 64, 64, 64), "stem_chs": 16}}
+    made = (
+        timm_model(name.removeprefix("timm:"), **small.get(name, {})) if name.startswith("timm:") else tiny_model(name)
+    )
+    if key in WITH_ATTENTION:
+        with pytest.raises(rewire.UnsupportedTopology, match="is post-norm" if post else "attention"):
+            compiled(made, key)
+        return
+    if post and key in PRE_NORM_ONLY:
+        with pytest.raises(rewire.UnsupportedTopology, match="is post-norm"):
+            compiled(made, key)
+        return
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        for parameter_name, parameter in made.named_parameters():  # branches that are (nearly) zero at their start
+            if "bias" not in parameter_name and parameter.abs().max() < 1e-3:
+                parameter.fill_(0.5)
+    rewired = compiled(made, key, example_inputs=(images,))
+    x = images.to(memory_format=torch.channels_last)
+    for model in (made, rewired):
+        model.eval()
+    with torch.no_grad():
+        out, want = (m(x) if name.startswith("timm:") else m(x).logits for m in (rewired, made))
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+        if key in LEARNED:
+            other = mixed(made, key).eval()
+            moved = other(images) if name.startswith("timm:") else other(images).logits
+            assert moved.isfinite().all() and not torch.allclose(moved, want, atol=1e-4)
+
+
+def test_channels_of_images_are_weighted_apart() -> None:
+    """Channel c scaled by w_c, in every image and place: against the formula on images."""
+
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.conv(x)
+
+    model, x = nn.Sequential(Body(), Body()), torch.randn(2, 4, 5, 6)
+    scaled = rewire.compile(model, "layerscale", example_inputs=(x,))
+    grn = rewire.compile(model, "grn-v2", example_inputs=(x,))
+    with torch.no_grad():
+        (scales,), (b,) = learned(scaled).values(), learned(grn).values()
+        scales.copy_(torch.randn(2, 4))
+        b.copy_(torch.randn(6, 4))
+        first = x + scales[0].view(4, 1, 1) * model[0].conv(x)
+        want = first + scales[1].view(4, 1, 1) * model[1].conv(first)
+        torch.testing.assert_close(scaled(x), want)
+        w = b.view(6, 4, 1, 1)
+        f1 = model[0].conv(w[0] * x)
+        f2 = model[1].conv(w[1] * x + w[2] * f1)
+        torch.testing.assert_close(grn(x), w[3] * x + w[4] * f1 + w[5] * f2)
+
+
+# -- learning ------------------------------------------------------------------------------------------------------------
+
+#: Their scales multiply a product of weights that start at zero: where branches start at zero, too, a third step.
+LATE_WITH_ZERO_BRANCHES = {"hc-dynamic", "hc-dynamic-2", "frac-hc", "mhc"}
+
+#: Elements of a parameter that are constant by construction: a softmax over one entry is 1.
+CONSTANT: dict[str, list[list[int]]] = {"ancre-ingoing": [[0]], "ancre-keep": [[0]], "ancre-outgoing": [[5]]}
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["", "zero-branches"])
+@pytest.mark.parametrize("start", ["preserve", "paper"])
+@pytest.mark.parametrize("key", LEARNED)
+def test_every_connection_weight_moves(key: str, start: str, zero: bool) -> None:
+    if start == "preserve" and key in NOT_PRESERVING:
+        return
+    model = tiny_model("llama").train()
+    if zero:
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+    if zero and start == "paper" and key in ("rezero", "skipinit"):
+        return  # both factors of every branch are zero, and stay so: the class says it
+    rewired = compiled(model, key, start=start, validate=False)
+    before = {name: p.detach().clone() for name, p in learned(rewired).items()}
+    optimizer = torch.optim.AdamW(rewired.parameters(), lr=1e-2, weight_decay=0, eps=1e-15)
+    for _ in range(3 if zero and key in LATE_WITH_ZERO_BRANCHES else 2):
+        gradients(rewired, ids())
+        optimizer.step()
+    for name, value in before.items():
+        still = (learned(rewired)[name] == value).nonzero().tolist()
+        assert still == CONSTANT.get(key, []), (name, value.shape, still[:20])
+
+
+# -- running -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", EVERY)
+def test_generation(key: str) -> None:
+    model = llama()
+    other = mixed(model, key)
+    cached = other.generate(ids(), use_cache=True, **OPTIONS)
+    assert torch.equal(cached, other.generate(ids(), use_cache=False, **OPTIONS))
+    assert key == "residual" or not torch.allclose(other(ids()).logits, model(ids()).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("key", ["dca", "muddformer"])
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "phi3", "falcon", "t5"])
+def test_generation_with_q_k_v_apart(model_type: str, key: str) -> None:
+    model = tiny_model(model_type).eval()
+    model.generation_config.eos_token_id = None
+    if model_type == "t5":
+        model.generation_config.decoder_start_token_id = 0
+    other = mixed(model, key)
+    cached = other.generate(ids(), use_cache=True, **OPTIONS)
+    assert torch.equal(cached, other.generate(ids(), use_cache=False, **OPTIONS))
+
+
+@pytest.mark.parametrize("key", LEARNED)
+def test_gradient_checkpointing(key: str) -> None:
+    model = mixed(llama(), key).train()
+    expected = gradients(model, ids())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_close(expected, gradients(model, ids()), 0.0)
+
+
+@pytest.mark.parametrize("key", LEARNED)
+def test_torch_compile(key: str) -> None:
+    model = mixed(llama(), key).train()
+    expected = gradients(model, ids())
+    torch._dynamo.reset()
+    whole = torch.compile(model, fullgraph=True, backend="aot_eager")
+    model.zero_grad()
+    whole(ids(), labels=ids()).loss.backward()
+    actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_close(expected, actual, 1e-5)
+
+
+@pytest.mark.parametrize("key", LEARNED)
+def test_interleaved_forwards(key: str) -> None:
+    """Two micro-batches, block by block in turn, checkpointed or not, then one backward each."""
+    model = mixed(Stack(PreNorm, depth=4), key).train()
+    xs = [vectors(), 2 * vectors(3)]
+    expected = [model(x) for x in xs]
+    wanted = [torch.autograd.grad(y.square().sum(), list(model.parameters()), retain_graph=True) for y in expected]
+    for replay in (False, True):
+        a, b = (model.inp(x) for x in xs)
+        for layer in model.layers:
+            a, b = (checkpoint(layer, s, use_reentrant=False) if replay else layer(s) for s in (a, b))
+        outputs = [model.out(s) for s in (a, b)]
+        for out, want, grads in zip(outputs, expected, wanted, strict=True):
+            assert torch.equal(out, want)
+            for g, w in zip(torch.autograd.grad(out.square().sum(), list(model.parameters())), grads, strict=True):
+                assert torch.equal(g, w)
+
+
+@pytest.mark.parametrize("key", EVERY)
+def test_low_precision(key: str) -> None:
+    model = mixed(llama(), key)
+    with torch.no_grad():
+        want = model(ids()).logits
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.testing.assert_close(model(ids()).logits.float(), want, rtol=0.1, atol=0.1)
+        low = copy.deepcopy(model).bfloat16()
+        assert {p.dtype for p in learned(low).values()} <= {torch.float32}
+        out = low(ids()).logits
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), want, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("key", LEARNED)
+def test_saved_and_read_again(key: str, tmp_path: Path) -> None:
+    model = mixed(llama(), key)
+    again = compiled(llama(), key, start="paper", validate=False)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    again.load_state_dict(torch.load(tmp_path / "model.pt"))
+    pickled = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        want = model(ids()).logits
+        for other in (again, copy.deepcopy(model), pickled):
+            assert torch.equal(other(ids()).logits, want)
+    (table,) = rewire.coefficients(model).values()
+    assert table.dtype == torch.float32 and table.dim() == 2 and not table.requires_grad and table.isfinite().all()
+    assert torch.equal(table, matrices(tmp_path / "model.pt")["model.layers"])
+
+
+@pytest.mark.parametrize("key", EVERY)
+def test_plots_of_its_matrix(key: str, tmp_path: Path) -> None:
+    tables = rewire.coefficients(mixed(llama(), key))
+    for plot in (plot_heatmap, plot_arcs):
+        plot(tables, tmp_path / "plot.png")
+        assert (tmp_path / "plot.png").stat().st_size > 1000
