@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SCRIPTS = ("tracing.py",)
+SCRIPTS = ("tracing.py", "topologies.py")
 
 if __name__ == "__main__":
     for script in SCRIPTS:

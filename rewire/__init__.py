@@ -20,6 +20,7 @@ from rewire.errors import (
     ValidationMismatch,
     WidthMismatch,
 )
+from rewire.freeze import FreezeReport, FrozenTrunk, freeze
 from rewire.init import initializers
 from rewire.patterns import Pattern, patterns, register_pattern
 from rewire.penalties import sparsity_penalty
@@ -37,6 +38,8 @@ __all__ = [
     "Connection",
     "DenseFormer",
     "Dims",
+    "FreezeReport",
+    "FrozenTrunk",
     "NoResidualAdds",
     "OutOfOrder",
     "Pattern",
@@ -58,6 +61,7 @@ __all__ = [
     "coefficients",
     "compile",
     "connections",
+    "freeze",
     "initializers",
     "inspect",
     "patterns",

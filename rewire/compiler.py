@@ -31,6 +31,7 @@ from rewire.passes.connect import StreamsToTensors, convert_collected, register
 from rewire.passes.install import is_rewritten, source_of, uninstall
 from rewire.passes.trunks import Finder, LinkedTrunk
 from rewire.patterns import Pattern, first_given, patterns_for
+from rewire.patterns.pattern import Inputs
 from rewire.stream import Layout
 from rewire.topologies import Topology, make_topology
 from rewire.topologies.base import Start
@@ -114,7 +115,7 @@ def compile(
     """
     chosen = _chosen(topology, options, trunks)
     _check_choices(init, granularity, start)
-    _check_model(model)
+    check_model(model)
     found = patterns_for(model)
     learned = first_given(found, "learned")
     if learned:
@@ -126,9 +127,9 @@ def compile(
     def layouts(trunks_found: list[Trunk]) -> list[Layout]:
         return [_layout(trunk, chosen[key], granularity) for trunk, key in _assigned(trunks_found, chosen)]
 
-    rewired = _rewire(model, found, layouts, start)
+    rewired = rewired_copy(model, found, layouts, start)
     if validate:
-        same = rewired if start == "preserve" else _rewire(model, found, _plain(rewired), "preserve")
+        same = rewired if start == "preserve" else rewired_copy(model, found, _plain(rewired), "preserve")
         _validate(model, same, found, example_inputs)
     return rewired
 
@@ -199,7 +200,7 @@ def _check_choices(init: str | None, granularity: str, start: str) -> None:
         raise UnknownName(f"there is no initialiser '{init}' (rewire.initializers(): {known}).")
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     for path, module in model.named_modules():
@@ -233,20 +234,30 @@ def _validate(model: nn.Module, rewired: nn.Module, found: list[Pattern], exampl
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         log.warning("%s was rewired but not validated: its parameters are on the meta device.", name)
         return
-    if example_inputs is not None:
-        validation.validate(model, rewired, validation.normalise_inputs(example_inputs))
-        return
-    make = first_given(found, "example_inputs")
     try:
-        if make is None:
-            raise BadExampleInputs("the registry of architectures knows no inputs for it")
-        try:
-            inputs = make(model)
-        except (AttributeError, KeyError) as error:
-            raise BadExampleInputs(f"the registry's inputs do not fit its config: {error}") from error
-        validation.validate(model, rewired, inputs)
+        validation.validate(model, rewired, inputs_for(model, found, example_inputs))
     except BadExampleInputs as error:
+        if example_inputs is not None:
+            raise
         log.warning("%s was rewired but not validated (%s): pass example_inputs.", name, error)
+
+
+def inputs_for(model: nn.Module, found: list[Pattern], example_inputs: Any) -> Inputs:
+    """The example inputs that were given, else ones that the registry of architectures makes.
+
+    Raises:
+        BadExampleInputs: what was given is none, or nothing was and the registry has none.
+    """
+    if example_inputs is not None:
+        return validation.normalise_inputs(example_inputs)
+    make = first_given(found, "example_inputs")
+    if make is None:
+        raise BadExampleInputs("the registry of architectures knows no inputs for it")
+    try:
+        inputs: Inputs = make(model)
+    except (AttributeError, KeyError) as error:
+        raise BadExampleInputs(f"the registry's inputs do not fit its config: {error}") from error
+    return inputs
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -295,7 +306,7 @@ def _has_part(name: str, key: str) -> bool:
     return not key or f".{key}." in f".{name}."
 
 
-def _rewire(
+def rewired_copy(
     model: nn.Module, found: list[Pattern], layouts: Callable[[list[Trunk]], list[Layout]], start: Start
 ) -> nn.Module:
     """A rewired copy of ``model``: ``layouts`` chooses the trunks, and what connects their residual adds."""

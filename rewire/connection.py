@@ -21,7 +21,7 @@ class Connection(nn.Module):
     """Connection weights of one trunk; calling it opens the trunk's stream.
 
     Being called once per forward, it can have an FSDP group of its own. Its parameters are plain float32 ones and stay
-    float32 under ``model.bfloat16()``.
+    float32 under ``model.bfloat16()``; so do the constants of a frozen topology, its buffers.
 
     Args:
         layout: topology and units of the trunk.

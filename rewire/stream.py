@@ -227,6 +227,15 @@ class Stream:
         states = layout.topology.push(self.states, self.weights.value, unit, layout.channels_last(state))
         return self._next(states, None, None, 1)
 
+    def step(self, states: tuple[Tensor, ...], adds: int = 1) -> Stream:
+        """The stream after a forward that did ``adds`` residual adds, up to the end of a unit, by itself.
+
+        Args:
+            states: what the topology holds then.
+            adds: how many there were.
+        """
+        return self._next(states, None, None, adds)
+
     def leave(self) -> Tensor | Stream:
         """What a block returns: the stream, or after the trunk's last residual add the plain tensor."""
         return self.finish() if self.complete else self

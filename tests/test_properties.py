@@ -85,7 +85,9 @@ def test_preserving_topologies_preserve(key: str, data: st.DataObject) -> None:
     want, out = model(x), rewired(x)
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
     own = [p for name, p in rewired.named_parameters() if "depth_connections" not in name]
-    for a, b in zip(torch.autograd.grad(want.sum(), model.parameters()), torch.autograd.grad(out.sum(), own), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(want.sum(), model.parameters()), torch.autograd.grad(out.sum(), own), strict=True
+    ):
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
 
 

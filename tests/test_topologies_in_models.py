@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rewire
 from rewire.checkpoint import matrices
-from rewire.patterns.tiny import timm_model, tiny_model
+from rewire.patterns.tiny import timm_model, tiny_config, tiny_model
 from rewire.plotting import plot_arcs, plot_heatmap
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -56,7 +56,7 @@ def assert_close(expected: dict[str, Tensor], actual: dict[str, Tensor], toleran
         assert error <= tolerance, (name, error)
 
 
-# -- starts --------------------------------------------------------------------------------------------------------------
+# -- starts -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", PRESERVING)
@@ -86,16 +86,22 @@ def test_post_norm_blocks(key: str) -> None:
         compiled(tiny_model("bert"), key)
 
 
+#: Convolutional nets of timm, made small; any other name is one of transformers.
+NETS: dict[str, dict[str, Any]] = {
+    "resnet18": {"channels": (16, 16, 32, 32), "stem_width": 8},
+    "resnetv2_18": {"layers": (2, 2, 1, 1), "channels": (16, 32, 32, 32), "stem_chs": 16},
+    "convnext_atto": {"depths": (2, 2, 2, 2), "dims": (16, 16, 32, 32)},
+}
+
+
 @pytest.mark.parametrize("key", PRESERVING)
 @pytest.mark.parametrize(
     ("name", "post"),
-    [("timm:resnet18", True), ("timm:resnetv2_50", False), ("timm:convnext_atto", False), ("convnext", False)],
+    [("resnet18", True), ("resnetv2_18", False), ("convnext_atto", False), ("convnext", False)],
 )
 def test_convolutional_nets(name: str, post: bool, key: str) -> None:
-    small: dict[str, Any] = {"timm:resnetv2_50": {"layers": (1, 2, 3, 1), "channels": (32, 64, 64, 64), "stem_chs": 16}}
-    made = (
-        timm_model(name.removeprefix("timm:"), **small.get(name, {})) if name.startswith("timm:") else tiny_model(name)
-    )
+    of_timm = name in NETS
+    made = timm_model(name, num_classes=10, **NETS[name]) if of_timm else tiny_model(name)
     if key in WITH_ATTENTION:
         with pytest.raises(rewire.UnsupportedTopology, match="is post-norm" if post else "attention"):
             compiled(made, key)
@@ -114,11 +120,11 @@ def test_convolutional_nets(name: str, post: bool, key: str) -> None:
     for model in (made, rewired):
         model.eval()
     with torch.no_grad():
-        out, want = (m(x) if name.startswith("timm:") else m(x).logits for m in (rewired, made))
+        out, want = (m(x) if of_timm else m(x).logits for m in (rewired, made))
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
         if key in LEARNED:
             other = mixed(made, key).eval()
-            moved = other(images) if name.startswith("timm:") else other(images).logits
+            moved = other(images) if of_timm else other(images).logits
             assert moved.isfinite().all() and not torch.allclose(moved, want, atol=1e-4)
 
 
@@ -149,7 +155,7 @@ def test_channels_of_images_are_weighted_apart() -> None:
         torch.testing.assert_close(grn(x), w[3] * x + w[4] * f1 + w[5] * f2)
 
 
-# -- learning ------------------------------------------------------------------------------------------------------------
+# -- learning -----------------------------------------------------------------------------------------------------
 
 #: Their scales multiply a product of weights that start at zero: where branches start at zero, too, a third step.
 LATE_WITH_ZERO_BRANCHES = {"hc-dynamic", "hc-dynamic-2", "frac-hc", "mhc"}
@@ -183,7 +189,7 @@ def test_every_connection_weight_moves(key: str, start: str, zero: bool) -> None
         assert still == CONSTANT.get(key, []), (name, value.shape, still[:20])
 
 
-# -- running -------------------------------------------------------------------------------------------------------------
+# -- running -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", EVERY)
@@ -217,7 +223,11 @@ def test_gradient_checkpointing(key: str) -> None:
 
 @pytest.mark.parametrize("key", LEARNED)
 def test_torch_compile(key: str) -> None:
-    model = mixed(llama(), key).train()
+    from transformers import LlamaForCausalLM
+
+    config = tiny_config("llama")
+    config.num_hidden_layers = 2
+    model = mixed(LlamaForCausalLM(config), key).train()
     expected = gradients(model, ids())
     torch._dynamo.reset()
     whole = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 def mix(
     sources: Sequence[Tensor],
-    weights: Sequence[Tensor] | Tensor | None,
+    weights: Sequence[Tensor | float] | Tensor | None,
     added: Sequence[Tensor] = (),
     scores: Sequence[Tensor] | None = None,
 ) -> Tensor:
@@ -22,8 +22,9 @@ def mix(
 
     Args:
         sources: tensors x_i of one shape [..., D], any floating dtype; at least one.
-        weights: one float32 tensor per source, a scalar [] or one per channel [D]; or all in one tensor [N] or
-            [N, D]. None: zero, the scores are all there is.
+        weights: one float32 tensor per source, a scalar [] or one per channel [D], or a number (a constant, for
+            which backward needs no source); or all in one tensor [N] or [N, D]. None: zero, the scores are all there
+            is.
         added: tensors f_k that broadcast to the sources' shape, added with weight one (branch outputs).
         scores: weights per token, one float32 tensor [..., 1] per source.
 
@@ -44,12 +45,21 @@ def mix(
     # Of shape [1] a weight takes part in type promotion (of shape [] it would not): a bfloat16 source times
     # it is float32, with no float32 copy of the source kept for backward.
     precision = torch.promote_types(dtype, torch.float32)
-    result = terms[0][0] * _dimensional(terms[0][1].to(precision))
+    result = _scaled(*terms[0], precision)
     for source, weight in terms[1:]:
-        result.addcmul_(source, _dimensional(weight))
+        if isinstance(weight, Tensor):
+            result.addcmul_(source, _dimensional(weight))
+        else:
+            result.add_(source, alpha=weight)
     for branch in added:
         result.add_(branch)
     return result.to(dtype)
+
+
+def _scaled(source: Tensor, weight: Tensor | float, precision: torch.dtype) -> Tensor:
+    if isinstance(weight, Tensor):
+        return source * _dimensional(weight.to(precision))
+    return source.to(precision) * weight
 
 
 def _dimensional(weight: Tensor) -> Tensor:

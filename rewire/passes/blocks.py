@@ -10,10 +10,12 @@ from torch import fx
 from rewire.connection import Connection, Gate
 from rewire.errors import TraceError
 from rewire.passes.attention import Inner, Projections, rewrite_inner
+from rewire.passes.inline import inline
 from rewire.passes.install import install
 from rewire.passes.residuals import Chain
 from rewire.passes.rewrite import rewrite_chain
 from rewire.passes.trunks import Block, LinkedTrunk
+from rewire.stream import Layout
 from rewire.tracing import print_forward
 from rewire.tracing.printer import body_of, globals_for
 
@@ -25,19 +27,21 @@ class BlockRewrite:
     Attributes:
         block: the block.
         gates: for each such chain its gate.
+        layouts: and the layout of its trunk.
+        places: for each of their residual adds, as (chain, number of the add), its positions in the trunk.
         projections: for residual adds, as (chain, number of the add), whose attention reads q, k and v apart.
     """
 
     block: Block
     gates: dict[int, Gate] = dataclasses.field(default_factory=dict)
+    layouts: dict[int, Layout] = dataclasses.field(default_factory=dict)
+    places: dict[tuple[int, int], list[int]] = dataclasses.field(default_factory=dict)
     projections: dict[tuple[int, int], Projections] = dataclasses.field(default_factory=dict)
 
     def apply(self) -> None:
         """Rewrite the graphs of all paths, print them as one forward, and install it."""
         traced = self.block.traced
-        graphs = [path.graph for path in traced.paths if path.graph is not None]
-        table = globals_for(traced.signature, graphs)
-        bodies = []
+        graphs: list[tuple[fx.Graph | None, str]] = []
         inner: dict[Inner, Projections] = {}
         for path, found in zip(traced.paths, self.block.found, strict=True):
             graph, error = path.graph, path.error
@@ -48,9 +52,17 @@ class BlockRewrite:
                         graph, error = None, f"on this path the residual stream of '{self.block.path}' does not run"
                         break
                     projections = {add: p for (of, add), p in self.projections.items() if of == number}
-                    inner |= rewrite_chain(graph, chain, _gate_name(number), _free_name(graph, number), projections)
-            bodies.append(body_of(graph, path.tests, path.nones, table, error))
+                    name = _free_name(graph, number)
+                    inner |= rewrite_chain(graph, chain, _gate_name(number), name, projections)
+                    places = [self.places.get((number, add), ()) for add in range(len(chain.adds))]
+                    inline(graph, name, places, self.layouts[number])
+            graphs.append((graph, error))
+        table = globals_for(traced.signature, [graph for graph, _ in graphs if graph is not None])
         try:
+            bodies = [
+                body_of(graph, path.tests, path.nones, table, error)
+                for path, (graph, error) in zip(traced.paths, graphs, strict=True)
+            ]
             text = print_forward(traced.signature, traced.tested, bodies, table)
             install(traced.module, text, table)
         except TraceError as error:
@@ -89,11 +101,13 @@ def add_gates(linked: LinkedTrunk, connection: Connection, rewrites: dict[int, B
     trunk = linked.trunk.name
     for position, step in enumerate(linked.steps):
         rewrite = rewrites.setdefault(id(step.block), BlockRewrite(step.block))
+        rewrite.places.setdefault((step.chain, step.add), []).append(position)
         before = _adds_before(step.block, step.chain, linked, position)
         if before is None:
             continue
         gate = rewrite.gates.setdefault(step.chain, Gate(step.block.path, None, trunk, ()))
         gate.positions = (*gate.positions, before)
+        rewrite.layouts[step.chain] = connection.layout
         if before == 0:
             gate.connection = connection
 

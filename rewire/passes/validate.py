@@ -69,6 +69,13 @@ def validate(original: nn.Module, rewired: nn.Module, inputs: Inputs) -> None:
     _compare(expected, actual)
 
 
+def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """Floating-point tensors in what ``model`` returns for ``inputs``, in evaluation mode and without gradients."""
+    with _evaluating(model), torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        return [t for t in tensors_in(model(*inputs[0], **inputs[1])) if t.is_floating_point()]
+
+
 @dataclasses.dataclass
 class _Run:
     outputs: list[Tensor]

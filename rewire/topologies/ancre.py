@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rewire.kernels.mix import mix
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, no_preserving_start, one_hot_previous
+from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
 
 Normalize = Literal["ingoing", "outgoing", "none"]
@@ -112,6 +113,12 @@ class ANCRe(Topology):
         """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""
         return weights
 
+    def program(self, weights: Any, dims: Dims) -> Program:
+        rows = _shortcuts(weights)
+        if self.cascade == "keep":
+            rows = [[Term(f"x{i}", 1.0, fixed=True), *row] for i, row in enumerate(rows)]
+        return recurrence(rows)
+
     def distributions(self, weights: Any, dims: Dims) -> Sequence[Tensor]:
         """The weights into each state (ingoing), or out of each (outgoing)."""
         if self.normalize == "none":
@@ -195,6 +202,9 @@ class ANCReConstant(Topology):
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
         return _uniform(dims.depth)
 
+    def program(self, weights: Any, dims: Dims) -> Program:
+        return recurrence(_shortcuts(_uniform(dims.depth)))
+
 
 @register_topology("ancre-cascaded")
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +240,9 @@ class ANCReCascaded(Topology):
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
         return torch.diag(weights)
 
+    def program(self, weights: Any, dims: Dims) -> Program:
+        return recurrence([[Term(f"x{i}", scale)] for i, scale in enumerate(weights.tolist())])
+
 
 def _check_choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
@@ -239,6 +252,11 @@ def _check_choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
 def _uniform(depth: int) -> Tensor:
     """float32 [T, T]: 1/t in the first t columns of row t - 1, else 0."""
     return torch.ones(depth, depth).tril() / torch.arange(1, depth + 1)[:, None]
+
+
+def _shortcuts(table: Tensor) -> list[list[Term]]:
+    """For t = 1..T in turn, the terms ``p_it x_i`` of [T, T]."""
+    return [[Term(f"x{i}", row[i]) for i in range(t)] for t, row in enumerate(table.tolist(), start=1)]
 
 
 def _softmax(table: Tensor, dim: int) -> Tensor:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
+
+if TYPE_CHECKING:
+    from rewire.topologies.program import Program
 
 Start = Literal["preserve", "paper"]
 Granularity = Literal["block", "sublayer"]
@@ -132,6 +135,28 @@ class Topology(ABC):
     def distributions(self, weights: Any, dims: Dims) -> Sequence[Tensor]:
         """Effective weights that sum to 1 by a softmax, one [n] tensor for each; none if they are not normalised."""
         return ()
+
+    def constants(self, dims: Dims) -> dict[str, Tensor]:
+        """Tensors that are saved and moved with the connection weights, but not learned, float32, by name.
+
+        `weights` gets them along with the learned ones.
+        """
+        return {}
+
+    def program(self, weights: Any, dims: Dims) -> Program:
+        """The same formulas as sums of named values, for `rewire.freeze`.
+
+        Its matrix is that of `matrix`.
+
+        Args:
+            weights: effective weights on the CPU, detached.
+
+        Raises:
+            UnsupportedTopology: there is no such form.
+        """
+        raise UnsupportedTopology(
+            f"{type(self).__name__} has no constant form: its weights depend on the input, or do more than scale states"
+        )
 
     def options(self) -> dict[str, Any]:
         """The options of this topology, for saving and for messages."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.mix import mix
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology
+from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
 
 
@@ -91,6 +92,19 @@ class DenseFormer(Topology):
         for t, row in zip(self._averaging(dims.depth), weights, strict=True):
             table[t - 1, list(self._sources(t))] = row
         return table
+
+    def program(self, weights: Any, dims: Dims) -> Program:
+        rows = dict(zip(self._averaging(dims.depth), weights, strict=True))
+        units, y = [], "x0"
+        for t in range(1, dims.depth + 1):
+            terms = [Term(f"x{t}", 1.0)]
+            if t in rows:
+                terms = [Term(f"x{i}", a) for i, a in zip(self._sources(t), rows[t].tolist(), strict=True)]
+            written = Line(f"x{t}", (Term(y, 1.0), Term(branch_of(t), 1.0)))
+            units.append(Unit((), y, (written, Line(f"y{t}", tuple(terms)))))
+            y = f"y{t}"
+        columns = [f"x{t}" for t in range(dims.depth + 1)]
+        return Program(tuple(units), (), y, tuple(f"y{t}" for t in range(1, dims.depth + 1)), tuple(columns))
 
     def _averaging(self, depth: int) -> range:
         return range(self.period, depth + 1, self.period)

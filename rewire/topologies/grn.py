@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from rewire.errors import UnsupportedTopology
 from rewire.kernels.mix import mix
 from rewire.kernels.tokens import project
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, Ways, total
+from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
 
 
@@ -111,6 +113,21 @@ class GRN(Topology):
             table[t - 1, :t] = row[[0, *(max(1, i - merged) for i in range(1, t))]]
         return table
 
+    def program(self, weights: Any, dims: Dims) -> Program:
+        if self.input_dependent:
+            return super().program(weights, dims)
+        units, stack, merged = list[Unit](), ["x0"], tuple[Line, ...]()
+        for t in range(1, dims.depth + 1):
+            read = Line(f"r{t}", _terms(stack, weights[t - 1]))
+            stack, merged = [*stack, branch_of(t)], ()
+            if self.last is not None and len(stack) > self.last + 2:
+                middle = Line(f"m{t}", (Term(stack[1], 1.0), Term(stack[2], 1.0)))
+                stack, merged = [stack[0], middle.target, *stack[3:]], (middle,)
+            units.append(Unit((read,), read.target, merged))
+        output = Line("out", _terms(stack, weights[dims.depth]))
+        columns = ["x0", *(branch_of(t) for t in range(1, dims.depth + 1))]
+        return Program(tuple(units), (output,), "out", (*(unit.read for unit in units), "out"), tuple(columns))
+
     def _sizes(self, dims: Dims) -> list[int]:
         """For t = 1..T+1 in turn, the vectors in the stack."""
         most = dims.depth + 1 if self.last is None else self.last + 2
@@ -184,6 +201,13 @@ class DCA(GRNv3):
 
     def _ways(self, dims: Dims) -> list[int]:
         return [3 if t in dims.attention else 1 for t in range(1, dims.depth + 2)]
+
+
+def _terms(stack: Sequence[str], read: Read) -> tuple[Term, ...]:
+    """The weighted sum of the stack, for a single way."""
+    (b,) = read.b  # [N] or [N, D]
+    weights = b.tolist() if b.dim() == 1 else b.unbind()
+    return tuple(Term(name, weight) for name, weight in zip(stack, weights, strict=True))
 
 
 def _mixes(stack: States, read: Read) -> list[Tensor]:

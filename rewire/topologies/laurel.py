@@ -12,6 +12,7 @@ from torch import Tensor
 from rewire.kernels.mix import mix
 from rewire.kernels.tokens import project
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, no_preserving_start, total
+from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
 
 # The paper speaks of layers and lets f be an attention, an MLP or a group of them. Its language models add 2N and
@@ -78,6 +79,10 @@ class LaurelRW(Topology):
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
         """float32 [T, T]: ``b_t`` on the diagonal."""
         return torch.diag(weights[:, 1])
+
+    def program(self, weights: Any, dims: Dims) -> Program:
+        scales, shortcuts = weights.T.tolist()
+        return recurrence([[Term(f"x{i}", b)] for i, b in enumerate(shortcuts)], scales)
 
 
 class LowRank(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, one_hot_previous
+from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
 
 
@@ -41,3 +42,6 @@ class Residual(Topology):
 
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
         return one_hot_previous(dims.depth)
+
+    def program(self, weights: Any, dims: Dims) -> Program:
+        return recurrence([[Term(f"x{i}", 1.0)] for i in range(dims.depth)])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rewire.kernels.mix import mix
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology
+from rewire.topologies.program import Program, Term, branch_of, recurrence
 from rewire.topologies.registry import register_topology
 
 
@@ -60,6 +61,12 @@ class BranchScale(Topology):
         """
         scales = weights if weights.dim() == 1 else weights.mean(1)
         return torch.cat([scales.new_ones(1), scales]).expand(dims.depth + 1, -1).tril()
+
+    def program(self, weights: Any, dims: Dims) -> Program:
+        scales = weights.tolist() if weights.dim() == 1 else weights.unbind()
+        program = recurrence([[Term(f"x{i}", 1.0)] for i in range(dims.depth)], scales)
+        columns = ["x0", *(branch_of(t) for t in range(1, dims.depth + 1))]
+        return program._replace(rows=tuple(f"x{t}" for t in range(dims.depth + 1)), columns=tuple(columns))
 
 
 @register_topology("rezero")

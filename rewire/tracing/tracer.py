@@ -222,7 +222,7 @@ class PathTracer(fx.Tracer):
                 stack.callback(setattr, owner, name, original)
             namespace = self.function.__globals__
             if "isinstance" not in namespace:  # a proxy is an instance of nothing: the question is one for later
-                namespace["isinstance"] = self._isinstance
+                namespace["isinstance"] = _isinstance
                 stack.callback(namespace.__delitem__, "isinstance")
             for name, is_method in self.opaque:
                 if not is_method and name in namespace:
@@ -231,11 +231,6 @@ class PathTracer(fx.Tracer):
                     namespace[name], self._originals[recorded] = recorded, original
                     stack.callback(namespace.__setitem__, name, original)
             yield
-
-    def _isinstance(self, value: Any, classes: Any) -> Any:
-        if isinstance(value, fx.Proxy):
-            return self.create_proxy("call_function", isinstance, (value, classes), {})
-        return isinstance(value, classes)
 
     def _recorded(self, function: Callable[..., Any], always: bool = False) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
@@ -395,6 +390,13 @@ class _Quiet:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
+
+
+def _isinstance(value: Any, classes: Any) -> Any:
+    """``isinstance``, recorded for a traced value by the value's own tracer: traces may be nested."""
+    if isinstance(value, fx.Proxy):
+        return value.tracer.create_proxy("call_function", isinstance, (value, classes), {})
+    return isinstance(value, classes)
 
 
 def _has_proxy(value: Any) -> bool:

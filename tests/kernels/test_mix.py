@@ -134,3 +134,22 @@ def test_autocast_changes_nothing() -> None:
 def test_counts_must_agree(sources: int, weights: int) -> None:
     with pytest.raises(ValueError, match=f"{sources} sources, {weights} weights"):
         mix(draw(sources, torch.float32), torch.ones(weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_weights_can_be_numbers(dtype: torch.dtype) -> None:
+    """The same sums as with tensors, and nothing is kept for the backward pass."""
+    sources, added, weights = draw(3, dtype), draw(1, dtype, 1), torch.tensor([0.5, -1.25, 3.0])
+    kept: list[Tensor] = []
+    leaves = [x.requires_grad_() for x in (*sources, *added)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        got = mix(sources, weights.tolist(), added)
+    want = mix(sources, weights, added)
+    assert not kept
+    torch.testing.assert_close(got, want, rtol=1e-6 if dtype != torch.bfloat16 else 0, atol=0)
+    seed = torch.randn_like(got)
+    for a, b in zip(torch.autograd.grad(got, leaves, seed), torch.autograd.grad(want, leaves, seed), strict=True):
+        torch.testing.assert_close(a, b)
+    channels = torch.randn(8)
+    mixed = mix(sources[:2], (0.5, channels), added)
+    torch.testing.assert_close(mixed, mix(sources[:2], (torch.tensor(0.5).expand(8), channels), added))

@@ -1,0 +1,208 @@
+"""rewire.freeze: learned static connections become constants, and those that hardly count are left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from rewire.compiler import check_model, inputs_for, restore, rewired_copy
+from rewire.connection import Connection, connections
+from rewire.errors import BadExampleInputs, RewireError, UnsupportedTopology
+from rewire.passes.validate import outputs, relative_error
+from rewire.patterns import Pattern, patterns_for
+from rewire.stream import Layout
+from rewire.topologies import Topology
+from rewire.topologies.base import Dims
+from rewire.topologies.frozen import frozen
+from rewire.topologies.program import Edge, edges, fold, matrix, prune
+from rewire.trunk import Trunk
+
+_SHOWN = 12  # dropped edges of a trunk in a printed report
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenTrunk:
+    """What became of one trunk.
+
+    Attributes:
+        name: of the trunk.
+        topology: what it was.
+        edges: connections between values, before and after.
+        states: hidden states held between units, at most, before and after.
+        dropped: the edges that went.
+    """
+
+    name: str
+    topology: str
+    edges: tuple[int, int]
+    states: tuple[int, int]
+    dropped: tuple[Edge, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FreezeReport:
+    """What `rewire.freeze` did. Printing it shows tables.
+
+    Attributes:
+        threshold: edges with a smaller weight were dropped.
+        trunks: one entry for each trunk.
+        change: how far the outputs moved on the example inputs, the largest over the outputs: norm of the difference
+            over norm of the learned model's; None if it was not measured.
+        unmeasured: why it was not.
+    """
+
+    threshold: float
+    trunks: tuple[FrozenTrunk, ...]
+    change: float | None
+    unmeasured: str = ""
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120)
+        console.print(self)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+        moved = f"not measured: {self.unmeasured}" if self.change is None else f"{self.change:.1e} (relative)"
+        yield Text(f"Frozen at threshold {self.threshold:g}; change of the outputs: {moved}", style="bold")
+        table = Table("trunk", "edges", "states held", box=box.SIMPLE_HEAD)
+        for trunk in self.trunks:
+            table.add_row(trunk.name, "{} -> {}".format(*trunk.edges), "{} -> {}".format(*trunk.states))
+        yield table
+        for trunk in self.trunks:
+            if trunk.dropped:
+                yield self._dropped(trunk)
+
+    @staticmethod
+    def _dropped(trunk: FrozenTrunk) -> Table:
+        title = f"{len(trunk.dropped)} edges dropped in {trunk.name}"
+        table = Table("from", "into", "weight", "because", box=box.SIMPLE_HEAD, title=title, title_justify="left")
+        strongest = sorted(trunk.dropped, key=lambda edge: -abs(edge.weight))
+        for edge in strongest[:_SHOWN]:
+            because = f"nobody reads {edge.destination}" if edge.unread else "below the threshold"
+            table.add_row(edge.source, edge.destination, f"{edge.weight:.1e}", because)
+        if len(strongest) > _SHOWN:
+            table.add_row("...", "", "", f"{len(strongest) - _SHOWN} more, see .dropped")
+        return table
+
+
+def freeze(model: nn.Module, threshold: float = 1e-3, example_inputs: Any = None) -> tuple[nn.Module, FreezeReport]:
+    """Make the learned connections of a rewired model constants, and leave out those below ``threshold``.
+
+    States that nobody reads any more are freed as early as possible, and the generated forwards (`rewire.source`) show
+    the edges that are left. With ``threshold=0`` the outputs stay the same up to rounding.
+
+    Args:
+        model: a rewired model whose topologies are static. It stays as it is; its own parameters are shared.
+        threshold: edges whose weight is smaller in magnitude are dropped (a weight per channel counts as its largest);
+            those with weight 0 always are. What a unit adds itself is no edge.
+        example_inputs: what to measure the change of the outputs on, as in `rewire.compile`.
+
+    Returns:
+        The frozen model, whose connections have buffers in place of parameters, and a report.
+
+    Raises:
+        RewireError: the model was not rewired, was changed since, or its weights are on the meta device.
+        UnsupportedTopology: the weights of a trunk depend on the input, or it is frozen already.
+        ShardedModel: the model is sharded or compiled.
+        ValueError: the threshold is negative.
+        BadExampleInputs: the model does not run on the given example inputs.
+    """
+    learned = connections(model)
+    if not learned:
+        raise RewireError(f"{type(model).__name__} was not rewired: there is nothing to freeze.")
+    if not threshold >= 0:
+        raise ValueError(f"threshold={threshold!r}: it has to be 0 or a positive number, like 1e-3.")
+    plain = restore(model)
+    check_model(plain)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise RewireError(f"{type(model).__name__} is on the meta device: load its weights before it is frozen.")
+    found = patterns_for(plain)
+    results = {name: _frozen(connection, threshold) for name, connection in learned.items()}
+
+    def layouts(trunks: list[Trunk]) -> list[Layout]:
+        missing = results.keys() - {trunk.name for trunk in trunks}
+        if missing:
+            raise RewireError(
+                f"trunk '{min(missing)}' is not where it was when {type(model).__name__} was rewired: undo what wraps "
+                "the model (merge adapters, say), and freeze it then."
+            )
+        return [result.layout for result in results.values()]
+
+    constant = rewired_copy(plain, found, layouts, "preserve")
+    for name, connection in connections(constant).items():
+        for key, value in results[name].constants.items():
+            connection.get_buffer(key).copy_(value)
+    change, unmeasured = _change(model, constant, found, example_inputs)
+    return constant, FreezeReport(threshold, tuple(r.report for r in results.values()), change, unmeasured)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """A trunk's new layout, the values of its buffers, and what is reported of it."""
+
+    layout: Layout
+    constants: dict[str, Tensor]
+    report: FrozenTrunk
+
+
+def _frozen(connection: Connection, threshold: float) -> _Result:
+    old = connection.layout
+    with torch.no_grad():
+        weights = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), connection.effective())
+        try:
+            program = old.topology.program(weights, old.dims)
+        except UnsupportedTopology as error:
+            raise UnsupportedTopology(
+                f"trunk '{old.trunk}' cannot be frozen: {error}. Freeze models whose topologies are all static (ancre, "
+                "denseformer, grn-v1, grn-v2, hc-static, laurel-rw and scales)."
+            ) from error
+        pruned, dropped = prune(program, threshold)
+        table = matrix(pruned)
+        topology, channels = frozen(repr(old.topology), fold(pruned), (table.shape[0], table.shape[1]))
+        most = _most_held(old.topology, weights, old.dims)
+    constants = {"table": table} | ({"channels": torch.stack(channels)} if channels else {})
+    layout = Layout(old.trunk, topology, old.units, old.dims.width, channel_dim=old.channel_dim)
+    held = max(len(topology.held(t)) for t in range(old.dims.depth + 1))
+    report = FrozenTrunk(old.trunk, repr(old.topology), (edges(program), edges(pruned)), (most, held), tuple(dropped))
+    return _Result(layout, constants, report)
+
+
+def _most_held(topology: Topology, weights: Any, dims: Dims) -> int:
+    """Hidden states that a topology holds between units, at most."""
+    x = torch.zeros(1, dims.width or 1)
+    states = topology.start(x)
+    most = 1
+    for t in range(1, dims.depth + 1):
+        states = topology.write(topology.open(states, weights, t)[1], weights, t, torch.zeros_like(x))
+        storages = {s.data_ptr(): s.nbytes() for s in (state.untyped_storage() for state in states)}
+        most = max(most, sum(storages.values()) // x.nbytes)
+    return most
+
+
+def _change(
+    model: nn.Module, constant: nn.Module, found: list[Pattern], example_inputs: Any
+) -> tuple[float | None, str]:
+    """Relative change of the outputs, or None and why it was not measured."""
+    try:
+        inputs = inputs_for(model, found, example_inputs)
+        try:
+            expected = outputs(model, inputs)
+        except Exception as error:
+            raise BadExampleInputs(
+                f"{type(model).__name__} does not run on the example inputs: {type(error).__name__}: {error}"
+            ) from error
+    except BadExampleInputs as error:
+        if example_inputs is not None:
+            raise
+        return None, f"{error}; pass example_inputs"
+    moved = [relative_error(a, b) for a, b in zip(expected, outputs(constant, inputs), strict=True)]
+    return (max(moved), "") if moved else (None, "the outputs hold no floating-point tensor")

@@ -1,0 +1,230 @@
+"""Topologies without parameters: what `rewire.freeze` makes of learned ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.errors import UnsupportedTopology
+from rewire.kernels.mix import mix
+from rewire.topologies.base import Dims, Start, States, Topology, total
+from rewire.topologies.program import (
+    Line,
+    PerChannel,
+    Program,
+    Term,
+    Unit,
+    Weight,
+    branch_of,
+    lifetimes,
+    operands,
+)
+
+
+class Constants(NamedTuple):
+    """What a frozen topology computes with, float32.
+
+    Attributes:
+        table: the matrix that `rewire.coefficients` shows.
+        channels: [N, D], the weights per channel; None if there are none.
+    """
+
+    table: Tensor
+    channels: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Frozen(Topology):
+    """A topology whose weights became constants.
+
+    States are the values that are still read; nothing is learned. Numbers are part of the program, weights per channel
+    are rows of a buffer.
+
+    Args:
+        of: the topology that it was, for messages.
+        lines: its program, folded; or the same as in `options`.
+        shape: of its matrix.
+
+    Raises:
+        ValueError: lines or shape are no such things.
+    """
+
+    of: str
+    lines: Program
+    shape: tuple[int, int]
+    _rows: int = dataclasses.field(init=False, compare=False)
+    _during: list[tuple[str, ...]] = dataclasses.field(init=False, compare=False)
+    _after: list[tuple[str, ...]] = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        program = self.lines if isinstance(self.lines, Program) else _decoded(self.lines)
+        rows, columns = self.shape
+        terms = [term for line in _all_lines(program) for term in line.terms]
+        used = {term.weight.row for term in terms if isinstance(term.weight, PerChannel)}
+        if used != set(range(len(used))):
+            raise ValueError(f"rows {sorted(used)} of {len(used)} weights per channel are used.")
+        try:
+            during, after = lifetimes(program)
+        except KeyError as error:
+            raise ValueError(f"the program reads {error}, which it does not compute.") from error
+        values = {"lines": program, "shape": (rows, columns), "_rows": len(used), "_during": during, "_after": after}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return f"Frozen({self.of})"
+
+    @property
+    def needs_width(self) -> bool:  # type: ignore[override]
+        return self._rows > 0
+
+    def options(self) -> dict[str, Any]:
+        """As JSON: the program without names, a line as [target, [[source, number or [row]], ..]]."""
+        units = [[_coded(unit.before), unit.read, _coded(unit.after)] for unit in self.lines.units]
+        program = [units, _coded(self.lines.finish), self.lines.output]
+        plain: dict[str, Any] = json.loads(json.dumps({"of": self.of, "lines": program, "shape": self.shape}))
+        return plain
+
+    def held(self, t: int) -> tuple[str, ...]:
+        """Names of the states after t units."""
+        return self._after[t]
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        return {}
+
+    def constants(self, dims: Dims) -> dict[str, Tensor]:
+        """Room for `Constants`, zeros: the values come from `rewire.freeze` or a state dict.
+
+        Raises:
+            UnsupportedTopology: this is the program of a trunk of another depth.
+        """
+        depth = len(self.lines.units)
+        if depth != dims.depth or max(self.shape) > dims.depth + 1:
+            raise UnsupportedTopology(
+                f"{self} with a matrix {list(self.shape)} was made for {depth} units, and the trunk has {dims.depth}."
+            )
+        constants = {"table": torch.zeros(self.shape)}
+        return constants | {"channels": torch.zeros(self._rows, dims.width)} if self._rows else constants
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Constants:
+        return Constants(parameters["table"], parameters.get("channels"))
+
+    def read(self, states: States, weights: Any, t: int) -> Tensor:
+        return self.open(states, weights, t)[0]
+
+    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+        unit, values = self.lines.units[t - 1], self._named(self._after[t - 1], states)
+        self._run(unit.before, values, weights)
+        return values[unit.read], tuple(values[name] for name in self._during[t - 1])
+
+    def write(self, states: States, weights: Any, t: int, *branches: Tensor) -> States:
+        own, values = branch_of(t), self._named(self._during[t - 1], states)
+        if own in self._after[t]:
+            values[own] = total(branches)
+            branches = (values[own],)
+        self._run(self.lines.units[t - 1].after, values, weights, own, branches)
+        return tuple(values[name] for name in self._after[t])
+
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+        line = self.written(t)
+        if line is None:
+            return total(branches)  # nobody reads what the norm makes of it
+        return _sum(line, self._named(self._during[t - 1], states), weights, branch_of(t), branches)
+
+    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+        written, values = self.written(t), self._named(self._during[t - 1], states)
+        for line in self.lines.units[t - 1].after:
+            values[line.target] = x if line is written else _sum(line, values, weights)
+        return tuple(values[name] for name in self._after[t])
+
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+        values = self._named(self._after[-1], states)
+        self._run(self.lines.finish, values, weights)
+        return values[self.lines.output]
+
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+        """That of the topology that it was, with 0 for what was dropped."""
+        table: Tensor = weights.table
+        return table
+
+    def program(self, weights: Any, dims: Dims) -> Program:
+        raise UnsupportedTopology(f"{self} is frozen already")
+
+    def written(self, t: int) -> Line | None:
+        """The line of unit t whose value passes the norm of a post-norm block."""
+        lines = self.lines.units[t - 1].after
+        return next((line for line in lines if any(term.source == branch_of(t) for term in line.terms)), None)
+
+    @staticmethod
+    def _named(names: Sequence[str], states: States) -> dict[str, Tensor]:
+        return dict(zip(names, states, strict=True))
+
+    @staticmethod
+    def _run(
+        lines: Sequence[Line], values: dict[str, Tensor], weights: Constants, own: str = "", branches: States = ()
+    ) -> None:
+        for line in lines:
+            values[line.target] = _sum(line, values, weights, own, branches)
+
+
+def frozen(of: str, program: Program, shape: tuple[int, int]) -> tuple[Frozen, list[Tensor]]:
+    """The topology of a folded program, and its weights per channel, each [D], row by row."""
+    channels: list[Tensor] = []
+
+    def constant(weight: Weight) -> Weight:
+        if not isinstance(weight, Tensor):
+            return weight
+        channels.append(weight)
+        return PerChannel(len(channels) - 1)
+
+    def lines(given: Sequence[Line]) -> tuple[Line, ...]:
+        return tuple(Line(to, tuple(Term(source, constant(w)) for source, w, _ in terms)) for to, terms in given)
+
+    units = tuple(Unit(lines(unit.before), unit.read, lines(unit.after)) for unit in program.units)
+    return Frozen(of, Program(units, lines(program.finish), program.output), shape), channels
+
+
+def _sum(
+    line: Line, values: Mapping[str, Tensor], weights: Constants, own: str = "", branches: Sequence[Tensor] = ()
+) -> Tensor:
+    sources, factors, added = operands(line, values, own, branches)
+    if not sources:
+        return total(tuple(added))
+    return mix(sources, [_looked_up(weight, weights) for weight in factors], added)
+
+
+def _looked_up(weight: Weight, constants: Constants) -> Tensor | float:
+    if not isinstance(weight, PerChannel):
+        return weight
+    assert constants.channels is not None
+    return constants.channels[weight.row]
+
+
+# -- programs as JSON --------------------------------------------------------------------------------------------------
+
+
+def _coded(lines: Sequence[Line]) -> list[Any]:
+    return [[target, [[source, weight] for source, weight, _ in terms]] for target, terms in lines]
+
+
+def _decoded(saved: Any) -> Program:
+    units, finish, output = saved
+    return Program(tuple(Unit(_lines(b), str(read), _lines(a)) for b, read, a in units), _lines(finish), str(output))
+
+
+def _lines(saved: Any) -> tuple[Line, ...]:
+    return tuple(Line(str(target), tuple(Term(str(name), _weight(w)) for name, w in terms)) for target, terms in saved)
+
+
+def _weight(saved: Any) -> Weight:
+    return PerChannel(*saved) if isinstance(saved, list) else float(saved)
+
+
+def _all_lines(program: Program) -> list[Line]:
+    units = [line for unit in program.units for line in (*unit.before, *unit.after)]
+    return [*units, *program.finish]

@@ -1,0 +1,341 @@
+"""Static topologies as linear programs over named values, and what can be left out of them.
+
+``x0`` is the trunk's input and ``f1 .. fT`` are the branch outputs; a program's lines compute everything else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+INPUT = "x0"
+_ONE = 1e-6  # how close to 1 a weight has to be to be taken for it
+T = TypeVar("T")
+
+
+class PerChannel(NamedTuple):
+    """A weight per channel of a frozen program: row ``row`` of its table of constants."""
+
+    row: int
+
+
+Weight = float | Tensor | PerChannel
+
+
+class Term(NamedTuple):
+    """``weight * source``.
+
+    Attributes:
+        source: a value.
+        weight: a number, or one for each channel [D].
+        fixed: stands beside the matrix: no entry of it, and never dropped.
+    """
+
+    source: str
+    weight: Weight
+    fixed: bool = False
+
+
+class Line(NamedTuple):
+    """``target`` is the sum of the terms."""
+
+    target: str
+    terms: tuple[Term, ...]
+
+
+class Unit(NamedTuple):
+    """What unit t does with the values: lines before its branch, what the branch reads, lines after it.
+
+    In a post-norm block, the value that the one line with ``f_t`` computes passes the norm.
+    """
+
+    before: tuple[Line, ...]
+    read: str
+    after: tuple[Line, ...]
+
+
+class Program(NamedTuple):
+    """A static topology with its weights.
+
+    Attributes:
+        units: for t = 1..T in turn.
+        finish: lines after the last unit.
+        output: the value that is the trunk's output.
+        rows, columns: values between which `matrix` tells the weights.
+    """
+
+    units: tuple[Unit, ...]
+    finish: tuple[Line, ...]
+    output: str
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Edge:
+    """A term that is left out: ``source`` is no longer part of ``destination``.
+
+    Attributes:
+        weight: its weight, of weights per channel the largest magnitude.
+        unread: it went because nobody reads the destination any more, whatever its weight.
+    """
+
+    destination: str
+    source: str
+    weight: float
+    unread: bool = False
+
+
+def branch_of(t: int) -> str:
+    """Name of the branch output of unit t."""
+    return f"f{t}"
+
+
+def recurrence(shortcuts: Sequence[Sequence[Term]], scales: Sequence[Weight] | None = None) -> Program:
+    """``x_t = shortcuts_t + scale_t f_t``, where unit t reads ``x_{t-1}`` and the output is ``x_T``.
+
+    Its matrix is that of the shortcuts, [T, T].
+    """
+    depth = len(shortcuts)
+    units = []
+    for t, terms in enumerate(shortcuts, start=1):
+        own = Term(branch_of(t), 1.0 if scales is None else scales[t - 1])
+        units.append(Unit((), f"x{t - 1}", (Line(f"x{t}", (*terms, own)),)))
+    rows, columns = [f"x{t + 1}" for t in range(depth)], [f"x{i}" for i in range(depth)]
+    return Program(tuple(units), (), f"x{depth}", tuple(rows), tuple(columns))
+
+
+def edges(program: Program) -> int:
+    """How many learned terms there are; a unit's own branch output is none."""
+    return sum(_is_edge(term, own) for line, own in _lines(program) for term in line.terms)
+
+
+def prune(program: Program, threshold: float) -> tuple[Program, list[Edge]]:
+    """Leave out what has a weight below ``threshold``, or of exactly 0, and then what nobody reads.
+
+    A weight per channel counts as its largest magnitude. A unit's own branch output always stays in what the unit
+    writes. Of a line without it whose terms would all go, the largest stays: there has to be a value.
+    """
+    dropped: list[Edge] = []
+
+    def strong(line: Line, own: str) -> Line:
+        kept = [not (_is_edge(t, own) and (_strength(t) < threshold or _strength(t) == 0)) for t in line.terms]
+        if not any(kept):
+            kept[max(range(len(kept)), key=lambda n: _strength(line.terms[n]))] = True
+        dropped.extend(_edge(line, term) for term, keep in zip(line.terms, kept, strict=True) if not keep)
+        return Line(line.target, tuple(term for term, keep in zip(line.terms, kept, strict=True) if keep))
+
+    swept, unread = _swept(_mapped(program, strong))
+    return swept, dropped + unread
+
+
+def fold(program: Program) -> Program:
+    """The same program with plain numbers where there are some, and without lines that only copy.
+
+    Weights within 1e-6 of 1 become 1; weights per channel that all agree become one number, and terms of the same
+    source one term. A copy of a unit's own branch output stays a line: the state that a post-norm block's norm follows.
+    """
+    same: dict[str, str] = {}
+
+    def folded(line: Line, own: str) -> Line | None:
+        weights: dict[str, Weight] = {}
+        for source, weight, _ in line.terms:
+            source = same.get(source, source)
+            weights[source] = weights[source] + weight if source in weights else weight  # type: ignore[operator, assignment]
+        terms = tuple(Term(source, _simple(weight)) for source, weight in weights.items())
+        if len(terms) == 1 and _is_one(terms[0].weight) and terms[0].source != own:
+            same[line.target] = terms[0].source
+            return None
+        return Line(line.target, terms)
+
+    smaller = _mapped(program, folded)
+    units = tuple(unit._replace(read=same.get(unit.read, unit.read)) for unit in smaller.units)
+    return smaller._replace(units=units, output=same.get(smaller.output, smaller.output))
+
+
+def lifetimes(program: Program) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """The values that have to be kept, in the order in which they are computed.
+
+    Returns:
+        While the branch of unit t runs (entry t - 1), at least one; and after t units (entry t; 0: at the start).
+    """
+    order = _order(program)
+
+    def kept(names: set[str]) -> tuple[str, ...]:
+        return tuple(sorted(names, key=order.__getitem__))
+
+    needed = _needed(program.finish, {program.output})
+    during, after = [], [kept(needed)]
+    for t, unit in zip(range(len(program.units), 0, -1), reversed(program.units), strict=True):
+        needed = _needed(unit.after, needed) - {branch_of(t)}
+        during.append(kept(needed or {unit.read}))
+        needed = _needed(unit.before, needed | {unit.read})
+        after.append(kept(needed))
+    return during[::-1], after[::-1]
+
+
+def matrix(program: Program) -> Tensor:
+    """float32 [rows, columns]: how much of each column's value goes straight into each row's.
+
+    Straight: not through the value of another column. Weights per channel are averaged.
+    """
+    column = {name: number for number, name in enumerate(program.columns)}
+    unit = torch.eye(len(column))
+    shares: dict[str, Tensor] = {}
+
+    def share(source: str) -> Tensor:
+        if source in column:
+            return unit[column[source]]
+        return shares.get(source, torch.zeros(len(column)))  # a branch output that is no column
+
+    for line, _ in _lines(program):
+        row = torch.zeros(len(column))
+        for source, weight, fixed in line.terms:
+            row += 0 if fixed else _mean(weight) * share(source)
+        shares[line.target] = row
+    return torch.stack([shares[name] if name in shares else share(name) for name in program.rows])
+
+
+def operands(
+    line: Line, values: Mapping[str, T], own: str, branches: Sequence[T]
+) -> tuple[list[T], list[Weight], list[T]]:
+    """What ``mix(sources, weights, added)`` computes ``line`` from.
+
+    Args:
+        line: of a frozen program.
+        values: what is known.
+        own: name of the branch output that ``branches`` add up to.
+        branches: the branches of the unit that is written.
+
+    Returns:
+        Sources, their weights, and what is added with weight 1; without sources the line is a plain sum.
+    """
+    sources: list[T] = []
+    weights: list[Weight] = []
+    added: list[T] = []
+    for source, weight, _ in line.terms:
+        if source == own and _is_one(weight):
+            added += branches
+        else:
+            given = branches if source == own else [values[source]]
+            sources += given
+            weights += [weight] * len(given)
+    return ([], [], [*sources, *added]) if all(map(_is_one, weights)) else (sources, weights, added)
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+def _lines(program: Program) -> Iterator[tuple[Line, str]]:
+    """All lines in order, each with the branch output that it writes if any: lines after a branch have their own."""
+    for t, unit in enumerate(program.units, start=1):
+        yield from ((line, "") for line in unit.before)
+        yield from ((line, branch_of(t)) for line in unit.after)
+    yield from ((line, "") for line in program.finish)
+
+
+def _mapped(program: Program, change: Callable[[Line, str], Line | None]) -> Program:
+    """The program with every line replaced, in order, by what ``change(line, own)`` returns; None: without it."""
+
+    def changed(lines: Sequence[Line], own: str = "") -> tuple[Line, ...]:
+        return tuple(new for line in lines if (new := change(line, own)) is not None)
+
+    units = tuple(
+        Unit(changed(unit.before), unit.read, changed(unit.after, branch_of(t)))
+        for t, unit in enumerate(program.units, start=1)
+    )
+    return program._replace(units=units, finish=changed(program.finish))
+
+
+def _swept(program: Program) -> tuple[Program, list[Edge]]:
+    """Without the lines that nobody reads; last first, so that what only they read goes, too."""
+    read, dropped = {program.output}, list[Edge]()
+
+    def used(lines: Sequence[Line], own: str = "") -> tuple[Line, ...]:
+        kept = []
+        for line in reversed(lines):
+            if line.target in read:
+                kept.append(line)
+                read.update(term.source for term in line.terms)
+            else:
+                dropped.extend(_edge(line, term, unread=True) for term in line.terms if _is_edge(term, own))
+        return tuple(reversed(kept))
+
+    finish, units = used(program.finish), list[Unit]()
+    for t, unit in zip(range(len(program.units), 0, -1), reversed(program.units), strict=True):
+        after = used(unit.after, branch_of(t))
+        read.add(unit.read)
+        units.append(Unit(used(unit.before), unit.read, after))
+    return program._replace(units=tuple(reversed(units)), finish=finish), dropped[::-1]
+
+
+def _needed(lines: Sequence[Line], later: set[str]) -> set[str]:
+    """The values needed before ``lines``, if ``later`` are needed after them."""
+    needed = set(later)
+    for line in reversed(lines):
+        needed.discard(line.target)
+        needed.update(term.source for term in line.terms)
+    return needed
+
+
+def _order(program: Program) -> dict[str, int]:
+    names = [INPUT]
+    for t, unit in enumerate(program.units, start=1):
+        names += [line.target for line in unit.before]
+        names += [branch_of(t), *(line.target for line in unit.after)]
+    return {name: number for number, name in enumerate([*names, *(line.target for line in program.finish)])}
+
+
+# -- terms -------------------------------------------------------------------------------------------------------------
+
+
+def _is_edge(term: Term, own: str) -> bool:
+    return term.source != own and not term.fixed
+
+
+def _edge(line: Line, term: Term, unread: bool = False) -> Edge:
+    weight = term.weight if isinstance(term.weight, float) else _strength(term)
+    return Edge(line.target, term.source, weight, unread)
+
+
+def _is_one(weight: Weight) -> bool:
+    return isinstance(weight, float) and weight == 1
+
+
+def _strength(term: Term) -> float:
+    weight = term.weight
+    return float(weight.abs().max()) if isinstance(weight, Tensor) else abs(_number(weight))
+
+
+def _mean(weight: Weight) -> float:
+    return float(weight.mean()) if isinstance(weight, Tensor) else _number(weight)
+
+
+def _number(weight: Weight) -> float:
+    assert isinstance(weight, float)  # before a program is frozen there are no other weights
+    return weight
+
+
+def _simple(weight: Weight) -> Weight:
+    """``weight`` as a number if it is one, and as 1 if it is close to it."""
+    if isinstance(weight, Tensor):
+        if float((weight - 1).abs().max()) > _ONE and float(weight.max() - weight.min()) > 0:
+            return weight
+        weight = float(weight.mean(dtype=torch.float64))
+    number = _number(weight)
+    return 1.0 if abs(number - 1) <= _ONE else _shortest(number)
+
+
+def _shortest(number: float) -> float:
+    """The decimal of fewest digits that is the same float32: constants are read, too."""
+    candidates = (float(f"{number:.{digits}g}") for digits in range(1, 10))
+    return next((c for c in candidates if _float32(c) == _float32(number)), number)
+
+
+def _float32(number: float) -> float:
+    return ctypes.c_float(number).value
