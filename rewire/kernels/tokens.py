@@ -38,7 +38,7 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         grad_x = (grad @ weight.to(grad.dtype).T).to(x.dtype)
-        grad_weight = x.to(grad.dtype).flatten(0, -2).T @ grad.flatten(0, -2)
+        grad_weight = x.to(grad.dtype).reshape(-1, x.shape[-1]).T @ grad.reshape(-1, grad.shape[-1])
         return grad_x, grad_weight.to(weight.dtype)
 
 
