@@ -77,6 +77,13 @@ def test_those_that_cannot_say_so(key: str) -> None:
     compiled(llama(), key, start="paper")  # validated with plain connections in the same rewrite
 
 
+@pytest.mark.parametrize("key", ["dca", "muddformer", "hc-dynamic", "layerscale"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_the_paper_s_start_is_validated_with_plain_connections(model_type: str, key: str) -> None:
+    """In the same rewrite: where q, k and v are read apart, they are the same value three times."""
+    compiled(tiny_model(model_type), key, start="paper")
+
+
 @pytest.mark.parametrize("key", PRESERVING)
 def test_post_norm_blocks(key: str) -> None:
     if key in PRE_NORM_ONLY:
