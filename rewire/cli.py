@@ -1,4 +1,4 @@
-"""The command line: ``rewire inspect``, ``source``, ``list`` and ``plot``."""
+"""The command line: ``rewire inspect``, ``source``, ``list``, ``plot`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -18,9 +19,12 @@ from torch import nn
 from typer.core import TyperGroup
 
 import rewire
+from rewire import harness
 from rewire.checkpoint import matrices
 from rewire.errors import RewireError, UnknownName
-from rewire.plotting import plot_arcs, plot_heatmap
+from rewire.patterns import first_given, patterns_for
+from rewire.plotting import plot_arcs, plot_heatmap, plot_times
+from rewire.shapes import batch_for, make_shape, shapes
 
 _WIDTH = 120  # of what is written to a file or a pipe
 
@@ -50,7 +54,8 @@ Model = Annotated[
         metavar="MODEL",
         show_default=False,
         help="'package.module:callable' (called without arguments, returns a torch.nn.Module; the current directory is "
-        "importable), 'hf:model_type' (a tiny transformers model of that type, random weights), or 'timm:name'.",
+        "importable), 'hf:model_type' (a tiny transformers model of that type, random weights), 'timm:name', or "
+        "'shape:name' (a size of the papers, see 'rewire list').",
     ),
 ]
 
@@ -103,6 +108,7 @@ def list_command() -> None:
     """List the topologies, initialisers and architectures that are known here, those of plug-ins included."""
     console = _console()
     console.print(_table("Topologies", rewire.topologies()))
+    console.print(_table("Shapes that bench knows", shapes()))
     console.print(_table("Initialisers", rewire.initializers() or {"none": ""}))
     console.print(_table("Architectures whose names are known; of others, the structure tells", rewire.patterns()))
 
@@ -135,6 +141,49 @@ def plot_command(
     typer.echo(f"wrote {target}")
 
 
+@app.command("bench")
+def bench_command(
+    model: Model,
+    topology: Annotated[
+        list[str] | None, typer.Option(help="What to measure; may be given several times.  [default: ancre-ingoing]")
+    ] = None,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Measure each under torch.compile, too.")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences or images in a batch.")] = 8,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 10,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the model's weights.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="Where to run.  [default: an accelerator if there is one]")] = "",
+    out: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the times as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw the times: .png, .pdf or .svg.")] = None,
+) -> None:
+    """Time training steps (forward and backward) of MODEL, plain and rewired, in turn in one run."""
+    where = torch.device(device or (torch.accelerator.current_accelerator() or "cpu"))
+    plain = _load(model).to(device=where, dtype=getattr(torch, dtype)).train()
+    inputs = _bench_inputs(plain, batch, length)
+    models = {"plain": plain}
+    for name in topology or ["ancre-ingoing"]:
+        models[name] = rewire.compile(plain, name, start="paper", validate=False)
+    if compiled:
+        models |= {f"{name}, compiled": torch.compile(each) for name, each in models.items()}  # type: ignore[misc]
+    steps = {name: harness.training_step(each, inputs) for name, each in models.items()}
+    with _console(stderr=True).status(f"{len(steps)} models, {rounds} rounds on {where}"):
+        timings = harness.side_by_side(steps, rounds, where)
+    _console().print(harness.table(timings, "plain"))
+    if out:
+        harness.save(out, [{"model": model, "batch": batch, "length": length, **harness.as_json(timings)}], where)
+    if plot:
+        plot_times({name: timing.seconds for name, timing in timings.items()}, plot)
+
+
+def _bench_inputs(model: nn.Module, batch: int, length: int) -> Any:
+    """Inputs of the size asked for where the model's config says how, else those that the registry makes."""
+    if hasattr(getattr(model, "config", None), "vocab_size") or not first_given(patterns_for(model), "example_inputs"):
+        return batch_for(model, batch, length)
+    return first_given(patterns_for(model), "example_inputs")(model)
+
+
 def main() -> None:
     """Entry point of the ``rewire`` command."""
     app(prog_name="rewire")
@@ -148,7 +197,11 @@ def _load(spec: str) -> nn.Module:
     """
     kind, separator, name = spec.partition(":")
     if not (kind and separator and name):
-        raise RewireError(f"'{spec}' names no model: give 'package.module:callable', 'hf:model_type' or 'timm:name'.")
+        raise RewireError(
+            f"'{spec}' names no model: give 'package.module:callable', 'hf:model_type', 'timm:name' or 'shape:name'."
+        )
+    if kind == "shape":
+        return make_shape(name)
     if kind in ("hf", "timm"):
         from rewire.patterns import tiny
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,38 @@ def plot_arcs(matrices: dict[str, Tensor], path: Path) -> None:
             _arcs(ax, matrix)
             ax.set_title(title, color=_INK, loc="left")
         _arc_legend(figure, rings=any(matrix.shape[0] < matrix.shape[1] for matrix in panels.values()))
+        figure.savefig(path, dpi=200)
+
+
+def plot_times(seconds: dict[str, tuple[float, ...]], path: Path) -> None:
+    """Write a chart of times side by side: a bar up to each median, a line over its quartiles, a dot for each round.
+
+    Args:
+        seconds: by name, one entry for each round; at least one.
+        path: file to write; its suffix selects the format (.png, .pdf, .svg).
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: nothing was measured.
+    """
+    if not seconds or not all(seconds.values()):
+        raise ValueError("there is nothing to plot: no rounds were measured.")
+    rc_context, new_figure = _matplotlib()
+    with rc_context(_STYLE):
+        figure = new_figure(figsize=(6.5, 0.45 * len(seconds) + 0.9), layout="constrained")
+        ax = figure.subplots()
+        for row, rounds in enumerate(seconds.values()):
+            times = [1e3 * value for value in rounds]
+            ax.barh(row, statistics.median(times), height=0.62, color=_FAINT, zorder=1)
+            if len(times) > 1:
+                low, _, high = statistics.quantiles(times, n=4)
+                ax.plot([low, high], [row, row], color=_INK, linewidth=1.5, zorder=2)
+            ax.plot(times, [row] * len(times), linestyle="", marker="o", markersize=2.5, color=_INK, zorder=3)
+        ax.set_yticks(range(len(seconds)), labels=list(seconds))
+        ax.invert_yaxis()
+        ax.set_xlabel("milliseconds per training step (bar: median, line: quartiles, dots: rounds)")
+        ax.set_xlim(left=0)
+        ax.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, dpi=200)
 
 

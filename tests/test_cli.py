@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -209,3 +210,32 @@ def test_a_timm_model(run: Run) -> None:
         run("inspect", "timm:vit_tiny_patch16_224").output.split()
     )
     assert "vit_tiny_patch16_224" in failed(run("inspect", "timm:vit_tiny_patch16_242"))
+
+
+# -- bench -----------------------------------------------------------------------------------------------------------
+
+
+def test_bench(run: Run, tmp_path: Path) -> None:
+    options = ["--rounds", "2", "--batch", "2", "--length", "5", "--device", "cpu"]
+    files = ["--out", "times.json", "--plot", "times.png"]
+    result = run("bench", "hf:llama", "--topology", "ancre-ingoing", "--topology", "grn-v3", *options, *files)
+    assert result.exit_code == 0, result.output
+    for name in ("plain", "ancre-ingoing", "grn-v3"):
+        assert re.search(rf"{name}.* ms .* to .*\d\.\d\d\d", result.stdout), result.stdout
+    (times,) = json.loads((tmp_path / "times.json").read_text())["results"]
+    assert (times["model"], times["batch"], times["length"]) == ("hf:llama", 2, 5)
+    assert [len(times[name]["seconds"]) for name in ("plain", "ancre-ingoing", "grn-v3")] == [2, 2, 2]
+    assert (tmp_path / "times.png").stat().st_size > 1000
+
+
+def test_bench_of_a_user_s_model_and_of_an_image_model(run: Run) -> None:
+    for model in ("user_net:Net", "hf:vit"):
+        result = run("bench", model, "--rounds", "1", "--batch", "2", "--device", "cpu")
+        assert result.exit_code == 0, result.output
+        assert "ancre-ingoing" in result.stdout
+
+
+def test_bench_of_a_shape_that_does_not_exist(run: Run) -> None:
+    result = run("bench", "shape:llama-13m")
+    assert result.exit_code == 1
+    assert "no shape 'llama-13m'. Did you mean 'llama-130m'" in result.output

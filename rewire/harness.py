@@ -1,0 +1,147 @@
+"""Measuring side by side: several ways to do the same, in turn, in one process.
+
+Machines get warm, and other programs come and go. What is measured in turn suffers alike, so that ratios hold where
+times do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rich.table import Table
+from torch import nn
+
+from rewire.passes.validate import tensors_in
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of each round, and the bytes that were allocated at most on top of what was there before.
+
+    Attributes:
+        seconds: one entry for each round, in the order of the rounds.
+        peak: bytes on the accelerator; None on a CPU, where nobody counts.
+    """
+
+    seconds: tuple[float, ...]
+    peak: int | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        low, _, high = statistics.quantiles(self.seconds, n=4) if len(self.seconds) > 1 else (self.seconds * 3)
+        return low, high
+
+    def ratio(self, other: Timing) -> float:
+        """Median over the rounds of this one's time over that of ``other`` in the same round."""
+        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
+
+
+def side_by_side(
+    steps: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, warmup: int = 2
+) -> dict[str, Timing]:
+    """Run each of ``steps`` once per round, in turn.
+
+    Args:
+        steps: what to measure, by name.
+        rounds: how often; 1 or more.
+        device: where the steps run; it is waited for.
+        warmup: rounds before the first that counts (compilation, caches).
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    peaks: dict[str, int] = {}
+    for number in range(warmup + rounds):
+        for name, step in steps.items():
+            before = _reset_peak(device)
+            _wait(device)
+            start = time.perf_counter()
+            step()
+            _wait(device)
+            if number >= warmup:
+                seconds[name].append(time.perf_counter() - start)
+                if before is not None:
+                    peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated(device) - before)
+    return {name: Timing(tuple(values), peaks.get(name)) for name, values in seconds.items()}
+
+
+def training_step(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Callable[[], None]:
+    """Forward and backward of ``model``; the loss is the model's own, else the mean square of its outputs."""
+
+    def step() -> None:
+        model.zero_grad()
+        output = model(*inputs[0], **inputs[1])
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            loss = sum(t.float().square().mean() for t in tensors_in(output) if t.is_floating_point())
+        loss.backward()  # type: ignore[union-attr]
+
+    return step
+
+
+def copy_bandwidth(device: torch.device, size: int = 1 << 28, rounds: int = 10) -> float:
+    """Bytes per second that a copy of ``size`` bytes moves, read and write counted: what mixes are held against."""
+    source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    timing = side_by_side({"copy": lambda: target.copy_(source)}, rounds, device)["copy"]
+    return 2 * size / timing.median
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the numbers belong to."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+
+
+def table(timings: Mapping[str, Timing], baseline: str) -> Table:
+    """A row for each timing, with its ratio to ``baseline``."""
+    counted = any(timing.peak is not None for timing in timings.values())
+    result = Table("", "median", "quartiles", f"over {baseline}", *(["peak memory"] if counted else []))
+    for name, timing in timings.items():
+        low, high = timing.quartiles
+        row = [name, f"{1e3 * timing.median:.2f} ms", f"{1e3 * low:.2f} to {1e3 * high:.2f}"]
+        row.append(f"{timing.ratio(timings[baseline]):.3f}")
+        if counted:
+            row.append("" if timing.peak is None else f"{timing.peak / 2**20:.0f} MiB")
+        result.add_row(*row)
+    return result
+
+
+def save(path: Path, results: Iterable[Mapping[str, Any]], device: torch.device) -> None:
+    """Write results as JSON, with the machine that they come from."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(device), "results": list(results)}, indent=1) + "\n")
+
+
+def as_json(timings: Mapping[str, Timing]) -> dict[str, Any]:
+    return {name: {"seconds": list(timing.seconds), "peak bytes": timing.peak} for name, timing in timings.items()}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _reset_peak(device: torch.device) -> int | None:
+    """Start counting the peak of allocated memory; returns what is allocated now."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
