@@ -22,6 +22,7 @@ from rewire.errors import (
 )
 from rewire.freeze import FreezeReport, FrozenTrunk, freeze
 from rewire.init import initializers
+from rewire.kernels.fused_qkv import Fused
 from rewire.patterns import Pattern, patterns, register_pattern
 from rewire.penalties import sparsity_penalty
 from rewire.stream import Stream
@@ -40,6 +41,7 @@ __all__ = [
     "Dims",
     "FreezeReport",
     "FrozenTrunk",
+    "Fused",
     "NoResidualAdds",
     "OutOfOrder",
     "Pattern",

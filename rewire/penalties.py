@@ -15,7 +15,8 @@ def sparsity_penalty(model: nn.Module, q: float = 2.0) -> Tensor:
     ``S_q(p) = (1 - sum_i p_i^q) / (q - 1)`` of each softmax p, in the limit q = 1 Shannon's entropy, averaged over all
     softmaxes of at least two entries, so that its strength does not depend on the depth. The first version of ANCRe
     (arXiv 2602.09009v1, Section 4.1) suggests it to make connections sparse:
-    ``loss = loss + 0.01 * rewire.sparsity_penalty(model)``.
+    ``loss = loss + 0.01 * rewire.sparsity_penalty(model)``. Uniform weights, the paper start, are its maximum: there
+    its own gradient is zero, and the loss has to make the first step.
 
     Args:
         model: rewired with a topology whose weights are normalised (``ancre-ingoing``, ``ancre-outgoing``).

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from rewire.errors import OutOfOrder, WidthMismatch
+from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
 from rewire.topologies.base import Dims, Ways
 
 if TYPE_CHECKING:
@@ -148,6 +148,11 @@ class Stream:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         """Called when a stream is handed to a torch function, which only takes the tensor that a trunk ends in."""
         stream = next(leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_stream) if _is_stream(leaf))
+        if stream.dtype == torch.float16 and getattr(func, "__name__", "") in ("isinf", "clamp"):
+            raise UnsupportedCall(
+                f"the blocks of trunk '{stream.layout.trunk}' clamp their states in float16, between which they are a "
+                "stream: use bfloat16 or float32."
+            )
         raise OutOfOrder(
             f"{getattr(func, '__name__', func)} was given the residual stream of trunk '{stream.layout.trunk}' after "
             f"{stream.position} of its {len(stream.layout.units)} residual adds. Either a block was skipped (layer "

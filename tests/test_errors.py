@@ -368,3 +368,13 @@ def test_a_long_skip_is_reported() -> None:
     report = rewire.inspect(EDSR())
     assert [trunk.name for trunk in report.trunks] == ["body"]
     assert "a shortcut around a whole trunk" in report.skipped.values()
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "dca"])
+def test_float16_states_that_are_clamped_between_sublayers(topology: str) -> None:
+    from rewire.patterns.tiny import tiny_model
+
+    model = rewire.compile(tiny_model("t5").half().eval(), topology, validate=False)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(rewire.UnsupportedCall, match="clamp their states in float16.*use bfloat16 or float32"):
+        model(input_ids=ids, decoder_input_ids=ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 import rewire
 from rewire.patterns import first_given, patterns_for
-from rewire.patterns.tiny import tiny_model
+from rewire.patterns.tiny import timm_model, tiny_model
 
 Trunks = dict[str, tuple[int, int]]
 
@@ -254,3 +255,13 @@ def assert_learns(rewired: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     outputs = [t for t in tensors_in(rewired.eval()(*args, **kwargs)) if t.requires_grad]
     gradients = torch.autograd.grad(sum(t.float().square().sum() for t in outputs), learned)
     assert learned and all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
+
+
+def test_nothing_is_computed_that_nobody_uses() -> None:
+    """The plain adds are gone, and so are the views and identities around them."""
+    model = timm_model("swin_tiny_patch4_window7_224", img_size=56, depths=(2, 1, 1, 1))
+    rewired = rewire.compile(model, "residual", validate=False)
+    source = rewire.source(rewired, "layers.0.blocks.0")
+    assert "drop_path" not in source and " + " not in source
+    used = [line.split(" = ")[0].strip() for line in source.splitlines()[1:] if " = " in line]
+    assert all(len(re.findall(rf"\b{name}\b", source)) > 1 for names in used for name in names.split(", "))

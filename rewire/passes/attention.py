@@ -23,7 +23,7 @@ from rewire.passes.install import install, is_rewritten
 from rewire.passes.values import Values
 from rewire.patterns import Pattern
 from rewire.topologies.base import Ways
-from rewire.tracing import Leaf, print_forward, trace
+from rewire.tracing import Leaf, Traced, print_forward, trace
 from rewire.tracing.forwards import plain_forward
 from rewire.tracing.printer import body_of, globals_for
 
@@ -39,6 +39,8 @@ _NAMES = (
 )
 _FUSED = re.compile(r"(^|[._])(qkv|c_attn|wqkv|in_proj|query_key_value|to_qkv)([._]|$)|qkv", re.I)
 _WAYS = ("q", "k", "v")
+#: The number of its layer, by which an attention finds its part of the cache.
+_NUMBERS = frozenset({"layer_idx", "layer_index"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +165,7 @@ def rewrite_inner(inner: Inner, projections: Projections) -> None:
         raise projections.error(f"the forward of {where} is decorated (by {', '.join(wrappers)})")
     try:
         function = here.forwards.get(type(module))
-        traced = trace(module, function=function, leaves=here.leaves, through_functions=False)
+        traced = _traced(module, function, here.leaves)
         below: set[Inner] = set()
         reached: set[str] = set()
         for graph in (path.graph for path in traced.paths):
@@ -181,6 +183,14 @@ def rewrite_inner(inner: Inner, projections: Projections) -> None:
         raise projections.error(f"the forward of {where} cannot be traced: {error}") from error
     for child in sorted(below, key=lambda child: child.path):
         rewrite_inner(child, here)
+
+
+def _traced(module: nn.Module, function: FunctionType | None, leaves: Sequence[Leaf]) -> Traced:
+    """The attention's forward; the same one for all layers, if its code can do with a number that is not known."""
+    try:
+        return trace(module, function=function, leaves=leaves, through_functions=False, varying=_NUMBERS)
+    except TraceError:
+        return trace(module, function=function, leaves=leaves, through_functions=False)
 
 
 def ways(x: Any) -> Ways:

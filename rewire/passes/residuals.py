@@ -16,7 +16,7 @@ from torch import fx, nn
 from rewire.passes.naming import branch_name
 from rewire.passes.values import Values, is_add
 
-_VIEWS = {"reshape", "view", "flatten"}
+VIEWS = {"reshape", "view", "flatten"}
 _POSITIONAL = re.compile(
     r"(^|[._])(pos|positions?|positional|rel_pos|pe|ppeg|peg|cpe)([._0-9]|$|_?emb|_?conv|_?enc)", re.I
 )
@@ -283,7 +283,7 @@ def joins(graph: fx.Graph, root: nn.Module) -> bool:
 
 
 def _views(node: fx.Node, value: fx.Node) -> bool:
-    return node.op == "call_method" and str(node.target) in _VIEWS and node.args[0] is value
+    return node.op == "call_method" and str(node.target) in VIEWS and node.args[0] is value
 
 
 def _shape_of(value: fx.Node, view: fx.Node) -> bool:

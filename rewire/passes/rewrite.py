@@ -9,10 +9,11 @@ import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import torch
 from torch import fx
 
 from rewire.passes.attention import Inner, Projections, feed_attention
-from rewire.passes.residuals import Add, Carrier, Chain
+from rewire.passes.residuals import VIEWS, Add, Carrier, Chain
 from rewire.passes.values import STREAM_ATTRIBUTES
 
 
@@ -68,6 +69,7 @@ class _Rewriter:
         self._close(value, stream, view)
         for link in reversed(chain.adds):
             self._erase(link)
+        self._sweep()
 
     def _write(self, add: Add, stream: fx.Node) -> fx.Node:
         """The stream after ``add``."""
@@ -173,7 +175,26 @@ class _Rewriter:
     def _erase(self, add: Add) -> None:
         for node in self._sums(add):
             if not node.users:
-                self.graph.erase_node(node)
+                self._drop(node)
+
+    def _sweep(self) -> None:
+        """Erase sums and views that nobody uses any more."""
+        for node in reversed(list(self.graph.nodes)):
+            view = node.op == "call_method" and node.target in VIEWS
+            total = node.op == "call_function" and node.target in (operator.add, torch.add)
+            if not node.users and (view or total):
+                self._drop(node)
+
+    def _drop(self, node: fx.Node) -> None:
+        """Erase a sum or a view, and the identity modules between it and the branches."""
+        branches = [branch for add in self.chain.adds for branch in add.branches]
+        inputs = node.all_input_nodes
+        self.graph.erase_node(node)
+        for source in inputs:
+            while source.op == "call_module" and not source.users and source not in branches:
+                behind = source.all_input_nodes[0]
+                self.graph.erase_node(source)
+                source = behind
 
 
 def _is_push(node: fx.Node, value: fx.Node) -> bool:

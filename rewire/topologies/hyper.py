@@ -179,7 +179,8 @@ class HyperConnections(ParallelStreams):
     norm of a transformer takes the factor n back out, so that this is an option: ``output="sum"``.
 
     **Preserving start.** The same with ``output="mean"``: every stream is ``x_t``, bitwise, and so is their mean
-    for n = 1, 2 and 4. All weights learn: A_r through the output, A_m and B through the branches.
+    for n = 1, 2 and 4. All weights learn: A_r through the output, A_m and B through the
+    branches (A_m hardly in the first step where a norm follows, as all streams are equal).
 
     Args:
         streams: n, 1 or more.

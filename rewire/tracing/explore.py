@@ -70,6 +70,7 @@ def trace(
     leaves: Sequence[Leaf] = (),
     running: list[PathTracer] | None = None,
     through_functions: bool = True,
+    varying: frozenset[str] = frozenset(),
 ) -> Traced:
     """Trace ``module``'s own forward with torch.fx, its children as leaves, without running it.
 
@@ -81,13 +82,15 @@ def trace(
         running: what `child_calls_recorded` yielded, to trace many modules under one patch.
         through_functions: False records functions that the forward calls by their global name as such, instead of
             what they compute: a shorter forward that goes on calling them.
+        varying: attributes that differ between equal modules (a layer's number): read when the forward runs, so that
+            the modules get the same forward.
 
     Raises:
         TraceError: no path through the forward could be traced; the message says why.
     """
     if running is None:
         with child_calls_recorded() as running:
-            return trace(module, inline, function, leaves, running, through_functions)
+            return trace(module, inline, function, leaves, running, through_functions, varying)
     if function is None:
         function, _ = plain_forward(type(module))
     if inspects_keywords(function):
@@ -103,7 +106,10 @@ def trace(
         opaque = frozenset((name, False) for name in called)
 
     def explore(nones: Sequence[str]) -> list[Path]:
-        return _explore(module, function, frozenset(nones), opaque, inline, leaves, running, runs)
+        def tracer(decisions: Sequence[bool], hidden: frozenset[tuple[str, bool]]) -> PathTracer:
+            return PathTracer(module, function, frozenset(nones), decisions, hidden, inline, leaves, running, varying)
+
+        return _explore(tracer, frozenset(nones), opaque, runs)
 
     given = explore(())
     absent = [p.name for p in parameters_of(function)[1:] if p.default is None]
@@ -135,23 +141,26 @@ def trace(
 
 
 def _explore(
-    module: nn.Module,
-    function: FunctionType,
+    make_tracer: Callable[[Sequence[bool], frozenset[tuple[str, bool]]], PathTracer],
     nones: frozenset[str],
     opaque: frozenset[tuple[str, bool]],
-    inline: Callable[[nn.Module], bool],
-    leaves: Sequence[Leaf],
-    running: list[PathTracer],
     runs: Iterator[int],
 ) -> list[Path]:
-    """Depth first over the outcomes of all tests on traced values."""
+    """Depth first over the outcomes of all tests on traced values.
+
+    Args:
+        make_tracer: makes a tracer of given decisions and opaque names.
+        nones: parameters that are None.
+        opaque: what is opaque from the start.
+        runs: counts the runs.
+    """
     limit = len(opaque) + _MAX_OPAQUE
     paths: list[Path] = []
     decisions: list[bool] = []
     while True:
         if next(runs) >= MAX_RUNS:
             raise TraceError(f"its code still branches after {MAX_RUNS} runs")
-        tracer = PathTracer(module, function, nones, decisions, opaque, inline, leaves, running)
+        tracer = make_tracer(decisions, opaque)
         try:
             graph, error = tracer.run(), ""
         except Opaque as request:

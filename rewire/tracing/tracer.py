@@ -139,6 +139,7 @@ class PathTracer(fx.Tracer):
         inline: says whether to trace through a child instead of recording its call.
         leaves: library attributes to replace meanwhile.
         running: the tracers that record calls of modules now; see `child_calls_recorded`.
+        varying: attributes of the module that are read when the forward runs, as they differ between equal modules.
     """
 
     def __init__(
@@ -151,8 +152,10 @@ class PathTracer(fx.Tracer):
         inline: Callable[[nn.Module], bool],
         leaves: Sequence[Leaf],
         running: list[PathTracer],
+        varying: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
+        self.varying = varying
         self.running = running
         self.leaves = leaves
         self.function, self.nones, self.decisions, self.opaque, self.inline = function, nones, decisions, opaque, inline
@@ -266,7 +269,8 @@ class PathTracer(fx.Tracer):
     def view_of(self, module: nn.Module, path: str) -> nn.Module:
         """A stand-in for ``self``: the module's own attributes, except that what can change is read when called."""
         cls: type = type(module)
-        dynamic = {"training"} | {n for n in attributes_set_in_calls(cls) if _is_plain(vars(module).get(n, self))}
+        names = attributes_set_in_calls(cls) | (self.varying if path == "" else frozenset())
+        dynamic = {"training"} | {n for n in names if _is_plain(vars(module).get(n, self))}
         prefix = f"{path}." if path else ""
         namespace: dict[str, Any] = {
             name: property(functools.partial(self._read_attribute, prefix + name)) for name in sorted(dynamic)

@@ -352,3 +352,14 @@ def test_bfloat16_and_autocast() -> None:
     assert project_fused(linear, 3, (2, 2, 2), *inputs.bfloat16()).dtype == torch.bfloat16
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert project_fused(linear.float(), 3, (2, 2, 2), *inputs).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "t5"])
+def test_equal_layers_share_the_attention_s_class(model_type: str) -> None:
+    """Else torch.compile would compile each layer by itself, and give up after eight."""
+    rewired = rewire.compile(tiny_model(model_type), Apart(), validate=False)
+    attentions = [m for m in rewired.modules() if is_rewritten(m) and type(m).__name__.endswith("Attention")]
+    cls = {"llama": "LlamaAttention", "gpt2": "GPT2Attention", "t5": "T5Attention"}[model_type]
+    assert {type(m).__name__ for m in attentions if type(m).__name__ == cls} == {cls}
+    # T5: with and without relative positions, in the encoder and in the decoder
+    assert len({type(m) for m in attentions if type(m).__name__ == cls}) <= (4 if model_type == "t5" else 1)
