@@ -376,5 +376,5 @@ def test_float16_states_that_are_clamped_between_sublayers(topology: str) -> Non
 
     model = rewire.compile(tiny_model("t5").half().eval(), topology, validate=False)
     ids = torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(rewire.UnsupportedCall, match="clamp their states in float16.*use bfloat16 or float32"):
+    with pytest.raises(rewire.UnsupportedCall, match=r"clamp their states in float16.*use bfloat16 or float32"):
         model(input_ids=ids, decoder_input_ids=ids)

@@ -15,7 +15,7 @@ from torch import nn
 
 import rewire
 from rewire.patterns import first_given, patterns_for
-from rewire.patterns.tiny import timm_model, tiny_model
+from rewire.patterns.tiny import tiny_model
 
 Trunks = dict[str, tuple[int, int]]
 
@@ -259,7 +259,7 @@ def assert_learns(rewired: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def test_nothing_is_computed_that_nobody_uses() -> None:
     """The plain adds are gone, and so are the views and identities around them."""
-    model = timm_model("swin_tiny_patch4_window7_224", img_size=56, depths=(2, 1, 1, 1))
+    model = timm_model("swin_tiny_patch4_window7_224", {"img_size": 56, "depths": (2, 1, 1, 1)})
     rewired = rewire.compile(model, "residual", validate=False)
     source = rewire.source(rewired, "layers.0.blocks.0")
     assert "drop_path" not in source and " + " not in source
