@@ -1,4 +1,4 @@
-"""The command line: ``rewire inspect``, ``source``, ``list``, ``plot`` and ``bench``."""
+"""The command line: ``rewire inspect``, ``source``, ``list``, ``plot``, ``bench`` and ``kernels``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import rewire
 from rewire import harness
 from rewire.checkpoint import matrices
 from rewire.errors import RewireError, UnknownName
+from rewire.kernels import MixSpec, source
 from rewire.patterns import first_given, patterns_for
 from rewire.plotting import plot_arcs, plot_heatmap, plot_times
 from rewire.shapes import batch_for, make_shape, shapes
@@ -95,12 +96,7 @@ def source_command(
     """Rewire MODEL and print the new forward of the block at PATH."""
     # Neither start nor validation changes the forward; the paper's start is the one that every topology has.
     rewired = rewire.compile(_load(model), topology, granularity=granularity, start="paper", validate=False)
-    text = rewire.source(rewired, path)
-    console = _console()
-    if console.is_terminal:
-        console.print(Syntax(text, "python", theme="ansi_dark", background_color="default", word_wrap=True))
-    else:
-        typer.echo(text, nl=False)  # as it is, to be read by programs
+    _print_python(rewire.source(rewired, path))
 
 
 @app.command("list")
@@ -139,6 +135,29 @@ def plot_command(
     except (ImportError, OSError) as error:
         raise RewireError(str(error)) from error
     typer.echo(f"wrote {target}")
+
+
+@app.command("kernels")
+def kernels_command(
+    sources: Annotated[int, typer.Option(min=1, help="States that are mixed.")] = 4,
+    weights: Annotated[Literal["none", "scalar", "channel"], typer.Option(help="One number, or one per channel.")] = (
+        "scalar"
+    ),
+    scores: Annotated[bool, typer.Option("--scores", help="Weights per token, too.")] = False,
+    added: Annotated[int, typer.Option(min=0, help="Branch outputs that join.")] = 0,
+    outputs: Annotated[int, typer.Option(help="1, or 3 for q, k and v.")] = 1,
+    norm: Annotated[Literal["none", "rms", "layer"], typer.Option(help="The norm that follows.")] = "none",
+    probe: Annotated[bool, typer.Option("--probe", help="Dot products with one more tensor, too.")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="The kernel of the gradients.")] = False,
+) -> None:
+    """Print the Triton source that is generated for a mix."""
+    try:
+        follows: Any = None if norm == "none" else norm
+        spec = MixSpec(sources, weights, scores, added, outputs, follows, keep_mix=bool(follows), probe=probe)
+        text = source(spec, backward)
+    except ValueError as error:
+        raise RewireError(str(error)) from error
+    _print_python(text)
 
 
 @app.command("bench")
@@ -235,6 +254,14 @@ def _imported(module: str, name: str) -> Any:
             raise UnknownName(f"'{module}' has no '{name}'.")
         found = getattr(found, part)
     return found
+
+
+def _print_python(text: str) -> None:
+    console = _console()
+    if console.is_terminal:
+        console.print(Syntax(text, "python", theme="ansi_dark", background_color="default", word_wrap=True))
+    else:
+        typer.echo(text, nl=False)  # as it is, to be read by programs
 
 
 def _table(title: str, rows: dict[str, str]) -> Table:

@@ -7,16 +7,17 @@ times do not.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from rich.table import Table
 from torch import nn
 
@@ -101,12 +102,13 @@ def copy_bandwidth(device: torch.device, size: int = 1 << 28, rounds: int = 10) 
 def machine(device: torch.device) -> dict[str, Any]:
     """What the numbers belong to."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    libraries = {each: metadata.version(each) for each in ("triton", "transformers") if importlib.util.find_spec(each)}
     return {
         "device": name,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        **libraries,
     }
 
 

@@ -239,3 +239,13 @@ def test_bench_of_a_shape_that_does_not_exist(run: Run) -> None:
     result = run("bench", "shape:llama-13m")
     assert result.exit_code == 1
     assert "no shape 'llama-13m'. Did you mean 'llama-130m'" in result.output
+
+
+def test_kernels(run: Run) -> None:
+    result = run("kernels", "--sources", "2", "--weights", "channel", "--norm", "rms")
+    assert result.exit_code == 0, result.output
+    assert "def mix_forward(" in result.stdout and "sources[1]" in result.stdout and "sources[2]" not in result.stdout
+    compile(result.stdout, "kernel", "exec")
+    assert "def mix_backward(" in run("kernels", "--backward").stdout
+    refused = run("kernels", "--outputs", "2")
+    assert refused.exit_code == 1 and "outputs=2 is neither 1 nor 3" in refused.output

@@ -1,0 +1,319 @@
+"""The kernels against their float64 twins, in Triton's interpreter.
+
+The interpreter is chosen when a kernel is decorated: `TestKernels` runs in a pytest process of its own, with
+TRITON_INTERPRET=1, which `test_in_the_interpreter` starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rewire.kernels import launch, reference
+from rewire.kernels.spec import MixSpec
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EPS = 0.1  # bounds 1 / sqrt(variance + eps), which multiplies errors
+GUARD = 64  # elements around each tensor, NaN
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
+def test_in_the_interpreter(tmp_path: Any) -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::TestKernels"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "REWIRE_CACHE_DIR": str(tmp_path / "kernels")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def guarded(*shape: int, dtype: torch.dtype = F32, device: Any = None) -> Tensor:
+    """A tensor of NaN within more NaN."""
+    buffer = torch.full((math.prod(shape) + 2 * GUARD,), math.nan, dtype=dtype)
+    return buffer[GUARD:-GUARD].view(shape)
+
+
+def overrun(x: Tensor) -> bool:
+    """Whether something was written around a guarded tensor."""
+    buffer = x.as_strided((x.numel() + 2 * GUARD,), (1,), 0)
+    return not bool(torch.cat([buffer[:GUARD], buffer[-GUARD:]]).isnan().all())
+
+
+def draw(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return guarded(*shape, dtype=dtype).copy_(torch.randn(shape))
+
+
+@dataclasses.dataclass
+class Case:
+    """Inputs of one mix, and what the float64 twin makes of them."""
+
+    spec: MixSpec
+    sources: list[Tensor]
+    weights: Tensor | None
+    scores: list[Tensor]
+    added: list[Tensor]
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    grads: list[Tensor]
+    grad_mixes: list[Tensor]
+
+    @classmethod
+    def of(cls, spec: MixSpec, width: int, dtype: torch.dtype = F32, lead: tuple[int, ...] = (2, 3)) -> Case:
+        n, o, shape = spec.sources, spec.outputs, (*lead, width)
+        weight_shape = (o, n, width) if spec.weights == "channel" else (o, n)
+        return cls(
+            spec,
+            [draw(*shape, dtype=dtype) for _ in range(n)],
+            None if spec.weights == "none" else draw(*weight_shape),
+            [draw(*lead, 1) for _ in range(n * o if spec.scores else 0)],
+            [draw(*shape, dtype=dtype) for _ in range(spec.added)],
+            draw(width, dtype=dtype) if spec.norm else None,
+            draw(width, dtype=dtype) if spec.norm == "layer" else None,
+            [draw(*shape, dtype=dtype) for _ in range(o)],
+            [draw(*shape, dtype=dtype) for _ in range(o if spec.keep_mix else 0)],
+        )
+
+    def forward(self, keep_mix: bool) -> launch.Mixed:
+        spec = dataclasses.replace(self.spec, keep_mix=keep_mix)
+        norm: dict[str, Any] = {"norm_weight": self.norm_weight, "norm_bias": self.norm_bias, "eps": EPS}
+        return launch.mix_forward(spec, self.sources, self.weights, self.scores, self.added, **norm)
+
+    def backward(self, forward: launch.Mixed) -> launch.Gradients:
+        kept = {"mixes": forward.mixes, "rstd": forward.rstd} if self.spec.norm else {}
+        norm: dict[str, Any] = {**kept, "grad_mixes": self.grad_mixes, "norm_weight": self.norm_weight}
+        return launch.mix_backward(self.spec, self.grads, self.sources, self.weights, self.scores, **norm)
+
+    def expected(self) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+        """Mixes, what is normed, and gradients by field of `Gradients`."""
+
+        def leaf(x: Tensor) -> Tensor:
+            return x.double().requires_grad_()
+
+        sources, scores, added = (list(map(leaf, xs)) for xs in (self.sources, self.scores, self.added))
+        weights, scale, shift = (
+            None if x is None else leaf(x) for x in (self.weights, self.norm_weight, self.norm_bias)
+        )
+        mixes = reference.mixes(self.spec, sources, weights, scores, added)
+        normed = [] if scale is None else [reference.normed(self.spec, y, scale, shift, EPS) for y in mixes]
+        outputs = [*(normed or mixes), *(mixes if self.grad_mixes else ())]
+        torch.autograd.backward(outputs, [g.double() for g in (*self.grads, *self.grad_mixes)])
+        gradients = {
+            "sources": [x.grad for x in sources],
+            "weights": [weights.grad] if weights is not None else [],
+            "scores": [x.grad for x in scores],
+            "added": [x.grad for x in added[:1]],
+            "norm_weight": [scale.grad] if scale is not None else [],
+            "norm_bias": [shift.grad] if shift is not None else [],
+        }
+        return [y.detach() for y in mixes], [y.detach() for y in normed], gradients
+
+    def check(self) -> None:
+        mixes, normed, gradients = self.expected()
+        found = self.forward(keep_mix=self.spec.norm is not None)
+        for got, want in zip((*found.mixes, *found.normed), (*mixes, *normed), strict=True):
+            rounded_once(got, want)
+        if self.spec.norm:
+            for got, want in zip(self.forward(keep_mix=False).normed, normed, strict=True):
+                rounded_once(got, want)
+        returned = self.backward(found)
+        for name, wanted in gradients.items():
+            value = getattr(returned, name)
+            values = value if isinstance(value, tuple) else [value] * len(wanted)
+            for got, want in zip(values, wanted, strict=True):
+                if self.spec.norm:
+                    close(got, want, self.grads[0].dtype)
+                else:
+                    rounded_once(got, want)
+
+
+def rounded_once(got: Tensor, want: Tensor) -> None:
+    """Within half a unit in the last place of the exact value, or the error of float32 sums.
+
+    The interpreter rounds to bfloat16 toward zero, where GPUs round to nearest: a whole unit.
+    """
+    scale = float(want.abs().max()) if want.numel() else 0.0
+    units = 1.01 if got.dtype == BF16 else 0.51
+    torch.testing.assert_close(got.double(), want, rtol=units * torch.finfo(got.dtype).eps, atol=3e-6 * max(scale, 1.0))
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Backward through a norm reads the mix as it was rounded."""
+    scale = float(want.abs().max()) if want.numel() else 0.0
+    tolerance = 4 * max(torch.finfo(dtype).eps, 1e-6)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=tolerance * max(scale, 1.0))
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What `launch` allocates is NaN, and so is what lies around it, before and after."""
+    made: list[Tensor] = []
+
+    def empty(*shape: Any, dtype: torch.dtype = F32, device: Any = None) -> Tensor:
+        made.append(guarded(*(shape[0] if isinstance(shape[0], tuple) else shape), dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", empty)
+    yield
+    assert made and not any(map(overrun, made))
+
+
+@pytest.mark.usefixtures("poisoned")
+class TestKernels:
+    __test__ = INTERPRETED
+
+    @pytest.mark.parametrize("width", [1, 7, 33, 64, 100, 257])
+    @pytest.mark.parametrize("scores", [False, True])
+    @pytest.mark.parametrize("weights", ["none", "scalar", "channel"])
+    def test_plain(self, weights: Any, scores: bool, width: int) -> None:
+        for dtype in (F32, BF16, F16):
+            Case.of(MixSpec(3, weights, scores, added=width % 3), width, dtype).check()
+
+    @pytest.mark.parametrize("sources", range(1, 34))
+    def test_any_number_of_sources(self, sources: int) -> None:
+        kind: Any = ("scalar", "channel", "none")[sources % 3]
+        spec = MixSpec(sources, kind, scores=sources % 2 == 0, added=sources % 3)
+        Case.of(spec, 24, (BF16, F32)[sources % 2], lead=(7,)).check()
+
+    @pytest.mark.parametrize("weights", ["none", "scalar", "channel"])
+    @pytest.mark.parametrize("norm", ["rms", "layer"])
+    @pytest.mark.parametrize("width", [1, 7, 100, 257])
+    def test_norms(self, weights: Any, norm: Any, width: int) -> None:
+        for dtype, keep in ((F32, True), (BF16, True), (F16, False)):
+            Case.of(MixSpec(3, weights, keep, added=width % 3, norm=norm, keep_mix=keep), width, dtype).check()
+
+    @pytest.mark.parametrize(("weights", "scores"), [("scalar", False), ("channel", True), ("none", True)])
+    @pytest.mark.parametrize("sources", [1, 4, 6, 19])
+    def test_three_outputs(self, weights: Any, scores: bool, sources: int) -> None:
+        for norm in (None, "rms", "layer"):
+            spec = MixSpec(sources, weights, scores, outputs=3, norm=norm, keep_mix=norm == "rms")  # type: ignore[arg-type]
+            Case.of(spec, 33, BF16 if sources == 4 else F32).check()
+
+    @pytest.mark.parametrize("norm", ["rms", "layer"])
+    def test_more_sources_than_one_kernel_takes_before_a_norm(self, norm: Any) -> None:
+        Case.of(MixSpec(18, "scalar", True, added=1, norm=norm, keep_mix=True), 40, BF16).check()
+
+    def test_no_sources(self) -> None:
+        Case.of(MixSpec(0, "none", added=2, norm="layer", keep_mix=True), 40).check()
+
+    @pytest.mark.parametrize(
+        ("weights", "scores"), [("scalar", False), ("scalar", True), ("channel", True), ("none", True)]
+    )
+    @pytest.mark.parametrize("sources", [1, 5, 18])
+    def test_probe(self, weights: Any, scores: bool, sources: int) -> None:
+        for dtype, width in ((F32, 257), (BF16, 33)):
+            case = Case.of(MixSpec(sources, weights, scores, added=1, probe=True), width, dtype)
+            probe = draw(2, 3, width, dtype=dtype)
+            found = launch.mix_forward(case.spec, case.sources, case.weights, case.scores, case.added, probe=probe)
+            rounded_once(found.mixes[0], case.expected()[0][0])
+            per_weight, per_score = reference.dots(case.spec, case.sources, probe)
+            if per_weight is not None and found.weight_dots is not None:
+                rounded_once(found.weight_dots, per_weight)
+            assert (found.weight_dots is None) == (per_weight is None)
+            for got, want in zip(found.score_dots, per_score, strict=True):
+                rounded_once(got, want)
+
+    def test_sums_over_many_tiles(self) -> None:
+        """More rows than programs have at once, so that each loops; and more than one block of columns."""
+        for kind in ("scalar", "channel"):
+            case = Case.of(MixSpec(2, kind, True), 300, lead=(150,))  # type: ignore[arg-type]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(launch, "PROGRAMS", 8)
+                case.check()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "PROGRAMS", 3)
+            Case.of(MixSpec(2, "scalar", True, norm="layer", keep_mix=True), 300, lead=(20,)).check()
+
+    def test_accumulator(self) -> None:
+        xs, start = [draw(4, 40, dtype=BF16) for _ in range(2)], draw(4, 40)
+        spec, weights = MixSpec(2, accumulate=True), draw(2)
+        found = launch.mix_forward(spec, xs, weights, accumulators=[start], dtype=F32).mixes[0]
+        assert found.dtype == F32
+        rounded_once(found, reference.mixes(spec, xs, weights, accumulators=[start])[0])
+
+    def test_a_chain_rounds_as_one_kernel_would(self) -> None:
+        case = Case.of(MixSpec(12, "channel", True, added=1), 40)
+        whole = case.forward(keep_mix=False).mixes[0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MixSpec, "chunks", lambda self, chunks=MixSpec.chunks: chunks(self, fan_in=5))
+            assert torch.equal(case.forward(keep_mix=False).mixes[0], whole)
+
+    @pytest.mark.parametrize("norm", [None, "rms"])
+    def test_strides(self, norm: Any) -> None:
+        """Rows with gaps, rows in another order, channels apart, and one row for all."""
+        width, spec = 40, MixSpec(4, "channel", True, added=1, norm=norm)
+        case = Case.of(spec, width, lead=(3, 5))
+        case.sources = [
+            draw(3, 5, 2 * width)[..., :width],
+            draw(5, 3, width).transpose(0, 1),
+            draw(3, width, 5).transpose(1, 2),
+            draw(width).expand(3, 5, width),
+        ]
+        case.scores = [x.unsqueeze(-1) for x in draw(3, 5, 4).unbind(-1)]
+        case.added = [draw(3, 5, width + 3)[..., 2:-1]]
+        case.grads = [draw(width).expand(3, 5, width)]
+        case.check()
+        case.sources = list(draw(3, 5, 4 * width).split(width, -1))
+        case.scores = [*case.scores[:3], draw(3, 5, 1)]
+        case.check()
+
+    @pytest.mark.parametrize("lead", [(0,), (2, 0, 3), ()])
+    def test_few_rows(self, lead: tuple[int, ...]) -> None:
+        for spec in (MixSpec(2), MixSpec(2, "channel", True, added=1), MixSpec(2, norm="layer", keep_mix=True)):
+            Case.of(spec, 12, lead=lead).check()
+
+    def test_weight_one_is_a_plain_add(self) -> None:
+        x, f = draw(3, 40, dtype=F16), draw(3, 40, dtype=F16)
+        found = launch.mix_forward(MixSpec(1, added=1), [x], torch.ones(1), added=[f])
+        assert torch.equal(found.mixes[0], x + f)
+
+    def test_mixed_dtypes(self) -> None:
+        xs, weights, f = [draw(3, 40), draw(3, 40, dtype=BF16)], draw(2), draw(3, 40, dtype=F16)
+        spec = MixSpec(2, added=1)
+        found = launch.mix_forward(spec, xs, weights, added=[f]).mixes[0]
+        assert found.dtype == F32
+        rounded_once(found, reference.mixes(spec, xs, weights, added=[f])[0])
+        gradients = launch.mix_backward(spec, [found], xs, weights)
+        assert [x.dtype for x in gradients.sources] == [F32, BF16]
+
+    @pytest.mark.parametrize("norm", [None, "layer"])
+    def test_two_runs_are_bitwise_equal(self, norm: Any) -> None:
+        case = Case.of(MixSpec(5, "scalar" if norm else "channel", True, added=1, norm=norm, keep_mix=bool(norm)), 257)
+        runs = [case.backward(case.forward(keep_mix=bool(norm))) for _ in range(2)]
+        for a, b in zip(*(torch.utils._pytree.tree_leaves(dataclasses.astuple(run)) for run in runs), strict=True):
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+def test_float64_is_refused() -> None:
+    x = torch.randn(3, 8, dtype=torch.float64)
+    with pytest.raises(TypeError, match="float64"):
+        launch.mix_forward(MixSpec(1), [x], torch.ones(1))
+    with pytest.raises(TypeError, match="have to be float32"):
+        launch.mix_forward(MixSpec(1), [x.float()], torch.ones(1, dtype=torch.bfloat16))
+
+
+def test_arguments_have_to_fit_the_spec() -> None:
+    x, ones = torch.randn(3, 8), torch.ones(2)
+    with pytest.raises(ValueError, match="sources: the spec asks for 2, got 1"):
+        launch.mix_forward(MixSpec(2), [x], ones)
+    with pytest.raises(ValueError, match=r"\[1, 2\], got \[3\]"):
+        launch.mix_forward(MixSpec(2), [x, x], torch.ones(3))
+    with pytest.raises(ValueError, match="one shape"):
+        launch.mix_forward(MixSpec(2), [x, x[:2]], ones)
+    with pytest.raises(ValueError, match=r"Scores .* \[3, 1\]"):
+        launch.mix_forward(MixSpec(1, scores=True), [x], torch.ones(1), [torch.ones(3)])
+    with pytest.raises(ValueError, match="norm_weight: the spec asks for 1"):
+        launch.mix_forward(MixSpec(2, norm="rms"), [x, x], ones)
+    wide = torch.randn(1, 8200)
+    with pytest.raises(ValueError, match="at most 8192 channels"):
+        launch.mix_forward(MixSpec(1, norm="rms"), [wide], torch.ones(1), norm_weight=torch.ones(8200))
+    with pytest.raises(ValueError, match="mixes: the spec asks for 1"):
+        launch.mix_backward(MixSpec(2, norm="rms"), [x], [x, x], ones, norm_weight=torch.ones(8))

@@ -1,0 +1,156 @@
+"""Kernels compiled to machine code, without a GPU: no spilled registers.
+
+As a script it prints the table of docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from rewire.kernels import MixSpec, launch
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler.compiler import ASTSource, make_backend  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
+
+BF16, F32 = torch.bfloat16, torch.float32
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SPECS = {
+    "scalar": MixSpec(16, added=1),
+    "channel + scores": MixSpec(16, "channel", True),
+    "q, k, v": MixSpec(15, "channel", True, outputs=3),
+    "scores + layer norm": MixSpec(16, "none", True, added=1, norm="layer", keep_mix=True),
+    "scalar + scores + rms norm": MixSpec(16, "scalar", True, added=1, norm="rms"),
+    "probe": MixSpec(16, "channel", probe=True),
+}
+EVERYWHERE = [(name, width, BF16) for name, width in zip(SPECS, (4096, 4096, 2048, 4096, 8192, 4096), strict=True)]
+MORE = [
+    *((name, 4096, F32) for name in ("scalar", "channel + scores", "q, k, v", "scores + layer norm")),
+    *((name, width, BF16) for name in ("channel + scores", "scores + layer norm") for width in (64, 1000)),
+]
+CASES = [*((target, *case) for target in TARGETS for case in EVERYWHERE), *(("sm_90", *case) for case in MORE)]
+
+
+class Call(NamedTuple):
+    """Arguments of `launch._launch`."""
+
+    spec: MixSpec
+    backward: bool
+    grid: Any
+    device: torch.device
+    arguments: dict[str, Any]
+
+
+class Usage(NamedTuple):
+    """What the compiler reports, per thread; bytes of spilled registers."""
+
+    registers: int
+    spilled: int
+
+
+def calls(spec: MixSpec, width: int, dtype: torch.dtype) -> list[Call]:
+    """What forward and backward would launch, one for each kernel, on tensors without storage."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    rows, n, o = 8192, spec.sources, spec.outputs
+    shape = {"none": (), "scalar": (o, n), "channel": (o, n, width)}[spec.weights]
+    weights = empty(*shape, dtype=F32) if shape else None
+    states, grads = [empty(rows, width) for _ in range(n)], [empty(rows, width) for _ in range(o)]
+    scores = [empty(rows, 1, dtype=F32) for _ in range(n * o if spec.scores else 0)]
+    norm: dict[str, Any] = {"norm_weight": empty(width)} if spec.norm else {}
+    bias: dict[str, Any] = {"norm_bias": empty(width)} if spec.norm == "layer" else {}
+    kept: dict[str, Any] = {"mixes": grads, "rstd": empty(o, rows, dtype=F32)} if spec.norm else {}
+    probe = empty(rows, width) if spec.probe else None
+    with recorded() as found:
+        launch.mix_forward(spec, states, weights, scores, grads * spec.added, probe=probe, **norm, **bias)
+        if not spec.probe:
+            back = {**norm, **kept, "grad_mixes": grads if spec.keep_mix else ()}
+            launch.mix_backward(spec, grads, states, weights, scores, **back)
+    return list({(call.spec, call.backward): call for call in found}.values())
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Call]]:
+    found: list[Call] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_launch", lambda *call: found.append(Call(*call)))
+        yield found
+
+
+def compiled(call: Call, target: Any) -> Any:
+    """The kernel as a launch would specialise it on that GPU."""
+    kernel = launch.kernel(call.spec, call.backward)
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(**call.arguments, **launch.constants(call.grid))
+    options, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, options)
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target, dataclasses.asdict(options))
+
+
+def usage(kernel: Any, target: Any) -> Usage:
+    if target.backend == "hip":
+        found = {key: int(value) for key, value in re.findall(r"\.(\w+):\s+(\d+)", kernel.asm["amdgcn"])}
+        return Usage(found["vgpr_count"], found["private_segment_fixed_size"] + 4 * found["vgpr_spill_count"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return Usage(found["REG"], found["STACK"] + found["LOCAL"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setenv("REWIRE_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
+@pytest.mark.parametrize(("target", "name", "width", "dtype"), CASES)
+def test_nothing_is_spilled(target: str, name: str, width: int, dtype: torch.dtype) -> None:
+    for call in calls(SPECS[name], width, dtype):
+        found = usage(compiled(call, TARGETS[target]), TARGETS[target])
+        assert found.spilled == 0, f"{found} for {'backward' if call.backward else 'forward'} of {call.spec}"
+
+
+def test_loads_are_vectors() -> None:
+    """16 bytes per thread and load in bfloat16: 8 elements."""
+    forward = calls(SPECS["scalar"], 4096, BF16)[0]
+    assert compiled(forward, TARGETS["sm_90"]).asm["ptx"].count("ld.global.v4.b32") == 17
+
+
+def main() -> None:
+    print("| mix | D | states | kernel | tile, warps |", " | ".join(TARGETS), "|")
+    print("|---|--:|---|---|---|" + "--:|" * len(TARGETS))
+    for name, width, dtype in EVERYWHERE + MORE:
+        for call in calls(SPECS[name], width, dtype):
+            cells = [usage(compiled(call, target), target) for target in TARGETS.values()]
+            kernel = f"{'backward' if call.backward else 'forward'}, {call.spec.sources} sources"
+            tile = f"{call.grid.block_rows} x {call.grid.block_cols}, {call.grid.warps}"
+            numbers = " | ".join(f"{x.registers}" + (f" ({x.spilled} B spilled)" if x.spilled else "") for x in cells)
+            print(f"| {name} | {width} | {str(dtype)[6:]} | {kernel} | {tile} | {numbers} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

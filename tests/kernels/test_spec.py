@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rewire.kernels.spec import FAN_IN, MixSpec
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"sources": 0}, "leaves nothing to sum"),
+        ({"sources": 0, "added": 1}, "without sources there is nothing that weights"),
+        ({"sources": 2, "weights": "row"}, "weights='row' is none of"),
+        ({"sources": 2, "norm": "batch"}, "norm='batch' is none of"),
+        ({"sources": 2, "outputs": 2}, "outputs=2 is neither 1 nor 3"),
+        ({"sources": 2, "added": 3}, "added=3"),
+        ({"sources": 2, "outputs": 3, "added": 1}, "three outputs"),
+        ({"sources": 2, "outputs": 3, "weights": "none"}, "three outputs"),
+        ({"sources": 2, "keep_mix": True}, "keep_mix is for mixes with a norm"),
+        ({"sources": 2, "probe": True, "norm": "rms"}, "a probe goes with"),
+        ({"sources": 2, "probe": True, "weights": "none"}, "a probe goes with"),
+    ],
+)
+def test_combinations_without_a_kernel(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        MixSpec(**options)
+
+
+def test_a_mix_that_fits_is_one_kernel() -> None:
+    spec = MixSpec(FAN_IN, "channel", True, added=2, norm="rms", keep_mix=True)
+    assert spec.chunks() == [(slice(0, FAN_IN), spec)]
+
+
+def test_more_sources_are_chained() -> None:
+    spec = MixSpec(33, scores=True, added=1, norm="layer")
+    assert spec.chunks() == [
+        (slice(0, 16), MixSpec(16, scores=True)),
+        (slice(16, 32), MixSpec(16, scores=True, accumulate=True)),
+        (slice(32, 33), MixSpec(1, scores=True, added=1, norm="layer", accumulate=True)),
+    ]
+
+
+def test_a_chain_continues_an_accumulator() -> None:
+    assert all(step.accumulate for _, step in MixSpec(20, accumulate=True).chunks())
