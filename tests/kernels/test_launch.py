@@ -29,7 +29,6 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 def test_in_the_interpreter(tmp_path: Any) -> None:
-    pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::TestKernels"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "REWIRE_CACHE_DIR": str(tmp_path / "kernels")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from rewire.kernels import MixSpec, launch
-
-triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler.compiler import ASTSource, make_backend  # noqa: E402
-from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 BF16, F32 = torch.bfloat16, torch.float32
 TARGETS = {
