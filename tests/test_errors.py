@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from false_friends import Gated
 from models import (
     EDSR,
-    Gated,
     Interrupted,
     LayerDrop,
     NanoGPT,

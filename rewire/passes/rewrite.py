@@ -12,7 +12,8 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from rewire.passes.attention import Inner, Projections, feed_attention
+from rewire.passes.attention import Inner, feed_attention
+from rewire.passes.projections import Projections
 from rewire.passes.residuals import VIEWS, Add, Carrier, Chain
 from rewire.passes.values import STREAM_ATTRIBUTES
 

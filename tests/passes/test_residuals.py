@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from false_friends import FALSE_FRIENDS, Gated
 from models import (
     DEPTH,
-    FALSE_FRIENDS,
     CrossBlock,
-    Gated,
     InPlace,
     Mlp,
     OtherSelf,

@@ -1,0 +1,59 @@
+"""Rewired models whose connection weights really mix, and one step of training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from models import token_ids
+from torch import Tensor, nn
+
+import rewire
+from rewire.patterns.tiny import tiny_model
+
+ANCRE = "ancre-ingoing"
+
+
+def learned(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if "depth_connections" in name}
+
+
+def mixed(model: nn.Module, topology: str = ANCRE, **options: Any) -> nn.Module:
+    """Rewired, with connection weights that really mix: an answer that ignores them is wrong."""
+    rewired = rewire.compile(model, topology, start="paper", validate=False, **options)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for weight in learned(rewired).values():
+            weight.add_(0.01 * torch.randn(weight.shape, generator=generator))
+    return rewired
+
+
+def llama() -> nn.Module:
+    return tiny_model("llama").eval()
+
+
+def ids(batch: int = 2, length: int = 12) -> Tensor:
+    return token_ids(batch, length, 97)
+
+
+def all_gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor], tolerance: float = 0.0) -> None:
+    assert list(expected) == list(actual) and expected
+    for name, value in expected.items():
+        if tolerance == 0:
+            assert torch.equal(value, actual[name]), name
+        else:
+            largest = max(float(v.norm()) for v in expected.values())
+            error = float((value.double() - actual[name].double()).norm()) / max(float(value.norm()), 1e-3 * largest)
+            assert error <= tolerance, (name, error)
+
+
+def train_step(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    output = model(*inputs, **kwargs)
+    output = output.logits if hasattr(output, "logits") else output
+    output.float().square().mean().backward()
+    return all_gradients(model)

@@ -1,0 +1,108 @@
+"""Projections in models that no pattern knows, and layouts of fused ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import Mlp, NanoGPT, token_ids, vectors
+from reading_apart import Apart, Reader, check_reads
+from torch import Tensor, nn
+
+import rewire
+
+
+@pytest.mark.parametrize("options", [{"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}])
+def test_grouped_layouts(options: dict[str, Any]) -> None:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    config = FalconConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=97, alibi=False, **options
+    )
+    check_reads(Reader(FalconForCausalLM(config)))
+
+
+def test_grouped_layouts_without_a_shared_head() -> None:
+    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+
+    config = GPTBigCodeConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=97, n_positions=32, multi_query=False)
+    check_reads(Reader(GPTBigCodeForCausalLM(config)))
+
+
+class HeadsInside(nn.Module):
+    """Interleaved heads, (head, three, size), taken apart by a view."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order, self.to_qkv, self.out = order, nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, d = x.shape
+        if self.order == "heads inside":
+            q, k, v = self.to_qkv(x).reshape(b, n, 4, 3, 8).permute(3, 0, 2, 1, 4)
+        elif self.order == "heads outside":
+            q, k, v = self.to_qkv(x).view(b, n, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        else:
+            q, k, v = (part.view(b, n, 4, 8).transpose(1, 2) for part in torch.chunk(self.to_qkv(x), 3, dim=-1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(b, n, d))
+
+
+class OwnBlock(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(32), attention
+        self.ln_2, self.mlp = nn.LayerNorm(32), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+@pytest.mark.parametrize("order", ["heads inside", "heads outside", "chunk"])
+def test_fused_layouts_are_told_by_their_use(order: str) -> None:
+    model = nn.Sequential(*[OwnBlock(HeadsInside(order)) for _ in range(2)])
+    check_reads(Reader(model, (vectors(width=32),)))
+
+
+def test_a_split_tells_the_layout() -> None:
+    check_reads(Reader(NanoGPT(), (token_ids(),)))
+
+
+class Tangled(nn.Module):
+    """A fused projection that is taken apart in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.qkv(x)
+        q, k, v = y[..., 0::3], y[..., 1::3], y[..., 2::3]
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+class Functional(nn.Module):
+    """Its forward uses the projections' weights, and does not call them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (nn.functional.linear(x, m.weight, m.bias) for m in (self.q, self.k, self.v))
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        (Tangled, r"'0\.attn' cannot read its queries.*0': attn\.qkv, attn\.out, mlp\.up.*pattern with `qkv`.*`fused`"),
+        (Functional, r"'0\.attn' cannot read.*does not call q, k, v on its input.*pattern whose `qkv` names"),
+    ],
+)
+def test_what_cannot_be_taken_apart(attention: type[nn.Module], message: str) -> None:
+    model = nn.Sequential(*[OwnBlock(attention()) for _ in range(2)])
+    with pytest.raises(rewire.UnsupportedTopology, match=message):
+        rewire.compile(model, Apart(), example_inputs=(vectors(width=32),))

@@ -1,0 +1,118 @@
+"""Rewired models under activation checkpointing, and with several forwards in flight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mixing import ANCRE, all_gradients, assert_same, ids, llama, mixed, train_step
+from models import PreNorm, Stack, images, vectors
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import rewire
+from rewire.patterns.tiny import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("model_type", "granularity"),
+    [
+        (t, g)
+        for t in ("llama", "gpt2", "bert", "vit", "t5")
+        for g in ("block", "sublayer")
+        if (t, g) != ("bert", "block")
+    ],
+)
+def test_gradient_checkpointing_recomputes(model_type: str, granularity: str) -> None:
+    model = mixed(tiny_model(model_type), granularity=granularity).train()
+    inputs: dict[str, Any] = {"pixel_values": images(size=model.config.image_size)} if model_type == "vit" else {}
+    if model_type != "vit":
+        inputs["input_ids"] = ids()
+    if model_type == "t5":
+        inputs["decoder_input_ids"] = ids(length=7)
+    suffixes = {"llama": "mlp", "gpt2": "mlp", "bert": "intermediate", "vit": "mlp", "t5": "DenseReluDense"}
+    calls: list[str] = []
+    for path, module in model.named_modules():
+        if path.endswith(suffixes[model_type]):
+            module.register_forward_hook(lambda *_, path=path: calls.append(path))
+    expected = train_step(model, **inputs)
+    once = len(calls)
+    assert once == 6 if model_type == "t5" else once == 3
+    calls.clear()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    actual = train_step(model, **inputs)
+    assert len(calls) == 2 * once
+    assert_same(expected, actual, 1e-6 if model_type == "t5" else 0.0)  # its parts' gradients add up in another order
+    assert any("depth_connections" in name for name in actual)
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    model = mixed(llama()).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(rewire.UnsupportedCall, match=r"model\.layers\.0.*use_reentrant=False"):
+        model(ids())
+
+
+class CheckpointedStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant) if self.checkpointed else layer(x)
+        return self.out(x)
+
+    checkpointed, reentrant = False, False
+
+
+def test_reentrant_checkpointing_of_own_blocks_is_refused() -> None:
+    model = mixed(CheckpointedStack(PreNorm))
+    model.checkpointed = model.reentrant = True
+    with pytest.raises(rewire.UnsupportedCall, match=r"layers\.0.*use_reentrant=False"):
+        model(vectors())
+
+
+@pytest.mark.parametrize("granularity", ["block", "sublayer"])
+@pytest.mark.parametrize("topology", [ANCRE, "denseformer"])
+def test_torch_checkpoint_around_blocks(topology: str, granularity: str) -> None:
+    model = mixed(CheckpointedStack(PreNorm), topology, granularity=granularity)
+    calls: list[int] = []
+    model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(0))
+    expected = train_step(model, vectors())
+    model.checkpointed = True
+    assert_same(expected, train_step(model, vectors()))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_two_forwards_before_one_backward(checkpointed: bool) -> None:
+    model = mixed(CheckpointedStack(PreNorm))
+    model.checkpointed = checkpointed
+    first, second = vectors(), 2 * vectors().flip(0)
+    separate = {}
+    for x in (first, second):
+        for name, gradient in train_step(model, x).items():
+            separate[name] = separate.get(name, 0) + gradient
+    model.zero_grad()
+    a, b = model(first), model(second)
+    (a.square().mean() + b.square().mean()).backward()
+    assert_same(separate, all_gradients(model), 1e-6)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_interleaved_micro_batches(checkpointed: bool) -> None:
+    """Two forwards advance block by block in turns, and their backwards run in the other order."""
+    model = mixed(CheckpointedStack(PreNorm))
+    first, second = vectors(), 2 * vectors().flip(0)
+    expected = {}
+    for x in (first, second):
+        for name, gradient in train_step(model, x).items():
+            expected[name] = expected.get(name, 0) + gradient
+    model.zero_grad()
+    a, b = model.inp(first), model.inp(second)
+    for layer in model.layers:
+        a = checkpoint(layer, a, use_reentrant=False) if checkpointed else layer(a)
+        b = checkpoint(layer, b, use_reentrant=False) if checkpointed else layer(b)
+    assert torch.equal(model.out(a), model(first)) and torch.equal(model.out(b), model(second))
+    model.out(a).square().mean().backward()
+    model.out(b).square().mean().backward()
+    assert_same(expected, all_gradients(model), 1e-6)

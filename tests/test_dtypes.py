@@ -1,0 +1,65 @@
+"""Casts, low precision and autocast of rewired models."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from comparing import assert_bitwise, assert_close, evaluate
+from mixing import ANCRE, ids, learned, mixed, train_step
+from models import PreNorm, Stack, vectors
+
+import rewire
+from rewire.patterns.tiny import tiny_model
+
+
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "double"])
+@pytest.mark.parametrize("model_type", ["llama", "bert"])
+def test_casts_leave_connection_weights_in_float32(model_type: str, cast: str) -> None:
+    model = tiny_model(model_type).eval()
+    rewired = rewire.compile(copy.deepcopy(model), ANCRE, validate=False)
+    values = {name: p.clone() for name, p in learned(rewired).items()}
+    getattr(rewired, cast)()
+    getattr(model, cast)()
+    assert {p.dtype for n, p in rewired.named_parameters() if n not in values} == {next(model.parameters()).dtype}
+    for name, parameter in learned(rewired).items():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, values[name])
+    with torch.no_grad():
+        expected, actual = model(ids()).logits, rewired(ids()).logits
+    assert actual.dtype == expected.dtype
+    tolerance = {"bfloat16": 2e-2, "half": 3e-3, "double": 1e-5}[cast]
+    assert float((expected.float() - actual.float()).norm() / expected.float().norm()) < tolerance
+
+
+def test_to_moves_and_keeps_the_dtype() -> None:
+    rewired = mixed(Stack(PreNorm)).to("cpu", torch.bfloat16)
+    assert {p.dtype for p in learned(rewired).values()} == {torch.float32}
+    assert rewired.out.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("topology", ["residual", ANCRE, "denseformer"])
+def test_a_bfloat16_model(topology: str) -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    rewired = rewire.compile(model, topology)  # validates
+    expected, actual = evaluate(model, (ids(),), {}), evaluate(rewired, (ids(),), {})
+    assert actual[0][0].dtype == torch.bfloat16
+    if topology == "residual":
+        assert_bitwise(expected, actual)
+    else:
+        assert_close(expected, actual, 2e-2, 6e-2)
+        gradients = train_step(rewired, ids())
+        assert all(gradients[name].dtype == torch.float32 for name in learned(rewired))
+
+
+@pytest.mark.parametrize("topology", ["residual", ANCRE])
+def test_autocast(topology: str) -> None:
+    model = Stack(PreNorm)
+    rewired = rewire.compile(model, topology, validate=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, actual = evaluate(model, (vectors(),), {}), evaluate(rewired, (vectors(),), {})
+    assert expected[0][0].dtype == actual[0][0].dtype == torch.bfloat16
+    if topology == "residual":
+        assert_bitwise(expected, actual)
+    else:
+        assert_close(expected, actual, 2e-2, 6e-2)

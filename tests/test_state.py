@@ -1,0 +1,169 @@
+"""Copies, pickles, state dicts, optimiser states and restored models."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comparing import assert_bitwise, evaluate
+from mixing import ANCRE, ids, learned, llama, mixed, train_step
+from models import MaskedStack, NanoGPT, PreNorm, Shared, Stack, WithMask, token_ids, vectors
+from torch import nn
+
+import rewire
+from rewire.patterns.tiny import tiny_model
+
+
+@pytest.mark.parametrize("make", [llama, lambda: Stack(PreNorm), Shared], ids=["llama", "stack", "shared"])
+def test_a_deep_copy_is_independent(make: Any) -> None:
+    model = mixed(make())
+    inputs = (ids(),) if hasattr(model, "config") else (vectors(),)
+    before = evaluate(model, inputs, {})
+    twin = copy.deepcopy(model)
+    assert_bitwise(before, evaluate(twin, inputs, {}))
+    assert not {id(p) for p in model.parameters()} & {id(p) for p in twin.parameters()}
+    optimiser = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    gradients = train_step(twin, *inputs)
+    assert all(name in gradients for name in learned(twin))
+    optimiser.step()
+    assert_bitwise(before, evaluate(model, inputs, {}))
+    assert all(p.grad is None for p in model.parameters())
+    with torch.no_grad():  # the copy's blocks use the copy's weights
+        for weight in learned(twin).values():
+            weight.zero_()
+    assert torch.equal(rewire.coefficients(twin)[next(iter(rewire.connections(twin)))][1, :2], torch.full((2,), 0.5))
+    changed = evaluate(twin, inputs, {})[0][0]
+    with torch.no_grad():
+        for weight in learned(twin).values():
+            weight[1] = 1.0
+    assert not torch.allclose(changed, evaluate(twin, inputs, {})[0][0])
+
+
+LOAD = """
+import sys
+import torch
+import torchvision_stub
+from models import vectors, token_ids
+
+model, inputs, expected = torch.load(sys.argv[1], weights_only=False)
+with torch.no_grad():
+    output = model(*inputs)
+output = output.logits if hasattr(output, "logits") else output
+assert torch.equal(output, expected), (output - expected).abs().max()
+import rewire
+assert list(rewire.connections(model)) == [sys.argv[2]]
+assert "enter(" in rewire.source(model, sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("kind", ["llama", "masked"])
+def test_save_and_load_in_another_process(tmp_path: Path, kind: str) -> None:
+    made: dict[str, Any] = {
+        "llama": (llama, ids(), "model.layers", "model.layers.0"),
+        "masked": (lambda: MaskedStack(WithMask), vectors(), "layers", "layers.0"),
+    }
+    make, x, trunk, block = made[kind]
+    model = mixed(make()).eval()
+    with torch.no_grad():
+        output = model(x)
+    torch.save((model, (x,), getattr(output, "logits", output)), tmp_path / "model.pt")
+    tests = Path(__file__).parent
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # results are compared bitwise
+    }
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "model.pt"), trunk, block]
+    ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_state_dict_round_trip(tmp_path: Path) -> None:
+    model = mixed(llama())
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    torch.manual_seed(99)
+    other = rewire.compile(tiny_model("llama", seed=5).eval(), ANCRE, validate=False)
+    assert not torch.equal(other(ids()).logits, model(ids()).logits)
+    assert other.load_state_dict(state).missing_keys == []
+    assert torch.equal(other(ids()).logits, model(ids()).logits)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "difference"),
+    [
+        ({"topology": "ancre-outgoing"}, "outgoing"),
+        ({"topology": ANCRE, "temperature": 0.1}, "temperature.*0.01.*0.1"),
+        ({"topology": ANCRE, "granularity": "sublayer"}, r"units: \[1, 1, 2, 2, 3, 3\] \(saved\)"),
+        ({"topology": "denseformer"}, "topology: ANCRe"),
+    ],
+)
+def test_weights_of_another_recipe_are_refused(recipe: dict[str, Any], difference: str) -> None:
+    state = mixed(llama()).state_dict()
+    other = rewire.compile(llama(), validate=False, **recipe)
+    before = {name: p.clone() for name, p in learned(other).items()}
+    with pytest.raises((rewire.RewireError, RuntimeError), match=f"(?s)model.layers.*{difference}"):
+        other.load_state_dict(state)
+    assert list(before) == list(learned(other))
+
+
+def test_a_plain_checkpoint_loads_without_connection_weights() -> None:
+    model = tiny_model("llama", seed=5).eval()
+    rewired = rewire.compile(llama(), "residual", validate=False)
+    missing, unexpected = rewired.load_state_dict(model.state_dict(), strict=False)
+    assert not unexpected and all("depth_connections" in key for key in missing)
+    assert torch.equal(rewired(ids()).logits, model(ids()).logits)
+
+
+@pytest.mark.parametrize("make", [llama, lambda: NanoGPT()], ids=["llama", "nanogpt"])
+def test_optimiser_state_of_the_plain_model_resumes(make: Any) -> None:
+    """The state of plain training, loaded by position, lands at the same parameters; a further step is the same."""
+    inputs = (token_ids(),)
+
+    def step(model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
+        model.eval()
+        optimiser.zero_grad()
+        output = model(*inputs)
+        (output.logits if hasattr(output, "logits") else output[0]).square().mean().backward()
+        optimiser.step()
+
+    model = make()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimiser)
+    rewired = copy.deepcopy(rewire.compile(model, "residual", validate=False))
+    original = [p for n, p in rewired.named_parameters() if "depth_connections" not in n]
+    resumed = torch.optim.AdamW(original, lr=1e-2)
+    resumed.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    resumed.add_param_group({"params": next(iter(rewire.connections(rewired).values())).parameters(), "lr": 1e-3})
+    for _ in range(2):
+        step(model, optimiser)
+        step(rewired, resumed)
+    for (name, a), b in zip(model.named_parameters(), original, strict=True):
+        assert torch.equal(a, b), name
+        assert torch.equal(optimiser.state[a]["exp_avg_sq"], resumed.state[b]["exp_avg_sq"]), name
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bert", "t5", "swin"])
+def test_restore(model_type: str) -> None:
+    from rewire.patterns import first_given, patterns_for
+
+    model = tiny_model(model_type)
+    args, kwargs = first_given(patterns_for(model), "example_inputs")(model)
+    rewired = mixed(model)
+    attributes = {path: set(vars(module)) for path, module in model.named_modules()}
+    plain = rewire.restore(rewired)
+    assert_bitwise(evaluate(model, args, kwargs), evaluate(plain, args, kwargs))
+    assert {path: type(module) for path, module in plain.named_modules()} == {
+        path: type(module) for path, module in model.named_modules()
+    }
+    assert {path: set(vars(module)) for path, module in plain.named_modules()} == attributes
+    assert all(a is b for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    assert all(not module._forward_hooks for module in plain.modules()) or model_type not in ("llama",)
+    assert rewire.connections(rewired)  # untouched
+    again = rewire.compile(plain, "residual", validate=False)
+    assert_bitwise(evaluate(model, args, kwargs), evaluate(again, args, kwargs))

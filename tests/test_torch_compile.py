@@ -1,0 +1,87 @@
+"""Rewired models under torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from mixing import ANCRE, all_gradients, assert_same, ids, llama, mixed, train_step
+from models import PreNorm, Stack, vectors
+
+
+@pytest.fixture
+def _fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@compiles
+@pytest.mark.parametrize(("topology", "granularity"), [(ANCRE, "sublayer"), ("denseformer", "block")])
+def test_torch_compile_trains_like_eager(topology: str, granularity: str) -> None:
+    model = mixed(llama(), topology, granularity=granularity)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        expected = model(ids(), use_cache=False).logits
+        assert torch.allclose(compiled(ids(), use_cache=False).logits, expected, atol=1e-5)
+    gradients = train_step(model, ids(), use_cache=False)
+    model.zero_grad()
+    compiled(ids(), use_cache=False).logits.square().mean().backward()
+    assert_same(gradients, all_gradients(model), 1e-5)
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@compiles
+def test_torch_compile_with_inductor() -> None:
+    model = mixed(Stack(PreNorm, depth=2))
+    gradients, expected = train_step(model, vectors()), model(vectors())
+    compiled = torch.compile(model, fullgraph=True)
+    model.zero_grad()
+    output = compiled(vectors())
+    assert torch.allclose(output, expected, atol=1e-5)
+    output.square().mean().backward()
+    assert_same(gradients, all_gradients(model), 1e-5)
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@compiles
+def test_torch_compile_with_a_dynamic_length() -> None:
+    model = mixed(llama())
+    frames: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        frames.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    with torch.no_grad():
+        for length in (7, 11, 16, 23):
+            x = ids(length=length)
+            actual = compiled(x, use_cache=False).logits
+            assert torch.allclose(actual, model(x, use_cache=False).logits, atol=1e-5)
+    assert len(frames) == 1
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@compiles
+def test_equal_layers_share_one_compiled_frame() -> None:
+    """What regional compilation rests on: layers of equal code are instances of one class."""
+    model = mixed(Stack(PreNorm, depth=4))
+    assert len({type(layer) for layer in model.layers}) == 1
+    frames: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        frames.append(graph)
+        return graph.forward
+
+    expected = model(vectors())
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    assert torch.allclose(model(vectors()), expected, atol=1e-5)
+    assert 1 <= len(frames) <= 8
