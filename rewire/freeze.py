@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 from rewire.compiler import check_model, inputs_for, restore, rewired_copy
 from rewire.connection import Connection, connections
 from rewire.errors import BadExampleInputs, RewireError, UnsupportedTopology
+from rewire.kernels.history import History
 from rewire.passes.validate import outputs, relative_error
 from rewire.patterns import Pattern, patterns_for
 from rewire.stream import Layout
 from rewire.topologies import Topology
-from rewire.topologies.base import Dims
+from rewire.topologies.base import Dims, States
 from rewire.topologies.frozen import frozen
 from rewire.topologies.program import Edge, edges, fold, matrix, prune
 from rewire.trunk import Trunk
@@ -179,13 +180,18 @@ def _frozen(connection: Connection, threshold: float) -> _Result:
 def _most_held(topology: Topology, weights: Any, dims: Dims) -> int:
     """Hidden states that a topology holds between units, at most."""
     x = torch.zeros(1, dims.width or 1)
-    states = topology.start(x)
+    states = topology.start(x, weights)
     most = 1
     for t in range(1, dims.depth + 1):
         states = topology.write(topology.open(states, weights, t)[1], weights, t, torch.zeros_like(x))
-        storages = {s.data_ptr(): s.nbytes() for s in (state.untyped_storage() for state in states)}
+        storages = {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in _tensors(states))}
         most = max(most, sum(storages.values()) // x.nbytes)
     return most
+
+
+
+def _tensors(states: States) -> list[Tensor]:
+    return [x for state in states for x in (state.states if isinstance(state, History) else (state,))]
 
 
 def _change(

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
-from rewire.topologies.base import Dims, Ways
+from rewire.kernels.mix import Mix
+from rewire.kernels.operators import uses_kernels
+from rewire.topologies.base import Dims, States, Ways, computed, total
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from rewire.topologies.base import Topology
 
 
@@ -92,20 +96,23 @@ class Stream:
 
     Attributes:
         states: the tensors of the topology.
-        hidden: once the next branch's value was read: that value, in a unit of several sites ``r + f_1 + ...``;
-            otherwise None.
+        hidden: once the next branch's value was read: that value, or tensors that it is the sum of (in a unit of
+            several sites ``r + f_1 + ...``); otherwise empty.
         branch: between the sites of a unit, the sum of the branch outputs so far; otherwise None.
         weights: effective connection weights, computed once per forward when the stream was opened.
         layout: what is fixed about the trunk.
         position: number of residual adds written so far.
+        pending: branch outputs of the last residual add, if the state that they make was not computed yet: it waits
+            for the norm of the next read, for one kernel to do both.
     """
 
-    states: tuple[Tensor, ...]
-    hidden: Tensor | None
+    states: States
+    hidden: tuple[Tensor, ...]
     branch: Tensor | None
     weights: Weights
     layout: Layout
     position: int = 0
+    pending: tuple[Tensor, ...] = ()
 
     @classmethod
     def begin(cls, x: Tensor, weights: Any, layout: Layout) -> Stream:
@@ -120,7 +127,7 @@ class Stream:
                 f"trunk '{layout.trunk}' was found to be {width} channels wide (dimension {dim}), but its input has "
                 f"shape {tuple(x.shape)}. Use a topology with one weight per state, or trunks=[...] to leave it out."
             )
-        return cls(layout.topology.start(layout.channels_last(x)), None, None, Weights(weights), layout)
+        return cls(layout.topology.start(layout.channels_last(x), weights), (), None, Weights(weights), layout)
 
     @property
     def complete(self) -> bool:
@@ -145,8 +152,11 @@ class Stream:
         return self.like.shape
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called when a stream is handed to a torch function, which only takes the tensor that a trunk ends in."""
+        if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile's form of activation checkpointing
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         stream = next(leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_stream) if _is_stream(leaf))
         if stream.dtype == torch.float16 and getattr(func, "__name__", "") in ("isinf", "clamp"):
             raise UnsupportedCall(
@@ -166,16 +176,40 @@ class Stream:
         That is ``r_t`` of the topology, or inside a unit its running value. An attention may get `Ways`, one value
         each for its queries, keys and values.
         """
-        if self.hidden is not None:
-            return self.hidden, self
+        value, stream = self._due()
+        if isinstance(value, Ways):
+            return value, stream._opened(value.residual)
+        value = computed(value)
+        read = Ways(value, value, value, value) if self.layout.reads_apart(self.position) else value
+        return read, stream._opened(value)
+
+    def read_normed(self, norm: nn.Module) -> tuple[Tensor, Tensor, Stream]:
+        """`read`, and what ``norm`` makes of the value: by one kernel, if the value is a sum yet to be computed.
+
+        Not for reads of q, k and v apart.
+        """
+        due, stream = self._due()
+        assert not isinstance(due, Ways)
+        value, normed = due.normed(norm) if isinstance(due, Mix) else (due, norm(due))
+        return value, normed, stream._opened(value)
+
+    def _due(self) -> tuple[Tensor | Mix | Ways, Stream]:
+        """What the next branch reads, perhaps yet to be computed, and the stream that `_opened` completes."""
         layout = self.layout
+        if self.pending:
+            unit = layout.units[self.position - 1]
+            return layout.topology.merge(self.states, self.weights.value, unit, *self.pending), self
+        if self.hidden:
+            return self.hidden[0] if len(self.hidden) == 1 else Mix(added=self.hidden), self
         value, states = layout.topology.open(self.states, self.weights.value, layout.units[self.position])
-        if not isinstance(value, Ways):
-            value = layout.restored(value)
-            read = Ways(value, value, value, value) if layout.reads_apart(self.position) else value
-            return read, self._next(states, value, self.branch, 0)
-        value = Ways(*map(layout.restored, (value.q, value.k, value.v, value.residual)))
-        return value, self._next(states, value.residual, self.branch, 0)
+        stream = self._next(states, (), self.branch, 0)
+        if isinstance(value, Ways):
+            return Ways(*map(layout.restored, (value.q, value.k, value.v, value.residual))), stream
+        return value if layout.channel_dim == -1 else layout.restored(computed(value)), stream
+
+    def _opened(self, value: Tensor) -> Stream:
+        """The stream of `_due` when ``value`` has been read."""
+        return self._settled(value)._opened(value) if self.pending else self._next(self.states, (value,), self.branch, 0)
 
     def value(self) -> Tensor:
         """The hidden state that the model would have here: what the next branch reads, or the trunk's output."""
@@ -192,22 +226,30 @@ class Stream:
             WidthMismatch: a branch's shape is not the stream's.
         """
         self._check_room(branches)
-        if self.hidden is None:
+        if not self.hidden:
             return self.read()[1].write(*branches)
         layout, site = self.layout, self.position
         if layout.opens_unit(site) and layout.closes_unit(site):
             return self._written(branches)
-        branch = _sum(branches) if self.branch is None else _sum((self.branch, *branches))
+        branch = total(branches if self.branch is None else (self.branch, *branches))
         if layout.closes_unit(site):
             return self._written((branch,))
-        return self._next(self.states, _sum((self.hidden, *branches)), branch, 1)
+        return self._next(self.states, (*self.hidden, *branches), branch, 1)
 
     def _written(self, branches: Sequence[Tensor]) -> Stream:
         """The stream after the last residual add of a unit, whose outputs are ``branches``."""
         layout = self.layout
-        unit = layout.units[self.position]
-        states = layout.topology.write(self.states, self.weights.value, unit, *map(layout.channels_last, branches))
-        return self._next(states, None, None, 1)
+        unit, moved = layout.units[self.position], tuple(map(layout.channels_last, branches))
+        if layout.topology.reads_newest and _may_wait(moved[0]):
+            return Stream(self.states, (), None, self.weights, layout, self.position + 1, moved)
+        states = layout.topology.write(self.states, self.weights.value, unit, *moved)
+        return self._next(states, (), None, 1)
+
+    def _settled(self, state: Tensor) -> Stream:
+        """The stream when the state that `pending` branches make has been computed."""
+        layout = self.layout
+        states = layout.topology.push(self.states, self.weights.value, layout.units[self.position - 1], state)
+        return self._next(states, (), None, 0)
 
     def merge(self, *branches: Tensor) -> Tensor:
         """First half of a write whose result passes a norm or an activation (post-norm blocks): the sum itself.
@@ -215,31 +257,31 @@ class Stream:
         To be followed by `push` with the value that becomes the new state.
         """
         self._check_room(branches)
-        if self.hidden is None:
+        if not self.hidden:
             return self.read()[1].merge(*branches)
         layout = self.layout
         unit = layout.units[self.position]
         moved = map(layout.channels_last, branches)
-        return layout.restored(layout.topology.merge(self.states, self.weights.value, unit, *moved))
+        return layout.restored(computed(layout.topology.merge(self.states, self.weights.value, unit, *moved)))
 
     def push(self, state: Tensor) -> Stream:
         """Second half of a write: append ``state``, what the block made of `merge`'s result."""
         self._check_room(())
-        if self.hidden is None:
+        if not self.hidden:
             return self.read()[1].push(state)
         layout = self.layout
         unit = layout.units[self.position]
         states = layout.topology.push(self.states, self.weights.value, unit, layout.channels_last(state))
-        return self._next(states, None, None, 1)
+        return self._next(states, (), None, 1)
 
-    def step(self, states: tuple[Tensor, ...], adds: int = 1) -> Stream:
+    def step(self, states: States, adds: int = 1) -> Stream:
         """The stream after a forward that did ``adds`` residual adds, up to the end of a unit, by itself.
 
         Args:
             states: what the topology holds then.
             adds: how many there were.
         """
-        return self._next(states, None, None, adds)
+        return self._next(states, (), None, adds)
 
     def leave(self) -> Tensor | Stream:
         """What a block returns: the stream, or after the trunk's last residual add the plain tensor."""
@@ -257,9 +299,13 @@ class Stream:
                 f"trunk '{layout.trunk}' ends after {self.position} of its {len(layout.units)} residual adds: "
                 "a block was skipped. Switch layer dropping off, or rewire the model without these blocks."
             )
+        if self.pending:
+            due, stream = self._due()
+            assert not isinstance(due, Ways)
+            return stream._settled(computed(due)).finish()
         return layout.restored(layout.topology.finish(self.states, self.weights.value, layout.dims))
 
-    def _next(self, states: tuple[Tensor, ...], hidden: Tensor | None, branch: Tensor | None, adds: int) -> Stream:
+    def _next(self, states: States, hidden: tuple[Tensor, ...], branch: Tensor | None, adds: int) -> Stream:
         return Stream(states, hidden, branch, self.weights, self.layout, self.position + adds)
 
     def _check_room(self, branches: Sequence[Tensor]) -> None:
@@ -286,20 +332,25 @@ def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:
     return all(a in (1, b) for a, b in zip(reversed(shape), reversed(expected), strict=False))
 
 
-def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
+def _may_wait(x: Tensor) -> bool:
+    """Whether the state that a branch output ``x`` makes may wait for the next read.
+
+    That pays where a kernel computes it together with a norm. Not where somebody else looks after the tensors saved
+    for backward, as activation checkpointing does: it would keep the branch's output along with the state.
+    """
+    if not uses_kernels(x):
+        return False
+    return torch.compiler.is_compiling() or not torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _flatten(stream: Stream) -> tuple[list[Any], Any]:
-    leaves = [stream.states, stream.hidden, stream.branch]
+    leaves = [stream.states, stream.hidden, stream.branch, stream.pending]
     return leaves, (stream.weights, stream.layout, stream.position)
 
 
 def _unflatten(leaves: Any, context: Any) -> Stream:
-    return Stream(*leaves, *context)
+    *leaves, pending = leaves
+    return Stream(*leaves, *context, pending)
 
 
 pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name="rewire.Stream")

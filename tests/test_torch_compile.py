@@ -66,22 +66,3 @@ def test_torch_compile_with_a_dynamic_length() -> None:
             actual = compiled(x, use_cache=False).logits
             assert torch.allclose(actual, model(x, use_cache=False).logits, atol=1e-5)
     assert len(frames) == 1
-
-
-@pytest.mark.usefixtures("_fresh_dynamo")
-@compiles
-def test_equal_layers_share_one_compiled_frame() -> None:
-    """What regional compilation rests on: layers of equal code are instances of one class."""
-    model = mixed(Stack(PreNorm, depth=4))
-    assert len({type(layer) for layer in model.layers}) == 1
-    frames: list[Any] = []
-
-    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
-        frames.append(graph)
-        return graph.forward
-
-    expected = model(vectors())
-    for layer in model.layers:
-        layer.compile(backend=backend)
-    assert torch.allclose(model(vectors()), expected, atol=1e-5)
-    assert 1 <= len(frames) <= 8

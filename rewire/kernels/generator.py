@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rewire.kernels.spec import MixSpec
 
@@ -16,17 +16,17 @@ Lines = list[str]
 def source(spec: MixSpec, backward: bool = False) -> str:
     """Python source of the module with the kernel, `mix_forward` or `mix_backward`.
 
-    Tensors are [rows, cols] with stride 1 between columns; each read exactly once. Sums are float32. Programs never
-    write to the same place: sums over rows are left as one partial sum per program, for a second step in a fixed
-    order.
+    Tensors are [rows, cols] with stride 1 between columns; each is read exactly once. Row strides are compiled in, so
+    that tensors of one stride share an address. Sums are float32. Programs never write to the same place: sums over
+    rows are left as one partial sum per program, for a second step in a fixed order.
 
     Args:
         spec: what is computed.
         backward: the kernel of the gradients.
 
     Raises:
-        ValueError: a norm needs whole rows in registers, and they cannot hold those of three outputs, or sums per
-            channel beside them. `launch` composes such mixes of two kernels.
+        ValueError: a norm needs whole rows in registers, and they cannot hold those of several outputs, or sums
+            per channel beside them. `launch` composes such mixes of two kernels.
     """
     if spec.norm and (spec.outputs > 1 or (backward and spec.weights == "channel")):
         raise ValueError(f"No single kernel {'for the gradients ' if backward else ''}of {spec}.")
@@ -57,9 +57,10 @@ def _describe(spec: MixSpec) -> str:
         "scores per row": spec.scores,
         f"{spec.added} added": spec.added,
         f"{spec.outputs} outputs": spec.outputs > 1,
-        f"{spec.norm} norm": spec.norm,
+        _describe_norm(spec): spec.norm,
         "mix kept": spec.keep_mix,
-        "probe": spec.probe,
+        "probe": spec.probe and spec.outputs == 1,
+        "probes": spec.probe and spec.outputs > 1,
         "accumulator": spec.accumulate,
     }
     return ", ".join(
@@ -67,29 +68,43 @@ def _describe(spec: MixSpec) -> str:
     )
 
 
+def _describe_norm(spec: MixSpec) -> str:
+    scale = {"weight": "", "offset": " times 1 + weight", "none": " without weight"}[spec.norm_scale]
+    return f"{spec.norm} norm{scale}{' without bias' if spec.norm == 'layer' and not spec.shifted else ''}"
+
+
 def _forward(spec: MixSpec) -> tuple[Lines, Lines]:
-    """Parameters and body of the forward kernel. Only a probe sums over rows, and so loops over tiles."""
+    """Parameters and body of the forward kernel. Only probes sum over rows, and so loop over tiles."""
     parameters = [
         *_source_parameters(spec),
-        *_if(spec.accumulate, f"accumulators,  # {spec.outputs} x float32 [rows, cols], contiguous"),
-        *_if(spec.added, f"added,  # {spec.added} x [rows, cols]", "added_stride,"),
-        *_if(spec.probe, "probe,  # [rows, cols]", "probe_stride,"),
+        *_if(
+            spec.accumulate,
+            f"accumulators,  # {spec.outputs} x float32 [rows, cols]",
+            "accumulator_strides: tl.constexpr,",
+        ),
+        *_if(spec.added, f"added,  # {spec.outputs * spec.added} x [rows, cols]", "added_strides: tl.constexpr,"),
+        *_if(spec.probe, f"probes,  # {spec.outputs} x [rows, cols]", "probe_strides: tl.constexpr,"),
         *_norm_parameters(spec),
         *_if(spec.norm, "eps,"),
-        *_if(spec.mixed, f"mixes,  # {spec.outputs} x [rows, cols], contiguous"),
+        *_if(spec.mixed, f"mixes,  # {spec.outputs} x [rows, cols]", "mix_strides: tl.constexpr,"),
         *_if(spec.norm, "normed,  # [rows, cols], contiguous"),
         *_if(spec.norm, "rstd,  # float32 [rows]"),
         *_if(spec.probe, *_dot_parameters(spec)),
     ]
+    outputs = range(spec.outputs)
     tile = [
-        *_if(spec.probe, _load("p", "probe", "probe_stride")),
-        *[_load(f"y{o}", f"accumulators[{o}]", "COLS") for o in range(spec.outputs) if spec.accumulate],
-        *_each(_source_terms(spec, k) for k in range(spec.sources)),
-        *_each(_added_term(spec, j) for j in range(spec.added)),
-        *[_store(f"mixes[{o}]", f"y{o}") for o in range(spec.outputs) if spec.mixed],
+        *[_load(f"p{o}", f"probes[{o}]", f"probe_strides[{o}]") for o in outputs if spec.probe],
+        *[_load(f"y{o}", f"accumulators[{o}]", f"accumulator_strides[{o}]") for o in outputs if spec.accumulate],
+    ]
+    for group in _groups(spec, together=LOADS_IN_FLIGHT if spec.probe and spec.scores else 1):
+        tile += [_load_source(k) for k in group]
+        tile += _each(_source_terms(spec, k) for k in group)
+    tile += [
+        *_each(_added_term(spec, o, j) for o in outputs for j in range(spec.added)),
+        *[_store(f"mixes[{o}]", f"mix_strides[{o}]", f"y{o}") for o in outputs if spec.mixed],
         *_norm_forward(spec),
     ]
-    norm = _load_norm(spec)
+    norm = _load_norm(spec, spec.shifted)
     if not spec.probe:
         return parameters, [*_columns(), *norm, *_one_tile(), *tile]
     return parameters, [*_columns(), *norm, *_dot_accumulators(spec), *_all_tiles(tile), *_store_dots(spec)]
@@ -98,32 +113,36 @@ def _forward(spec: MixSpec) -> tuple[Lines, Lines]:
 def _backward(spec: MixSpec) -> tuple[Lines, Lines]:
     """Parameters and body of the backward kernel: a few programs share the rows, each loops over tiles."""
     parameters = [
-        *(_source_parameters(spec) if _has_dots(spec) else []),
-        *_if(not spec.norm, f"grads,  # {spec.outputs} x [rows, cols]", "grad_stride,"),
-        *_if(spec.norm, "mix,  # [rows, cols]", "mix_stride,", "rstd,  # float32 [rows]"),
-        *_if(spec.norm, "grad_normed,  # [rows, cols]", "grad_normed_stride,"),
-        *_if(spec.keep_mix, "grad_mix,  # [rows, cols]", "grad_mix_stride,"),
-        *_if(spec.norm, "norm_weight,  # [cols]"),
-        *_if(spec.sources, f"grad_sources,  # {spec.sources} x [rows, cols], contiguous"),
+        *(_source_parameters(spec) if spec.has_dots else []),
+        *_if(not spec.norm, f"grads,  # {spec.outputs} x [rows, cols]", "grad_strides: tl.constexpr,"),
+        *_if(spec.norm, "mix,  # [rows, cols]", "mix_stride: tl.constexpr,", "rstd,  # float32 [rows]"),
+        *_if(spec.norm, "grad_normed,  # [rows, cols]", "grad_normed_stride: tl.constexpr,"),
+        *_if(spec.keep_mix, "grad_mix,  # [rows, cols]", "grad_mix_stride: tl.constexpr,"),
+        *_if(spec.scaled, "norm_weight,  # [cols]"),
+        *_if(spec.sources, f"grad_sources,  # {spec.sources} x [rows, cols]", "grad_source_strides: tl.constexpr,"),
         *_if(spec.norm and spec.added, "grad_added,  # [rows, cols], contiguous; the same for all branches"),
-        *_if(spec.norm, "norm_weight_partials,  # float32 [programs, cols]"),
-        *_if(spec.norm == "layer", "norm_bias_partials,  # float32 [programs, cols]"),
+        *_if(spec.scaled, "norm_weight_partials,  # float32 [programs, cols]"),
+        *_if(spec.shifted, "norm_bias_partials,  # float32 [programs, cols]"),
         *_dot_parameters(spec),
     ]
     tile = (
         _norm_backward(spec)
         if spec.norm
-        else [_load(f"g{o}", f"grads[{o}]", "grad_stride") for o in range(spec.outputs)]
+        else [_load(f"g{o}", f"grads[{o}]", f"grad_strides[{o}]") for o in range(spec.outputs)]
     )
-    together = 1 if spec.norm else LOADS_IN_FLIGHT  # a whole row is in flight already
-    for first in range(0, spec.sources, together):
-        group = range(first, min(first + together, spec.sources))
-        tile += [_load_source(k) for k in group if _has_dots(spec)]
-        tile += _each(_dots(spec, k, [f"g{o}" for o in range(spec.outputs)]) for k in group)
+    # With a norm, a whole row is in flight already.
+    for group in _groups(spec, together=1 if spec.norm else LOADS_IN_FLIGHT):
+        tile += [_load_source(k) for k in group if spec.has_dots]
+        tile += _each(_dots(spec, k, "g") for k in group)
         tile += _each(_grad_source(spec, k) for k in group)
     norm = _load_norm(spec, bias=False)
     sums = [*_norm_accumulators(spec), *_dot_accumulators(spec)]
     return parameters, [*_columns(), *norm, *sums, *_all_tiles(tile), *_store_norm_partials(spec), *_store_dots(spec)]
+
+
+def _groups(spec: MixSpec, together: int) -> list[range]:
+    """Sources that are loaded together."""
+    return [range(first, min(first + together, spec.sources)) for first in range(0, spec.sources, together)]
 
 
 # The tile of a program.
@@ -133,32 +152,29 @@ def _columns() -> Lines:
     return ["col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]"]
 
 
-_INSIDE = [
-    "inside = (row < rows) & (col < COLS)  # [BLOCK_ROWS, BLOCK_COLS], as every tile",
-    "out = row * COLS + col",
-]
+_INSIDE = "inside = (row < rows) & (col < COLS)  # [BLOCK_ROWS, BLOCK_COLS], as every tile"
 
 
 def _one_tile() -> Lines:
     # int64: offsets are beyond 2^31 from a few hundred thousand rows on.
     return [
         "row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # int64 [BLOCK_ROWS, 1]",
-        *_INSIDE,
+        _INSIDE,
     ]
 
 
 def _all_tiles(tile: Lines) -> Lines:
     loop = "for first in range(tl.program_id(0) * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS):"
     row = "row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]  # int64 [BLOCK_ROWS, 1]"
-    return [loop, *_indent([row, *_INSIDE, *tile])]
+    return [loop, *_indent([row, _INSIDE, *tile])]
 
 
 def _load(name: str, pointer: str, stride: str) -> str:
-    return f"{name} = tl.load({pointer} + row * {stride} + col, mask=inside, other=0.0).to(tl.float32)"
+    return f"{name} = tl.load({pointer} + (row * {stride} + col), mask=inside, other=0.0).to(tl.float32)"
 
 
-def _store(pointer: str, value: str) -> str:
-    return f"tl.store({pointer} + out, {value}.to({pointer}.dtype.element_ty), mask=inside)"
+def _store(pointer: str, stride: str, value: str) -> str:
+    return f"tl.store({pointer} + (row * {stride} + col), {value}, mask=inside)"  # rounds to the element type
 
 
 # Sources, weights and scores.
@@ -167,31 +183,32 @@ def _store(pointer: str, value: str) -> str:
 def _source_parameters(spec: MixSpec) -> Lines:
     channels = ", cols" if spec.weights == "channel" else ""
     return [
-        *_if(spec.sources, f"sources,  # {spec.sources} x [rows, cols]", "source_stride,"),
+        *_if(spec.sources, f"sources,  # {spec.sources} x [rows, cols]", "source_strides: tl.constexpr,"),
         *_if(spec.weights != "none", f"weights,  # float32 [{spec.outputs}, {spec.sources}{channels}]"),
-        *_if(spec.scores, f"scores,  # {spec.outputs} * {spec.sources} x float32 [rows]", "score_stride,"),
+        *_if(
+            spec.scores, f"scores,  # {spec.outputs} * {spec.sources} x float32 [rows]", "score_strides: tl.constexpr,"
+        ),
     ]
 
 
 def _load_source(k: int) -> str:
-    return _load(f"x{k}", f"sources[{k}]", "source_stride")
+    return _load(f"x{k}", f"sources[{k}]", f"source_strides[{k}]")
 
 
 def _source_terms(spec: MixSpec, k: int) -> Lines:
-    """``x_k`` is loaded, and joins every output while it is in registers."""
-    lines = [_load_source(k)]
+    """``x_k`` joins every output while it is in registers."""
+    lines = []
     for o in range(spec.outputs):
         factor, loads = _factor(spec, o, k)
-        lines += [
-            *loads,
-            _accumulate(f"y{o}", f"{factor} * x{k}" if factor else f"x{k}", k == 0 and not spec.accumulate),
-        ]
-    return lines + (_dots(spec, k, ["p"]) if spec.probe else [])
+        term = f"{factor} * x{k}" if factor else f"x{k}"
+        lines += [*loads, _accumulate(f"y{o}", term, k == 0 and not spec.accumulate)]
+    return lines + (_dots(spec, k, "p") if spec.probe else [])
 
 
-def _added_term(spec: MixSpec, j: int) -> Lines:
+def _added_term(spec: MixSpec, o: int, j: int) -> Lines:
+    i = o * spec.added + j
     first = j == 0 and not spec.sources and not spec.accumulate
-    return [_load(f"f{j}", f"added[{j}]", "added_stride"), _accumulate("y0", f"f{j}", first)]
+    return [_load(f"f{i}", f"added[{i}]", f"added_strides[{i}]"), _accumulate(f"y{o}", f"f{i}", first)]
 
 
 def _accumulate(total: str, term: str, first: bool) -> str:
@@ -210,7 +227,7 @@ def _factor(spec: MixSpec, o: int, k: int) -> tuple[str, Lines]:
         loads.append(f"w = tl.load(weights + {index} * COLS + col, mask=col < COLS, other=0.0)  # [1, BLOCK_COLS]")
     if spec.scores:
         parts.append("s")
-        address = f"scores[{index}] + row * score_stride"
+        address = f"scores[{index}] + row * score_strides[{index}]"
         loads.append(f"s = tl.load({address}, mask=row < rows, other=0.0)  # [BLOCK_ROWS, 1]")
     return (f"({' + '.join(parts)})" if len(parts) > 1 else "".join(parts)), loads
 
@@ -221,14 +238,10 @@ def _grad_source(spec: MixSpec, k: int) -> Lines:
     for o in range(spec.outputs):
         factor, loads = _factor(spec, o, k)
         lines += [*loads, _accumulate("dx", f"{factor} * g{o}" if factor else f"g{o}", o == 0)]
-    return [*lines, _store(f"grad_sources[{k}]", "dx")]
+    return [*lines, _store(f"grad_sources[{k}]", f"grad_source_strides[{k}]", "dx")]
 
 
-# Dot products of sources with gradients, or with the probe.
-
-
-def _has_dots(spec: MixSpec) -> bool:
-    return spec.weights != "none" or spec.scores
+# Dot products of sources with gradients, or with probes.
 
 
 def _dot_parameters(spec: MixSpec) -> Lines:
@@ -239,30 +252,30 @@ def _dot_parameters(spec: MixSpec) -> Lines:
     }[spec.weights]
     return [
         *_if(shape, f"weight_partials,  # float32 {shape}"),
-        *_if(spec.scores, f"score_partials,  # float32 [column programs, {spec.outputs}, {spec.sources}, rows]"),
+        *_if(spec.scores, f"score_partials,  # float32 [column programs, rows, {spec.outputs}, {spec.sources}]"),
     ]
 
 
 def _dot_accumulators(spec: MixSpec) -> Lines:
     shape = {"none": "", "scalar": "[BLOCK_ROWS, 1]", "channel": "[BLOCK_ROWS, BLOCK_COLS]"}[spec.weights]
-    return [f"dw{i} = tl.zeros({shape}, tl.float32)" for i in range(spec.factors) if shape]
+    return [f"dw{i} = tl.zeros({shape}, tl.float32)" for i in range(spec.pairs) if shape]
 
 
-def _dots(spec: MixSpec, k: int, others: Sequence[str]) -> Lines:
-    """Products of ``x_k`` with each of ``others``: kept apart per channel, summed along the row for the rest."""
-    lines = []
-    for o, other in enumerate(others):
-        i = o * spec.sources + k
-        lines += _if(spec.weights == "channel", f"dw{i} += {other} * x{k}")
+def _dots(spec: MixSpec, k: int, other: str) -> Lines:
+    """Products of ``x_k`` with gradients ``g_o`` or probes ``p_o``: per channel, or summed along the row."""
+    place = f"(tl.program_id(1).to(tl.int64) * rows + row) * {spec.pairs}  # [BLOCK_ROWS, 1]"
+    lines = _if(spec.scores and k == 0, f"ds_row = score_partials + {place}")
+    for o in range(spec.outputs):
+        i, product = o * spec.sources + k, f"{other}{o} * x{k}"
+        lines += _if(spec.weights == "channel", f"dw{i} += {product}")
         if spec.scores:
-            address = f"score_partials + (tl.program_id(1) * {spec.factors} + {i}).to(tl.int64) * rows + row"
             lines += [
-                f"ds = {_row_sum(f'{other} * x{k}')}",
-                f"tl.store({address}, ds, mask=row < rows)",
+                f"ds = {_row_sum(product)}",
+                f"tl.store(ds_row + {i}, ds, mask=row < rows)",
                 *_if(spec.weights == "scalar", f"dw{i} += ds"),
             ]
         elif spec.weights == "scalar":
-            lines.append(f"dw{i} += {_row_sum(f'{other} * x{k}')}")
+            lines.append(f"dw{i} += {_row_sum(product)}")
     return lines
 
 
@@ -272,11 +285,11 @@ def _store_dots(spec: MixSpec) -> Lines:
         return []
     if spec.weights == "scalar":
         program = "(tl.program_id(0) * tl.num_programs(1) + tl.program_id(1))"
-        stores = [f"tl.store(partials + {i}, tl.sum(dw{i}))" for i in range(spec.factors)]
-        return [f"partials = weight_partials + {program} * {spec.factors}", *stores]
-    sums = [_col_sum(f"dw{i}") for i in range(spec.factors)]
+        stores = [f"tl.store(partials + {i}, tl.sum(dw{i}))" for i in range(spec.pairs)]
+        return [f"partials = weight_partials + {program} * {spec.pairs}", *stores]
+    sums = [_col_sum(f"dw{i}") for i in range(spec.pairs)]
     return [
-        f"partials = weight_partials + tl.program_id(0).to(tl.int64) * {spec.factors} * COLS + col  # [1, BLOCK_COLS]",
+        f"partials = weight_partials + tl.program_id(0).to(tl.int64) * {spec.pairs} * COLS + col  # [1, BLOCK_COLS]",
         *(f"tl.store(partials + {i} * COLS, {total}, mask=col < COLS)" for i, total in enumerate(sums)),
     ]
 
@@ -286,16 +299,17 @@ def _store_dots(spec: MixSpec) -> Lines:
 
 def _norm_parameters(spec: MixSpec) -> Lines:
     return [
-        *_if(spec.norm, "norm_weight,  # [cols]"),
-        *_if(spec.norm == "layer", "norm_bias,  # [cols]"),
+        *_if(spec.scaled, "norm_weight,  # [cols]"),
+        *_if(spec.shifted, "norm_bias,  # [cols]"),
     ]
 
 
-def _load_norm(spec: MixSpec, bias: bool = True) -> Lines:
+def _load_norm(spec: MixSpec, bias: bool) -> Lines:
     load = "tl.load({0} + col, mask=col < COLS, other=0.0).to(tl.float32)  # [1, BLOCK_COLS]"
     return [
-        *_if(spec.norm, f"scale = {load.format('norm_weight')}"),
-        *_if(spec.norm == "layer" and bias, f"shift = {load.format('norm_bias')}"),
+        *_if(spec.scaled, f"scale = {load.format('norm_weight')}"),
+        *_if(spec.norm_scale == "offset", "scale += 1.0"),
+        *_if(bias, f"shift = {load.format('norm_bias')}"),
     ]
 
 
@@ -304,18 +318,19 @@ def _norm_forward(spec: MixSpec) -> Lines:
     if not spec.norm:
         return []
     layer = spec.norm == "layer"
+    normed = f"y0 * r{' * scale' if spec.scaled else ''}{' + shift' if spec.shifted else ''}"
     return [
         # Columns beyond the last must not count as values that are 0.
         *_if(layer, f"y0 = tl.where(inside, y0 - {_row_sum('y0')} / COLS, 0.0)"),
         f"r = tl.rsqrt({_row_sum('y0 * y0')} / COLS + eps)  # [BLOCK_ROWS, 1]",
         "tl.store(rstd + row, r, mask=row < rows)",
-        _store("normed", "(y0 * r * scale + shift)" if layer else "(y0 * r * scale)"),
+        _store("normed", "COLS", normed),
     ]
 
 
 def _norm_accumulators(spec: MixSpec) -> Lines:
     zeros = "tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)"
-    return [*_if(spec.norm, f"dscale = {zeros}"), *_if(spec.norm == "layer", f"dshift = {zeros}")]
+    return [*_if(spec.scaled, f"dscale = {zeros}"), *_if(spec.shifted, f"dshift = {zeros}")]
 
 
 def _norm_backward(spec: MixSpec) -> Lines:
@@ -326,22 +341,25 @@ def _norm_backward(spec: MixSpec) -> Lines:
         _load("h", "grad_normed", "grad_normed_stride"),
         "r = tl.load(rstd + row, mask=row < rows, other=0.0)  # [BLOCK_ROWS, 1]",
         f"n = (n - {_row_sum('n')} / COLS) * r" if layer else "n *= r",
-        "dscale += h * n",
-        *_if(layer, "dshift += h"),
-        "h *= scale",
+        *_if(spec.scaled, "dscale += h * n"),
+        *_if(spec.shifted, "dshift += h"),
+        *_if(spec.scaled, "h *= scale"),
         f"g0 = h - n * {_row_sum('h * n')} / COLS",
         *_if(layer, f"g0 -= {_row_sum('h')} / COLS"),
         "g0 *= r",
         *_if(spec.keep_mix, _load("g", "grad_mix", "grad_mix_stride"), "g0 += g"),
-        *_if(spec.added, _store("grad_added", "g0")),
+        *_if(spec.added, _store("grad_added", "COLS", "g0")),
     ]
 
 
 def _store_norm_partials(spec: MixSpec) -> Lines:
-    names = {"norm_weight_partials": "dscale", "norm_bias_partials": "dshift"}
     place = "place = tl.program_id(0).to(tl.int64) * COLS + col  # [1, BLOCK_COLS]"
-    stores = [f"tl.store({name} + place, {_col_sum(total)}, mask=col < COLS)" for name, total in names.items()]
-    return [place, *stores][: {None: 0, "rms": 2, "layer": 3}[spec.norm]]
+    store = "tl.store({0}_partials + place, {1}, mask=col < COLS)"
+    return [
+        *_if(spec.scaled or spec.shifted, place),
+        *_if(spec.scaled, store.format("norm_weight", _col_sum("dscale"))),
+        *_if(spec.shifted, store.format("norm_bias", _col_sum("dshift"))),
+    ]
 
 
 # Text.

@@ -1,12 +1,22 @@
-"""The weighted sum of states that dense topologies are made of, in plain torch."""
+"""The weighted sum of states that topologies are made of.
+
+One operation, three lowerings: generated Triton kernels (`operators`), plain torch with gradients written by hand
+(`plain`), and plain torch left to autograd, which torch.compile fuses on a CPU.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from rewire.kernels import operators, plain
+from rewire.kernels.norms import Norm, norm_of, normed
 
 
 def mix(
@@ -34,14 +44,116 @@ def mix(
     Raises:
         ValueError: the numbers of sources and weights differ, or there are none.
     """
-    factors = [] if weights is None else list(weights.unbind() if isinstance(weights, Tensor) else weights)
-    terms = list(zip(sources, factors, strict=False)) + list(zip(sources, scores or (), strict=False))
-    if not terms or any(len(given) not in (0, len(sources)) for given in (factors, scores or ())):
+    return pending_mix(sources, weights, added, scores).value()
+
+
+def pending_mix(
+    sources: Sequence[Tensor],
+    weights: Sequence[Tensor | float] | Tensor | None,
+    added: Sequence[Tensor] = (),
+    scores: Sequence[Tensor] | None = None,
+) -> Mix:
+    """`mix`, to be computed later: topologies return it where a norm may follow, which then joins the same kernel."""
+    factors, scores = () if weights is None else weights, scores or ()
+    if not sources or any(len(given) not in (0, len(sources)) for given in (factors, scores)):
         raise ValueError(
             f"mix needs one weight per source, got {len(sources)} sources, {len(factors)} weights and "
-            f"{len(scores or ())} scores."
+            f"{len(scores)} scores."
         )
-    dtype = functools.reduce(torch.promote_types, [x.dtype for x in (*sources, *added)])
+    if not isinstance(weights, Tensor) and len({getattr(w, "shape", None) for w in factors}) == 1:
+        weights = torch.stack(list(weights)) if isinstance(factors[0], Tensor) else weights  # type: ignore[arg-type]
+    return Mix(tuple(sources), weights, tuple(scores), tuple(added))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mix:
+    """A weighted sum that has not been computed yet.
+
+    Attributes:
+        sources, weights, scores, added: as in `mix`.
+        accumulator: float32 [..., D], a part of the sum that was computed before; it gets no gradient.
+        claims: tensors that get the sum's gradient, whatever their values, in place of the sources and weights; see
+            `history`. Not used where the sum is left to autograd.
+    """
+
+    sources: tuple[Tensor, ...] = ()
+    weights: Sequence[Tensor | float] | Tensor | None = None
+    scores: tuple[Tensor, ...] = ()
+    added: tuple[Tensor, ...] = ()
+    accumulator: Tensor | None = None
+    claims: tuple[Tensor, ...] = ()
+
+    def value(self) -> Tensor:
+        """The sum, [..., D]."""
+        if self._left_to_autograd() or not (self.sources or self.claims):
+            return _by_autograd(self.sources, self.weights, self.scores, self.added)
+        total: Tensor = self._computed(None)
+        return total
+
+    def normed(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """The sum, and what ``module``, a norm, makes of it: by one kernel if it may be fused."""
+        norm = norm_of(module) if operators.uses_kernels(self._like) and operators.fits_norm(self._like) else None
+        if norm is None or self._left_to_autograd():
+            total = self.value()
+            return total, module(total)
+        both: tuple[Tensor, Tensor] = self._computed(norm)
+        return both
+
+    def _computed(self, norm: Norm | None) -> Any:
+        shape = self._like.shape
+        sources, weights = self.sources, (self.weights,) if isinstance(self.weights, Tensor) else ()
+        if self.claims:
+            sources, weights = tuple(x.detach() for x in sources), tuple(w.detach() for w in weights)
+        groups: tuple[Sequence[Tensor], ...] = (
+            sources,
+            weights,
+            self.scores,
+            [f if f.shape == shape else f.expand(shape) for f in self.added],
+            () if self.accumulator is None else (self.accumulator,),
+            self.claims,
+            () if norm is None else [x for x in (norm.weight, norm.bias) if x is not None],
+        )
+        kind = None if norm is None else (norm.kind, norm.eps)
+        return _Sum.apply(tuple(map(len, groups)), kind, *itertools.chain.from_iterable(groups))
+
+    @property
+    def _like(self) -> Tensor:
+        return (*self.sources, *self.added, *self.claims)[0]
+
+    def _left_to_autograd(self) -> bool:
+        """Whether the sum is one that the lowerings with gradients of their own do not know."""
+        return (
+            left_to_autograd(self._like)
+            or not isinstance(self.weights, (Tensor, type(None)))
+            or len({x.shape for x in self.sources}) > 1
+            or any(s.shape != (*self._like.shape[:-1], 1) for s in self.scores)
+        )
+
+
+def left_to_autograd(x: Tensor) -> bool:
+    """Whether mixes of tensors like ``x`` are plain torch operations, for others to differentiate or to compile."""
+    if torch.compiler.is_compiling():
+        return not operators.uses_kernels(x)
+    return (
+        type(x) not in (Tensor, nn.Parameter)  # tensors that stand for others
+        or x.device.type not in ("cpu", "cuda")
+        or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _by_autograd(
+    sources: Sequence[Tensor],
+    weights: Sequence[Tensor | float] | Tensor | None,
+    scores: Sequence[Tensor],
+    added: Sequence[Tensor],
+) -> Tensor:
+    """The sum in plain torch."""
+    dtype = _plain_dtype(*sources, *added)
+    factors = [] if weights is None else list(weights.unbind() if isinstance(weights, Tensor) else weights)
+    terms = [*zip(sources, factors, strict=False), *zip(sources, scores, strict=False)]
+    if not terms:
+        return functools.reduce(torch.add, added)
     # Of shape [1] a weight takes part in type promotion (of shape [] it would not): a bfloat16 source times
     # it is float32, with no float32 copy of the source kept for backward.
     precision = torch.promote_types(dtype, torch.float32)
@@ -56,6 +168,11 @@ def mix(
     return result.to(dtype)
 
 
+def _plain_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype that a plain add would have."""
+    return functools.reduce(torch.promote_types, [x.dtype for x in tensors])
+
+
 def _scaled(source: Tensor, weight: Tensor | float, precision: torch.dtype) -> Tensor:
     if isinstance(weight, Tensor):
         return source * _dimensional(weight.to(precision))
@@ -64,3 +181,92 @@ def _scaled(source: Tensor, weight: Tensor | float, precision: torch.dtype) -> T
 
 def _dimensional(weight: Tensor) -> Tensor:
     return weight.reshape(1) if weight.dim() == 0 else weight
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of a `Mix`, and its norm, with gradients written by hand.
+
+    What is saved is the sources, and with a norm the sum and one number per row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, counts: tuple[int, ...], kind: tuple[str, float] | None, *tensors: Tensor) -> Any:
+        sources, weights, scores, added, running, claims, scale = _groups(counts, tensors)
+        (weight,) = weights or (None,)
+        (accumulator,) = running or (None,)
+        dtype = _plain_dtype(*sources, *added, *claims)
+        ctx.counts, ctx.kind = counts, kind
+        ctx.set_materialize_grads(False)
+        # Gradients of sources, weights or scores: all need the sources.
+        ctx.weighted = any(ctx.needs_input_grad[2 : 2 + sum(counts[:3])])
+        kept = (*sources, *weights, *scores) if ctx.weighted else ()
+        if kind is not None:
+            bias = scale[1] if len(scale) > 1 else None
+            total, after, rstd = operators.mix_norm(
+                sources, weight, scores, added, accumulator, dtype, kind[0], scale[0], bias, kind[1]
+            )
+            ctx.save_for_backward(*kept, *scale, total, rstd)
+            return total, after
+        ctx.save_for_backward(*kept)
+        if operators.uses_kernels((*sources, *added, *claims)[0]):
+            return operators.mix(sources, weight, scores, added, accumulator, dtype)
+        return plain.combine(sources, weight, added, scores)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_normed: Tensor | None = None) -> tuple[Any, ...]:
+        n, w, s, added, running, claims, scale = ctx.counts
+        kept, saved = ctx.weighted, ctx.saved_tensors  # once: a checkpoint unpacks each tensor only once
+        sources, weights, scores, rest = _groups((n * kept, w * kept, s * kept, len(saved)), saved)
+        (weight,) = weights or (None,)
+        total, of_norm, of_terms = grad, [None] * scale, [None] * (n + w + s)
+        if torch.is_grad_enabled():  # with create_graph=True: the gradients will be differentiated
+            total, of_norm, found = _differentiable(ctx.kind, grad, grad_normed, sources, weight, scores, rest)
+            of_terms = found if kept else of_terms
+        elif grad_normed is not None:
+            norm_weight, total_saved, rstd = rest[0], *rest[-2:]
+            total, *found = operators.mix_norm_backward(
+                grad_normed, grad, total_saved, rstd, ctx.kind[0], norm_weight, sources, weight, scores
+            )
+            count = 2 if ctx.kind[0] == "layer" else 1
+            of_norm, of_terms = found[:scale], found[count:] if kept else of_terms
+        elif grad is not None and kept:
+            of_terms = (operators.mix_backward if operators.uses_kernels(grad) else plain.combine_backward)(
+                grad, sources, weight, scores
+            )
+        return (None, None, *of_terms, *[total] * added, *[None] * running, *[total] * claims, *of_norm)
+
+
+def _differentiable(
+    kind: tuple[str, float] | None,
+    grad: Tensor | None,
+    grad_normed: Tensor | None,
+    sources: Sequence[Tensor],
+    weight: Tensor | None,
+    scores: Sequence[Tensor],
+    rest: Sequence[Tensor],
+) -> tuple[Tensor | None, list[Any], list[Any]]:
+    """Gradients of `_Sum` by operations that autograd knows: of the sum, of the norm's parameters, of the terms."""
+    of_norm: list[Any] = []
+    if kind is not None:
+        *scale, total, _ = rest
+        of_norm = [None] * len(scale)
+        if grad_normed is not None:
+            norm = Norm(kind[0], scale[0], scale[1] if len(scale) > 1 else None, kind[1])  # type: ignore[arg-type]
+            back, *of_norm = torch.autograd.grad(normed(total, norm), (total, *scale), grad_normed, create_graph=True)
+            grad = back if grad is None else grad + back
+    terms = [*sources, *([] if weight is None else [weight]), *scores]
+    if grad is None or not terms:
+        return grad, of_norm, [None] * len(terms)
+    wanted = [x for x in terms if x.requires_grad]
+    found = iter(
+        torch.autograd.grad(_by_autograd(sources, weight, scores, ()), wanted, grad, create_graph=True)
+        if wanted
+        else ()
+    )
+    return grad, of_norm, [next(found) if x.requires_grad else None for x in terms]
+
+
+def _groups(counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """``tensors`` in turn: as many in each group as ``counts`` says, or as are left."""
+    rest = iter(tensors)
+    return [tuple(itertools.islice(rest, count)) for count in counts]

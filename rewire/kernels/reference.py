@@ -18,11 +18,12 @@ def mixes(
     added: Sequence[Tensor] = (),
     accumulators: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """``accumulator_o + sum_k (w_ok + s_ok) x_k + sum_j f_j`` for each output o, float64 [..., D].
+    """``accumulator_o + sum_k (w_ok + s_ok) x_k + sum_j f_oj`` for each output o, float64 [..., D].
 
     Args:
         spec: its counts and kinds.
-        sources, added, accumulators: [..., D].
+        sources, accumulators: [..., D].
+        added: [..., D], outputs times ``spec.added``, those of the first output first.
         weights: [outputs, N] or [outputs, N, D]; the first dimension may be missing for one output.
         scores: outputs times N of [..., 1], those of the first output first.
     """
@@ -34,25 +35,34 @@ def mixes(
             factor = 0.0 if weights is None else weights.reshape(spec.outputs, count, -1)[o, k].double()
             factor = factor + (scores[o * count + k].double() if scores else 0.0)
             total = total + (x.double() if weights is None and not scores else factor * x.double())
-        results.append(total + sum(f.double() for f in added))
+        results.append(total + sum(f.double() for f in added[o * spec.added : (o + 1) * spec.added]))
     return results
 
 
-def normed(spec: MixSpec, mix: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def normed(spec: MixSpec, mix: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """RMSNorm or LayerNorm of a mix over its last dimension, float64 [..., D]."""
     if spec.norm == "layer":
         mix = mix - mix.mean(-1, keepdim=True)
-    y = mix * (mix.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+    y = mix * (mix.square().mean(-1, keepdim=True) + eps).rsqrt()
+    if weight is not None:
+        y = y * (weight.double() + (1.0 if spec.norm_scale == "offset" else 0.0))
     return y if bias is None else y + bias.double()
 
 
-def dots(spec: MixSpec, sources: Sequence[Tensor], probe: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-    """<x_k, probe> as gradients of weights [1, N] or [1, N, D], and of scores, N of [..., 1]; all float64."""
-    products = [x.double() * probe.double() for x in sources]
-    rows = tuple(range(probe.dim() - 1))
-    per_weight = {
+def dots(
+    spec: MixSpec, sources: Sequence[Tensor], probe: Tensor | Sequence[Tensor]
+) -> tuple[Tensor | None, list[Tensor]]:
+    """<x_k, p_o> as gradients of weights [outputs, N] or [outputs, N, D], and of scores, outputs times N of [..., 1].
+
+    All float64; probe: [..., D], one for each output.
+    """
+    probes = (probe,) if isinstance(probe, Tensor) else probe
+    products = [x.double() * p.double() for p in probes for x in sources]
+    rows = tuple(range(probes[0].dim() - 1))
+    per_pair = {
         "none": None,
-        "scalar": torch.stack([p.sum() for p in products])[None],
-        "channel": torch.stack([p.sum(rows) if rows else p for p in products])[None],
+        "scalar": torch.stack([p.sum() for p in products]),
+        "channel": torch.stack([p.sum(rows) if rows else p for p in products]),
     }[spec.weights]
+    per_weight = None if per_pair is None else per_pair.unflatten(0, (spec.outputs, spec.sources))
     return per_weight, [p.sum(-1, keepdim=True) for p in products] if spec.scores else []

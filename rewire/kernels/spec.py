@@ -7,10 +7,16 @@ from typing import Literal
 
 Weights = Literal["none", "scalar", "channel"]
 Norm = Literal["rms", "layer"]
+NormScale = Literal["weight", "offset", "none"]
 
 #: Sources of one kernel. `launch` chains kernels for more: registers and arguments stay bounded, and so does the
 #: number of different kernels.
 FAN_IN = 16
+#: Outputs of one kernel: each holds a tile of float32 in registers.
+MAX_OUTPUTS = 8
+#: Pairs of an output and a source in a kernel that takes their dot products, by kind of weight: sums per channel hold a
+#: tile of registers for each pair, others a number. More would also take long to compile.
+MAX_DOTS = {"none": 64, "scalar": 64, "channel": 16}
 #: Channels up to which a norm can be fused: a row stays in the registers of one program.
 MAX_NORM_WIDTH = 8192
 
@@ -21,7 +27,7 @@ class MixSpec:
 
     For each output o of one pass over the sources, in float32:
 
-        mix_o = accumulator_o + sum_k (w_ok + s_ok) x_k + sum_j f_j        normed_o = norm(mix_o)
+        mix_o = accumulator_o + sum_k (w_ok + s_ok) x_k + sum_j f_oj        normed_o = norm(mix_o)
 
     Element types, sizes and strides are not part of it: Triton specialises the source for them.
 
@@ -29,14 +35,18 @@ class MixSpec:
         sources: tensors x_k, [rows, D].
         weights: w_ok is one number ("scalar"), one per channel ("channel"), or absent ("none": 1, or 0 beside scores).
         scores: whether there are weights per row s_ok, too.
-        added: branch outputs f_j, 0 to 2, [rows, D]; weight 1.
-        outputs: 1, or 3 with weights and scores of their own (what queries, keys and values read).
-        norm: the consumer's norm, with a learned scale and, for "layer", a bias; outputs share them.
+        added: branch outputs f_oj of each output, 0 to 2, [rows, D]; weight 1.
+        outputs: 1 to 8, with weights and scores of their own: what queries, keys and values read, the sums of several
+            later sites, or new streams.
+        norm: the consumer's norm; outputs share its parameters.
         keep_mix: with a norm, whether the mix itself is wanted, too; backward then has a gradient for it.
-        probe: dot products <x_k, probe> as well, of the weights' kind: over all elements for "scalar", over rows for
-            "channel"; over channels for scores. With output gradients as the sources and a source as the probe, the
-            mix is that source's gradient, and the dot products are the gradients of its weights.
-        accumulate: whether the sum starts from a float32 accumulator, the mix of earlier sources.
+        probe: dot products <x_k, p_o> as well, one probe p_o for each output, of the weights' kind: over all elements
+            for "scalar", over rows for "channel"; over channels for scores. With output gradients as the sources and
+            states as the probes, the mixes are gradients of those states, and the dot products those of their weights.
+        accumulate: whether the sums start from float32 accumulators, the mixes of earlier sources.
+        norm_scale: what the normed values are multiplied by: a "weight" [D], an "offset" from 1 (``1 + weight``, as in
+            Gemma), or "none" of these.
+        norm_bias: whether a "layer" norm ends with a bias; "rms" has none.
 
     Raises:
         ValueError: a combination that no kernel is generated for.
@@ -51,6 +61,8 @@ class MixSpec:
     keep_mix: bool = False
     probe: bool = False
     accumulate: bool = False
+    norm_scale: NormScale = "weight"
+    norm_bias: bool = True
 
     def __post_init__(self) -> None:
         weighted = self.weights != "none" or self.scores
@@ -58,17 +70,22 @@ class MixSpec:
             f"weights={self.weights!r} is none of 'none', 'scalar', 'channel'": self.weights
             in ("none", "scalar", "channel"),
             f"norm={self.norm!r} is none of None, 'rms', 'layer'": self.norm in (None, "rms", "layer"),
-            f"outputs={self.outputs} is neither 1 nor 3": self.outputs in (1, 3),
+            f"norm_scale={self.norm_scale!r} is none of 'weight', 'offset', 'none'": self.norm_scale
+            in ("weight", "offset", "none"),
+            f"outputs={self.outputs} is not between 1 and {MAX_OUTPUTS}": 1 <= self.outputs <= MAX_OUTPUTS,
             f"added={self.added} is not between 0 and 2": 0 <= self.added <= 2,
             f"sources={self.sources} leaves nothing to sum": self.sources >= 0 and self._terms > 0,
             "without sources there is nothing that weights, scores or a probe could belong to": self.sources > 0
             or not (weighted or self.probe),
-            "three outputs need weights or scores that differ, and take no added branches": self.outputs == 1
-            or (weighted and not self.added),
+            "several outputs need weights or scores that differ": self.outputs == 1 or weighted,
+            "several outputs take a norm or added branches, not both": self.outputs == 1
+            or not (self.norm and self.added),
             "keep_mix is for mixes with a norm; without one the mix is the result": not self.keep_mix
             or self.norm is not None,
-            "a probe goes with one output, no norm, and weights or scores": not self.probe
-            or (self.outputs == 1 and self.norm is None and weighted),
+            "norm_scale and norm_bias are for mixes with a norm": self.norm is not None
+            or (self.norm_scale == "weight" and self.norm_bias),
+            "a probe goes with weights or scores, and without a norm": not self.probe
+            or (weighted and self.norm is None),
         }
         broken = [rule for rule, holds in rules.items() if not holds]
         if broken:
@@ -80,22 +97,45 @@ class MixSpec:
         return self.norm is None or self.keep_mix
 
     @property
-    def factors(self) -> int:
+    def scaled(self) -> bool:
+        """Whether a norm has a weight."""
+        return self.norm is not None and self.norm_scale != "none"
+
+    @property
+    def shifted(self) -> bool:
+        """Whether a norm has a bias."""
+        return self.norm == "layer" and self.norm_bias
+
+    @property
+    def pairs(self) -> int:
         """Pairs of an output and a source, each with a weight and a score of its own."""
         return self.outputs * self.sources
+
+    @property
+    def has_dots(self) -> bool:
+        """Whether backward takes dot products with the sources: gradients of weights or scores."""
+        return self.weights != "none" or self.scores
 
     @property
     def _terms(self) -> int:
         return self.sources + self.added + self.accumulate
 
-    def chunks(self, fan_in: int = FAN_IN) -> list[tuple[slice, MixSpec]]:
+    def fan_in(self, dots: bool) -> int:
+        """Sources that one kernel without a norm takes; fewer where it takes dot products of all pairs."""
+        return min(FAN_IN, MAX_DOTS[self.weights] // self.outputs) if dots else FAN_IN
+
+    def without_norm(self) -> MixSpec:
+        return dataclasses.replace(self, norm=None, keep_mix=False, norm_scale="weight", norm_bias=True)
+
+    def chunks(self, fan_in: int | None = None) -> list[tuple[slice, MixSpec]]:
         """The kernels of the forward pass in turn, each with the sources that it reads.
 
-        All but the last write a float32 accumulator; added branches and the norm come with the last.
+        All but the last write float32 accumulators; added branches and the norm come with the last.
         """
+        fan_in = fan_in or self.fan_in(dots=self.probe)
         starts = range(0, max(self.sources, 1), fan_in)
         parts = [slice(start, min(start + fan_in, self.sources)) for start in starts]
-        inner = dataclasses.replace(self, added=0, norm=None, keep_mix=False) if len(parts) > 1 else self
+        inner = dataclasses.replace(self.without_norm(), added=0) if len(parts) > 1 else self
         specs = [inner] * (len(parts) - 1) + [self]
         return [
             (part, dataclasses.replace(spec, sources=part.stop - part.start, accumulate=bool(n) or self.accumulate))

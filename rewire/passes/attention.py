@@ -81,7 +81,7 @@ def rewrite_inner(inner: Inner, projections: Projections) -> None:
             raise projections.error(f"the forward of {where} does not call {', '.join(missing)} on its input")
         table = globals_for(traced.signature, graphs)
         bodies = [body_of(path.graph, path.tests, path.nones, table, path.error) for path in traced.paths]
-        install(module, print_forward(traced.signature, traced.tested, bodies, table), table)
+        install(module, print_forward(traced.signature, traced.tested, bodies, table), table, shared=True)
     except TraceError as error:
         raise projections.error(f"the forward of {where} cannot be traced: {error}") from error
     for child in sorted({child for feeder in feeders for child in feeder.inner}, key=lambda child: child.path):

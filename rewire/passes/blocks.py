@@ -9,9 +9,11 @@ from torch import fx
 
 from rewire.connection import Connection, Gate
 from rewire.errors import TraceError
-from rewire.passes.attention import Inner, Projections, rewrite_inner
+from rewire.passes.attention import Inner, rewrite_inner
+from rewire.passes.fuse import NORMS, fuse_norms
 from rewire.passes.inline import inline
 from rewire.passes.install import install
+from rewire.passes.projections import Projections
 from rewire.passes.residuals import Chain
 from rewire.passes.rewrite import rewrite_chain
 from rewire.passes.trunks import Block, LinkedTrunk
@@ -43,6 +45,7 @@ class BlockRewrite:
         traced = self.block.traced
         graphs: list[tuple[fx.Graph | None, str]] = []
         inner: dict[Inner, Projections] = {}
+        norms: dict[str, str | None] = {}
         for path, found in zip(traced.paths, self.block.found, strict=True):
             graph, error = path.graph, path.error
             if graph is not None and found is not None:
@@ -56,6 +59,8 @@ class BlockRewrite:
                     inner |= rewrite_chain(graph, chain, _gate_name(number), name, projections)
                     places = [self.places.get((number, add), ()) for add in range(len(chain.adds))]
                     inline(graph, name, places, self.layouts[number])
+                if graph is not None and all(layout.channel_dim == -1 for layout in self.layouts.values()):
+                    norms |= fuse_norms(graph, traced.module)
             graphs.append((graph, error))
         table = globals_for(traced.signature, [graph for graph, _ in graphs if graph is not None])
         try:
@@ -69,6 +74,7 @@ class BlockRewrite:
             raise TraceError(f"'{self.block.path}' cannot be rewritten: {error}.") from error
         for number, gate in self.gates.items():
             traced.module.__dict__[_gate_name(number)] = gate
+        traced.module.__dict__[NORMS] = norms
         for child, projections_of in inner.items():
             rewrite_inner(child, projections_of)
 

@@ -5,18 +5,31 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from rewire.kernels.mix import mix
+from rewire.kernels.history import History, Table
+from rewire.kernels.mix import Mix, pending_mix
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, no_preserving_start, one_hot_previous
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
 
 Normalize = Literal["ingoing", "outgoing", "none"]
 Cascade = Literal["replace", "keep"]
+
+
+class Shortcuts(NamedTuple):
+    """Effective weights of ANCRe.
+
+    Attributes:
+        matrix: P, float32 [T, T]: ``P[t-1, i] = p_it``, exactly 0 for ``i >= t``.
+        table: the same for the mixes.
+    """
+
+    matrix: Tensor
+    table: Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +79,7 @@ class ANCRe(Topology):
     """
 
     granularity: ClassVar[Granularity] = "block"  # Section 4.2, Table 1
+    reads_newest: ClassVar[bool] = True
 
     normalize: Normalize = "ingoing"
     temperature: float = 0.01
@@ -87,7 +101,13 @@ class ANCRe(Topology):
         row, column = torch.tril_indices(dims.depth, dims.depth)
         return {"logits": table[row, column]}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Shortcuts:
+        """The effective shortcut weights p."""
+        matrix = self._matrix(parameters, dims)
+        row, column = torch.tril_indices(dims.depth, dims.depth, device=matrix.device)
+        return Shortcuts(matrix, Table(matrix[row, column], mixes=dims.depth))
+
+    def _matrix(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
         """P, float32 [T, T]: ``P[t-1, i] = p_it``, exactly 0 for ``i >= t``."""
         depth, logits = dims.depth, parameters["logits"].float()
         row, column = torch.tril_indices(depth, depth, device=logits.device)
@@ -96,25 +116,30 @@ class ANCRe(Topology):
         table = logits.new_full((depth, depth), -math.inf).index_put((row, column), logits / self.temperature)
         return _softmax(table, dim=1 if self.normalize == "ingoing" else 0)
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor:
-        return states[-1]
+    def start(self, x: Tensor, weights: Any) -> States:
+        """``x_0`` as the newest state, and the history of all states."""
+        return x, History.of(x, weights.table)
 
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
-        kept = (states[-1],) if self.cascade == "keep" else ()
-        return mix(states, weights[t - 1, :t], added=(*kept, *branches))
+    def read(self, states: States, weights: Any, t: int) -> Tensor:
+        return states[0]
+
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Mix:
+        x, history = states
+        kept = (x,) if self.cascade == "keep" else ()
+        return history.mix(t - 1, added=(*kept, *branches))
 
     def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
-        return (*states, x)
+        return x, states[1].push(x)
 
     def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
-        return states[-1]
+        return states[0]
 
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
         """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""
-        return weights
+        return weights.matrix
 
     def program(self, weights: Any, dims: Dims) -> Program:
-        rows = _shortcuts(weights)
+        rows = _shortcuts(weights.matrix)
         if self.cascade == "keep":
             rows = [[Term(f"x{i}", 1.0, fixed=True), *row] for i, row in enumerate(rows)]
         return recurrence(rows)
@@ -123,8 +148,8 @@ class ANCRe(Topology):
         """The weights into each state (ingoing), or out of each (outgoing)."""
         if self.normalize == "none":
             return ()
-        rows = range(dims.depth)
-        return [weights[t, : t + 1] for t in rows] if self.normalize == "ingoing" else [weights[i:, i] for i in rows]
+        p, rows = weights.matrix, range(dims.depth)
+        return [p[t, : t + 1] for t in rows] if self.normalize == "ingoing" else [p[i:, i] for i in rows]
 
     def _start_table(self, depth: int, start: Start) -> Tensor:
         """Start logits, float32 [T, T]; entries above the diagonal mean nothing."""
@@ -172,6 +197,7 @@ class ANCReConstant(Topology):
     """
 
     granularity: ClassVar[Granularity] = "block"
+    reads_newest: ClassVar[bool] = True
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """No entries.
@@ -189,9 +215,9 @@ class ANCReConstant(Topology):
     def read(self, states: States, weights: Any, t: int) -> Tensor:
         return states[-1]
 
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Mix:
         # Filled where the states are: without parameters, `weights` does not know the device.
-        return mix(states, states[0].new_full((t,), 1 / t, dtype=torch.float32), added=branches)
+        return pending_mix(states, states[0].new_full((t,), 1 / t, dtype=torch.float32), added=branches)
 
     def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
         return (*states, x)
@@ -216,6 +242,7 @@ class ANCReCascaded(Topology):
     """
 
     granularity: ClassVar[Granularity] = "block"
+    reads_newest: ClassVar[bool] = True
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``scales``, float32 [T]: a_1..a_T."""
@@ -228,8 +255,8 @@ class ANCReCascaded(Topology):
     def read(self, states: States, weights: Any, t: int) -> Tensor:
         return states[0]
 
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
-        return mix(states, weights[t - 1 : t], added=branches)
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Mix:
+        return pending_mix(states, weights[t - 1 : t], added=branches)
 
     def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
         return (x,)

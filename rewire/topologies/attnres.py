@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rewire.kernels.mix import mix
+from rewire.kernels.mix import Mix, pending_mix
 from rewire.kernels.tokens import project, rms_norm
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology, no_preserving_start, total
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology, computed, no_preserving_start, total
 from rewire.topologies.registry import register_topology
 
 
@@ -73,10 +73,10 @@ class AttnRes(Topology):
         """The queries, float32 [T, D]."""
         return parameters["queries"].float()
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor:
+    def read(self, states: States, weights: Any, t: int) -> Tensor | Mix:
         return self.open(states, weights, t)[0]
 
-    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor | Mix, States]:
         """``r_t``, and the states with the scores of the sources that had none yet."""
         sources, scores = self._split(states, t)
         if t == 1:
@@ -86,7 +86,7 @@ class AttnRes(Topology):
         column = t - 2 - len(weights)  # from the end: earlier sources have scores of earlier reads, too
         logits = torch.stack([score[..., column] for score in scores])  # [n, ...]
         shares = _softmax(logits, len(sources) if self.scaled else 1)
-        return mix(sources, None, scores=shares.unsqueeze(-1).unbind()), sources + scores
+        return pending_mix(sources, None, scores=shares.unsqueeze(-1).unbind()), sources + scores
 
     def write(self, states: States, weights: Any, t: int, *branches: Tensor) -> States:
         sources, scores = self._split(states, t)
@@ -96,7 +96,7 @@ class AttnRes(Topology):
         return (*sources, f, *scores)
 
     def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
-        return self.read(states, weights, dims.depth + 1)
+        return computed(self.read(states, weights, dims.depth + 1))
 
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: the weights where all scores are equal, as at the start."""

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
+from rewire.kernels.mix import Mix
 
 if TYPE_CHECKING:
     from rewire.topologies.program import Program
 
 Start = Literal["preserve", "paper"]
 Granularity = Literal["block", "sublayer"]
-States = tuple[Tensor, ...]
+#: Tensors, and histories of such (`rewire.kernels.history`).
+States = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Topology(ABC):
     needs_width: ClassVar[bool] = False
     #: Whether `read` returns `Ways` for the units in ``Dims.attention``.
     reads_qkv: ClassVar[bool] = False
+    #: Whether units read the newest state just as `push` got it: a write may then wait for the norm of the next read.
+    reads_newest: ClassVar[bool] = False
 
     @abstractmethod
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
@@ -84,15 +88,15 @@ class Topology(ABC):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Any:
         """Effective weights, computed once per forward in float32 from the learned ones."""
 
-    def start(self, x: Tensor) -> States:
+    def start(self, x: Tensor, weights: Any) -> States:
         """States at the trunk's input ``x_0``."""
         return (x,)
 
     @abstractmethod
-    def read(self, states: States, weights: Any, t: int) -> Tensor | Ways:
-        """``r_t``, what unit t sees."""
+    def read(self, states: States, weights: Any, t: int) -> Tensor | Mix | Ways:
+        """``r_t``, what unit t sees; as a `Mix` it is computed together with the norm that follows, if one does."""
 
-    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor | Ways, States]:
+    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor | Mix | Ways, States]:
         """``r_t``, and the states that `write` is to get.
 
         For topologies that compute more from the states than ``r_t`` (hyper-connections mix their streams, too), so
@@ -106,9 +110,9 @@ class Topology(ABC):
         Args:
             states: as `open` returned them.
         """
-        return self.push(states, weights, t, self.merge(states, weights, t, *branches))
+        return self.push(states, weights, t, computed(self.merge(states, weights, t, *branches)))
 
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor | Mix:
         """The new state of unit t before the norm or activation of a post-norm block."""
         raise NotImplementedError
 
@@ -173,6 +177,11 @@ def no_preserving_start(topology: str, why: str) -> UnsupportedTopology:
 def one_hot_previous(depth: int) -> Tensor:
     """[T, T] matrix of the plain residual network: destination t (row t - 1) takes source t - 1 (column t - 1)."""
     return torch.eye(depth, dtype=torch.float32)
+
+
+def computed(value: Tensor | Mix) -> Tensor:
+    """The tensor that ``value`` is, or that it stands for."""
+    return value.value() if isinstance(value, Mix) else value
 
 
 def total(branches: tuple[Tensor, ...]) -> Tensor:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
+from rewire.kernels.history import History, Table
 from rewire.kernels.mix import mix
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
+
+
+class Averages(NamedTuple):
+    """Effective weights of DenseFormer.
+
+    Attributes:
+        rows: for each averaging t in turn, a_t over its sources, float32 [number of sources].
+        table: the same, where every unit averages all states.
+    """
+
+    rows: Sequence[Tensor]
+    table: Table | None
 
 
 @register_topology("denseformer")
@@ -22,7 +36,7 @@ class DenseFormer(Topology):
 
     ``x_t = y_{t-1} + f_t`` and ``y_t = sum_i a_ti x_i`` over ``i <= t`` with ``i = t (mod dilation)``, if t
     is a multiple of period; otherwise ``y_t = x_t``. ``y_0 = x_0``. Unit t reads ``y_{t-1}``; the trunk's
-    output is ``y_T``. The states are ``x_0 .. x_t`` and, last, ``y_t``. Both starts are ``a_tt = 1`` and 0
+    output is ``y_T``. The states are ``x_0 .. x_t`` (a history, if all are averaged) and, last, ``y_t``. Both starts are ``a_tt = 1`` and 0
     elsewhere: the original network, exactly.
 
     Args:
@@ -61,15 +75,20 @@ class DenseFormer(Topology):
             row[-1] = 1  # a_tt
         return {"alpha": torch.cat(rows)}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> tuple[Tensor, ...]:
-        """For each averaging t in turn, its row a_t over its sources, float32 [number of sources]."""
-        return parameters["alpha"].float().split([len(self._sources(t)) for t in self._averaging(dims.depth)])
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Averages:
+        alpha = parameters["alpha"].float()
+        if self.dilation == self.period == 1:
+            table = Table(alpha, mixes=dims.depth, first=2)
+            return Averages(table.rows, table)
+        return Averages(alpha.split([len(self._sources(t)) for t in self._averaging(dims.depth)]), None)
 
-    def start(self, x: Tensor) -> States:
-        return (x, x)
+    def start(self, x: Tensor, weights: Any) -> States:
+        """``x_0``; with a table, ``y_0`` and the history of all ``x``."""
+        return (x, x) if weights.table is None else (History.of(x, weights.table), x)
 
     def read(self, states: States, weights: Any, t: int) -> Tensor:
-        return states[-1]
+        y: Tensor = states[-1]
+        return y
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
         x = states[-1]
@@ -78,23 +97,30 @@ class DenseFormer(Topology):
         return x
 
     def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+        if weights.table is not None:
+            history = states[0].push(x)
+            return history, history.mix(t - 1).value()
         past = (*states[:-1], x)  # x_0 .. x_t
         if t % self.period:
             return (*past, x)
-        return (*past, mix([past[i] for i in self._sources(t)], weights[t // self.period - 1]))
+        return (*past, mix([past[i] for i in self._sources(t)], weights.rows[t // self.period - 1]))
 
     def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
-        return states[-1]
+        return self.read(states, weights, dims.depth + 1)
+
+    def like(self, states: States) -> Tensor:
+        y: Tensor = states[-1]
+        return y
 
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
         """float32 [T, T + 1]: row t - 1 holds y_t over the columns x_0 .. x_T."""
-        table = torch.eye(dims.depth, dims.depth + 1, device=weights[0].device).roll(1, dims=1)  # y_t = x_t
-        for t, row in zip(self._averaging(dims.depth), weights, strict=True):
+        table = torch.eye(dims.depth, dims.depth + 1, device=weights.rows[0].device).roll(1, dims=1)  # y_t = x_t
+        for t, row in zip(self._averaging(dims.depth), weights.rows, strict=True):
             table[t - 1, list(self._sources(t))] = row
         return table
 
     def program(self, weights: Any, dims: Dims) -> Program:
-        rows = dict(zip(self._averaging(dims.depth), weights, strict=True))
+        rows = dict(zip(self._averaging(dims.depth), weights.rows, strict=True))
         units, y = [], "x0"
         for t in range(1, dims.depth + 1):
             terms = [Term(f"x{t}", 1.0)]

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.kernels.mix import mix
+from rewire.kernels.history import History, Table
+from rewire.kernels.mix import Mix, pending_mix
 from rewire.kernels.tokens import project
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology, Ways, total
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology, Ways, computed, total
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
 
@@ -23,10 +24,12 @@ class Read(NamedTuple):
     Attributes:
         b: [ways, N] or [ways, N, D] for a stack of N vectors.
         w: [D, ways], None if the weights do not depend on the input.
+        table: the weights b of all reads, where the whole stack is read with nothing else.
     """
 
     b: Tensor
     w: Tensor | None = None
+    table: Table | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,31 +86,42 @@ class GRN(Topology):
         flat = parameters["b"].float().split([m * n for m, n in zip(ways, sizes, strict=True)])
         b = [rows.unflatten(0, (m, n)) for rows, m, n in zip(flat, ways, sizes, strict=True)]
         if not self.input_dependent:
-            return tuple(map(Read, b))
+            table = Table(parameters["b"].float(), len(b)) if self.last is None else None
+            return tuple(Read(b_t, table=table) for b_t in b)
         w = parameters["w"].float().split(ways)
         return tuple(Read(b_t, w_t.T) for b_t, w_t in zip(b, w, strict=True))
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor | Ways:
+    def start(self, x: Tensor, weights: Any) -> States:
+        """The stack; with a table, its newest vector and the history of all."""
+        table = weights[0].table
+        return (x,) if table is None else (x, History.of(x, table))
+
+    def read(self, states: States, weights: Any, t: int) -> Mix | Ways:
+        if weights[t - 1].table is not None:
+            mixed: Mix = states[1].mix(t - 1)
+            return mixed
         mixes = _mixes(states, weights[t - 1])
         if len(mixes) == 1:
             return mixes[0]
-        q, k, v = mixes
+        q, k, v = (mix.value() for mix in mixes)
         return Ways(q, k, v, residual=q)
 
     def write(self, states: States, weights: Any, t: int, *branches: Tensor) -> States:
+        if weights[t - 1].table is not None:
+            f = total(branches)
+            return f, states[1].push(f)
         stack = (*states, total(branches))
         if self.last is not None and len(stack) > self.last + 2:
             return (stack[0], stack[1] + stack[2], *stack[3:])  # the oldest of the last k joins the middle
         return stack
 
     def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
-        (output,) = _mixes(states, weights[dims.depth])
-        return output
+        return computed(self.read(states, weights, dims.depth + 1))  # type: ignore[arg-type]
 
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
         """b, float32 [T + 1, T + 1]; increments that were summed into the middle share its weight."""
         table = torch.zeros(dims.depth + 1, dims.depth + 1, device=weights[0].b.device)
-        for t, (b, _) in enumerate(weights, start=1):
+        for t, (b, *_) in enumerate(weights, start=1):
             row = b.transpose(0, 1).flatten(1).mean(1)  # over ways and channels: [N]
             merged = t - len(row)
             table[t - 1, :t] = row[[0, *(max(1, i - merged) for i in range(1, t))]]
@@ -210,10 +224,10 @@ def _terms(stack: Sequence[str], read: Read) -> tuple[Term, ...]:
     return tuple(Term(name, weight) for name, weight in zip(stack, weights, strict=True))
 
 
-def _mixes(stack: States, read: Read) -> list[Tensor]:
+def _mixes(stack: States, read: Read) -> list[Mix]:
     """The weighted sum of the stack for each way."""
     if read.w is None:
-        return [mix(stack, b) for b in read.b]
+        return [pending_mix(stack, b) for b in read.b]
     # Not relu: the derivative of clamp is 1 at 0, where all scores start.
     scores = [project(f, read.w).clamp(min=0) for f in stack]  # each [..., ways]
-    return [mix(stack, b, scores=[s[..., way, None] for s in scores]) for way, b in enumerate(read.b)]
+    return [pending_mix(stack, b, scores=[s[..., way, None] for s in scores]) for way, b in enumerate(read.b)]

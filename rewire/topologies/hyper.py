@@ -115,7 +115,7 @@ class Streams(Topology):
         sources, parts = dims.depth + 1, self.parts
         # Run on increments f_t whose parts [p, (T + 1) p] are one-hot in (t, part), the streams spell out the weights.
         increments = torch.eye(sources * parts, device=weights[0].static.device).view(sources, -1)
-        rows, (streams,) = [], self.start(increments[0])
+        rows, (streams,) = [], self.start(increments[0], weights)
         for t, unit in enumerate(weights, start=1):
             read, states = self._read(streams, self.gates(unit.static))
             rows.append(read)
@@ -148,7 +148,7 @@ class ParallelStreams(Streams):
     def parts(self) -> int:
         return 1
 
-    def start(self, x: Tensor) -> States:
+    def start(self, x: Tensor, weights: Any) -> States:
         return (x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, x.shape[-1]),)
 
     def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
@@ -174,13 +174,13 @@ class HyperConnections(ParallelStreams):
     ``H_0`` is n copies of ``x_0``; unit t reads ``r_t = A_m^T H_{t-1}`` and writes ``H_t = A_r^T H_{t-1} + B f_t^T``
     with ``A_m`` [n], ``A_r`` [n, n], ``B`` [n] of its own; the output is the mean of the streams.
 
-    **Paper start.** ``A_m = e_{t mod n}`` with streams counted from 0 and units from 1, ``A_r = I``, ``B = 1``:
-    a plain residual network in each stream. The paper sums the streams for its output; the final
-    norm of a transformer takes the factor n back out, so that this is an option: ``output="sum"``.
+    **Paper start.** ``A_m = e_{t mod n}`` with streams counted from 0 and units from 1, ``A_r = I``, ``B = 1``: a plain
+    residual network in each stream. The paper sums the streams for its output; the final norm of a transformer takes
+    the factor n back out, so that this is an option: ``output="sum"``.
 
-    **Preserving start.** The same with ``output="mean"``: every stream is ``x_t``, bitwise, and so is their mean
-    for n = 1, 2 and 4. All weights learn: A_r through the output, A_m and B through the
-    branches (A_m hardly in the first step where a norm follows, as all streams are equal).
+    **Preserving start.** The same with ``output="mean"``: every stream is ``x_t``, bitwise, and so is their mean for
+    n = 1, 2 and 4. All weights learn: A_r through the output, A_m and B through the branches (A_m hardly in the first
+    step where a norm follows, as all streams are equal).
 
     Args:
         streams: n, 1 or more.
@@ -319,7 +319,7 @@ class FracConnections(Streams):
         static = {"static": torch.cat([eye, eye, torch.ones(depth, m, 1)], dim=-1)}
         return static | _dynamic_start(depth, dims.width // m, 2 * m + 1) if self.dynamic else static
 
-    def start(self, x: Tensor) -> States:
+    def start(self, x: Tensor, weights: Any) -> States:
         return (x.unflatten(-1, (self.fractions, -1)),)
 
     def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
@@ -355,6 +355,7 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
 
 
 def check_count(option: str, value: int, least: int) -> None:
+    """Raise ValueError if ``value`` is no whole number, or less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{option}={value!r}: it has to be a whole number, {least} or more.")
 

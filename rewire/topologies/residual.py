@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from rewire.kernels.mix import Mix
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, one_hot_previous
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
@@ -15,11 +16,17 @@ from rewire.topologies.registry import register_topology
 @register_topology("residual")
 @dataclasses.dataclass(frozen=True)
 class Residual(Topology):
-    """Plain residual connections, ``x_t = x_{t-1} + f_t`` (He et al., 2016); bitwise the original model."""
+    """Plain residual connections, ``x_t = x_{t-1} + f_t`` (arXiv 1512.03385, Equation 1); bitwise the original model.
+
+    Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. There is nothing to learn: both starts are
+    the original model.
+    """
 
     granularity: ClassVar[Granularity] = "sublayer"
+    reads_newest: ClassVar[bool] = True
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """None."""
         return {}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Any:
@@ -28,11 +35,8 @@ class Residual(Topology):
     def read(self, states: States, weights: Any, t: int) -> Tensor:
         return states[0]
 
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
-        x = states[0]
-        for branch in branches:  # in the model's own order: bitwise equality
-            x = x + branch
-        return x
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Mix:
+        return Mix(added=(*states, *branches))  # in the model's own order: bitwise equality
 
     def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
         return (x,)
@@ -41,6 +45,7 @@ class Residual(Topology):
         return states[0]
 
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
+        """float32 [T, T]: the identity, unit t reads ``x_{t-1}``."""
         return one_hot_previous(dims.depth)
 
     def program(self, weights: Any, dims: Dims) -> Program:

@@ -12,9 +12,13 @@ SPECS = [
     *(MixSpec(n, w, s) for n, w, s in itertools.product([1, 5, 16], ["none", "scalar", "channel"], [False, True])),
     MixSpec(3, added=2, norm="layer", keep_mix=True),
     MixSpec(5, "scalar", True, norm="rms", accumulate=True),
-    MixSpec(5, "channel", True, outputs=3, accumulate=True),
+    MixSpec(5, "channel", True, outputs=3, accumulate=True, added=2),
     MixSpec(5, "channel", True, probe=True),
+    MixSpec(16, "none", True, outputs=8, probe=True, accumulate=True),
     MixSpec(0, "none", added=1, norm="rms"),
+    MixSpec(2, norm="rms", norm_scale="offset"),
+    MixSpec(2, norm="layer", norm_scale="none", norm_bias=False),
+    MixSpec(0, "none", added=2, norm="layer", norm_scale="none"),
 ]
 
 
@@ -30,11 +34,12 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["rows"])
 def mix_forward(
     sources,  # 2 x [rows, cols]
-    source_stride,
+    source_strides: tl.constexpr,
     weights,  # float32 [1, 2]
     added,  # 1 x [rows, cols]
-    added_stride,
-    mixes,  # 1 x [rows, cols], contiguous
+    added_strides: tl.constexpr,
+    mixes,  # 1 x [rows, cols]
+    mix_strides: tl.constexpr,
     rows,
     COLS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -43,16 +48,15 @@ def mix_forward(
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # int64 [BLOCK_ROWS, 1]
     inside = (row < rows) & (col < COLS)  # [BLOCK_ROWS, BLOCK_COLS], as every tile
-    out = row * COLS + col
-    x0 = tl.load(sources[0] + row * source_stride + col, mask=inside, other=0.0).to(tl.float32)
+    x0 = tl.load(sources[0] + (row * source_strides[0] + col), mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weights + 0)
     y0 = w * x0
-    x1 = tl.load(sources[1] + row * source_stride + col, mask=inside, other=0.0).to(tl.float32)
+    x1 = tl.load(sources[1] + (row * source_strides[1] + col), mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weights + 1)
     y0 += w * x1
-    f0 = tl.load(added[0] + row * added_stride + col, mask=inside, other=0.0).to(tl.float32)
+    f0 = tl.load(added[0] + (row * added_strides[0] + col), mask=inside, other=0.0).to(tl.float32)
     y0 += f0
-    tl.store(mixes[0] + out, y0.to(mixes[0].dtype.element_ty), mask=inside)
+    tl.store(mixes[0] + (row * mix_strides[0] + col), y0, mask=inside)
 '''
     )
 
@@ -63,7 +67,13 @@ def test_each_tensor_is_read_once_and_written_once(spec: MixSpec) -> None:
         if backward and spec.norm and spec.weights == "channel":
             continue
         text = source(spec, backward)
-        tensors = [f"sources[{k}]" for k in range(spec.sources)] + ["grads[0]", "grad_sources[0]", "mix ", "probe "]
+        tensors = [f"sources[{k}]" for k in range(spec.sources)] + [
+            "grads[0]",
+            "grad_sources[0]",
+            "mix ",
+            "probes[0]",
+            "added[1]",
+        ]
         for tensor in tensors:
             assert len(re.findall(rf"tl\.(load|store)\({re.escape(tensor)}", text)) <= 1
         assert "atomic" not in text

@@ -74,9 +74,9 @@ class Case:
             [draw(*shape, dtype=dtype) for _ in range(n)],
             None if spec.weights == "none" else draw(*weight_shape),
             [draw(*lead, 1) for _ in range(n * o if spec.scores else 0)],
-            [draw(*shape, dtype=dtype) for _ in range(spec.added)],
-            draw(width, dtype=dtype) if spec.norm else None,
-            draw(width, dtype=dtype) if spec.norm == "layer" else None,
+            [draw(*shape, dtype=dtype) for _ in range(o * spec.added)],
+            draw(width, dtype=dtype) if spec.scaled else None,
+            draw(width, dtype=dtype) if spec.shifted else None,
             [draw(*shape, dtype=dtype) for _ in range(o)],
             [draw(*shape, dtype=dtype) for _ in range(o if spec.keep_mix else 0)],
         )
@@ -102,14 +102,14 @@ class Case:
             None if x is None else leaf(x) for x in (self.weights, self.norm_weight, self.norm_bias)
         )
         mixes = reference.mixes(self.spec, sources, weights, scores, added)
-        normed = [] if scale is None else [reference.normed(self.spec, y, scale, shift, EPS) for y in mixes]
+        normed = [] if self.spec.norm is None else [reference.normed(self.spec, y, scale, shift, EPS) for y in mixes]
         outputs = [*(normed or mixes), *(mixes if self.grad_mixes else ())]
         torch.autograd.backward(outputs, [g.double() for g in (*self.grads, *self.grad_mixes)])
         gradients = {
             "sources": [x.grad for x in sources],
             "weights": [weights.grad] if weights is not None else [],
             "scores": [x.grad for x in scores],
-            "added": [x.grad for x in added[:1]],
+            "added": [x.grad for x in added[:1]] if self.spec.outputs == 1 else [],
             "norm_weight": [scale.grad] if scale is not None else [],
             "norm_bias": [shift.grad] if shift is not None else [],
         }
@@ -169,14 +169,13 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class TestKernels:
     __test__ = INTERPRETED
 
-    @pytest.mark.parametrize("width", [1, 7, 33, 64, 100, 257])
     @pytest.mark.parametrize("scores", [False, True])
     @pytest.mark.parametrize("weights", ["none", "scalar", "channel"])
-    def test_plain(self, weights: Any, scores: bool, width: int) -> None:
-        for dtype in (F32, BF16, F16):
+    def test_plain(self, weights: Any, scores: bool) -> None:
+        for width, dtype in ((1, F32), (7, BF16), (33, F16), (64, F32), (100, BF16), (257, F16)):
             Case.of(MixSpec(3, weights, scores, added=width % 3), width, dtype).check()
 
-    @pytest.mark.parametrize("sources", range(1, 34))
+    @pytest.mark.parametrize("sources", [1, 2, 15, 16, 17, 32, 33])
     def test_any_number_of_sources(self, sources: int) -> None:
         kind: Any = ("scalar", "channel", "none")[sources % 3]
         spec = MixSpec(sources, kind, scores=sources % 2 == 0, added=sources % 3)
@@ -184,17 +183,44 @@ class TestKernels:
 
     @pytest.mark.parametrize("weights", ["none", "scalar", "channel"])
     @pytest.mark.parametrize("norm", ["rms", "layer"])
-    @pytest.mark.parametrize("width", [1, 7, 100, 257])
-    def test_norms(self, weights: Any, norm: Any, width: int) -> None:
-        for dtype, keep in ((F32, True), (BF16, True), (F16, False)):
+    def test_norms(self, weights: Any, norm: Any) -> None:
+        for width, dtype, keep in ((1, F32, True), (7, F16, False), (100, BF16, True), (257, F32, False)):
             Case.of(MixSpec(3, weights, keep, added=width % 3, norm=norm, keep_mix=keep), width, dtype).check()
 
+    @pytest.mark.parametrize("weights", ["scalar", "channel"])
+    @pytest.mark.parametrize("scale", ["weight", "offset", "none"])
+    def test_what_norms_multiply_and_add(self, weights: Any, scale: Any) -> None:
+        for norm, bias in (("rms", True), ("layer", True), ("layer", False)):
+            spec = MixSpec(2, weights, added=1, norm=norm, keep_mix=True, norm_scale=scale, norm_bias=bias)  # type: ignore[arg-type]
+            Case.of(spec, 33, BF16 if bias else F32).check()
+
     @pytest.mark.parametrize(("weights", "scores"), [("scalar", False), ("channel", True), ("none", True)])
-    @pytest.mark.parametrize("sources", [1, 4, 6, 19])
-    def test_three_outputs(self, weights: Any, scores: bool, sources: int) -> None:
-        for norm in (None, "rms", "layer"):
-            spec = MixSpec(sources, weights, scores, outputs=3, norm=norm, keep_mix=norm == "rms")  # type: ignore[arg-type]
-            Case.of(spec, 33, BF16 if sources == 4 else F32).check()
+    @pytest.mark.parametrize("outputs", [2, 3, 5, 8])
+    def test_outputs(self, weights: Any, scores: bool, outputs: int) -> None:
+        for sources, dtype in ((1, F32), (5, BF16)):
+            added = (outputs + sources) % 3
+            Case.of(MixSpec(sources, weights, scores, added=added, outputs=outputs), 33, dtype).check()
+
+    @pytest.mark.parametrize(("weights", "outputs"), [("channel", 3), ("scalar", 8), ("none", 4)])
+    def test_outputs_of_more_sources_than_one_kernel_takes(self, weights: Any, outputs: int) -> None:
+        Case.of(MixSpec(33, weights, weights == "none", outputs=outputs), 24, lead=(7,)).check()
+
+    @pytest.mark.parametrize(("norm", "scale"), [("rms", "offset"), ("layer", "weight"), ("layer", "none")])
+    def test_norms_of_outputs(self, norm: Any, scale: Any) -> None:
+        for outputs, weights, keep in ((2, "scalar", False), (3, "channel", True)):
+            spec = MixSpec(4, weights, True, outputs=outputs, norm=norm, keep_mix=keep, norm_scale=scale)  # type: ignore[arg-type]
+            Case.of(spec, 33, BF16 if keep else F32).check()
+
+    def test_partial_sums_of_later_sites(self) -> None:
+        """float32 results of bfloat16 states."""
+        case = Case.of(MixSpec(5, outputs=4), 40, BF16)
+        found = launch.mix_forward(case.spec, case.sources, case.weights, dtype=F32)
+        case.grads = [draw(2, 3, 40) for _ in range(4)]
+        mixes, _, gradients = case.expected()
+        returned = case.backward(found)
+        assert {x.dtype for x in found.mixes} == {F32} and {x.dtype for x in returned.sources} == {BF16}
+        for got, want in zip((*found.mixes, *returned.sources), (*mixes, *gradients["sources"]), strict=True):
+            rounded_once(got, want)
 
     @pytest.mark.parametrize("norm", ["rms", "layer"])
     def test_more_sources_than_one_kernel_takes_before_a_norm(self, norm: Any) -> None:
@@ -206,24 +232,71 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("weights", "scores"), [("scalar", False), ("scalar", True), ("channel", True), ("none", True)]
     )
-    @pytest.mark.parametrize("sources", [1, 5, 18])
-    def test_probe(self, weights: Any, scores: bool, sources: int) -> None:
-        for dtype, width in ((F32, 257), (BF16, 33)):
-            case = Case.of(MixSpec(sources, weights, scores, added=1, probe=True), width, dtype)
-            probe = draw(2, 3, width, dtype=dtype)
-            found = launch.mix_forward(case.spec, case.sources, case.weights, case.scores, case.added, probe=probe)
-            rounded_once(found.mixes[0], case.expected()[0][0])
-            per_weight, per_score = reference.dots(case.spec, case.sources, probe)
-            if per_weight is not None and found.weight_dots is not None:
-                rounded_once(found.weight_dots, per_weight)
-            assert (found.weight_dots is None) == (per_weight is None)
-            for got, want in zip(found.score_dots, per_score, strict=True):
-                rounded_once(got, want)
+    @pytest.mark.parametrize(("sources", "outputs"), [(1, 1), (18, 1), (5, 2), (6, 4), (2, 8)])
+    def test_probes(self, weights: Any, scores: bool, sources: int, outputs: int) -> None:
+        dtype, width = ((F32, 257), (BF16, 33))[sources % 2]
+        spec = MixSpec(sources, weights, scores, added=1 + scores, outputs=outputs, probe=True, accumulate=scores)
+        case = Case.of(spec, width, dtype)
+        probes = [draw(2, 3, width, dtype=dtype) for _ in range(outputs)]
+        running = [draw(2, 3, width) for _ in range(outputs * spec.accumulate)]
+        inputs = (case.sources, case.weights, case.scores, case.added)
+        found = launch.mix_forward(spec, *inputs, accumulators=running, probe=probes)
+        for got, want in zip(found.mixes, reference.mixes(spec, *inputs, running), strict=True):
+            rounded_once(got, want)
+        per_weight, per_score = reference.dots(spec, case.sources, probes)
+        assert (found.weight_dots is None) == (per_weight is None)
+        if per_weight is not None and found.weight_dots is not None:
+            rounded_once(found.weight_dots, per_weight)
+        for got, want in zip(found.score_dots, per_score, strict=True):
+            rounded_once(got, want)
+
+    def test_one_probe_needs_no_list(self) -> None:
+        case, probe = Case.of(MixSpec(2, probe=True), 24), draw(2, 3, 24)
+        found, listed = (
+            launch.mix_forward(case.spec, case.sources, case.weights, probe=p).weight_dots for p in (probe, [probe])
+        )
+        assert found is not None and listed is not None and torch.equal(found, listed)
+
+    def test_depth_blocked_backward(self) -> None:
+        """Gradients of 3 states and of all weights between them and 4 later sites: one pass over the sites."""
+        states = [draw(6, 40) for _ in range(3)]
+        forward = Case.of(MixSpec(3, outputs=4), 40, lead=(6,))
+        forward.sources = states
+        _, _, wanted = forward.expected()
+        spec = MixSpec(4, outputs=3, probe=True)
+        assert forward.weights is not None
+        found = launch.mix_forward(spec, forward.grads, forward.weights.t(), probe=states)
+        for got, want in zip(found.mixes, wanted["sources"], strict=True):
+            rounded_once(got, want)
+        assert found.weight_dots is not None
+        rounded_once(found.weight_dots.t(), wanted["weights"][0])
+
+    @pytest.mark.parametrize("expanded", [False, True])
+    @pytest.mark.parametrize("weights", ["none", "channel"])
+    def test_hyper_connections(self, weights: Any, expanded: bool) -> None:
+        """n streams that are views of one tensor, and a branch; n new streams, again in one tensor, and a read."""
+        n, width = 4, 33
+        streams = draw(2, 3, 1, width).expand(2, 3, n, width) if expanded else draw(2, 3, n, width)
+        case = Case.of(MixSpec(n + 1, weights, True, outputs=n + 1), width)
+        case.sources[:n] = streams.unbind(-2)
+        mixes, _, gradients = case.expected()
+        found = launch.mix_forward(case.spec, case.sources, case.weights, case.scores, stacked=n)
+        assert found.stacked is not None and found.stacked.shape == (2, 3, n, width)
+        rounded_once(found.stacked, torch.stack(mixes[:n], -2))
+        rounded_once(found.mixes[n], mixes[n])
+        returned = launch.mix_backward(case.spec, case.grads, case.sources, case.weights, case.scores, stacked=n)
+        assert returned.stacked is not None and returned.stacked.is_contiguous()
+        rounded_once(returned.stacked, torch.stack(gradients["sources"][:n], -2))
+        for got, want in zip(
+            (*returned.sources, *returned.scores), gradients["sources"] + gradients["scores"], strict=True
+        ):
+            rounded_once(got, want)
+        assert all(a.data_ptr() == b.data_ptr() for a, b in zip(found.mixes[:n], found.stacked.unbind(-2), strict=True))
 
     def test_sums_over_many_tiles(self) -> None:
         """More rows than programs have at once, so that each loops; and more than one block of columns."""
         for kind in ("scalar", "channel"):
-            case = Case.of(MixSpec(2, kind, True), 300, lead=(150,))  # type: ignore[arg-type]
+            case = Case.of(MixSpec(2, kind, True, outputs=2), 300, lead=(70,))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(launch, "PROGRAMS", 8)
                 case.check()
@@ -232,11 +305,12 @@ class TestKernels:
             Case.of(MixSpec(2, "scalar", True, norm="layer", keep_mix=True), 300, lead=(20,)).check()
 
     def test_accumulator(self) -> None:
-        xs, start = [draw(4, 40, dtype=BF16) for _ in range(2)], draw(4, 40)
-        spec, weights = MixSpec(2, accumulate=True), draw(2)
-        found = launch.mix_forward(spec, xs, weights, accumulators=[start], dtype=F32).mixes[0]
-        assert found.dtype == F32
-        rounded_once(found, reference.mixes(spec, xs, weights, accumulators=[start])[0])
+        xs, start = [draw(4, 40, dtype=BF16) for _ in range(2)], list(draw(4, 2, 40).unbind(1))
+        spec, weights = MixSpec(2, outputs=2, accumulate=True), draw(2, 2)
+        found = launch.mix_forward(spec, xs, weights, accumulators=start, dtype=F32).mixes
+        for got, want in zip(found, reference.mixes(spec, xs, weights, accumulators=start), strict=True):
+            assert got.dtype == F32
+            rounded_once(got, want)
 
     def test_a_chain_rounds_as_one_kernel_would(self) -> None:
         case = Case.of(MixSpec(12, "channel", True, added=1), 40)
@@ -264,10 +338,25 @@ class TestKernels:
         case.scores = [*case.scores[:3], draw(3, 5, 1)]
         case.check()
 
-    @pytest.mark.parametrize("lead", [(0,), (2, 0, 3), ()])
-    def test_few_rows(self, lead: tuple[int, ...]) -> None:
-        for spec in (MixSpec(2), MixSpec(2, "channel", True, added=1), MixSpec(2, norm="layer", keep_mix=True)):
-            Case.of(spec, 12, lead=lead).check()
+    @pytest.mark.parametrize(("lead", "width"), [((0,), 12), ((2, 0, 3), 12), ((), 12), ((), 1), ((3,), 0)])
+    def test_few_elements(self, lead: tuple[int, ...], width: int) -> None:
+        for spec in (MixSpec(2), MixSpec(17, "channel", True, outputs=2), MixSpec(2, norm="layer", keep_mix=True)):
+            Case.of(spec, width, lead=lead).check()
+        case = Case.of(MixSpec(2, "channel", True, outputs=2, probe=True), width, lead=lead)
+        probes = [draw(*lead, width) for _ in range(2)]
+        found = launch.mix_forward(case.spec, case.sources, case.weights, case.scores, probe=probes, stacked=2)
+        assert found.weight_dots is not None and found.stacked is not None and found.stacked.shape == (*lead, 2, width)
+        per_weight, per_score = reference.dots(case.spec, case.sources, probes)
+        for got, want in zip((found.weight_dots, *found.score_dots), (per_weight, *per_score), strict=True):
+            rounded_once(got, want)  # type: ignore[arg-type]
+
+    def test_strides_that_depend_on_the_number_of_tokens_are_not_compiled_in(self) -> None:
+        """The first token of each sequence."""
+        case = Case.of(MixSpec(2), 24, lead=(3,))
+        case.sources = [draw(3, 300, 24)[:, 0] for _ in range(2)]
+        assert case.sources[0].stride(0) > launch.MAX_ROW_STRIDE * 24
+        assert launch._strided("sources", [launch._rows(x) for x in case.sources])["source_strides"] == (24, 24)
+        case.check()
 
     def test_weight_one_is_a_plain_add(self) -> None:
         x, f = draw(3, 40, dtype=F16), draw(3, 40, dtype=F16)
@@ -314,5 +403,61 @@ def test_arguments_have_to_fit_the_spec() -> None:
     wide = torch.randn(1, 8200)
     with pytest.raises(ValueError, match="at most 8192 channels"):
         launch.mix_forward(MixSpec(1, norm="rms"), [wide], torch.ones(1), norm_weight=torch.ones(8200))
+    with pytest.raises(ValueError, match="probe: the spec asks for 2, got 1"):
+        launch.mix_forward(MixSpec(2, outputs=2, probe=True), [x, x], torch.ones(2, 2), probe=x)
+    with pytest.raises(ValueError, match="stacked=2: there are 1 mixes without a norm"):
+        launch.mix_forward(MixSpec(2), [x, x], ones, stacked=2)
+    with pytest.raises(ValueError, match="stacked=3: there are 2 gradients of sources"):
+        launch.mix_backward(MixSpec(2), [x], [x, x], ones, stacked=3)
+    with pytest.raises(ValueError, match="of one dtype"):
+        launch.mix_backward(MixSpec(2), [x], [x, x.bfloat16()], ones, stacked=2)
     with pytest.raises(ValueError, match="mixes: the spec asks for 1"):
         launch.mix_backward(MixSpec(2, norm="rms"), [x], [x, x], ones, norm_weight=torch.ones(8))
+
+
+ROWS, COLS = 8, 64
+STATE, FLOAT = ROWS * COLS * 2, ROWS * COLS * 4  # bytes of a bfloat16 state, and of a float32 accumulator
+
+
+@pytest.mark.parametrize(
+    ("spec", "backward", "floor", "more"),
+    [
+        (MixSpec(3, added=1), False, 5 * STATE + 3 * 4, 0),
+        # Partial sums of one program, which need no second step.
+        (MixSpec(3, added=1), True, 7 * STATE + 6 * 4, 0),
+        (MixSpec(3, "none"), True, 4 * STATE, 0),
+        (MixSpec(18, "none", outputs=1), False, 19 * STATE, 2 * FLOAT),
+        (MixSpec(4, outputs=2, accumulate=True), False, 6 * STATE + 2 * FLOAT + 8 * 4, 0),
+        # A score per row: partial sums are written and read, sums are written.
+        (MixSpec(5, "none", True, outputs=5), False, 10 * STATE + 25 * ROWS * 4, 0),
+        (MixSpec(5, "none", True, outputs=5), True, 15 * STATE + 2 * 25 * ROWS * 4, 2 * 25 * ROWS * 4),
+        # 3 kernels of at most 4 sources read 4 gradients again.
+        (MixSpec(10, "channel", outputs=4), True, 24 * STATE + 2 * 40 * COLS * 4, 8 * STATE),
+        # 2 kernels read 4 probes each; between them are 4 accumulators.
+        (MixSpec(20, outputs=4, probe=True), False, 28 * STATE + 2 * 80 * 4, 4 * STATE + 8 * FLOAT),
+        (MixSpec(2, norm="rms", keep_mix=True), False, 4 * STATE + 2 * 4 + COLS * 2 + ROWS * 4, 0),
+        (MixSpec(2, norm="rms", added=2), True, 7 * STATE + 4 * 4 + COLS * 6 + ROWS * 4, 0),
+        # The gradient of the norm passes through memory.
+        (MixSpec(2, "channel", norm="layer"), True, 6 * STATE + 4 * COLS * 4 + COLS * 10 + ROWS * 4, 2 * FLOAT),
+    ],
+)
+def test_bytes_are_counted(spec: MixSpec, backward: bool, floor: int, more: int) -> None:
+    """``more``: what the kernels move beyond the floor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "PROGRAMS", 1)
+        assert launch.bytes_floor(spec, ROWS, COLS, 2, backward) == floor
+        assert launch.bytes_moved(spec, ROWS, COLS, 2, backward) == floor + more
+
+
+def test_bytes_of_partial_sums() -> None:
+    """32 rows of 64 bfloat16 columns are 4 programs, each with sums of 3 sources."""
+    spec, states = MixSpec(3, "channel"), 7 * 32 * 64 * 2
+    assert launch._Grid.of(spec, torch.empty(32, 64, dtype=BF16), sums=True).row_programs == 4
+    partials = 4 * 3 * 64 * 4
+    assert launch.bytes_moved(spec, 32, 64, 2, backward=True) == states + 3 * 64 * 4 + 2 * partials + 3 * 64 * 4
+
+
+def test_results_can_be_wider_than_states() -> None:
+    spec, state = MixSpec(3, outputs=2), 8 * 64 * 2
+    assert launch.bytes_moved(spec, 8, 64, 2, out_itemsize=4) == (3 + 2 * 2) * state + 6 * 4
+    assert launch.bytes_floor(spec, 8, 64, 2, backward=True, out_itemsize=4) == (6 + 2 * 2) * state + 2 * 6 * 4

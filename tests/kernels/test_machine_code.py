@@ -5,7 +5,6 @@ As a script it prints the table of docs/kernels.md.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import subprocess
@@ -17,12 +16,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from rewire.kernels import MixSpec, launch
+from rewire.kernels.launch import Launch
 
 BF16, F32 = torch.bfloat16, torch.float32
 TARGETS = {
@@ -38,23 +37,20 @@ SPECS = {
     "scores + layer norm": MixSpec(16, "none", True, added=1, norm="layer", keep_mix=True),
     "scalar + scores + rms norm": MixSpec(16, "scalar", True, added=1, norm="rms"),
     "probe": MixSpec(16, "channel", probe=True),
+    "2 outputs, scores": MixSpec(16, "none", True, outputs=2),
+    "4 outputs": MixSpec(16, outputs=4),
+    "8 outputs": MixSpec(16, outputs=8),
+    "4 probes": MixSpec(16, outputs=4, probe=True, accumulate=True),
+    "4 probes, channel": MixSpec(4, "channel", outputs=4, probe=True, accumulate=True),
+    "hyper-connections, n = 4": MixSpec(5, "none", True, outputs=5),
 }
-EVERYWHERE = [(name, width, BF16) for name, width in zip(SPECS, (4096, 4096, 2048, 4096, 8192, 4096), strict=True)]
+WIDTHS = (4096, 4096, 2048, 4096, 8192, 4096, 4096, 4096, 8192, 4096, 8192, 4096)
+EVERYWHERE = [(name, width, BF16) for name, width in zip(SPECS, WIDTHS, strict=True)]
 MORE = [
-    *((name, 4096, F32) for name in ("scalar", "channel + scores", "q, k, v", "scores + layer norm")),
+    *((name, 4096, F32) for name in ("scalar", "channel + scores", "q, k, v", "scores + layer norm", "8 outputs")),
     *((name, width, BF16) for name in ("channel + scores", "scores + layer norm") for width in (64, 1000)),
 ]
 CASES = [*((target, *case) for target in TARGETS for case in EVERYWHERE), *(("sm_90", *case) for case in MORE)]
-
-
-class Call(NamedTuple):
-    """Arguments of `launch._launch`."""
-
-    spec: MixSpec
-    backward: bool
-    grid: Any
-    device: torch.device
-    arguments: dict[str, Any]
 
 
 class Usage(NamedTuple):
@@ -64,38 +60,15 @@ class Usage(NamedTuple):
     spilled: int
 
 
-def calls(spec: MixSpec, width: int, dtype: torch.dtype) -> list[Call]:
-    """What forward and backward would launch, one for each kernel, on tensors without storage."""
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    rows, n, o = 8192, spec.sources, spec.outputs
-    shape = {"none": (), "scalar": (o, n), "channel": (o, n, width)}[spec.weights]
-    weights = empty(*shape, dtype=F32) if shape else None
-    states, grads = [empty(rows, width) for _ in range(n)], [empty(rows, width) for _ in range(o)]
-    scores = [empty(rows, 1, dtype=F32) for _ in range(n * o if spec.scores else 0)]
-    norm: dict[str, Any] = {"norm_weight": empty(width)} if spec.norm else {}
-    bias: dict[str, Any] = {"norm_bias": empty(width)} if spec.norm == "layer" else {}
-    kept: dict[str, Any] = {"mixes": grads, "rstd": empty(o, rows, dtype=F32)} if spec.norm else {}
-    probe = empty(rows, width) if spec.probe else None
-    with recorded() as found:
-        launch.mix_forward(spec, states, weights, scores, grads * spec.added, probe=probe, **norm, **bias)
-        if not spec.probe:
-            back = {**norm, **kept, "grad_mixes": grads if spec.keep_mix else ()}
-            launch.mix_backward(spec, grads, states, weights, scores, **back)
-    return list({(call.spec, call.backward): call for call in found}.values())
+def launches(spec: MixSpec, width: int, dtype: torch.dtype) -> list[Launch]:
+    """Forward's and backward's, one for each kernel."""
+    found = launch.plan(spec, 8192, width, dtype)
+    if not spec.probe:
+        found += launch.plan(spec, 8192, width, dtype, backward=True)
+    return list({(one.spec, one.backward): one for one in found}.values())
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Call]]:
-    found: list[Call] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_launch", lambda *call: found.append(Call(*call)))
-        yield found
-
-
-def compiled(call: Call, target: Any) -> Any:
+def compiled(call: Launch, target: Any) -> Any:
     """The kernel as a launch would specialise it on that GPU."""
     kernel = launch.kernel(call.spec, call.backward)
     backend = make_backend(target)
@@ -128,14 +101,14 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.parametrize(("target", "name", "width", "dtype"), CASES)
 def test_nothing_is_spilled(target: str, name: str, width: int, dtype: torch.dtype) -> None:
-    for call in calls(SPECS[name], width, dtype):
+    for call in launches(SPECS[name], width, dtype):
         found = usage(compiled(call, TARGETS[target]), TARGETS[target])
         assert found.spilled == 0, f"{found} for {'backward' if call.backward else 'forward'} of {call.spec}"
 
 
 def test_loads_are_vectors() -> None:
     """16 bytes per thread and load in bfloat16: 8 elements."""
-    forward = calls(SPECS["scalar"], 4096, BF16)[0]
+    forward = launches(SPECS["scalar"], 4096, BF16)[0]
     assert compiled(forward, TARGETS["sm_90"]).asm["ptx"].count("ld.global.v4.b32") == 17
 
 
@@ -143,7 +116,7 @@ def main() -> None:
     print("| mix | D | states | kernel | tile, warps |", " | ".join(TARGETS), "|")
     print("|---|--:|---|---|---|" + "--:|" * len(TARGETS))
     for name, width, dtype in EVERYWHERE + MORE:
-        for call in calls(SPECS[name], width, dtype):
+        for call in launches(SPECS[name], width, dtype):
             cells = [usage(compiled(call, target), target) for target in TARGETS.values()]
             kernel = f"{'backward' if call.backward else 'forward'}, {call.spec.sources} sources"
             tile = f"{call.grid.block_rows} x {call.grid.block_cols}, {call.grid.warps}"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rewire.kernels.spec import FAN_IN, MixSpec
+from rewire.kernels.spec import FAN_IN, MixSpec, Weights
 
 
 @pytest.mark.parametrize(
@@ -14,12 +14,14 @@ from rewire.kernels.spec import FAN_IN, MixSpec
         ({"sources": 0, "added": 1}, "without sources there is nothing that weights"),
         ({"sources": 2, "weights": "row"}, "weights='row' is none of"),
         ({"sources": 2, "norm": "batch"}, "norm='batch' is none of"),
-        ({"sources": 2, "outputs": 2}, "outputs=2 is neither 1 nor 3"),
+        ({"sources": 2, "outputs": 9}, "outputs=9 is not between 1 and 8"),
         ({"sources": 2, "added": 3}, "added=3"),
-        ({"sources": 2, "outputs": 3, "added": 1}, "three outputs"),
-        ({"sources": 2, "outputs": 3, "weights": "none"}, "three outputs"),
+        ({"sources": 2, "outputs": 3, "added": 1, "norm": "rms"}, "a norm or added branches, not both"),
+        ({"sources": 2, "outputs": 3, "weights": "none"}, "several outputs need"),
+        ({"sources": 2, "norm": "rms", "norm_scale": "plus"}, "norm_scale='plus' is none of"),
+        ({"sources": 2, "norm_bias": False}, "norm_scale and norm_bias are for"),
         ({"sources": 2, "keep_mix": True}, "keep_mix is for mixes with a norm"),
-        ({"sources": 2, "probe": True, "norm": "rms"}, "a probe goes with"),
+        ({"sources": 2, "probe": True, "norm": "rms"}, "without a norm"),
         ({"sources": 2, "probe": True, "weights": "none"}, "a probe goes with"),
     ],
 )
@@ -44,3 +46,13 @@ def test_more_sources_are_chained() -> None:
 
 def test_a_chain_continues_an_accumulator() -> None:
     assert all(step.accumulate for _, step in MixSpec(20, accumulate=True).chunks())
+
+
+@pytest.mark.parametrize(
+    ("weights", "outputs", "fan_in"), [("channel", 1, 16), ("channel", 3, 5), ("channel", 8, 2), ("scalar", 8, 8)]
+)
+def test_dot_products_of_many_pairs_are_chained(weights: Weights, outputs: int, fan_in: int) -> None:
+    spec = MixSpec(16, weights, outputs=outputs, probe=True)
+    assert {step.sources for _, step in spec.chunks()[:-1]} <= {fan_in}
+    assert spec.fan_in(dots=True) == fan_in and spec.fan_in(dots=False) == FAN_IN
+    assert all(step.probe for _, step in spec.chunks())

@@ -296,10 +296,10 @@ def helper(x):
     return x * 2 if x.shape[0] > 2 else x
 
 
-def test_equal_layers_share_one_class():
+def test_the_class_keeps_its_name():
     one, _ = reprinted(Block())
     two, _ = reprinted(Block())
-    assert type(one) is type(two) is not Block
+    assert Block not in (type(one), type(two))
     assert isinstance(one, Block) and type(one).__name__ == "Block"
     assert len({line for line in linecache.cache if "rewire" in line and "Block" in line}) >= 1
 

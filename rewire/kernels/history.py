@@ -1,0 +1,224 @@
+"""States that all later sites mix, with the sums arranged so that each tensor is read as seldom as possible.
+
+A site adds up ``w_si x_i`` over all states so far. Left to autograd, each site would read its states again in
+backward, write a gradient for each of them, and add it to those of the other sites: five passes over memory for each
+pair of a site and a state. Here it is one.
+
+Think of the scaling ``w_si x_i`` as an operation of its own whose result is never stored: the *claim* of site s on
+state i. The gradient of a sum is that of each of its terms, so a claim gets the site's gradient g_s as it is: nothing
+is computed or copied. The scaling's own gradients, ``dx_i = sum_s w_si g_s`` and ``dw_si = <x_i, g_s>``, come in one
+pass once all later sites are done: the transposed mix. It is ordinary autograd throughout, and so works with
+checkpointing, ``retain_graph``, gradients of gradients, and whatever order forwards and backwards come in.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewire.kernels import operators, plain
+from rewire.kernels.mix import Mix, left_to_autograd
+
+
+#: States whose gradients one kernel gathers, and mixes that it begins, at most.
+MOST_AT_ONCE = 8
+
+
+class Table:
+    """Weights of S mixes in turn, each of all states so far.
+
+    Args:
+        flat: float32 [K] or [K, D]: for each mix in turn, one entry for each of its states, ascending.
+        mixes: S.
+        first: states that the first mix reads; each further one reads one more.
+
+    Attributes:
+        rows: for each mix its weights, [n] or [n, D].
+        columns: for each state, the weights with which mixes read it, in turn.
+        first: as above.
+        block: mixes that kernels begin together (see `best_block`).
+    """
+
+    def __init__(self, flat: Tensor, mixes: int, first: int = 1) -> None:
+        self.first, self.block = first, best_block(mixes, first)
+        self.rows = flat.split([first + s for s in range(mixes)])
+        state, mix = torch.triu_indices(first + mixes - 1, mixes, 1 - first, device=flat.device)
+        start = mix * (mix - 1) // 2 + mix * first  # of each mix in the flat weights
+        counts = [mixes - max(0, i + 1 - first) for i in range(first + mixes - 1)]
+        self.columns = flat.index_select(0, start + state).split(counts)
+
+
+class History:
+    """The states of a trunk so far. Immutable.
+
+    In blocks of B, kernels read all earlier states once for the next B mixes, and all later gradients once for B
+    states: L^2 / 2 reads become about L^1.5. Blocks of mixes begin at mixes B, 2 B, ...; blocks of states at states
+    0, B, 2 B, ....
+
+    A plain class, not a dataclass: FSDP2 rebuilds every dataclass that it meets in a block's inputs.
+
+    Attributes:
+        table: the weights with which states are mixed.
+        states: x_0, x_1, ..., each [..., D].
+        claims: for each mix of the table, its claims on the states so far.
+        waiting: the states of the present block as later blocks of mixes see them: their gradients come together.
+        begun: float32 sums over all states before the present block of mixes, for each of its mixes.
+    """
+
+    __slots__ = ("begun", "claims", "states", "table", "waiting")
+
+    def __init__(
+        self,
+        table: Table,
+        states: tuple[Tensor, ...],
+        claims: tuple[tuple[Tensor, ...], ...],
+        waiting: tuple[Tensor, ...] = (),
+        begun: tuple[Tensor, ...] = (),
+    ) -> None:
+        self.table, self.states, self.claims, self.waiting, self.begun = table, states, claims, waiting, begun
+
+    @classmethod
+    def of(cls, x: Tensor, table: Table) -> History:
+        """The history that begins with state ``x``."""
+        return cls(table, (), ((),) * len(table.rows)).push(x)
+
+    def push(self, x: Tensor) -> History:
+        """The history with a further state."""
+        table, number, states = self.table, len(self.states), (*self.states, x)
+        if number >= len(table.columns) or left_to_autograd(x):
+            return History(table, states, self.claims)
+        claims = [list(of_mix) for of_mix in self.claims]
+        block = table.block if operators.uses_kernels(x) else len(table.columns)
+        waiting, column = self.waiting, table.columns[number]
+        near = len(column) - self._later(number, block)
+        if near:
+            *found, x = _Claims.apply(column[None, :near], near < len(column), x)
+            _add(claims, len(claims) - len(column), found)
+        if near < len(column):
+            waiting = (*waiting, x)
+            if len(waiting) == block:
+                later = len(column) - near
+                weights = torch.stack([c[-later:] for c in table.columns[number + 1 - block : number + 1]])
+                _add(claims, len(claims) - later, _Claims.apply(weights, False, *waiting)[:-1])
+                waiting = ()
+        return History(table, states, tuple(map(tuple, claims)), waiting, self._begin(states, block))
+
+    def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
+        """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""
+        row = self.table.rows[number]
+        claims = self.claims[number]
+        if not claims:
+            return Mix(self.states[: len(row)], row, (), tuple(added))
+        before, accumulator = 0, None
+        if self.begun:
+            start = number // self.table.block * self.table.block
+            before, accumulator = self.table.first + start, self.begun[number - start]
+        sources = tuple(x.detach() for x in self.states[before : len(row)])
+        return Mix(sources, row[before:].detach() if sources else None, (), tuple(added), accumulator, claims)
+
+    def _later(self, number: int, block: int) -> int:
+        """Mixes that read state ``number`` and are later than the last state of its block."""
+        last = number // block * block + block - 1
+        return max(0, len(self.table.rows) - max(0, last + 1 - self.table.first))
+
+    @torch.no_grad()
+    def _begin(self, states: tuple[Tensor, ...], block: int) -> tuple[Tensor, ...]:
+        """The sums over ``states`` for the mixes of the block that comes next, if one does now."""
+        start = len(states) - self.table.first
+        if start <= 0 or start % block:
+            return self.begun
+        rows = self.table.rows[start : start + block]
+        return tuple(operators.mixes(states, torch.stack([row[: len(states)] for row in rows])))
+
+
+def _add(claims: list[list[Tensor]], start: int, found: Sequence[Tensor]) -> None:
+    for of_mix, claim in zip(claims[start:], found, strict=False):
+        of_mix.append(claim)
+
+
+class _Claims(torch.autograd.Function):
+    """Claims of N later mixes on M states: N tensors whose values mean nothing, and whose gradients are the mixes'.
+
+    Weights are float32 [M, N] or [M, N, D], states M of [..., D]. The last result, with ``through``, is the state
+    itself (M = 1), whose gradient joins the sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, through: bool, *states: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.save_for_backward(weights, *states)
+        ctx.set_materialize_grads(False)
+        nothing = states[0].new_empty(())
+        claims = [nothing.expand(states[0].shape) for _ in range(weights.shape[1])]
+        return (*claims, states[0].view_as(states[0]) if through else None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        weights, *states = ctx.saved_tensors
+        *of_mixes, other = grads
+        used = [number for number, grad in enumerate(of_mixes) if grad is not None]
+        given = [grad for grad in of_mixes if grad is not None]
+        if not given:
+            return (None, None, other, *[None] * (len(states) - 1))
+        part = weights if len(used) == len(of_mixes) else weights[:, used]
+        added = [] if other is None else [other]
+        if torch.is_grad_enabled():  # with create_graph=True
+            dx, dots = _differentiable(given, states, part, added)
+        elif operators.uses_kernels(given[0]):
+            *dx, dots = operators.gather(given, states, part, added)
+        else:
+            dx, dots = plain.combine_with_dots(given, states, part, added)
+        if part is not weights:
+            dots = torch.zeros_like(weights).index_copy(1, torch.tensor(used, device=weights.device), dots)
+        return (dots, None, *dx)
+
+
+def _differentiable(
+    grads: Sequence[Tensor], states: Sequence[Tensor], weights: Tensor, added: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor]:
+    """What `gather` computes, by operations that autograd knows."""
+    over = tuple(range(states[0].dim() - 1)) if weights.dim() == 3 else None
+    dx = []
+    for row, x in zip(weights, states, strict=True):
+        terms = [w * g for w, g in zip(row, grads, strict=True)]
+        dx.append(functools.reduce(torch.add, [*terms, *added]).to(x.dtype))
+    dots = [torch.stack([(x * g).to(weights.dtype).sum(over) for g in grads]) for x in states]
+    return dx, torch.stack(dots)
+
+
+def tensors_moved(mixes: int, first: int = 1, block: int | None = None, itemsize: int = 2) -> tuple[float, float]:
+    """How many states' worth of bytes a chain of mixes reads and writes, forward and backward.
+
+    Branch outputs that are added are not counted: they are read once in any form.
+
+    Args:
+        mixes, first: as in `Table`.
+        block: B; None counts the form without blocks.
+        itemsize: bytes of an element of the states; sums that are begun have 4.
+    """
+    states, block = first + mixes - 1, block or first + mixes
+    forward = backward = 0.0
+    for start in range(0, mixes, block):
+        group = min(block, mixes - start)
+        if start:
+            forward += first + start + 2 * group * 4 / itemsize  # read all states; write and read what is begun
+        inside = [s if start else s + first for s in range(group)]
+        forward += sum(inside) + group  # read the block's own states, write the mixes
+    for start in range(0, states, block):
+        group = range(start, min(start + block, states))
+        later = max(0, mixes - max(0, start + block - first)) if len(group) == block else 0
+        near = [mixes - max(0, i + 1 - first) - later for i in group]
+        backward += sum(n + 2 + (later > 0) for n in near if n)  # read gradients and the state, write its gradient
+        if later:
+            backward += later + 2 * block
+    return forward, backward
+
+
+def best_block(mixes: int, first: int = 1) -> int:
+    """The B that moves about the fewest bytes (see `tensors_moved`); more than all states if blocks do not pay."""
+    states = first + mixes - 1
+    return states + 1 if states < 9 else min(MOST_AT_ONCE, math.isqrt(states) + 1)

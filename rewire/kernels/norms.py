@@ -1,0 +1,113 @@
+"""Norms that can join a kernel: which modules they are, and what stands in the way."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+#: What a norm computes; "rms+1" scales by one plus its weight (Gemma's).
+Kind = Literal["rms", "rms+1", "layer"]
+
+#: Attribute of modules that were found to be norms; modules that take their place later do not have it.
+_MARK = "_rewire_norm"
+
+
+class Norm(NamedTuple):
+    """A norm over the last dimension, as kernels take it.
+
+    Attributes:
+        kind: "rms" or "layer".
+        weight: [D].
+        bias: [D] or None.
+        eps: of the norm.
+    """
+
+    kind: Literal["rms", "layer"]
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+def mark(module: nn.Module) -> str | None:
+    """Find out whether ``module`` is a norm that kernels know, and remember it.
+
+    It is run on random rows and weights and compared with the formulas: what the class is called does not matter.
+
+    Returns:
+        None if it is one, else the reason why not.
+    """
+    parameters = dict(module.named_parameters())
+    if set(parameters) - {"weight", "bias"} or "weight" not in parameters or parameters["weight"].dim() != 1:
+        return "its parameters are not those of an RMSNorm or LayerNorm with a weight"
+    if any(True for _ in module.buffers()):
+        return "it has buffers"
+    generator = torch.Generator("cpu").manual_seed(0)
+    width = parameters["weight"].shape[0]
+    values = {name: torch.rand(width, generator=generator, device="cpu") + 0.5 for name in parameters}
+    rows = torch.randn(3, width, generator=generator, device="cpu")
+    eps = _eps(module)
+    if eps is None:
+        return "it does not say its eps"
+    try:
+        with torch.no_grad():
+            got = torch.func.functional_call(module, values, (rows,))
+    except Exception as error:  # whatever a module does that is no norm
+        return f"it cannot be run on rows: {error}"
+    kinds: tuple[Kind, ...] = ("rms", "rms+1", "layer")
+    for kind in kinds:
+        weight = values["weight"] + 1 if kind == "rms+1" else values["weight"]
+        want = normed(rows, Norm("layer" if kind == "layer" else "rms", weight, values.get("bias"), eps))
+        if isinstance(got, Tensor) and got.shape == want.shape and torch.allclose(got, want, rtol=1e-5, atol=1e-5):
+            module.__dict__[_MARK] = kind
+            return None
+    return "it computes neither an RMSNorm nor a LayerNorm"
+
+
+def unmark(module: nn.Module) -> None:
+    """Forget what `mark` found."""
+    module.__dict__.pop(_MARK, None)
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why a norm cannot be left to a kernel at present; None if it can."""
+    if _MARK not in module.__dict__:
+        return "it was not found to be a norm when the model was rewired"
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "it has hooks"
+    if "forward" in module.__dict__:
+        return "its forward was replaced"
+    if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+        return "it is an FSDP module of its own"
+    if type(module._parameters.get("weight")) is not nn.Parameter:
+        return "its weight is no plain parameter"
+    return None
+
+
+def norm_of(module: nn.Module) -> Norm | None:
+    """The norm that ``module`` computes, if a kernel may do it."""
+    if obstacle(module) is not None:
+        return None
+    kind: Kind = module.__dict__[_MARK]
+    weight, bias, eps = module.weight, getattr(module, "bias", None), _eps(module)
+    assert isinstance(weight, Tensor)
+    assert eps is not None
+    return Norm("layer" if kind == "layer" else "rms", weight + 1 if kind == "rms+1" else weight, bias, eps)
+
+
+def normed(x: Tensor, norm: Norm) -> Tensor:
+    """The norm of ``x`` [..., D], in plain torch, in float32 or better; in the dtype of ``x``."""
+    precise = x.to(torch.promote_types(x.dtype, torch.float32))
+    if norm.kind == "layer":
+        precise = precise - precise.mean(-1, keepdim=True)
+    result = precise * torch.rsqrt(precise.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+    return (result if norm.bias is None else result + norm.bias).to(x.dtype)
+
+
+def _eps(module: nn.Module) -> float | None:
+    for name in ("eps", "variance_epsilon"):
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            return value
+    return None

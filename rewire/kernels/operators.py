@@ -1,0 +1,204 @@
+"""The kernels as PyTorch operators, ``torch.ops.rewire.*``: functional, and opaque to torch.compile.
+
+They have no autograd of their own: the functions in `mix` and `history` know which gradients are wanted, and in which
+order they are cheap. With ``TRITON_INTERPRET=1`` they run on a CPU.
+
+In all of them sources, added branches and gradients are [..., D] of one shape; weights are float32, [N] or, per
+channel, [N, D]; scores are float32 [..., 1], one for each source or none; accumulators are float32 [..., D].
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rewire.kernels.launch import mix_backward as launch_backward
+from rewire.kernels.launch import mix_forward as launch_forward
+from rewire.kernels.spec import MAX_NORM_WIDTH, MixSpec, Norm, Weights
+
+#: ``REWIRE_KERNELS=off`` leaves every mix to plain PyTorch.
+SWITCHED_ON = os.environ.get("REWIRE_KERNELS", "on").lower() not in ("off", "0", "false")
+#: Triton's interpreter runs kernels on a CPU: for tests.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def uses_kernels(x: Tensor) -> bool:
+    """Whether mixes of tensors like ``x`` run as Triton kernels."""
+    return SWITCHED_ON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu")) and x.dtype in _DTYPES
+
+
+def fits_norm(x: Tensor) -> bool:
+    """Whether a kernel can hold the rows of ``x`` [..., D] for a norm."""
+    return x.dim() > 0 and 0 < x.shape[-1] <= MAX_NORM_WIDTH
+
+
+def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Register a function as ``torch.ops.rewire.<its name>``; ``fake`` makes outputs of the right shape and dtype.
+
+    The low-level way: ``torch.library.custom_op`` costs twice as much per call for lists of tensors.
+    """
+
+    def register(function: _Function) -> _Function:
+        name = f"rewire::{function.__name__}"
+        torch.library.define(name, schema)
+        torch.library.impl(name, "CompositeExplicitAutograd")(function)
+        torch.library.register_fake(name)(fake)
+        operator: Any = getattr(torch.ops.rewire, function.__name__).default
+        operator.__doc__ = function.__doc__
+        return operator  # type: ignore[no-any-return]
+
+    return register
+
+
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `launch` allocates: contiguous."""
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def _kind(weights: Tensor | None) -> Weights:
+    return "none" if weights is None else "scalar" if weights.dim() == 1 else "channel"
+
+
+def _mix_fake(sources: Any, weights: Any, scores: Any, added: Any, accumulator: Any, dtype: torch.dtype) -> Tensor:
+    return _like([*sources, *added, accumulator][0], dtype)
+
+
+@_operator(
+    "(Tensor[] sources, Tensor? weights, Tensor[] scores, Tensor[] added, Tensor? accumulator, ScalarType dtype)"
+    " -> Tensor",
+    _mix_fake,
+)
+def mix(
+    sources: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Sequence[Tensor],
+    added: Sequence[Tensor],
+    accumulator: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``accumulator + sum_k (w_k + s_k) x_k + sum_j f_j``, in ``dtype``."""
+    running = () if accumulator is None else (accumulator,)
+    spec = MixSpec(len(sources), _kind(weights), bool(scores), len(added), accumulate=bool(running))
+    return launch_forward(spec, sources, weights, scores, added, accumulators=running, dtype=dtype).mixes[0]
+
+
+def _mix_norm_fake(sources: Any, weights: Any, scores: Any, added: Any, accumulator: Any, dtype: Any, *_: Any) -> Any:
+    result = _mix_fake(sources, weights, scores, added, accumulator, dtype)
+    rows = result.numel() // result.shape[-1]
+    return result, torch.empty_like(result), result.new_empty(1, rows, dtype=torch.float32)
+
+
+@_operator(
+    "(Tensor[] sources, Tensor? weights, Tensor[] scores, Tensor[] added, Tensor? accumulator, ScalarType dtype,"
+    " str norm, Tensor norm_weight, Tensor? norm_bias, float eps) -> (Tensor, Tensor, Tensor)",
+    _mix_norm_fake,
+)
+def mix_norm(
+    sources: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Sequence[Tensor],
+    added: Sequence[Tensor],
+    accumulator: Tensor | None,
+    dtype: torch.dtype,
+    norm: Norm,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`mix`, its RMSNorm ("rms") or LayerNorm ("layer"), and what backward needs of the norm, float32 [1, rows]."""
+    running = () if accumulator is None else (accumulator,)
+    spec = MixSpec(
+        len(sources), _kind(weights), bool(scores), len(added), norm=norm, keep_mix=True, accumulate=bool(running)
+    )
+    scale: dict[str, Any] = {"norm_weight": norm_weight, "norm_bias": norm_bias, "eps": eps}
+    done = launch_forward(spec, sources, weights, scores, added, accumulators=running, dtype=dtype, **scale)
+    assert done.rstd is not None
+    return done.mixes[0], done.normed[0], done.rstd
+
+
+def _mix_backward_fake(grad: Any, sources: Any, weights: Any, scores: Any) -> list[Tensor]:
+    dots = [] if weights is None else [torch.empty_like(weights)]
+    return [*(_like(x, x.dtype) for x in sources), *dots, *map(torch.empty_like, scores)]
+
+
+@_operator("(Tensor grad, Tensor[] sources, Tensor? weights, Tensor[] scores) -> Tensor[]", _mix_backward_fake)
+def mix_backward(
+    grad: Tensor, sources: Sequence[Tensor], weights: Tensor | None, scores: Sequence[Tensor]
+) -> list[Tensor]:
+    """Gradients of `mix`, in this order: N of the sources, that of the weights if given, those of the scores."""
+    spec = MixSpec(len(sources), _kind(weights), bool(scores))
+    found = launch_backward(spec, (grad,), sources, weights, scores)
+    return [*found.sources, *([] if found.weights is None else [found.weights[0]]), *found.scores]
+
+
+def _mix_norm_backward_fake(
+    grad: Any, grad_mix: Any, mixed: Any, rstd: Any, norm: Any, scale: Any, sources: Any, weights: Any, scores: Any
+) -> list[Tensor]:
+    by_channel = [scale.new_empty(scale.shape, dtype=torch.float32) for _ in range(2 if norm == "layer" else 1)]
+    return [_like(grad, grad.dtype), *by_channel, *_mix_backward_fake(grad, sources, weights, scores)]
+
+
+@_operator(
+    "(Tensor grad, Tensor? grad_mix, Tensor mixed, Tensor rstd, str norm, Tensor norm_weight,"
+    " Tensor[] sources, Tensor? weights, Tensor[] scores) -> Tensor[]",
+    _mix_norm_backward_fake,
+)
+def mix_norm_backward(
+    grad: Tensor,
+    grad_mix: Tensor | None,
+    mixed: Tensor,
+    rstd: Tensor,
+    norm: Norm,
+    norm_weight: Tensor,
+    sources: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Sequence[Tensor],
+) -> list[Tensor]:
+    """Gradients of `mix_norm`: of the mix (and so of what was added), the norm's weight, for "layer" its bias, then
+    those of `mix_backward`.
+
+    ``grad`` is the gradient of the normed mix, ``grad_mix`` that of the mix itself, if it was used, too.
+    """
+    spec = MixSpec(len(sources), _kind(weights), bool(scores), added=1, norm=norm, keep_mix=True)
+    used = () if grad_mix is None else (grad_mix,)
+    scale: dict[str, Any] = {"mixes": (mixed,), "rstd": rstd, "grad_mixes": used, "norm_weight": norm_weight}
+    found = launch_backward(spec, (grad,), sources, weights, scores, **scale)
+    by_channel = [x for x in (found.norm_weight, found.norm_bias) if x is not None]
+    dots = [] if found.weights is None else [found.weights[0]]
+    assert found.added is not None
+    return [found.added, *by_channel, *found.sources, *dots, *found.scores]
+
+
+@_operator(
+    "(Tensor[] sources, Tensor weights) -> Tensor[]",
+    lambda sources, weights: [_like(sources[0], torch.float32) for _ in range(len(weights))],
+)
+def mixes(sources: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+    """M float32 mixes in one pass over the sources; weights [M, N] or [M, N, D]."""
+    spec = MixSpec(len(sources), _kind(weights[0]), outputs=len(weights))
+    return list(launch_forward(spec, sources, weights, dtype=torch.float32).mixes)
+
+
+@_operator(
+    "(Tensor[] grads, Tensor[] states, Tensor weights, Tensor[] added) -> Tensor[]",
+    lambda grads, states, weights, added: [*(_like(x, states[0].dtype) for x in states), torch.empty_like(weights)],
+)
+def gather(grads: Sequence[Tensor], states: Sequence[Tensor], weights: Tensor, added: Sequence[Tensor]) -> list[Tensor]:
+    """What N mixes send back to M states that they read: ``dx_m = sum_n w_mn g_n + sum_j a_j``, ``dw_mn = <x_m, g_n>``.
+
+    Weights are [M, N] or [M, N, D]; gradients a_j that came other ways are for a single state. Returns the gradients
+    of the states, then that of the weights.
+    """
+    spec = MixSpec(len(grads), _kind(weights[0]), added=len(added), outputs=len(states), probe=True)
+    probes: Any = states[0] if len(states) == 1 else states
+    done = launch_forward(spec, grads, weights, added=added, probe=probes, dtype=states[0].dtype)
+    assert done.weight_dots is not None
+    return [*done.mixes, done.weight_dots]

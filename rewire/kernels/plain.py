@@ -1,0 +1,186 @@
+"""Mixes and their gradients in plain torch, without autograd: what eager mode runs where there is no kernel.
+
+A sum goes through one accumulator, a block of rows at a time: the accumulator stays in the cache while the sources
+stream past it, and no copy that a dtype or a stride makes necessary is larger than a block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Elements of a block, for each thread. Smaller blocks cost more in calls than they save in the cache.
+PER_THREAD = 1 << 18
+
+
+@torch.no_grad()
+def combine(
+    sources: Sequence[Tensor], weights: Tensor | None, added: Sequence[Tensor] = (), scores: Sequence[Tensor] = ()
+) -> Tensor:
+    """``sum_k (w_k + s_k) x_k + sum_j f_j``, accumulated in float32 (float64 for float64) and rounded once.
+
+    Shapes broadcast: sources [..., 1, D] with scores [..., M, 1] give [..., M, D].
+
+    Args:
+        sources: N tensors x_k [..., D] of any strides and floating dtypes.
+        weights: float32 [N] or, per channel, [N, D]; None: zero, the scores are all there is.
+        added: tensors f_j [..., D].
+        scores: weights per token, none or N tensors [..., 1].
+
+    Returns:
+        A new tensor [..., D] in the dtype that plain adds of sources and added would have.
+    """
+    sources, added, scores = _of_one_shape(sources, added, scores)
+    tensors = (*sources, *added)
+    result = torch.empty_like(tensors[0], dtype=functools.reduce(torch.promote_types, [x.dtype for x in tensors]))
+    factors = () if weights is None else _factors(weights, scalar=weights.dim() == 1)
+    if scores and weights is not None and weights.dim() == 1:  # w + s is small: one pass over the sources, not two
+        precision = torch.promote_types(result.dtype, torch.float32)
+        scores, factors = [s.to(precision) + w for s, w in zip(scores, factors, strict=True)], ()
+    for (out,), xs, fs, ss in _blocks([result], sources, added, scores):
+        total = _Total(out, fs)
+        for x, factor in (*zip(xs, factors, strict=False), *zip(xs, ss, strict=False)):
+            total.add(x, factor)
+        total.store()
+    return result
+
+
+@torch.no_grad()
+def combine_with_dots(
+    grads: Sequence[Tensor], states: Sequence[Tensor], weights: Tensor, added: Sequence[Tensor] = ()
+) -> tuple[list[Tensor], Tensor]:
+    """What n mixes send back to M states that they read: ``dx_m = sum_t w_mt g_t + sum_j a_j``, ``dw_mt = <x_m, g_t>``.
+
+    A gradient is added, and multiplied by the states, while it is in the cache. With n = 1 this is the backward pass of
+    one mix of M sources.
+
+    Args:
+        grads: n gradients g_t [..., D] of the mixes; at least one.
+        states: M tensors x_m [..., D], of one dtype.
+        weights: float32 [M, n] or, per channel, [M, n, D].
+        added: gradients a_j [..., D] that came other ways; for a single state.
+
+    Returns:
+        The gradients of the states, in their dtype; those of the weights, in the shape of ``weights``, float32 (float64
+        for float64 states).
+    """
+    results, dots = [torch.empty_like(x) for x in states], []
+    factors = _factors(weights, scalar=weights.dim() == 2)
+    as_factor, product = (_flat, torch.dot) if weights.dim() == 2 else (_rows, _by_channel)
+    for outs, xs, gs, fs in _blocks(results, states, grads, added):
+        totals = [_Total(out, fs) for out in outs]
+        xs = [as_factor(x.to(total.dtype)) for x, total in zip(xs, totals, strict=True)]
+        for t, g in enumerate(gs):
+            g = _converted(g, totals[0].dtype)
+            y = as_factor(g)
+            for x, total, row in zip(xs, totals, factors, strict=True):
+                total.add(g, row[t])
+                dots.append(product(x, y))
+        for total in totals:
+            total.store()
+    by_block = torch.stack(dots).view(-1, *reversed(weights.shape[:2]), *weights.shape[2:])
+    return results, by_block.sum(0).transpose(0, 1)
+
+
+@torch.no_grad()
+def combine_backward(
+    grad: Tensor, sources: Sequence[Tensor], weights: Tensor | None, scores: Sequence[Tensor]
+) -> list[Tensor]:
+    """Gradients of `combine` (N sources, the weights if given, the scores), all of one shape or scores [..., 1]."""
+    if weights is not None and not scores:
+        dx, dots = combine_with_dots([grad], sources, weights.unsqueeze(1))
+        return [*dx, dots.squeeze(1)]
+    g = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    factors = list(scores) if weights is None else [w + s for w, s in zip(weights, scores, strict=True)]
+    dx, of_weights, of_scores = list[Tensor](), list[Tensor](), list[Tensor]()
+    for x, factor in zip(sources, factors, strict=True):
+        dx.append((g * factor).to(x.dtype))
+        product = g * x
+        of_scores.append(product.sum(-1, keepdim=True))
+        if weights is not None:
+            of_weights.append(of_scores[-1].sum() if weights.dim() == 1 else product.flatten(0, -2).sum(0))
+    return [*dx, *([torch.stack(of_weights)] if of_weights else []), *of_scores]
+
+
+class _Total:
+    """The sum over one block, in float32 or float64.
+
+    Args:
+        out: the block of the result; its memory serves as the accumulator if it has that dtype.
+        added: what the sum starts with.
+    """
+
+    def __init__(self, out: Tensor, added: Sequence[Tensor]) -> None:
+        self.dtype = torch.promote_types(out.dtype, torch.float32)
+        self._out = out
+        self._accumulator = out if out.dtype == self.dtype else torch.empty_like(out, dtype=self.dtype)
+        self._value = added[0].to(self.dtype) if added else None  # filling the accumulator is no pass of its own
+        for f in added[1:]:
+            self.add(f, 1.0)
+
+    def add(self, x: Tensor, factor: float | Tensor) -> None:
+        """Add ``factor x``."""
+        x, value, accumulator = _converted(x, self.dtype), self._value, self._accumulator
+        if value is None:
+            torch.mul(x, factor, out=accumulator)
+        elif isinstance(factor, Tensor):
+            torch.addcmul(value, x, factor, out=accumulator)
+        else:
+            torch.add(value, x, alpha=factor, out=accumulator)
+        self._value = accumulator
+
+    def store(self) -> None:
+        if self._value is not None and self._value is not self._out:
+            self._out.copy_(self._value)
+
+
+def _factors(weights: Tensor, scalar: bool) -> Any:
+    """The weights as nested lists or tensors. Numbers are faster, where reading them needs no wait for a device."""
+    return weights.tolist() if scalar and weights.device.type == "cpu" else weights
+
+
+def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)  # the test costs less than a call of ``to``
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _by_channel(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).sum(0)
+
+
+def _of_one_shape(
+    sources: Sequence[Tensor], added: Sequence[Tensor], scores: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """All of them broadcast: tensors to [..., D], scores to [..., 1]."""
+    shapes = {x.shape for x in (*sources, *added)}
+    if len(shapes) == 1 and not scores:
+        return sources, added, scores
+    shape = torch.broadcast_shapes(*shapes, *[s.shape for s in scores])
+    rows = (*shape[:-1], 1)
+    return [x.expand(shape) for x in sources], [f.expand(shape) for f in added], [s.expand(rows) for s in scores]
+
+
+def _blocks(*groups: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
+    """The same rows of all tensors [..., D] or [..., 1], a block at a time, as views, in their groups."""
+    first, limit = groups[0][0], PER_THREAD * torch.get_num_threads()
+    if first.numel() <= limit or first.dim() < 2:
+        yield groups
+        return
+    tensors = [x for group in groups for x in group]
+    if all(x.is_contiguous() for x in tensors):
+        tensors = [x.flatten(0, -2) for x in tensors]
+    rows = max(1, limit * len(tensors[0]) // first.numel())
+    for block in zip(*[x.split(rows) for x in tensors], strict=True):
+        pieces = iter(block)
+        yield [[next(pieces) for _ in group] for group in groups]
