@@ -21,7 +21,8 @@ from rewire.errors import (
     WidthMismatch,
 )
 from rewire.freeze import FreezeReport, FrozenTrunk, freeze
-from rewire.init import initializers
+from rewire.init import Initializer, initialize, initializers, register_initializer
+from rewire.init.roles import roles
 from rewire.kernels.fused_qkv import Fused
 from rewire.patterns import Pattern, patterns, register_pattern
 from rewire.penalties import sparsity_penalty
@@ -42,6 +43,7 @@ __all__ = [
     "FreezeReport",
     "FrozenTrunk",
     "Fused",
+    "Initializer",
     "NoResidualAdds",
     "OutOfOrder",
     "Pattern",
@@ -64,12 +66,15 @@ __all__ = [
     "compile",
     "connections",
     "freeze",
+    "initialize",
     "initializers",
     "inspect",
     "patterns",
+    "register_initializer",
     "register_pattern",
     "register_topology",
     "restore",
+    "roles",
     "source",
     "sparsity_penalty",
     "topologies",

@@ -12,6 +12,7 @@ import torch
 import typer
 from rich import box
 from rich.console import Console
+from rich.progress import Progress, track
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
@@ -19,12 +20,12 @@ from torch import nn
 from typer.core import TyperGroup
 
 import rewire
-from rewire import harness
+from rewire import cases, comparison, harness
 from rewire.checkpoint import matrices
 from rewire.errors import RewireError, UnknownName
 from rewire.kernels import MixSpec, source
 from rewire.patterns import first_given, patterns_for
-from rewire.plotting import plot_arcs, plot_heatmap, plot_times
+from rewire.plotting import plot_arcs, plot_heatmap, plot_rates, plot_times
 from rewire.shapes import batch_for, make_shape, shapes
 
 _WIDTH = 120  # of what is written to a file or a pipe
@@ -49,16 +50,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        show_default=False,
-        help="'package.module:callable' (called without arguments, returns a torch.nn.Module; the current directory is "
-        "importable), 'hf:model_type' (a tiny transformers model of that type, random weights), 'timm:name', or "
-        "'shape:name' (a size of the papers, see 'rewire list').",
-    ),
-]
+_MODEL = typer.Argument(
+    metavar="MODEL",
+    show_default=False,
+    help="'package.module:callable' (called without arguments, returns a torch.nn.Module; the current directory is "
+    "importable), 'hf:model_type' (a tiny transformers model of that type, random weights), 'timm:name', or "
+    "'shape:name' (a size of the papers, see 'rewire list').",
+)
+Model = Annotated[str, _MODEL]
 
 
 def _print_version(wanted: bool) -> None:
@@ -162,24 +161,44 @@ def kernels_command(
 
 @app.command("bench")
 def bench_command(
-    model: Model,
+    model: Annotated[str | None, _MODEL] = None,
+    mixes: Annotated[
+        bool, typer.Option("--mixes", help="Time single mixes instead, beside plain torch and other libraries.")
+    ] = False,
     topology: Annotated[
         list[str] | None, typer.Option(help="What to measure; may be given several times.  [default: ancre-ingoing]")
     ] = None,
     compiled: Annotated[bool, typer.Option("--compiled", help="Measure each under torch.compile, too.")] = False,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences or images in a batch.")] = 8,
-    length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 128,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences or images in a batch.  [default: 8; of mixes 1]")
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens in a sequence.  [default: 128; of mixes 1024, on an accelerator 16384]"),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 10,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the model's weights.")
-    ] = "float32",
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of weights, or states.  [default: float32; of mixes on an accelerator bfloat16]"),
+    ] = None,
     device: Annotated[str, typer.Option(help="Where to run.  [default: an accelerator if there is one]")] = "",
-    out: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the times as JSON.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", "--out", metavar="PATH", help="Write the times as JSON.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw the times: .png, .pdf or .svg.")] = None,
 ) -> None:
-    """Time training steps (forward and backward) of MODEL, plain and rewired, in turn in one run."""
+    """Time training steps (forward and backward) of MODEL, plain and rewired, in turn in one run; or single mixes."""
     where = torch.device(device or (torch.accelerator.current_accelerator() or "cpu"))
-    plain = _load(model).to(device=where, dtype=getattr(torch, dtype)).train()
+    if mixes and (model or topology):
+        raise RewireError("--mixes times mixes without a model: leave out MODEL and --topology.")
+    if mixes:
+        todo = cases.default_cases(where, dtype and getattr(torch, dtype), batch, length)
+        _bench_mixes(todo, where, rounds, compiled, out, plot)
+        return
+    if model is None:
+        raise RewireError("there is nothing to time: give a MODEL, or --mixes.")
+    batch, length = batch or 8, length or 128
+    plain = _load(model).to(device=where, dtype=getattr(torch, dtype or "float32")).train()
     inputs = _bench_inputs(plain, batch, length)
     models = {"plain": plain}
     for name in topology or ["ancre-ingoing"]:
@@ -187,13 +206,27 @@ def bench_command(
     if compiled:
         models |= {f"{name}, compiled": torch.compile(each) for name, each in models.items()}  # type: ignore[misc]
     steps = {name: harness.training_step(each, inputs) for name, each in models.items()}
-    with _console(stderr=True).status(f"{len(steps)} models, {rounds} rounds on {where}"):
-        timings = harness.side_by_side(steps, rounds, where)
+    with Progress(console=_console(stderr=True)) as bar:
+        task = bar.add_task(f"{len(steps)} models on {where}", total=len(steps) * (harness.WARMUP + rounds))
+        timings = harness.side_by_side(steps, rounds, where, tick=lambda: bar.advance(task))
     _console().print(harness.table(timings, "plain"))
     if out:
         harness.save(out, [{"model": model, "batch": batch, "length": length, **harness.as_json(timings)}], where)
     if plot:
         plot_times({name: timing.seconds for name, timing in timings.items()}, plot)
+
+
+def _bench_mixes(
+    todo: list[cases.Case], where: torch.device, rounds: int, compiled: bool, out: Path | None, plot: Path | None
+) -> None:
+    shown = track(todo, f"mixes on {where}", console=_console(stderr=True))
+    bandwidth = harness.copy_bandwidth(where)
+    rows = [row for found in comparison.run(shown, rounds, compiled) for row in found]
+    _console().print(comparison.table(rows, bandwidth))
+    if out:
+        comparison.save(out, rows, bandwidth, where)
+    if plot:
+        plot_rates(comparison.rates(rows), bandwidth, plot)
 
 
 def _bench_inputs(model: nn.Module, batch: int, length: int) -> Any:

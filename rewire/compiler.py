@@ -23,12 +23,13 @@ from rewire.errors import (
     UnsupportedTopology,
     WidthMismatch,
 )
-from rewire.init import initializers
+from rewire.init import Initializer, initialize, make_initializer
 from rewire.passes import validate as validation
-from rewire.passes.attention import find_projections
 from rewire.passes.blocks import BlockRewrite, add_gates
 from rewire.passes.connect import StreamsToTensors, convert_collected, register
+from rewire.passes.fuse import unfuse
 from rewire.passes.install import is_rewritten, source_of, uninstall
+from rewire.passes.projections import find_projections
 from rewire.passes.trunks import Finder, LinkedTrunk
 from rewire.patterns import Pattern, first_given, patterns_for
 from rewire.patterns.pattern import Inputs
@@ -73,7 +74,7 @@ def compile(
     model: nn.Module,
     topology: str | Topology | Mapping[str, str | Topology] = "ancre-ingoing",
     *,
-    init: str | None = None,
+    init: str | Initializer | None = None,
     granularity: Literal["auto", "block", "sublayer"] = "auto",
     start: Start = "preserve",
     example_inputs: Any = None,
@@ -88,7 +89,9 @@ def compile(
         topology: a name (`rewire.topologies` lists them) or a `Topology` object; or a dict of these by trunk, for
             trunks with different topologies: the key is the name of a trunk or a part of its path (``"encoder"``).
             Trunks that the dict does not name are left as they are.
-        init: name of an initialiser (`rewire.initializers` lists them); None keeps the weights.
+        init: an initialiser or its name (`rewire.initializers` lists them): the rewired model gets weights of its own,
+            with new values (see `rewire.initialize`); validation comes before. None keeps the weights. On the meta
+            device nothing is initialised, and a warning is logged: call `rewire.initialize` after ``to_empty``.
         granularity: what the topology connects: whole ``"block"``s, each ``"sublayer"`` (residual add) by itself, or
             what the topology's paper does (``"auto"``).
         start: ``"preserve"``: start as the original network, up to rounding; ``"paper"``: start as published.
@@ -107,6 +110,7 @@ def compile(
         NoResidualAdds: nothing to rewire was found; the message says what was looked at.
         UnknownName: no such topology, initialiser or trunk; near names are given.
         TypeError, ValueError: an argument is not one of what is said above; a trunk has two keys.
+        RewireError: the initialiser has no meaning for this model.
         AlreadyRewired, AlreadyConnected, ShardedModel: the model cannot be rewired as it is.
         UnsupportedTopology: the topology does not fit a trunk, or has no such start.
         WidthMismatch: a trunk's states have different widths.
@@ -114,7 +118,8 @@ def compile(
         ValidationMismatch: the rewritten model differs from the original.
     """
     chosen = _chosen(topology, options, trunks)
-    _check_choices(init, granularity, start)
+    _check_choices(granularity, start)
+    initializer = None if init is None else make_initializer(init, {})
     check_model(model)
     found = patterns_for(model)
     learned = first_given(found, "learned")
@@ -131,7 +136,7 @@ def compile(
     if validate:
         same = rewired if start == "preserve" else rewired_copy(model, found, _plain(rewired), "preserve")
         _validate(model, same, found, example_inputs)
-    return rewired
+    return rewired if initializer is None else _initialized(rewired, initializer)
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -148,6 +153,7 @@ def restore(model: nn.Module) -> nn.Module:
             uninstall(module)
             for name in [n for n, value in vars(module).items() if isinstance(value, Gate)]:
                 del module.__dict__[name]
+            unfuse(module)
         module._modules.pop(CONNECTIONS, None)
         for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, StreamsToTensors)]:
             del module._forward_hooks[key]
@@ -190,14 +196,19 @@ def coefficients(model: nn.Module) -> dict[str, Tensor]:
 # -- steps of compile --------------------------------------------------------------------------------------------------
 
 
-def _check_choices(init: str | None, granularity: str, start: str) -> None:
+def _initialized(rewired: nn.Module, initializer: Initializer) -> nn.Module:
+    """A copy with weights of its own, initialised: the caller's model keeps its values."""
+    rewired = copy.deepcopy(rewired)
+    if initialize(rewired, initializer).deferred:
+        log.warning("%s was not initialised: its parameters are on the meta device.", type(rewired).__name__)
+    return rewired
+
+
+def _check_choices(granularity: str, start: str) -> None:
     if granularity not in ("auto", "block", "sublayer"):
         raise ValueError(f"granularity must be 'auto', 'block' or 'sublayer', not {granularity!r}.")
     if start not in ("preserve", "paper"):
         raise ValueError(f"start must be 'preserve' or 'paper', not {start!r}.")
-    if init is not None and init not in initializers():
-        known = ", ".join(initializers()) or "none is registered yet"
-        raise UnknownName(f"there is no initialiser '{init}' (rewire.initializers(): {known}).")
 
 
 def check_model(model: nn.Module) -> None:

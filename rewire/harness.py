@@ -7,7 +7,6 @@ times do not.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import platform
 import statistics
@@ -22,6 +21,14 @@ from rich.table import Table
 from torch import nn
 
 from rewire.passes.validate import tensors_in
+
+#: Bytes that are written before a pass is timed: they push its inputs out of the caches, and on an accelerator they
+#: keep the device busy while the host launches the pass.
+_FLUSH = {"cuda": 1 << 30, "cpu": 1 << 26}
+
+
+#: Rounds before the first that counts: compilation, caches, clocks.
+WARMUP = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +57,25 @@ class Timing:
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
 
 
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """Both passes of one way; the peaks are those of forward and backward together."""
+
+    forward: Timing
+    backward: Timing
+
+    @property
+    def both(self) -> Timing:
+        sums = [a + b for a, b in zip(self.forward.seconds, self.backward.seconds, strict=True)]
+        return Timing(tuple(sums), self.backward.peak)
+
+
 def side_by_side(
-    steps: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, warmup: int = 2
+    steps: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    warmup: int = WARMUP,
+    tick: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
     """Run each of ``steps`` once per round, in turn.
 
@@ -59,7 +83,8 @@ def side_by_side(
         steps: what to measure, by name.
         rounds: how often; 1 or more.
         device: where the steps run; it is waited for.
-        warmup: rounds before the first that counts (compilation, caches).
+        warmup: rounds before the first that counts.
+        tick: called after every step, for a progress bar.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     peaks: dict[str, int] = {}
@@ -74,7 +99,60 @@ def side_by_side(
                 seconds[name].append(time.perf_counter() - start)
                 if before is not None:
                     peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated(device) - before)
+            tick()
     return {name: Timing(tuple(values), peaks.get(name)) for name, values in seconds.items()}
+
+
+def passes_side_by_side(
+    ways: Mapping[str, Callable[[], Callable[[], object]]], rounds: int, device: torch.device, warmup: int = WARMUP
+) -> dict[str, Passes]:
+    """Run forward and backward of each of ``ways`` once per round, in turn, from cold caches.
+
+    On CUDA the time is the device's, between two events: what the host takes to launch a pass does not count as long
+    as it is less than what flushing the caches takes. Elsewhere it is that of the clock.
+
+    Args:
+        ways: by name, a function that runs forward and returns one that runs backward.
+        rounds, device, warmup: as for `side_by_side`.
+    """
+    forward: dict[str, list[float]] = {name: [] for name in ways}
+    backward: dict[str, list[float]] = {name: [] for name in ways}
+    peaks: dict[str, int] = {}
+    flush = torch.empty(_FLUSH.get(device.type, _FLUSH["cpu"]), dtype=torch.uint8, device=device)
+    for number in range(warmup + rounds):
+        for name, way in ways.items():
+            before = _reset_peak(device)
+            flush.zero_()
+            started, back = _timed(way, device)
+            flush.zero_()
+            ended, result = _timed(back, device)
+            _wait(device)
+            if number >= warmup:
+                forward[name].append(started())
+                backward[name].append(ended())
+                if before is not None:
+                    peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated(device) - before)
+            del back, result
+    return {
+        name: Passes(Timing(tuple(forward[name]), peaks.get(name)), Timing(tuple(backward[name]), peaks.get(name)))
+        for name in ways
+    }
+
+
+def _timed(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], float], Any]:
+    """What ``function`` returned, and what tells its seconds once the device was waited for."""
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(torch.cuda.current_stream(device))
+        result = function()
+        end.record(torch.cuda.current_stream(device))
+        return lambda: begin.elapsed_time(end) / 1e3, result
+    _wait(device)
+    start = time.perf_counter()
+    result = function()
+    _wait(device)
+    seconds = time.perf_counter() - start
+    return lambda: seconds, result
 
 
 def training_step(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Callable[[], None]:
@@ -92,17 +170,28 @@ def training_step(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any
 
 
 def copy_bandwidth(device: torch.device, size: int = 1 << 28, rounds: int = 10) -> float:
-    """Bytes per second that a copy of ``size`` bytes moves, read and write counted: what mixes are held against."""
+    """Bytes per second that a copy of ``size`` bytes moves, read and write counted: what mixes are held against.
+
+    Timed like the passes of `passes_side_by_side`.
+    """
     source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
-    timing = side_by_side({"copy": lambda: target.copy_(source)}, rounds, device)["copy"]
-    return 2 * size / timing.median
+
+    def copy() -> Callable[[], object]:
+        target.copy_(source)
+        return lambda: None
+
+    return 2 * size / passes_side_by_side({"copy": copy}, rounds, device)["copy"].forward.median
+
+
+#: Distributions whose versions the numbers depend on.
+_LIBRARIES = ("rewire", "triton", "transformers", "liger-kernel", "fla-core", "hyper-connections")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What the numbers belong to."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    libraries = {each: metadata.version(each) for each in ("triton", "transformers") if importlib.util.find_spec(each)}
+    libraries = {name: version for name in _LIBRARIES if (version := _version(name))}
     return {
         "device": name,
         "threads": torch.get_num_threads(),
@@ -110,6 +199,13 @@ def machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         **libraries,
     }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def table(timings: Mapping[str, Timing], baseline: str) -> Table:

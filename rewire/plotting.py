@@ -1,4 +1,4 @@
-"""Pictures of what a topology learned. Needs matplotlib: ``pip install 'rewire[viz]'``."""
+"""Pictures of what a topology learned, and of benchmarks. Needs matplotlib: ``pip install 'rewire[viz]'``."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ _STYLE = {
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
 }
+_PASSES = ("forward", "backward")
 _COLUMNS = 4  # panels in a row of a heatmap figure
 
 
@@ -136,6 +137,36 @@ def plot_times(seconds: dict[str, tuple[float, ...]], path: Path) -> None:
         ax.set_xlabel("milliseconds per training step (bar: median, line: quartiles, dots: rounds)")
         ax.set_xlim(left=0)
         ax.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=200)
+
+
+def plot_rates(rates: dict[str, dict[str, tuple[float, float]]], limit: float, path: Path) -> None:
+    """Write a chart of the bytes per second of forward and backward: a group of bars for each case, a bar for each way.
+
+    Args:
+        rates: by case and way, bytes per second of forward and of backward.
+        limit: those of a copy, drawn as a line.
+        path: file to write; its suffix selects the format (.png, .pdf, .svg).
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: nothing was measured.
+    """
+    if not any(rates.values()):
+        raise ValueError("there is nothing to plot: no rates were measured.")
+    rc_context, new_figure = _matplotlib()
+    with rc_context(_STYLE):
+        ways = list(dict.fromkeys(way for case in rates.values() for way in case))
+        colors = dict(zip(ways, _way_colors(ways), strict=True))
+        bars = sum(len(case) + 1 for case in rates.values())
+        figure = new_figure(figsize=(9.0, 0.15 * bars + 1.1), layout="constrained")
+        for index, (ax, title) in enumerate(zip(figure.subplots(1, 2, sharey=True), _PASSES, strict=True)):
+            _rate_bars(ax, {case: {way: pair[index] for way, pair in of.items()} for case, of in rates.items()}, colors)
+            ax.set_xlim(0, 1.05e-9 * max(limit, *(pair[index] for case in rates.values() for pair in case.values())))
+            ax.axvline(limit / 1e9, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)))
+            ax.set_title(title, color=_INK, loc="left")
+            ax.set_xlabel("GB/s")
+        _rate_legend(figure, colors)
         figure.savefig(path, dpi=200)
 
 
@@ -290,6 +321,41 @@ def _arc_legend(figure: Figure, rings: bool) -> None:
         ring = {"marker": "o", "markerfacecolor": "none", "markeredgecolor": _CASCADE, "markeredgewidth": 2}
         handles.append(Line2D([], [], linestyle="", **ring, label="the state itself"))  # type: ignore[arg-type]
     figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False, fontsize=8)
+
+
+def _way_colors(ways: Sequence[str]) -> list[Any]:
+    """Reds for ours, greys for plain torch, blues for peers."""
+    from matplotlib import colormaps
+
+    families = [way.startswith("ours") + 2 * (way.split(",")[0] in ("eager", "stack")) for way in ways]
+    maps = [colormaps[name] for name in ("Blues", "Reds", "Greys")]
+    shades = [(0.75, 0.45, 0.6, 0.9)[families[:index].count(kind) % 4] for index, kind in enumerate(families)]
+    return [maps[kind](shade) for kind, shade in zip(families, shades, strict=True)]
+
+
+def _rate_bars(ax: Axes, rates: dict[str, dict[str, float]], colors: dict[str, Any]) -> None:
+    row, middles = 0.0, []
+    for case in rates.values():
+        for way, rate in case.items():
+            ax.barh(row, rate / 1e9, height=0.85, color=colors[way])
+            row += 1
+        middles.append(row - (len(case) + 1) / 2)
+        row += 1
+    ax.set_yticks(middles, labels=list(rates))
+    ax.set_ylim(row - 1, -1)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="x", color=_FAINT, linewidth=0.5)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _rate_legend(figure: Figure, colors: dict[str, Any]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [Patch(color=color, label=way) for way, color in colors.items()]
+    handles.append(Line2D([], [], color=_INK, linewidth=0.8, linestyle=(0, (4, 3)), label="a copy"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5), frameon=False, fontsize=8)
 
 
 def _ticks(first: int, last: int) -> Sequence[int]:

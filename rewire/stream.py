@@ -209,7 +209,9 @@ class Stream:
 
     def _opened(self, value: Tensor) -> Stream:
         """The stream of `_due` when ``value`` has been read."""
-        return self._settled(value)._opened(value) if self.pending else self._next(self.states, (value,), self.branch, 0)
+        if self.pending:
+            return self._settled(value)._due()[1]._opened(value)
+        return self._next(self.states, (value,), self.branch, 0)
 
     def value(self) -> Tensor:
         """The hidden state that the model would have here: what the next branch reads, or the trunk's output."""

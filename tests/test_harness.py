@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.image
@@ -45,6 +46,35 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert Timing((1.5,)).quartiles == (1.5, 1.5)
 
 
+def test_passes_run_in_turn_and_are_timed_apart() -> None:
+    calls: list[str] = []
+
+    def way(name: str, forward: float, backward: float) -> Callable[[], Callable[[], None]]:
+        def back() -> None:
+            calls.append(f"{name} backward")
+            time.sleep(backward)
+
+        def run() -> Callable[[], None]:
+            calls.append(f"{name} forward")
+            time.sleep(forward)
+            return back
+
+        return run
+
+    found = harness.passes_side_by_side({"a": way("a", 0.001, 0.02), "b": way("b", 0.02, 0.001)}, 3, CPU, warmup=1)
+    assert calls == ["a forward", "a backward", "b forward", "b backward"] * 4
+    a, b = found["a"], found["b"]
+    assert a.backward.median >= 0.02 and b.forward.median >= 0.02
+    assert a.forward.ratio(a.backward) < 1 < b.forward.ratio(b.backward)
+    assert a.both.seconds == tuple(map(sum, zip(a.forward.seconds, a.backward.seconds, strict=True)))
+
+
+def test_progress_is_told_after_every_step() -> None:
+    ticks: list[int] = []
+    harness.side_by_side({"a": int, "b": int}, 3, CPU, tick=lambda: ticks.append(1))
+    assert len(ticks) == 2 * (harness.WARMUP + 3)
+
+
 def test_a_training_step_leaves_gradients() -> None:
     model = Stack(PreNorm)
     harness.training_step(model, ((vectors(),), {}))()
@@ -70,6 +100,7 @@ def test_saved_results(tmp_path: Path) -> None:
         {"plain": {"seconds": [1.0, 2.0], "peak bytes": None}, "other": {"seconds": [2.0, 4.0], "peak bytes": 5}}
     ]
     assert saved["machine"]["torch"] == torch.__version__
+    assert saved["machine"]["rewire"]
 
 
 def test_a_chart(tmp_path: Path) -> None:

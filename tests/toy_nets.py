@@ -50,6 +50,11 @@ def begin(topology: Topology, x: Tensor, weights: Any) -> States:
     return topology.start(x, weights)
 
 
+def opened(topology: Topology, x: Tensor, weights: Any) -> States:
+    """The states that the first write gets."""
+    return topology.open(begin(topology, x, weights), weights, 1)[1]
+
+
 def run(
     topology: Topology,
     weights: Any,

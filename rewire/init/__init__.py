@@ -1,16 +1,36 @@
-"""Initialisers: registered here by name. None is built in yet."""
+"""Initialisers: rules from a weight's role in the graph to its values. One family a file; importing registers all."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
+import importlib
+import pkgutil
 
-from rewire.registry import Registry
+from rewire.init.apply import InitReport, initialize
+from rewire.init.idinit import IDInit
+from rewire.init.registry import Initializer, Rule, initializers, make_initializer, register_initializer
+from rewire.init.table import ROLES, Roles, Weight
+from rewire.init.units import identity_, idi_, idic_, idiz_, idizc_, near_identity_, zero_hadamard_
 
-_REGISTRY: Registry[Callable[..., Any]] = Registry("initialiser", "initializers", entry_points="rewire.initializers")
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")
 
-
-def initializers() -> dict[str, str]:
-    """Name of every initialiser, and what it is in one line."""
-    return {name: (inspect.getdoc(function) or "").split("\n")[0] for name, function in _REGISTRY.items()}
+__all__ = [
+    "ROLES",
+    "IDInit",
+    "InitReport",
+    "Initializer",
+    "Roles",
+    "Rule",
+    "Weight",
+    "identity_",
+    "idi_",
+    "idic_",
+    "idiz_",
+    "idizc_",
+    "initialize",
+    "initializers",
+    "make_initializer",
+    "near_identity_",
+    "register_initializer",
+    "zero_hadamard_",
+]

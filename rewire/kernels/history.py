@@ -24,7 +24,6 @@ from torch import Tensor
 from rewire.kernels import operators, plain
 from rewire.kernels.mix import Mix, left_to_autograd
 
-
 #: States whose gradients one kernel gathers, and mixes that it begins, at most.
 MOST_AT_ONCE = 8
 
@@ -65,7 +64,8 @@ class History:
     Attributes:
         table: the weights with which states are mixed.
         states: x_0, x_1, ..., each [..., D].
-        claims: for each mix of the table, its claims on the states so far.
+        claims: for each mix of the table, its claims on the states so far; empty if some state has none, as when a
+            compiled block pushed it: then all further mixes are left to autograd.
         waiting: the states of the present block as later blocks of mixes see them: their gradients come together.
         begun: float32 sums over all states before the present block of mixes, for each of its mixes.
     """
@@ -83,17 +83,23 @@ class History:
         self.table, self.states, self.claims, self.waiting, self.begun = table, states, claims, waiting, begun
 
     @classmethod
-    def of(cls, x: Tensor, table: Table) -> History:
-        """The history that begins with state ``x``."""
-        return cls(table, (), ((),) * len(table.rows)).push(x)
+    def empty(cls, table: Table) -> History:
+        """The history before the first state."""
+        return cls(table, (), ((),) * len(table.rows))
 
     def push(self, x: Tensor) -> History:
-        """The history with a further state."""
+        """The history with a further state.
+
+        To be called by who reads the state, not by who makes it: the claims' backward needs the state, and under
+        activation checkpointing would have the block that made it recomputed before its turn.
+        """
         table, number, states = self.table, len(self.states), (*self.states, x)
-        if number >= len(table.columns) or left_to_autograd(x):
+        if number >= len(table.columns):  # no mix reads it
             return History(table, states, self.claims)
+        if not self.claims or left_to_autograd(x) or x.shape != states[0].shape:
+            return History(table, states, ())
         claims = [list(of_mix) for of_mix in self.claims]
-        block = table.block if operators.uses_kernels(x) else len(table.columns)
+        block = table.block if operators.uses_kernels(x) else len(table.columns) + 1
         waiting, column = self.waiting, table.columns[number]
         near = len(column) - self._later(number, block)
         if near:
@@ -111,29 +117,29 @@ class History:
     def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
         """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""
         row = self.table.rows[number]
-        claims = self.claims[number]
-        if not claims:
+        if not self.claims or left_to_autograd(self.states[0]):
             return Mix(self.states[: len(row)], row, (), tuple(added))
+        claims = self.claims[number]
         before, accumulator = 0, None
         if self.begun:
             start = number // self.table.block * self.table.block
             before, accumulator = self.table.first + start, self.begun[number - start]
-        sources = tuple(x.detach() for x in self.states[before : len(row)])
-        return Mix(sources, row[before:].detach() if sources else None, (), tuple(added), accumulator, claims)
+        values = tuple(x.detach() for x in self.states[before : len(row)])
+        return Mix(values, row[before:].detach() if values else None, (), tuple(added), claims, accumulator)
 
     def _later(self, number: int, block: int) -> int:
         """Mixes that read state ``number`` and are later than the last state of its block."""
         last = number // block * block + block - 1
         return max(0, len(self.table.rows) - max(0, last + 1 - self.table.first))
 
-    @torch.no_grad()
     def _begin(self, states: tuple[Tensor, ...], block: int) -> tuple[Tensor, ...]:
         """The sums over ``states`` for the mixes of the block that comes next, if one does now."""
         start = len(states) - self.table.first
         if start <= 0 or start % block:
             return self.begun
         rows = self.table.rows[start : start + block]
-        return tuple(operators.mixes(states, torch.stack([row[: len(states)] for row in rows])))
+        with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
+            return tuple(operators.mixes(states, torch.stack([row[: len(states)] for row in rows])))
 
 
 def _add(claims: list[list[Tensor]], start: int, found: Sequence[Tensor]) -> None:
@@ -152,8 +158,7 @@ class _Claims(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, through: bool, *states: Tensor) -> tuple[Tensor | None, ...]:
         ctx.save_for_backward(weights, *states)
         ctx.set_materialize_grads(False)
-        nothing = states[0].new_empty(())
-        claims = [nothing.expand(states[0].shape) for _ in range(weights.shape[1])]
+        claims = states[0].new_empty(()).expand(weights.shape[1], *states[0].shape).unbind()
         return (*claims, states[0].view_as(states[0]) if through else None)
 
     @staticmethod
@@ -173,7 +178,7 @@ class _Claims(torch.autograd.Function):
         else:
             dx, dots = plain.combine_with_dots(given, states, part, added)
         if part is not weights:
-            dots = torch.zeros_like(weights).index_copy(1, torch.tensor(used, device=weights.device), dots)
+            dots = dots.new_zeros(weights.shape).index_copy(1, torch.tensor(used, device=weights.device), dots)
         return (dots, None, *dx)
 
 

@@ -71,17 +71,17 @@ class Mix:
 
     Attributes:
         sources, weights, scores, added: as in `mix`.
-        accumulator: float32 [..., D], a part of the sum that was computed before; it gets no gradient.
-        claims: tensors that get the sum's gradient, whatever their values, in place of the sources and weights; see
-            `history`. Not used where the sum is left to autograd.
+        claims: tensors that get the sum's gradient, whatever their values, in place of sources and weights: see
+            `history`.
+        accumulator: with claims, a part of the sum that was computed before, float32 [..., D].
     """
 
     sources: tuple[Tensor, ...] = ()
     weights: Sequence[Tensor | float] | Tensor | None = None
     scores: tuple[Tensor, ...] = ()
     added: tuple[Tensor, ...] = ()
-    accumulator: Tensor | None = None
     claims: tuple[Tensor, ...] = ()
+    accumulator: Tensor | None = None
 
     def value(self) -> Tensor:
         """The sum, [..., D]."""
@@ -92,7 +92,8 @@ class Mix:
 
     def normed(self, module: nn.Module) -> tuple[Tensor, Tensor]:
         """The sum, and what ``module``, a norm, makes of it: by one kernel if it may be fused."""
-        norm = norm_of(module) if operators.uses_kernels(self._like) and operators.fits_norm(self._like) else None
+        like = self._like
+        norm = norm_of(module, like) if operators.uses_kernels(like) and operators.fits_norm(like) else None
         if norm is None or self._left_to_autograd():
             total = self.value()
             return total, module(total)
@@ -101,20 +102,18 @@ class Mix:
 
     def _computed(self, norm: Norm | None) -> Any:
         shape = self._like.shape
-        sources, weights = self.sources, (self.weights,) if isinstance(self.weights, Tensor) else ()
-        if self.claims:
-            sources, weights = tuple(x.detach() for x in sources), tuple(w.detach() for w in weights)
-        groups: tuple[Sequence[Tensor], ...] = (
-            sources,
-            weights,
+        claimed = len(self.claims) > 0
+        groups: tuple[Sequence[Any], ...] = (
+            () if claimed else self.sources,
+            () if claimed or self.weights is None else (self.weights,),
             self.scores,
             [f if f.shape == shape else f.expand(shape) for f in self.added],
-            () if self.accumulator is None else (self.accumulator,),
             self.claims,
             () if norm is None else [x for x in (norm.weight, norm.bias) if x is not None],
         )
         kind = None if norm is None else (norm.kind, norm.eps)
-        return _Sum.apply(tuple(map(len, groups)), kind, *itertools.chain.from_iterable(groups))
+        fixed = (self.sources, self.weights, self.accumulator) if claimed else ((), None, None)
+        return _Sum.apply(tuple(map(len, groups)), kind, fixed, *itertools.chain.from_iterable(groups))
 
     @property
     def _like(self) -> Tensor:
@@ -186,19 +185,22 @@ def _dimensional(weight: Tensor) -> Tensor:
 class _Sum(torch.autograd.Function):
     """The sum of a `Mix`, and its norm, with gradients written by hand.
 
-    What is saved is the sources, and with a norm the sum and one number per row.
+    What is saved is the sources, and with a norm the sum and one number per row. Sources, weights and accumulator that
+    get no gradient here come in ``fixed``: fewer tensors for autograd to look at.
     """
 
     @staticmethod
-    def forward(ctx: Any, counts: tuple[int, ...], kind: tuple[str, float] | None, *tensors: Tensor) -> Any:
-        sources, weights, scores, added, running, claims, scale = _groups(counts, tensors)
-        (weight,) = weights or (None,)
-        (accumulator,) = running or (None,)
+    def forward(
+        ctx: Any, counts: tuple[int, ...], kind: tuple[str, float] | None, fixed: tuple[Any, ...], *tensors: Tensor
+    ) -> Any:
+        sources, weights, scores, added, claims, scale = _groups(counts, tensors)
+        (weight,) = weights or (fixed[1],)
+        sources, accumulator = (*fixed[0], *sources), fixed[2]
         dtype = _plain_dtype(*sources, *added, *claims)
         ctx.counts, ctx.kind = counts, kind
         ctx.set_materialize_grads(False)
         # Gradients of sources, weights or scores: all need the sources.
-        ctx.weighted = any(ctx.needs_input_grad[2 : 2 + sum(counts[:3])])
+        ctx.weighted = any(ctx.needs_input_grad[3 : 3 + sum(counts[:3])])
         kept = (*sources, *weights, *scores) if ctx.weighted else ()
         if kind is not None:
             bias = scale[1] if len(scale) > 1 else None
@@ -214,7 +216,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_normed: Tensor | None = None) -> tuple[Any, ...]:
-        n, w, s, added, running, claims, scale = ctx.counts
+        n, w, s, added, claims, scale = ctx.counts
         kept, saved = ctx.weighted, ctx.saved_tensors  # once: a checkpoint unpacks each tensor only once
         sources, weights, scores, rest = _groups((n * kept, w * kept, s * kept, len(saved)), saved)
         (weight,) = weights or (None,)
@@ -225,15 +227,19 @@ class _Sum(torch.autograd.Function):
         elif grad_normed is not None:
             norm_weight, total_saved, rstd = rest[0], *rest[-2:]
             total, *found = operators.mix_norm_backward(
-                grad_normed, grad, total_saved, rstd, ctx.kind[0], norm_weight, sources, weight, scores
+                grad_normed, grad, total_saved, rstd, ctx.kind[0], norm_weight, scale > 1, sources, weight, scores
             )
-            count = 2 if ctx.kind[0] == "layer" else 1
-            of_norm, of_terms = found[:scale], found[count:] if kept else of_terms
+            of_norm, of_terms = found[:scale], _apart(found[scale:], s) if kept else of_terms
+        elif grad is not None and kept and operators.uses_kernels(grad):
+            of_terms = _apart(operators.mix_backward(grad, sources, weight, scores), s)
         elif grad is not None and kept:
-            of_terms = (operators.mix_backward if operators.uses_kernels(grad) else plain.combine_backward)(
-                grad, sources, weight, scores
-            )
-        return (None, None, *of_terms, *[total] * added, *[None] * running, *[total] * claims, *of_norm)
+            of_terms = plain.combine_backward(grad, sources, weight, scores)
+        return (None, None, None, *of_terms, *[total] * added, *[total] * claims, *of_norm)
+
+
+def _apart(found: Sequence[Tensor], scores: int) -> list[Tensor]:
+    """Gradients as operators return them, those of the scores in one tensor, as one for each score."""
+    return [*found[:-1], *found[-1].split(1, -1)] if scores else list(found)
 
 
 def _differentiable(
@@ -252,18 +258,19 @@ def _differentiable(
         of_norm = [None] * len(scale)
         if grad_normed is not None:
             norm = Norm(kind[0], scale[0], scale[1] if len(scale) > 1 else None, kind[1])  # type: ignore[arg-type]
-            back, *of_norm = torch.autograd.grad(normed(total, norm), (total, *scale), grad_normed, create_graph=True)
+            back, *of_norm = _gradients(normed(total, norm), (total, *scale), grad_normed)
             grad = back if grad is None else grad + back
     terms = [*sources, *([] if weight is None else [weight]), *scores]
     if grad is None or not terms:
         return grad, of_norm, [None] * len(terms)
-    wanted = [x for x in terms if x.requires_grad]
-    found = iter(
-        torch.autograd.grad(_by_autograd(sources, weight, scores, ()), wanted, grad, create_graph=True)
-        if wanted
-        else ()
-    )
-    return grad, of_norm, [next(found) if x.requires_grad else None for x in terms]
+    return grad, of_norm, _gradients(_by_autograd(sources, weight, scores, ()), terms, grad)
+
+
+def _gradients(result: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> list[Any]:
+    """Gradients that can be differentiated; None for inputs that need none."""
+    wanted = [x for x in inputs if x.requires_grad]
+    found = iter(torch.autograd.grad(result, wanted, grad, create_graph=True) if wanted else ())
+    return [next(found) if x.requires_grad else None for x in inputs]
 
 
 def _groups(counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:

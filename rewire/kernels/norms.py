@@ -43,19 +43,23 @@ def mark(module: nn.Module) -> str | None:
         return "its parameters are not those of an RMSNorm or LayerNorm with a weight"
     if any(True for _ in module.buffers()):
         return "it has buffers"
+    if any(True for _ in module.children()):
+        return "it calls other modules"
     generator = torch.Generator("cpu").manual_seed(0)
     width = parameters["weight"].shape[0]
     values = {name: torch.rand(width, generator=generator, device="cpu") + 0.5 for name in parameters}
-    rows = torch.randn(3, width, generator=generator, device="cpu")
     eps = _eps(module)
     if eps is None:
         return "it does not say its eps"
+    sizes = torch.tensor([[1.0], [10.0], [eps**0.5]], device="cpu")  # in rows of the last one eps matters
+    # Of three dimensions: on two, norms of the second dimension would pass.
+    rows = torch.randn(2, 3, width, generator=generator, device="cpu") * sizes
     try:
         with torch.no_grad():
             got = torch.func.functional_call(module, values, (rows,))
     except Exception as error:  # whatever a module does that is no norm
         return f"it cannot be run on rows: {error}"
-    kinds: tuple[Kind, ...] = ("rms", "rms+1", "layer")
+    kinds: tuple[Kind, ...] = ("layer",) if "bias" in parameters else ("rms", "rms+1", "layer")
     for kind in kinds:
         weight = values["weight"] + 1 if kind == "rms+1" else values["weight"]
         want = normed(rows, Norm("layer" if kind == "layer" else "rms", weight, values.get("bias"), eps))
@@ -85,15 +89,21 @@ def obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def norm_of(module: nn.Module) -> Norm | None:
-    """The norm that ``module`` computes, if a kernel may do it."""
+def norm_of(module: nn.Module, x: Tensor) -> Norm | None:
+    """The norm that ``module`` computes of tensors like ``x`` [..., D], if a kernel may do it.
+
+    Not if the weight has another dtype: modules differ in the dtype that they return then.
+    """
     if obstacle(module) is not None:
         return None
     kind: Kind = module.__dict__[_MARK]
     weight, bias, eps = module.weight, getattr(module, "bias", None), _eps(module)
     assert isinstance(weight, Tensor)
     assert eps is not None
-    return Norm("layer" if kind == "layer" else "rms", weight + 1 if kind == "rms+1" else weight, bias, eps)
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+        return None
+    # In float32, as Gemma does: 1 + w would lose most of a small w in bfloat16.
+    return Norm("layer" if kind == "layer" else "rms", weight.float() + 1 if kind == "rms+1" else weight, bias, eps)
 
 
 def normed(x: Tensor, norm: Norm) -> Tensor:

@@ -9,6 +9,7 @@ channel, [N, D]; scores are float32 [..., 1], one for each source or none; accum
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rewire.kernels.launch import Gradients
 from rewire.kernels.launch import mix_backward as launch_backward
 from rewire.kernels.launch import mix_forward as launch_forward
 from rewire.kernels.spec import MAX_NORM_WIDTH, MixSpec, Norm, Weights
@@ -115,9 +117,8 @@ def mix_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`mix`, its RMSNorm ("rms") or LayerNorm ("layer"), and what backward needs of the norm, float32 [1, rows]."""
     running = () if accumulator is None else (accumulator,)
-    spec = MixSpec(
-        len(sources), _kind(weights), bool(scores), len(added), norm=norm, keep_mix=True, accumulate=bool(running)
-    )
+    extra: dict[str, Any] = {"norm": norm, "norm_bias": norm_bias is not None, "accumulate": bool(running)}
+    spec = MixSpec(len(sources), _kind(weights), bool(scores), len(added), keep_mix=True, **extra)
     scale: dict[str, Any] = {"norm_weight": norm_weight, "norm_bias": norm_bias, "eps": eps}
     done = launch_forward(spec, sources, weights, scores, added, accumulators=running, dtype=dtype, **scale)
     assert done.rstd is not None
@@ -125,29 +126,35 @@ def mix_norm(
 
 
 def _mix_backward_fake(grad: Any, sources: Any, weights: Any, scores: Any) -> list[Tensor]:
-    dots = [] if weights is None else [torch.empty_like(weights)]
-    return [*(_like(x, x.dtype) for x in sources), *dots, *map(torch.empty_like, scores)]
+    dots = [] if weights is None else [_like(weights, weights.dtype)]
+    of_scores = [scores[0].new_empty((*scores[0].shape[:-1], len(scores)))] if scores else []
+    return [*(_like(x, x.dtype) for x in sources), *dots, *of_scores]
 
 
 @_operator("(Tensor grad, Tensor[] sources, Tensor? weights, Tensor[] scores) -> Tensor[]", _mix_backward_fake)
 def mix_backward(
     grad: Tensor, sources: Sequence[Tensor], weights: Tensor | None, scores: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Gradients of `mix`, in this order: N of the sources, that of the weights if given, those of the scores."""
+    """Gradients of `mix`: N of the sources, that of the weights if given, those of the scores in one [..., N]."""
     spec = MixSpec(len(sources), _kind(weights), bool(scores))
-    found = launch_backward(spec, (grad,), sources, weights, scores)
-    return [*found.sources, *([] if found.weights is None else [found.weights[0]]), *found.scores]
+    return _of_terms(launch_backward(spec, (grad,), sources, weights, scores))
+
+
+def _of_terms(found: Gradients) -> list[Tensor]:
+    dots = [] if found.weights is None else [found.weights[0]]
+    # They are views of one tensor, and results of an operator must not be.
+    return [*found.sources, *dots, *([torch.cat(found.scores, -1)] if found.scores else [])]
 
 
 def _mix_norm_backward_fake(
-    grad: Any, grad_mix: Any, mixed: Any, rstd: Any, norm: Any, scale: Any, sources: Any, weights: Any, scores: Any
+    grad: Any, grad_mix: Any, mixed: Any, rstd: Any, norm: Any, scale: Any, biased: Any, *terms: Any
 ) -> list[Tensor]:
-    by_channel = [scale.new_empty(scale.shape, dtype=torch.float32) for _ in range(2 if norm == "layer" else 1)]
-    return [_like(grad, grad.dtype), *by_channel, *_mix_backward_fake(grad, sources, weights, scores)]
+    by_channel = [_like(scale, torch.float32) for _ in range(1 + biased)]
+    return [_like(grad, grad.dtype), *by_channel, *_mix_backward_fake(grad, *terms)]
 
 
 @_operator(
-    "(Tensor grad, Tensor? grad_mix, Tensor mixed, Tensor rstd, str norm, Tensor norm_weight,"
+    "(Tensor grad, Tensor? grad_mix, Tensor mixed, Tensor rstd, str norm, Tensor norm_weight, bool biased,"
     " Tensor[] sources, Tensor? weights, Tensor[] scores) -> Tensor[]",
     _mix_norm_backward_fake,
 )
@@ -158,23 +165,25 @@ def mix_norm_backward(
     rstd: Tensor,
     norm: Norm,
     norm_weight: Tensor,
+    biased: bool,
     sources: Sequence[Tensor],
     weights: Tensor | None,
     scores: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Gradients of `mix_norm`: of the mix (and so of what was added), the norm's weight, for "layer" its bias, then
-    those of `mix_backward`.
+    """Gradients of `mix_norm`: of the mix (and so of what was added), the norm's weight, its bias if it is ``biased``,
+    then those of `mix_backward`.
 
     ``grad`` is the gradient of the normed mix, ``grad_mix`` that of the mix itself, if it was used, too.
     """
-    spec = MixSpec(len(sources), _kind(weights), bool(scores), added=1, norm=norm, keep_mix=True)
+    spec = MixSpec(
+        len(sources), _kind(weights), bool(scores), added=1, norm=norm, keep_mix=True, norm_bias=biased
+    )
     used = () if grad_mix is None else (grad_mix,)
     scale: dict[str, Any] = {"mixes": (mixed,), "rstd": rstd, "grad_mixes": used, "norm_weight": norm_weight}
     found = launch_backward(spec, (grad,), sources, weights, scores, **scale)
     by_channel = [x for x in (found.norm_weight, found.norm_bias) if x is not None]
-    dots = [] if found.weights is None else [found.weights[0]]
     assert found.added is not None
-    return [found.added, *by_channel, *found.sources, *dots, *found.scores]
+    return [found.added, *by_channel, *_of_terms(found)]
 
 
 @_operator(
@@ -189,7 +198,7 @@ def mixes(sources: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
 
 @_operator(
     "(Tensor[] grads, Tensor[] states, Tensor weights, Tensor[] added) -> Tensor[]",
-    lambda grads, states, weights, added: [*(_like(x, states[0].dtype) for x in states), torch.empty_like(weights)],
+    lambda grads, states, weights, added: [*(_like(x, states[0].dtype) for x in states), _like(weights, weights.dtype)],
 )
 def gather(grads: Sequence[Tensor], states: Sequence[Tensor], weights: Tensor, added: Sequence[Tensor]) -> list[Tensor]:
     """What N mixes send back to M states that they read: ``dx_m = sum_n w_mn g_n + sum_j a_j``, ``dw_mn = <x_m, g_n>``.
@@ -202,3 +211,63 @@ def gather(grads: Sequence[Tensor], states: Sequence[Tensor], weights: Tensor, a
     done = launch_forward(spec, grads, weights, added=added, probe=probes, dtype=states[0].dtype)
     assert done.weight_dots is not None
     return [*done.mixes, done.weight_dots]
+
+
+def _several_fake(sources: Any, weights: Any, scores: Any, stacked: bool) -> list[Tensor]:
+    outputs = len(weights) if scores is None else scores.shape[-2]
+    like, dtype = sources[0], functools.reduce(torch.promote_types, [x.dtype for x in sources])
+    if stacked:
+        return [like.new_empty((*like.shape[:-1], outputs, like.shape[-1]), dtype=dtype)]
+    return [_like(like, dtype) for _ in range(outputs)]
+
+
+@_operator("(Tensor[] sources, Tensor? weights, Tensor? scores, bool stacked) -> Tensor[]", _several_fake)
+def several(
+    sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None, stacked: bool
+) -> list[Tensor]:
+    """M mixes of the same N sources, in one pass over them.
+
+    Weights are [M, N] or [M, N, D], scores [..., M, N]. ``stacked`` returns one tensor [..., M, D].
+    """
+    spec = _spec_of_several(len(sources), weights, scores)
+    done = launch_forward(spec, sources, weights, _unbound(scores), stacked=spec.outputs * stacked)
+    return list(done.mixes) if done.stacked is None else [done.stacked]
+
+
+def _several_backward_fake(grads: Any, sources: Any, weights: Any, scores: Any, stacked: int) -> list[Tensor]:
+    like = sources[0]
+    first = [like.new_empty((*like.shape[:-1], stacked, like.shape[-1]))] if stacked else []
+    dots = [_like(x, x.dtype) for x in (weights, scores) if x is not None]
+    return [*first, *(_like(x, x.dtype) for x in sources[stacked:]), *dots]
+
+
+@_operator(
+    "(Tensor[] grads, Tensor[] sources, Tensor? weights, Tensor? scores, int stacked) -> Tensor[]",
+    _several_backward_fake,
+)
+def several_backward(
+    grads: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Tensor | None,
+    stacked: int,
+) -> list[Tensor]:
+    """Gradients of `several`: of the sources (the first ``stacked`` in one tensor), of the weights, of the scores."""
+    spec = _spec_of_several(len(sources), weights, scores)
+    found = launch_backward(spec, grads, sources, weights, _unbound(scores), stacked=stacked)
+    first = [] if found.stacked is None else [found.stacked]
+    dots = [] if found.weights is None else [found.weights]
+    if scores is not None:
+        dots.append(torch.cat(found.scores, -1).view(scores.shape))
+    return [*first, *found.sources[stacked:], *dots]
+
+
+def _spec_of_several(sources: int, weights: Tensor | None, scores: Tensor | None) -> MixSpec:
+    outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
+    kind = "none" if weights is None else _kind(weights[0])
+    return MixSpec(sources, kind, scores is not None, outputs=outputs)
+
+
+def _unbound(scores: Tensor | None) -> list[Tensor]:
+    """[..., M, N] as M N of [..., 1]."""
+    return [] if scores is None else [s.unsqueeze(-1) for s in scores.flatten(-2).unbind(-1)]

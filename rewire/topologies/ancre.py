@@ -117,11 +117,16 @@ class ANCRe(Topology):
         return _softmax(table, dim=1 if self.normalize == "ingoing" else 0)
 
     def start(self, x: Tensor, weights: Any) -> States:
-        """``x_0`` as the newest state, and the history of all states."""
-        return x, History.of(x, weights.table)
+        """The newest state, ``x_0``, and the history of those that have been read."""
+        return x, History.empty(weights.table)
 
     def read(self, states: States, weights: Any, t: int) -> Tensor:
-        return states[0]
+        x: Tensor = states[0]
+        return x
+
+    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+        x, history = states
+        return x, (x, history.push(x))
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Mix:
         x, history = states
@@ -129,10 +134,10 @@ class ANCRe(Topology):
         return history.mix(t - 1, added=(*kept, *branches))
 
     def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
-        return x, states[1].push(x)
+        return x, states[1]
 
     def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
-        return states[0]
+        return self.read(states, weights, dims.depth + 1)
 
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
         """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""

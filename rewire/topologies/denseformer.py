@@ -36,8 +36,9 @@ class DenseFormer(Topology):
 
     ``x_t = y_{t-1} + f_t`` and ``y_t = sum_i a_ti x_i`` over ``i <= t`` with ``i = t (mod dilation)``, if t
     is a multiple of period; otherwise ``y_t = x_t``. ``y_0 = x_0``. Unit t reads ``y_{t-1}``; the trunk's
-    output is ``y_T``. The states are ``x_0 .. x_t`` (a history, if all are averaged) and, last, ``y_t``. Both starts are ``a_tt = 1`` and 0
-    elsewhere: the original network, exactly.
+    output is ``y_T``. The states are ``x_0 .. x_t`` and ``y_t``; where all are averaged, ``x_t`` and a history of those
+    before, or inside a unit the history and ``y_t``. Both starts are ``a_tt = 1`` and 0 elsewhere: the original
+    network, exactly.
 
     Args:
         dilation: average only every dilation-th earlier state, 1 or more.
@@ -83,12 +84,19 @@ class DenseFormer(Topology):
         return Averages(alpha.split([len(self._sources(t)) for t in self._averaging(dims.depth)]), None)
 
     def start(self, x: Tensor, weights: Any) -> States:
-        """``x_0``; with a table, ``y_0`` and the history of all ``x``."""
-        return (x, x) if weights.table is None else (History.of(x, weights.table), x)
+        """``x_0`` and ``y_0``; with a table, ``x_0`` and the history of those that have been read."""
+        return (x, x) if weights.table is None else (x, History.empty(weights.table))
 
     def read(self, states: States, weights: Any, t: int) -> Tensor:
-        y: Tensor = states[-1]
-        return y
+        return self.open(states, weights, t)[0]
+
+    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+        if weights.table is None:
+            return states[-1], states
+        x, history = states
+        history = history.push(x)
+        y = x if t == 1 else history.mix(t - 2).value()
+        return y, (history, y)
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
         x = states[-1]
@@ -98,8 +106,7 @@ class DenseFormer(Topology):
 
     def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
         if weights.table is not None:
-            history = states[0].push(x)
-            return history, history.mix(t - 1).value()
+            return x, states[0]
         past = (*states[:-1], x)  # x_0 .. x_t
         if t % self.period:
             return (*past, x)
@@ -109,8 +116,8 @@ class DenseFormer(Topology):
         return self.read(states, weights, dims.depth + 1)
 
     def like(self, states: States) -> Tensor:
-        y: Tensor = states[-1]
-        return y
+        x: Tensor = states[1] if isinstance(states[0], History) else states[0]
+        return x
 
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
         """float32 [T, T + 1]: row t - 1 holds y_t over the columns x_0 .. x_T."""

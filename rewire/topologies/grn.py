@@ -12,6 +12,7 @@ from torch import Tensor
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.history import History, Table
 from rewire.kernels.mix import Mix, pending_mix
+from rewire.kernels.several import mixes
 from rewire.kernels.tokens import project
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, Ways, computed, total
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
@@ -92,24 +93,29 @@ class GRN(Topology):
         return tuple(Read(b_t, w_t.T) for b_t, w_t in zip(b, w, strict=True))
 
     def start(self, x: Tensor, weights: Any) -> States:
-        """The stack; with a table, its newest vector and the history of all."""
+        """The stack; with a table, its newest vector and the history of those that have been read."""
         table = weights[0].table
-        return (x,) if table is None else (x, History.of(x, table))
+        return (x,) if table is None else (x, History.empty(table))
 
     def read(self, states: States, weights: Any, t: int) -> Mix | Ways:
-        if weights[t - 1].table is not None:
-            mixed: Mix = states[1].mix(t - 1)
-            return mixed
-        mixes = _mixes(states, weights[t - 1])
-        if len(mixes) == 1:
-            return mixes[0]
-        q, k, v = (mix.value() for mix in mixes)
-        return Ways(q, k, v, residual=q)
+        return self.open(states, weights, t)[0]
+
+    def open(self, states: States, weights: Any, t: int) -> tuple[Mix | Ways, States]:
+        b, w, table = weights[t - 1]
+        if table is not None:
+            f, history = states
+            history = history.push(f)
+            return history.mix(t - 1), (f, history)
+        # Not relu: the derivative of clamp is 1 at 0, where all scores start.
+        scores = [] if w is None else [project(f, w).clamp(min=0) for f in states]  # each [..., ways]
+        if len(b) == 1:
+            return pending_mix(states, b[0], scores=scores), states
+        q, k, v = mixes(states, b, torch.stack(scores, dim=-1))
+        return Ways(q, k, v, residual=q), states
 
     def write(self, states: States, weights: Any, t: int, *branches: Tensor) -> States:
         if weights[t - 1].table is not None:
-            f = total(branches)
-            return f, states[1].push(f)
+            return total(branches), states[1]
         stack = (*states, total(branches))
         if self.last is not None and len(stack) > self.last + 2:
             return (stack[0], stack[1] + stack[2], *stack[3:])  # the oldest of the last k joins the middle
@@ -222,12 +228,3 @@ def _terms(stack: Sequence[str], read: Read) -> tuple[Term, ...]:
     (b,) = read.b  # [N] or [N, D]
     weights = b.tolist() if b.dim() == 1 else b.unbind()
     return tuple(Term(name, weight) for name, weight in zip(stack, weights, strict=True))
-
-
-def _mixes(stack: States, read: Read) -> list[Mix]:
-    """The weighted sum of the stack for each way."""
-    if read.w is None:
-        return [pending_mix(stack, b) for b in read.b]
-    # Not relu: the derivative of clamp is 1 at 0, where all scores start.
-    scores = [project(f, read.w).clamp(min=0) for f in stack]  # each [..., ways]
-    return [pending_mix(stack, b, scores=[s[..., way, None] for s in scores]) for way, b in enumerate(read.b)]

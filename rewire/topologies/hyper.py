@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.kernels.mix import mix
+from rewire.kernels.several import combine
 from rewire.kernels.tokens import project, rms_norm
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, no_preserving_start
 from rewire.topologies.program import Line, Program, Term, branch_of
@@ -331,27 +331,6 @@ class FracConnections(Streams):
 
 def _terms(streams: Sequence[str], weights: Tensor) -> tuple[Term, ...]:
     return tuple(Term(name, weight) for name, weight in zip(streams, weights.tolist(), strict=True))
-
-
-def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), write: Tensor | None = None) -> Tensor:
-    """``H'_j = sum_i w_ij H_i + sum_f b_j f_j``, in float32 (float64 for float64), rounded once.
-
-    By `mix`, not a matrix product, which autocast or TF32 would round.
-
-    Args:
-        streams: H [..., n, C].
-        weights: w [..., n, k], from stream i to row j of the result.
-        branches: f [..., k, C] or, the same for all j, [..., 1, C].
-        write: b [..., k].
-
-    Returns:
-        [..., k, C]
-    """
-    sources = streams.unsqueeze(-2).unbind(-3)  # n of [..., 1, C]
-    scores = weights.unsqueeze(-1).unbind(-3)  # n of [..., k, 1]
-    if write is None:
-        return mix(sources, None, scores=scores)
-    return mix((*sources, *branches), None, scores=(*scores, *[write.unsqueeze(-1)] * len(branches)))
 
 
 def check_count(option: str, value: int, least: int) -> None:

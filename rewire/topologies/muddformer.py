@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rewire.kernels.mix import mix
+from rewire.kernels.several import mixes
 from rewire.kernels.tokens import project, rms_norm
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, Ways, one_hot_previous, total
 from rewire.topologies.registry import register_topology
@@ -129,5 +129,4 @@ def _mixes(states: States, read: Aggregate) -> list[Tensor]:
     """The weighted sum of the states for each way."""
     hidden = F.gelu(project(rms_norm(states[-1]), read.w1))  # [..., K]
     scores = project(hidden, read.w2) + read.static.flatten()  # [..., C n], one way after the other
-    ways = scores.unflatten(-1, read.static.shape).unbind(-2)  # each [..., n]
-    return [mix(states, None, scores=way.split(1, dim=-1)) for way in ways]
+    return mixes(states, None, scores.unflatten(-1, read.static.shape))

@@ -41,7 +41,7 @@ def step(history: History, number: int, branch: Tensor) -> tuple[History, Tensor
 
 
 def net(flat: Tensor, first: list[Tensor], added: list[Tensor], step: Step = step) -> list[Tensor]:
-    history = History.of(first[0], Table(flat, len(added), len(first)))
+    history = History.empty(Table(flat, len(added), len(first))).push(first[0])
     for x in first[1:]:
         history = history.push(x)
     made = []
@@ -127,7 +127,7 @@ def test_low_precision_gradients_round_once() -> None:
     """What a state gets from nine mixes is added up in float32."""
     flat = torch.randn(entries(9, 1), requires_grad=True)
     x = torch.randn(2, 3, WIDTH).bfloat16().requires_grad_()
-    history, upstream = History.of(x, Table(flat, 9)), torch.randn(9, 2, 3, WIDTH).bfloat16()
+    history, upstream = History.empty(Table(flat, 9)).push(x), torch.randn(9, 2, 3, WIDTH).bfloat16()
     outputs = []
     for s in range(9):
         outputs.append(history.mix(s).value())
@@ -184,7 +184,7 @@ def test_only_some_outputs_are_used(used: list[int], channels: bool) -> None:
         return [y for s in range(5) if s in used for y in [mixed(s, states[: s + 1])]]
 
     def by_history(s: int, states: list[Tensor]) -> Tensor:
-        history = History.of(states[0], table)
+        history = History.empty(table).push(states[0])
         for x in states[1:]:
             history = history.push(x)
         return history.mix(s).value()
@@ -243,7 +243,7 @@ def test_two_forwards_before_one_backward() -> None:
     table, leaves = Table(flat, 4), (flat, *first, *added)
 
     def forward(sign: int) -> History:
-        history = History.of(sign * first[0], table)
+        history = History.empty(table).push(sign * first[0])
         for s in range(3):
             history, _ = step(history, s, added[s])
         return history
@@ -256,7 +256,7 @@ def test_two_forwards_before_one_backward() -> None:
 
 def test_one_history_has_two_futures() -> None:
     flat, (x,), added = draw(2)
-    start = History.of(x, Table(flat, 2))
+    start = History.empty(Table(flat, 2)).push(x)
     futures = [start.push(branch) for branch in added]
     assert len(start.states) == 1
     got = loss([future.mix(1).value() for future in futures])
@@ -284,7 +284,7 @@ def test_branches_and_states_that_broadcast() -> None:
     narrow = [added[0].detach()[:, :1].requires_grad_(), added[1], added[2]]
     torch.testing.assert_close(gradients(net, flat, [x], narrow), gradients(naive, flat, [x], narrow))
     state = added[0].detach()[:1].requires_grad_()
-    got = History.of(x, Table(flat, 3)).push(state.tanh()).mix(1).value()
+    got = History.empty(Table(flat, 3)).push(x).push(state.tanh()).mix(1).value()
     want = flat[1] * x + flat[2] * state.tanh()
     leaves = (flat, x, state)
     torch.testing.assert_close(torch.autograd.grad(loss([got]), leaves), torch.autograd.grad(loss([want]), leaves))
@@ -316,6 +316,7 @@ def test_compiles_in_one_graph(channels: bool) -> None:
     torch.testing.assert_close(gradients(compiled, *given), gradients(net, *given))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo hides
 @pytest.mark.parametrize("chosen", [range(4), [0], [1, 2], [3]])
 def test_some_steps_are_compiled(chosen: list[int]) -> None:
     """As where each block is compiled by itself: what begins in one world goes on in the other."""
@@ -335,7 +336,7 @@ def test_only_the_states_are_kept_for_backward() -> None:
     flat, first, added = draw(6, dtype=torch.bfloat16)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
-        history = History.of(first[0], Table(flat, 6))
+        history = History.empty(Table(flat, 6)).push(first[0])
         for s in range(5):
             history = history.push(history.mix(s, (added[s],)).value())
         history.mix(5).value()
@@ -345,11 +346,11 @@ def test_only_the_states_are_kept_for_backward() -> None:
 
 def test_a_state_gathers_its_gradient_in_one_pass() -> None:
     flat, (x,), added = draw(6)
-    history = History.of(x, Table(flat, 6))
+    history = History.empty(Table(flat, 6)).push(x)
     outputs = []
     for s in range(6):
         outputs.append(history.mix(s).value())
         history = history.push(added[s]) if s < 5 else history
-    claims = {claim.grad_fn for mix in history.claims for claim in mix[:1]}
-    assert len(claims) == 1  # of x, whatever the number of mixes
+    gathering = {claim.grad_fn for claims in history.claims for claim in claims[:1]}
+    assert len(gathering) == 1  # that of x, whatever the number of mixes
     assert not any(y.grad_fn.saved_tensors for y in outputs)  # type: ignore[union-attr]

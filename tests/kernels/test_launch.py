@@ -1,38 +1,29 @@
-"""The kernels against their float64 twins, in Triton's interpreter.
-
-The interpreter is chosen when a kernel is decorated: `TestKernels` runs in a pytest process of its own, with
-TRITON_INTERPRET=1, which `test_in_the_interpreter` starts.
-"""
+"""The kernels against their float64 twins, in Triton's interpreter."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor
 
 from rewire.kernels import launch, reference
 from rewire.kernels.spec import MixSpec
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EPS = 0.1  # bounds 1 / sqrt(variance + eps), which multiplies errors
 GUARD = 64  # elements around each tensor, NaN
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
-@pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
-def test_in_the_interpreter(tmp_path: Any) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::TestKernels"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "REWIRE_CACHE_DIR": str(tmp_path / "kernels")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+@starts_interpreter
+def test_in_the_interpreter(tmp_path: Path) -> None:
+    interpret(f"{__file__}::TestKernels", tmp_path)
 
 
 def guarded(*shape: int, dtype: torch.dtype = F32, device: Any = None) -> Tensor:

@@ -47,7 +47,7 @@ SPECS = {
 WIDTHS = (4096, 4096, 2048, 4096, 8192, 4096, 4096, 4096, 8192, 4096, 8192, 4096)
 EVERYWHERE = [(name, width, BF16) for name, width in zip(SPECS, WIDTHS, strict=True)]
 MORE = [
-    *((name, 4096, F32) for name in ("scalar", "channel + scores", "q, k, v", "scores + layer norm", "8 outputs")),
+    *((name, 4096, F32) for name in ("scalar", "channel + scores", "scores + layer norm")),
     *((name, width, BF16) for name in ("channel + scores", "scores + layer norm") for width in (64, 1000)),
 ]
 CASES = [*((target, *case) for target in TARGETS for case in EVERYWHERE), *(("sm_90", *case) for case in MORE)]

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from toy_nets import begin, net, opened, plain, run
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import ANCRe, Topology, make_topology, topologies
@@ -36,24 +37,6 @@ def naive_run(x: Tensor, blocks: list[nn.Module], p: dict[tuple[int, int], float
             new = new + p[i, j] * xs[i]
         xs.append(new + xs[j - 1] if keep else new)
     return xs
-
-
-def run(topology: Topology, weights: object, x: Tensor, blocks: list[nn.Module]) -> Tensor:
-    states = topology.start(x)
-    for t, block in enumerate(blocks, start=1):
-        states = topology.write(states, weights, t, block(topology.read(states, weights, t)))
-    return topology.finish(states, weights, Dims(len(blocks)))
-
-
-def net(depth: int, dtype: torch.dtype = torch.float32, width: int = 8) -> list[nn.Module]:
-    torch.manual_seed(1)
-    return [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to(dtype) for _ in range(depth)]
-
-
-def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
-    for block in blocks:
-        x = x + block(x)
-    return x
 
 
 def learned(topology: Topology, depth: int, start: str = "preserve") -> nn.Parameter:
@@ -95,14 +78,17 @@ def test_states_are_all_x() -> None:
     logits = torch.randn(10)
     weights = topology.weights({"logits": logits}, Dims(depth))
     xs = naive_run(x, blocks, naive_p(logits, depth, "ingoing", 0.3), False)
-    states = topology.start(x)
+    states = begin(topology, x, weights)
     for t, block in enumerate(blocks, start=1):
-        assert len(states) == t
-        assert topology.read(states, weights, t) is states[t - 1]
-        states = topology.write(states, weights, t, block(states[-1]))
-    assert states[0] is x
-    assert topology.finish(states, weights, Dims(depth)) is states[depth]
-    for got, want in zip(states, xs, strict=True):
+        newest, opened = topology.open(states, weights, t)
+        assert topology.read(states, weights, t) is newest
+        assert len(opened[1].states) == t
+        assert newest is opened[1].states[-1]
+        states = topology.write(opened, weights, t, block(newest))
+    newest, history = states
+    assert history.states[0] is x
+    assert topology.finish(states, weights, Dims(depth)) is newest
+    for got, want in zip((*history.states, newest), xs, strict=True):
         torch.testing.assert_close(got, want)
 
 
@@ -112,7 +98,7 @@ def test_sums(kind: str, start: str) -> None:
     topology, depth = ANCRe(kind), 7  # type: ignore[arg-type]
     torch.manual_seed(0)
     logits = torch.randn(28) if start == "random" else learned(topology, depth, start)
-    p = topology.weights({"logits": logits}, Dims(depth))
+    p = topology.weights({"logits": logits}, Dims(depth)).matrix
     torch.testing.assert_close(p.sum(1 if kind == "ingoing" else 0), torch.ones(depth))
     assert (p >= 0).all()
     assert (p.triu(1) == 0).all()
@@ -123,10 +109,10 @@ def test_paper_starts() -> None:
         assert (ANCRe(kind).parameters(Dims(5), "paper")["logits"] == 0).all()  # type: ignore[arg-type]
     uniform = torch.tensor([[1, 0, 0], [1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3]])
     for topology in (ANCRe(), ANCRe("none"), ANCRe("none", cascade="keep")):
-        torch.testing.assert_close(topology.weights(topology.parameters(Dims(3), "paper"), Dims(3)), uniform)
+        torch.testing.assert_close(topology.weights(topology.parameters(Dims(3), "paper"), Dims(3)).matrix, uniform)
     outgoing = ANCRe("outgoing")
     want = torch.tensor([[1 / 3, 0, 0], [1 / 3, 1 / 2, 0], [1 / 3, 1 / 2, 1]])
-    torch.testing.assert_close(outgoing.weights(outgoing.parameters(Dims(3), "paper"), Dims(3)), want)
+    torch.testing.assert_close(outgoing.weights(outgoing.parameters(Dims(3), "paper"), Dims(3)).matrix, want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,7 +123,7 @@ def test_preserving_start_is_one_hot(kind: str, temperature: float, depth: int) 
     logits = topology.parameters(Dims(depth), "preserve")["logits"]
     assert logits.dtype == torch.float32
     assert logits.shape == (depth * (depth + 1) // 2,)
-    p = topology.weights({"logits": logits}, Dims(depth)).double()
+    p = topology.weights({"logits": logits}, Dims(depth)).matrix.double()
     assert (p - torch.eye(depth)).abs().max() <= 1e-6
     assert (p - p.diagonal().diag()).sum() <= 4.01e-6  # the misplaced weight of all units together
     if kind != "none":
@@ -182,7 +168,7 @@ def test_gradients_at_the_preserving_start_are_not_noise(kind: str, depth: int) 
     logits = learned(topology, depth)
     torch.manual_seed(0)
     upstream = torch.randn(depth, depth)
-    topology.weights({"logits": logits}, Dims(depth)).backward(upstream)
+    topology.weights({"logits": logits}, Dims(depth)).matrix.backward(upstream)
     row, column = torch.tril_indices(depth, depth)
     exact = logits.detach().double().requires_grad_()
     table = torch.full((depth, depth), -math.inf, dtype=torch.float64).index_put((row, column), exact / 0.01)
@@ -205,8 +191,8 @@ def test_learns_a_shortcut(kind: str) -> None:
     teacher = logits.detach().clone()
     teacher[shortcut] = teacher.max() + (0 if kind == "none" else 0.01)
     target = topology.weights({"logits": teacher}, Dims(depth))
-    assert target[-1, 0] > 0.6
-    start = topology.weights({"logits": logits}, Dims(depth))[-1, 0].item()
+    assert target.matrix[-1, 0] > 0.6
+    start = topology.weights({"logits": logits}, Dims(depth)).matrix[-1, 0].item()
     optimizer = torch.optim.Adam([logits], lr=1e-2 if kind == "none" else 1e-3)
     for _ in range(600):
         x = torch.randn(64, 8)
@@ -214,7 +200,7 @@ def test_learns_a_shortcut(kind: str) -> None:
         out = run(topology, topology.weights({"logits": logits}, Dims(depth)), x, blocks)
         nn.functional.mse_loss(out, run(topology, target, x, blocks)).backward()
         optimizer.step()
-    end = topology.weights({"logits": logits}, Dims(depth)).detach()
+    end = topology.weights({"logits": logits}, Dims(depth)).matrix
     assert start < 1e-6
     assert end[-1, 0] > 0.4
 
@@ -226,7 +212,7 @@ def test_bf16_states(kind: str) -> None:
     logits = learned(topology, depth)
     weights = topology.weights({"logits": logits}, Dims(depth))
     out = run(topology, weights, x, blocks)
-    assert weights.dtype == torch.float32
+    assert {w.dtype for w in (weights.matrix, *weights.table.rows, *weights.table.columns)} == {torch.float32}
     assert out.dtype == torch.bfloat16
     # Not bitwise, as 1 - 1e-6 decides the ties that x + f often is in bfloat16; but as near to the truth.
     original = plain(x, blocks).double()
@@ -249,15 +235,16 @@ def test_autocast_leaves_the_weights_in_float32(kind: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = topology.weights({"logits": logits}, Dims(depth))
         out = run(topology, got, x, blocks)
-    assert got.dtype == torch.float32
-    assert torch.equal(got, want)
+    assert {w.dtype for w in (got.matrix, *got.table.rows, *got.table.columns)} == {torch.float32}
+    assert torch.equal(got.matrix, want.matrix)
     assert out.dtype == torch.float32  # as in the plain network: float32 stream + bfloat16 branch
 
 
 def test_parallel_branches_are_summed() -> None:
     topology, x, f, g = ANCRe(), *torch.randn(3, 2, 8)
     weights = topology.weights(topology.parameters(Dims(1), "paper"), Dims(1))
-    torch.testing.assert_close(topology.write((x,), weights, 1, f, g)[-1], x + f + g)
+    newest, _ = topology.write(opened(topology, x, weights), weights, 1, f, g)
+    torch.testing.assert_close(newest, x + f + g)
 
 
 @pytest.mark.parametrize("kind", KINDS)

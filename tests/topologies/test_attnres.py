@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from toy_nets import WIDTH, begin, net, plain, run
 from transformers.models.inkling2.configuration_inkling2 import Inkling2TextConfig
 from transformers.models.inkling2.modeling_inkling2 import Inkling2BlockAttentionResidual
 from x_transformers.x_transformers import AttentionResidual
@@ -16,9 +17,8 @@ from x_transformers.x_transformers import AttentionResidual
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import attnres, make_topology, topologies
 from rewire.topologies.attnres import AttnRes
-from rewire.topologies.base import Dims
+from rewire.topologies.base import Dims, computed
 
-WIDTH = 8
 VARIANTS = [AttnRes(block, scaled) for block in (None, 2, 3, 9) for scaled in (False, True)]
 
 
@@ -42,42 +42,14 @@ def naive(topology: AttnRes, x: Tensor, blocks: list[nn.Module], queries: Tensor
     raise AssertionError
 
 
-def run(topology: AttnRes, weights: object, x: Tensor, blocks: list[nn.Module]) -> Tensor:
-    states = topology.start(x)
-    for t, block in enumerate(blocks, start=1):
-        value, states = topology.open(states, weights, t)
-        states = topology.write(states, weights, t, block(value))
-    return topology.finish(states, weights, dims(len(blocks)))
-
-
-def dims(depth: int) -> Dims:
-    return Dims(depth, WIDTH)
-
-
-def net(depth: int, dtype: torch.dtype = torch.float32, zero: bool = False) -> list[nn.Module]:
-    torch.manual_seed(1)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(depth)]
-    if zero:
-        for block in blocks:
-            nn.init.zeros_(block[2].weight)
-            nn.init.zeros_(block[2].bias)
-    return [block.to(dtype) for block in blocks]
-
-
-def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
-    for block in blocks:
-        x = x + block(x)
-    return x
-
-
 @pytest.mark.parametrize("topology", VARIANTS)
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_formulas(topology: AttnRes, depth: int) -> None:
-    queries = torch.randn_like(topology.parameters(dims(depth), "paper")["queries"]).requires_grad_()
+    queries = torch.randn_like(topology.parameters(Dims(depth, WIDTH), "paper")["queries"]).requires_grad_()
     assert queries.shape == (depth, WIDTH)
     blocks = net(depth, torch.float64)
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
-    got = run(topology, topology.weights({"queries": queries}, dims(depth)), x, blocks)
+    got = run(topology, topology.weights({"queries": queries}, Dims(depth, WIDTH)), x, blocks)
     want = naive(topology, x, blocks, queries)
     torch.testing.assert_close(got, want)
     inputs, upstream = (x, queries, *nn.ModuleList(blocks).parameters()), torch.randn_like(x)
@@ -94,7 +66,7 @@ def test_any_leading_shape() -> None:
 def test_large_scores_pick_one_source() -> None:
     sources, queries = torch.randn(4, 50, WIDTH), 1e4 * torch.randn(3, WIDTH)
     largest = (nn.functional.normalize(sources, dim=-1) @ queries[2]).argmax(0)  # [tokens]
-    torch.testing.assert_close(AttnRes().read(tuple(sources), queries, 4), sources[largest, torch.arange(50)])
+    torch.testing.assert_close(computed(AttnRes().read(tuple(sources), queries, 4)), sources[largest, torch.arange(50)])
 
 
 def test_a_group_of_one_unit_is_no_group() -> None:
@@ -106,7 +78,7 @@ def test_sources_of_the_block_variant() -> None:
     topology, x, queries = AttnRes(block=3), torch.zeros(WIDTH), torch.zeros(8, WIDTH)
     fs = [torch.full((WIDTH,), 10.0**t) for t in range(8)]
     want = ["0", "0 1", "0 11", "0 111", "0 111 1000", "0 111 11000", "0 111 111000", "0 111 111000 1000000"]
-    states = topology.start(x)
+    states = begin(topology, x, queries)
     for t, sources in enumerate(want, start=1):
         _, opened = topology.open(states, queries, t)
         numbers = [f"{source[0] / 10:.0f}" for source in opened[: len(sources.split())]]
@@ -121,7 +93,7 @@ def test_sources_of_the_block_variant() -> None:
 def test_preserving_start_is_the_plain_network(block: int | None, dtype: torch.dtype) -> None:
     topology, depth = AttnRes(block, scaled=True), 60
     blocks, x = net(depth, dtype), torch.randn(4, WIDTH).to(dtype)
-    weights = topology.weights(topology.parameters(dims(depth), "preserve"), dims(depth))
+    weights = topology.weights(topology.parameters(Dims(depth, WIDTH), "preserve"), Dims(depth, WIDTH))
     out, want = run(topology, weights, x, blocks), plain(x, blocks)
     assert out.dtype == dtype
     if block in (None, 1):
@@ -134,7 +106,7 @@ def test_preserving_start_is_the_plain_network(block: int | None, dtype: torch.d
 @pytest.mark.parametrize("block", [None, 2])
 def test_bf16_states(block: int | None) -> None:
     topology, blocks, x = AttnRes(block, scaled=True), net(8, torch.bfloat16), torch.randn(16, WIDTH).bfloat16()
-    weights = topology.weights(topology.parameters(dims(8), "preserve"), dims(8))
+    weights = topology.weights(topology.parameters(Dims(8, WIDTH), "preserve"), Dims(8, WIDTH))
     out, original = run(topology, weights, x, blocks), plain(x, blocks).double()
     exact = plain(x.double(), [copy.deepcopy(block).double() for block in blocks])
     assert out.dtype == torch.bfloat16
@@ -143,17 +115,17 @@ def test_bf16_states(block: int | None) -> None:
 
 def test_paper_start_averages() -> None:
     topology, x, f, g = AttnRes(), *torch.randn(3, 2, WIDTH)
-    weights = topology.weights(topology.parameters(dims(2), "paper"), dims(2))
-    torch.testing.assert_close(topology.read((x, f, g), weights, 3), (x + f + g) / 3)
+    weights = topology.weights(topology.parameters(Dims(2, WIDTH), "paper"), Dims(2, WIDTH))
+    torch.testing.assert_close(computed(topology.read((x, f, g), weights, 3)), (x + f + g) / 3)
     with pytest.raises(UnsupportedTopology, match=r"attnres.*scaled=True.*start='paper'"):
-        topology.parameters(dims(2), "preserve")
+        topology.parameters(Dims(2, WIDTH), "preserve")
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("topology", [AttnRes(), AttnRes(scaled=True), AttnRes(2, scaled=True)])
 def test_every_query_learns_at_once(topology: AttnRes, zero: bool, optimizer: type) -> None:
-    blocks, queries = net(4, zero=zero), nn.Parameter(topology.parameters(dims(4), "paper")["queries"])
+    blocks, queries = net(4, zero=zero), nn.Parameter(topology.parameters(Dims(4, WIDTH), "paper")["queries"])
     stepper = optimizer([queries, *nn.ModuleList(blocks).parameters()], lr=0.1, weight_decay=0)
     x, target = torch.randn(2, 16, WIDTH)
     for step in range(2):
@@ -191,7 +163,7 @@ def test_liger_kernel(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
     want, sources_grad, w_grad = torch.load(tmp_path / "outputs.pt")
-    got = topology.read(tuple(sources), queries, t)
+    got = computed(topology.read(tuple(sources), queries, t))
     torch.testing.assert_close(got, want)
     *got_grads, queries_grad = torch.autograd.grad(got, (*sources, queries), upstream)
     torch.testing.assert_close(torch.stack(got_grads), sources_grad)
@@ -206,7 +178,7 @@ def test_inkling2() -> None:
     with torch.no_grad():
         theirs.query.copy_(queries[2] * WIDTH**0.5)
     (want,) = theirs(sources[:3].movedim(0, -2), sources[3])
-    got = AttnRes().read(tuple(sources), queries, 4)
+    got = computed(AttnRes().read(tuple(sources), queries, 4))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     (want_grad,) = torch.autograd.grad(want, theirs.query, upstream)
     (got_grad,) = torch.autograd.grad(got, queries, upstream)
@@ -221,21 +193,22 @@ def test_x_transformers() -> None:
     sources = torch.randn(4, 1, WIDTH)
     queries = torch.zeros(3, WIDTH)
     queries[2] = nn.functional.normalize(sources[-1, 0], dim=-1)  # rmsnorm / sqrt(D)
-    torch.testing.assert_close(AttnRes().read(tuple(sources), queries, 4), theirs(sources), rtol=1e-5, atol=1e-5)
+    got = computed(AttnRes().read(tuple(sources), queries, 4))
+    torch.testing.assert_close(got, theirs(sources), rtol=1e-5, atol=1e-5)
 
 
 def test_matrix() -> None:
     third = 1 / 3
     want = torch.tensor([[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0.5, 0.5, 0], [third, third, third, third]])
-    torch.testing.assert_close(AttnRes(block=2).matrix(torch.zeros(3, WIDTH), dims(3)), want)
-    assert torch.equal(AttnRes(2, scaled=True).matrix(torch.zeros(3, WIDTH), dims(3)), torch.ones(4, 4).tril())
+    torch.testing.assert_close(AttnRes(block=2).matrix(torch.zeros(3, WIDTH), Dims(3, WIDTH)), want)
+    assert torch.equal(AttnRes(2, scaled=True).matrix(torch.zeros(3, WIDTH), Dims(3, WIDTH)), torch.ones(4, 4).tril())
 
 
 def test_scores_are_float32_under_autocast() -> None:
     queries, sources = torch.randn(3, WIDTH), tuple(torch.randn(4, 2, WIDTH))
-    want = AttnRes().read(sources, queries, 4)
+    want = computed(AttnRes().read(sources, queries, 4))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(AttnRes().read(sources, queries, 4), want)
+        assert torch.equal(computed(AttnRes().read(sources, queries, 4)), want)
         assert run(AttnRes(), queries, sources[0], net(3)).dtype == torch.float32
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from deep_cross_attention.dca_gpt import DCAGPT, GRN
 from torch import Tensor, nn
+from toy_nets import begin
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import make_topology
-from rewire.topologies.base import Dims, Ways
+from rewire.topologies.base import Dims, Ways, computed
 from rewire.topologies.grn import DCA, GRNv3
 
 WIDTH, DEPTH = 8, 3
@@ -37,10 +38,10 @@ def test_grn_v3_equals_the_package() -> None:
     topology, dims = GRNv3(), Dims(DEPTH, WIDTH)
     weights = topology.weights(flat(grns), dims)
     increments = torch.randn(DEPTH + 1, 2, 5, WIDTH, dtype=torch.float64)
-    states = topology.start(increments[0])
+    states = begin(topology, increments[0], weights)
     for t in range(1, DEPTH + 1):
         want = grns[t - 1](increments[:t])
-        torch.testing.assert_close(topology.read(states, weights, t), want, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(computed(topology.read(states, weights, t)), want, rtol=1e-6, atol=1e-6)
         states = topology.write(states, weights, t, increments[t])
     want = grns[DEPTH](increments)
     torch.testing.assert_close(topology.finish(states, weights, dims), want, rtol=1e-6, atol=1e-6)
@@ -60,7 +61,8 @@ def reads(model: DCAGPT) -> list[GRN]:
 
 def run(topology: DCA, parameters: dict[str, Tensor], model: DCAGPT, ids: Tensor, dims: Dims) -> Tensor:
     """The package's decoder with its connections replaced by the topology's."""
-    weights, states = topology.weights(parameters, dims), topology.start(model.token_emb(ids))
+    weights = topology.weights(parameters, dims)
+    states = begin(topology, model.token_emb(ids), weights)
     for t, block in enumerate(model.dca_blocks, start=1):
         ways = topology.read(states, weights, t)
         assert isinstance(ways, Ways)

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import toy_nets
 from torch import Tensor, nn
+from toy_nets import net, opened, plain
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import DenseFormer, make_topology
-from rewire.topologies.base import Dims
+from rewire.topologies.base import Dims, States
+from rewire.topologies.denseformer import Averages
 
 OPTIONS = [(1, 1), (2, 1), (1, 2), (2, 3), (3, 2), (4, 5), (7, 1)]
 
@@ -33,18 +38,14 @@ def naive_run(x: Tensor, blocks: list[nn.Module], rows: dict[int, dict[int, floa
     return y
 
 
-def run(topology: DenseFormer, weights: object, x: Tensor, blocks: list[nn.Module]) -> Tensor:
-    states = topology.start(x)
-    for t, block in enumerate(blocks, start=1):
-        assert len(states) == t + 1  # x_0 .. x_{t-1}, y_{t-1}
-        assert topology.read(states, weights, t) is states[-1]
-        states = topology.write(states, weights, t, block(states[-1]))
-    return topology.finish(states, weights, Dims(len(blocks)))
+def run(topology: DenseFormer, weights: Averages, x: Tensor, blocks: list[nn.Module]) -> Tensor:
+    def check(t: int, read: Any, opened: States, written: States) -> None:
+        *held, y = opened
+        past = held if weights.table is None else held[0].states
+        assert len(past) == t and past[0] is x  # x_0 .. x_{t-1}
+        assert read is y
 
-
-def net(depth: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
-    torch.manual_seed(1)
-    return [nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(dtype) for _ in range(depth)]
+    return toy_nets.run(topology, weights, x, blocks, check=check)
 
 
 @pytest.mark.parametrize("depth", [5, 6, 11])
@@ -75,9 +76,7 @@ def test_starts_as_the_plain_network_bitwise(dilation: int, period: int, dtype: 
     assert alpha.dim() == 1
     blocks, x = net(depth, dtype), torch.randn(4, 8).to(dtype)
     weights = topology.weights({"alpha": alpha}, Dims(depth))
-    out, want = run(topology, weights, x, blocks), x
-    for block in blocks:
-        want = want + block(want)
+    out, want = run(topology, weights, x, blocks), plain(x, blocks)
     assert out.dtype == dtype
     assert torch.equal(out, want)
     assert torch.equal(topology.matrix(weights, Dims(depth)), torch.eye(depth, depth + 1).roll(1, 1))
@@ -113,15 +112,16 @@ def test_merge_leaves_room_for_a_norm() -> None:
     topology = DenseFormer()
     weights = topology.weights({"alpha": torch.tensor([0.25, 0.5])}, Dims(1))
     x, f, normed = torch.randn(3, 2, 8)
-    assert torch.equal(topology.merge(topology.start(x), weights, 1, f), x + f)
-    states = topology.push(topology.start(x), weights, 1, normed)
-    assert states[0] is x
-    assert states[1] is normed
-    torch.testing.assert_close(states[2], 0.25 * x + 0.5 * normed)
+    assert torch.equal(topology.merge(opened(topology, x, weights), weights, 1, f), x + f)
+    newest, history = topology.push(opened(topology, x, weights), weights, 1, normed)
+    assert newest is normed
+    assert history.states[0] is x
+    torch.testing.assert_close(topology.finish((newest, history), weights, Dims(1)), 0.25 * x + 0.5 * normed)
 
 
-def test_compiles_in_one_graph() -> None:
-    topology, blocks, x = DenseFormer(2, 1), net(4), torch.randn(4, 8)
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_compiles_in_one_graph(dilation: int) -> None:
+    topology, blocks, x = DenseFormer(dilation), net(4), torch.randn(4, 8)
 
     def forward(alpha: Tensor, x: Tensor) -> Tensor:
         return run(topology, topology.weights({"alpha": alpha}, Dims(4)), x, blocks)

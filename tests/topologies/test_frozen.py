@@ -9,9 +9,11 @@ import pytest
 import torch
 from every_topology import EVERY, PRE_NORM_ONLY
 from torch import Tensor
+from toy_nets import begin
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import ANCRe, Dims, Topology, make_topology
+from rewire.topologies.base import computed
 from rewire.topologies.frozen import Frozen, frozen
 from rewire.topologies.program import (
     Edge,
@@ -55,12 +57,13 @@ def as_frozen(topology: Topology, weights: Any, dims: Dims, threshold: float = 0
 
 
 def run(topology: Topology, weights: Any, dims: Dims, x: Tensor, post_norm: bool = False, parallel: int = 1) -> Tensor:
-    states = topology.start(x)
+    states = begin(topology, x, weights)
     for t in range(1, dims.depth + 1):
         read, states = topology.open(states, weights, t)
-        branches = [torch.tanh(read * (t + n)) for n in range(parallel)]
+        branches = [torch.tanh(computed(read) * (t + n)) for n in range(parallel)]
         if post_norm:
-            states = topology.push(states, weights, t, torch.sin(topology.merge(states, weights, t, *branches)))
+            merged = computed(topology.merge(states, weights, t, *branches))
+            states = topology.push(states, weights, t, torch.sin(merged))
         else:
             states = topology.write(states, weights, t, *branches)
         assert topology.like(states).shape == x.shape
@@ -159,7 +162,8 @@ def test_what_nobody_reads_goes_with_all_that_only_it_reads() -> None:
 
 def test_the_kept_shortcut_stands_beside_the_matrix() -> None:
     dims = Dims(2)
-    program = ANCRe("none", cascade="keep").program(torch.tensor([[0.5, 0], [0.001, 0.002]]), dims)
+    topology = ANCRe("none", cascade="keep")
+    program = topology.program(topology.weights({"logits": torch.tensor([0.5, 0.001, 0.002])}, dims), dims)
     pruned, dropped = prune(program, 0.01)
     assert [edge.source for edge in dropped] == ["x0", "x1"]
     torch.testing.assert_close(matrix(pruned), torch.tensor([[0.5, 0], [0, 0]]))
@@ -200,12 +204,12 @@ def test_a_lone_branch_is_no_copy() -> None:
 
 def test_a_state_that_is_not_read_is_not_kept_in_post_norm_either() -> None:
     """DenseFormer whose average drops the newest state: what the norm returns is forgotten."""
-    name = make_topology("denseformer", {})
-    weights = (torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.0, 1.0]))
-    made, constants = as_frozen(name, weights, Dims(2))
+    topology = make_topology("denseformer", {})
+    weights = topology.weights({"alpha": torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0])}, Dims(2))
+    made, constants = as_frozen(topology, weights, Dims(2))
     assert [made.held(t) for t in range(3)] == [("x0",), ("x0",), ("y2",)]
     x = torch.randn(3, WIDTH)
-    want = run(name, weights, Dims(2), x, True)
+    want = run(topology, weights, Dims(2), x, True)
     torch.testing.assert_close(run(made, constants, Dims(2), x, True), want)
 
 

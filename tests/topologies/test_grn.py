@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import copy
+import functools
+from typing import Any
 
 import pytest
 import torch
+import toy_nets
 from torch import Tensor, nn
+from toy_nets import WIDTH, begin, opened, plain
 
 from rewire.topologies import Topology, make_topology
-from rewire.topologies.base import Dims, Ways
+from rewire.topologies.base import Dims, States, Ways
 
 NAMES = ["grn-v1", "grn-v2", "grn-v3", "dca"]
-WIDTH = 8
 
 
 def dims_of(name: str, depth: int) -> Dims:
@@ -21,44 +24,27 @@ def dims_of(name: str, depth: int) -> Dims:
 class Block(nn.Module):
     """An attention over dimension -2 and what follows it: returns the increment of either one read or of q, k, v."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(4))
-        self.last = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.inner = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.last = nn.Linear(width, width)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, *ways: Tensor) -> Tensor:
+        q, k, v = (ways * 3)[:3]
         scores = self.inner[0](q) @ self.inner[1](k).transpose(-1, -2)
         attention = scores.softmax(-1) @ self.inner[2](v)
         return self.last(torch.tanh(self.inner[3](q + attention)))
 
 
-def net(depth: int, dtype: torch.dtype = torch.float64, zero: bool = False) -> nn.ModuleList:
-    torch.manual_seed(1)
-    blocks = nn.ModuleList(Block(dtype) for _ in range(depth))
-    for block in blocks if zero else ():
-        nn.init.zeros_(block.last.weight)
-        nn.init.zeros_(block.last.bias)
-    return blocks
+net = functools.partial(toy_nets.net, branch=Block)
 
 
-def plain(x: Tensor, blocks: nn.ModuleList) -> Tensor:
-    for block in blocks:
-        x = x + block(x, x, x)
-    return x
+def run(topology: Topology, parameters: dict[str, Tensor], x: Tensor, blocks: list[nn.Module], dims: Dims) -> Tensor:
+    def check(t: int, read: Any, opened: States, written: States) -> None:
+        assert isinstance(read, Ways) == (t in dims.attention)
+        assert not isinstance(read, Ways) or read.residual is read.q
 
-
-def run(topology: Topology, parameters: dict[str, Tensor], x: Tensor, blocks: nn.ModuleList, dims: Dims) -> Tensor:
-    weights, states = topology.weights(parameters, dims), topology.start(x)
-    for t, block in enumerate(blocks, start=1):
-        value, states = topology.open(states, weights, t)
-        assert isinstance(value, Ways) == (t in dims.attention)
-        if isinstance(value, Ways):
-            assert value.residual is value.q
-            increment = block(value.q, value.k, value.v)
-        else:
-            increment = block(value, value, value)
-        states = topology.write(states, weights, t, increment)
-    return topology.finish(states, weights, dims)
+    return toy_nets.run(topology, topology.weights(parameters, dims), x, blocks, dims, check)
 
 
 def learned(topology: Topology, dims: Dims, start: str = "preserve") -> dict[str, nn.Parameter]:
@@ -86,7 +72,7 @@ def naive_stack(increments: list[Tensor], last: int | None) -> list[Tensor]:
     return [*first, middle, *rest[-last:]]
 
 
-def naive_run(b: Tensor, w: Tensor | None, x: Tensor, blocks: nn.ModuleList, dims: Dims, last: int | None) -> Tensor:
+def naive_run(b: Tensor, w: Tensor | None, x: Tensor, blocks: list[nn.Module], dims: Dims, last: int | None) -> Tensor:
     """Section 3.1's sums, one number at a time from the flat parameters."""
     entries, rows = iter(b), iter(() if w is None else w)
 
@@ -107,7 +93,7 @@ def naive_run(b: Tensor, w: Tensor | None, x: Tensor, blocks: nn.ModuleList, dim
             increments.append(block(instance(stack), instance(stack), instance(stack)))
         else:
             r = instance(stack)
-            increments.append(block(r, r, r))
+            increments.append(block(r))
     output = instance(naive_stack(increments, last))
     assert next(entries, None) is None
     assert next(rows, None) is None
@@ -119,7 +105,7 @@ def naive_run(b: Tensor, w: Tensor | None, x: Tensor, blocks: nn.ModuleList, dim
 @pytest.mark.parametrize("name", NAMES)
 def test_formulas_and_gradients(name: str, depth: int, leading: tuple[int, ...], last: int | None) -> None:
     topology, dims = make_topology(name, {"last": last}), dims_of(name, depth)
-    parameters, blocks = randomised(topology, dims), net(depth)
+    parameters, blocks = randomised(topology, dims), net(depth, torch.float64)
     assert set(parameters) == ({"b", "w"} if name in ("grn-v3", "dca") else {"b"})
     x = torch.randn(*leading, WIDTH, dtype=torch.float64, requires_grad=True)
     out = run(topology, parameters, x, blocks, dims)
@@ -178,7 +164,7 @@ def test_every_weight_learns(name: str, last: int | None, optimizer: type[torch.
     topology, dims = make_topology(name, {"last": last}), dims_of(name, 5)
     parameters, blocks = learned(topology, dims), net(5, torch.float32, zero)
     start = copy.deepcopy(parameters)
-    optim = optimizer([*parameters.values(), *blocks.parameters()], lr=1e-2, weight_decay=0)  # type: ignore[call-arg]
+    optim = optimizer([*parameters.values(), *nn.ModuleList(blocks).parameters()], lr=1e-2, weight_decay=0)  # type: ignore[call-arg]
     x, target = torch.randn(2, 4, 5, WIDTH)
     for step in range(2):
         optim.zero_grad()
@@ -216,21 +202,28 @@ def test_matrix(name: str) -> None:
 def test_low_precision_states_round_once(name: str) -> None:
     topology, dims = make_topology(name, {}), dims_of(name, 2)
     weights = topology.weights(randomised(topology, dims), dims)
-    states = tuple(torch.randn(3, 2, 3, WIDTH).bfloat16())
-    out = topology.finish(states, weights, dims)
-    want = topology.finish(tuple(state.double() for state in states), weights, dims)
+    stack = tuple(torch.randn(3, 2, 3, WIDTH).bfloat16())
+
+    def finish(x: Tensor, *increments: Tensor) -> Tensor:
+        states = begin(topology, x, weights)
+        for t, f in enumerate(increments, start=1):
+            states = topology.write(topology.open(states, weights, t)[1], weights, t, f)
+        return topology.finish(states, weights, dims)
+
+    out = finish(*stack)
+    want = finish(*(x.double() for x in stack))
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), want, rtol=2**-8 + 1e-5, atol=1e-6)
-    mixed = topology.finish((states[0].float(), *states[1:]), weights, dims)  # as under autocast
+    mixed = finish(stack[0].float(), *stack[1:])  # as under autocast
     assert mixed.dtype == torch.float32
     torch.testing.assert_close(mixed.double(), want, rtol=1e-5, atol=1e-6)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(topology.finish((states[0].float(), *states[1:]), weights, dims), mixed)
+        assert torch.equal(finish(stack[0].float(), *stack[1:]), mixed)
 
 
 @pytest.mark.parametrize("name", ["grn-v2", "dca"])
 def test_compiles_in_one_graph(name: str) -> None:
-    topology, dims, blocks = make_topology(name, {"last": 1}), dims_of(name, 3), net(3, torch.float32)
+    topology, dims, blocks = make_topology(name, {"last": 1}), dims_of(name, 3), net(3)
     parameters, x = learned(topology, dims), torch.randn(4, 2, WIDTH)
 
     def forward(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -255,6 +248,8 @@ def test_parallel_branches_are_one_increment() -> None:
     topology, dims = make_topology("grn-v1", {}), Dims(1)
     weights = topology.weights({"b": torch.tensor([1.0, 2.0, 3.0])}, dims)
     x, f, g = torch.randn(3, 2, WIDTH)
-    states = topology.write(topology.start(x), weights, 1, f, g)
-    assert torch.equal(states[1], f + g)
+    states = topology.write(opened(topology, x, weights), weights, 1, f, g)
+    newest, history = states
+    assert torch.equal(newest, f + g)
+    assert history.states[0] is x
     torch.testing.assert_close(topology.finish(states, weights, dims), 2 * x + 3 * (f + g))

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hyper_connections import HyperConnections as Package
 from torch import Tensor, nn
+from toy_nets import WIDTH, begin, net, plain, run_learned
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import make_topology, topologies
 from rewire.topologies.base import Dims
 from rewire.topologies.hyper import DynamicHyperConnections, FracConnections, HyperConnections, Streams
 
-WIDTH = 8
 VARIANTS = [
     *[HyperConnections(n) for n in (1, 2, 4)],
     HyperConnections(3, "sum"),
@@ -51,31 +51,6 @@ def naive(topology: Streams, x: Tensor, blocks: list[Any], values: dict[str, Ten
     return sum(streams) / (1 if topology.output == "sum" else n), reads  # type: ignore[attr-defined]
 
 
-def run(topology: Streams, values: dict[str, Tensor], x: Tensor, blocks: list[Any]) -> Tensor:
-    dims = Dims(len(blocks), x.shape[-1])
-    weights, states = topology.weights(values, dims), topology.start(x)
-    for t, block in enumerate(blocks, start=1):
-        read, states = topology.open(states, weights, t)
-        states = topology.write(states, weights, t, block(read))
-    return topology.finish(states, weights, dims)
-
-
-def net(depth: int, dtype: torch.dtype = torch.float32, zero: bool = False) -> list[nn.Module]:
-    torch.manual_seed(1)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(depth)]
-    if zero:
-        for block in blocks:
-            nn.init.zeros_(block[-1].weight)
-            nn.init.zeros_(block[-1].bias)
-    return [block.to(dtype) for block in blocks]
-
-
-def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
-    for block in blocks:
-        x = x + block(x)
-    return x
-
-
 def learned(topology: Streams, depth: int, start: str = "preserve", noise: float = 0.0) -> dict[str, nn.Parameter]:
     values = topology.parameters(Dims(depth, WIDTH), start)  # type: ignore[arg-type]
     return {name: nn.Parameter(value + noise * torch.randn_like(value)) for name, value in values.items()}
@@ -89,7 +64,7 @@ def test_formulas_and_gradients(topology: Streams, depth: int, shape: tuple[int,
     twins = {name: value.detach().double().requires_grad_() for name, value in values.items()}
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     blocks = net(depth, torch.float64)
-    got, (want, _) = run(topology, values, x, blocks), naive(topology, x, blocks, twins)
+    got, (want, _) = run_learned(topology, values, x, blocks), naive(topology, x, blocks, twins)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     got_grads = torch.autograd.grad(got.square().sum(), [x, *values.values()])
     want_grads = torch.autograd.grad(want.square().sum(), [x, *twins.values()])
@@ -119,7 +94,7 @@ def test_start_values() -> None:
 def test_starts_as_the_plain_network_bitwise(topology: Streams, dtype: torch.dtype) -> None:
     blocks, x = net(6, dtype), torch.randn(4, 3, WIDTH).to(dtype)
     values = learned(topology, 6)
-    out = run(topology, values, x, blocks)
+    out = run_learned(topology, values, x, blocks)
     assert out.dtype == dtype
     assert torch.equal(out, plain(x, blocks))
     table = topology.matrix(topology.weights(values, Dims(6, WIDTH)), Dims(6, WIDTH))
@@ -128,7 +103,7 @@ def test_starts_as_the_plain_network_bitwise(topology: Streams, dtype: torch.dty
 
 def test_the_sum_is_n_times_the_mean() -> None:
     blocks, x, topology = net(3), torch.randn(4, WIDTH), HyperConnections(3, "sum")
-    out = run(topology, learned(topology, 3, "paper"), x, blocks)
+    out = run_learned(topology, learned(topology, 3, "paper"), x, blocks)
     torch.testing.assert_close(out, 3 * plain(x, blocks))
     for one in (HyperConnections(3), HyperConnections(1, "sum")):
         one.parameters(Dims(3), "preserve")
@@ -149,7 +124,7 @@ def test_every_weight_learns(topology: Streams, optimizer: type[torch.optim.Opti
     history = [copy.deepcopy(values)]
     for _ in range(3):
         steps.zero_grad()
-        (run(topology, values, x, blocks) - target).square().sum(-1).mean().backward()
+        (run_learned(topology, values, x, blocks) - target).square().sum(-1).mean().backward()
         steps.step()
         history.append(copy.deepcopy(values))
     start, _, second, third = history
@@ -163,7 +138,7 @@ def test_every_weight_learns(topology: Streams, optimizer: type[torch.optim.Opti
 def test_states(topology: Streams) -> None:
     x, dims = torch.randn(5, WIDTH).bfloat16(), Dims(2, WIDTH)
     weights = topology.weights(learned(topology, 2, noise=0.3), dims)
-    states = topology.start(x)
+    states = begin(topology, x, weights)
     assert states[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()  # n copies cost nothing
     for t in (1, 2):
         assert len(states) == 1
@@ -195,7 +170,7 @@ def test_parallel_branches_keep_the_order_of_plain_adds() -> None:
     x, f, g = torch.randn(3, 5, WIDTH) * 10
     for topology in (HyperConnections(4), FracConnections(2)):
         weights = topology.weights(learned(topology, 1), Dims(1, WIDTH))
-        states = topology.write(topology.open(topology.start(x), weights, 1)[1], weights, 1, f, g)
+        states = topology.write(topology.open(begin(topology, x, weights), weights, 1)[1], weights, 1, f, g)
         assert torch.equal(topology.finish(states, weights, Dims(1, WIDTH)), x + f + g)
 
 
@@ -221,9 +196,9 @@ def test_matrix(topology: Streams) -> None:
 def test_autocast_changes_only_the_branches(topology: Streams) -> None:
     values, x, fs = learned(topology, 3, "paper", noise=0.5), torch.randn(2, WIDTH), torch.randn(3, 2, WIDTH).bfloat16()
     blocks = [lambda _, f=f: f for f in fs]
-    want = run(topology, values, x, blocks)
+    want = run_learned(topology, values, x, blocks)
     with torch.autocast("cpu", torch.bfloat16):
-        got = run(topology, values, x, blocks)
+        got = run_learned(topology, values, x, blocks)
     assert got.dtype == torch.float32
     assert torch.equal(got, want)
 
@@ -231,8 +206,8 @@ def test_autocast_changes_only_the_branches(topology: Streams) -> None:
 @pytest.mark.parametrize("topology", [DynamicHyperConnections(2), FracConnections(2)], ids=str)
 def test_compiles_in_one_graph(topology: Streams) -> None:
     blocks, x, values = net(3), torch.randn(4, WIDTH), learned(topology, 3, noise=0.5)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    got, want = compiled(topology, values, x, blocks), run(topology, values, x, blocks)
+    compiled = torch.compile(run_learned, fullgraph=True, backend="aot_eager")
+    got, want = compiled(topology, values, x, blocks), run_learned(topology, values, x, blocks)
     torch.testing.assert_close(got, want)
     grads = [torch.autograd.grad(out.square().sum(), list(values.values())) for out in (got, want)]
     torch.testing.assert_close(*grads)
@@ -293,7 +268,7 @@ def test_hyper_connections_package(topology: HyperConnections) -> None:
     for t, unit in enumerate(units):
         load(unit, values, t)
         streams = unit(streams)
-    want, got = reduce(streams), run(topology, values, x, blocks)
+    want, got = reduce(streams), run_learned(topology, values, x, blocks)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     want.square().mean().backward()
     got.square().mean().backward()
@@ -317,7 +292,7 @@ def test_hyper_connections_package_fractions(dynamic: bool) -> None:
         unit.dynamic_alpha_fn.copy_(values["dynamic"][0, :, swapped] if dynamic else torch.tensor(0.0))
     want_read, want_mix, _ = unit.width_connection(x)
     weights = topology.weights(values, Dims(1, WIDTH))
-    read, states = topology.open(topology.start(x), weights, 1)
+    read, states = topology.open(begin(topology, x, weights), weights, 1)
     mixed = topology.finish(topology.write(states, weights, 1, torch.zeros_like(x)), weights, Dims(1, WIDTH))
     torch.testing.assert_close(read, want_read, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mixed, want_mix, rtol=1e-5, atol=1e-5)

@@ -1,19 +1,24 @@
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import pytest
 import torch
+import toy_nets
 from torch import Tensor, nn
+from toy_nets import plain
 from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextLaurelBlock
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import Topology, make_topology, topologies
-from rewire.topologies.base import Dims
+from rewire.topologies.base import Dims, States
 from rewire.topologies.laurel import LaurelLR, LaurelPA, LaurelRW
 
 WIDTH = 6
+net = functools.partial(toy_nets.net, width=WIDTH)
 VARIANTS = [LaurelRW(), LaurelRW(total=1.0), LaurelLR(rank=2), LaurelPA(rank=2), LaurelPA(rank=3, last=1)]
 PRESERVING = [LaurelRW(), LaurelLR(rank=4), LaurelPA(rank=4, last=2)]
 
@@ -44,38 +49,16 @@ def naive(topology: Topology, x: Tensor, blocks: list[nn.Module], parameters: di
 
 
 def run(topology: Topology, weights: object, x: Tensor, blocks: list[nn.Module]) -> Tensor:
-    states = topology.start(x)
-    for t, block in enumerate(blocks, start=1):
-        value, states = topology.open(states, weights, t)
-        assert value is states[-1]
-        assert len(states) == min(t, getattr(topology, "last", 1))
-        states = topology.write(states, weights, t, block(value))
-    return topology.finish(states, weights, dims(len(blocks)))
+    def check(t: int, read: Any, opened: States, written: States) -> None:
+        assert read is opened[-1]
+        assert len(opened) == min(t, getattr(topology, "last", 1))
 
-
-def dims(depth: int) -> Dims:
-    return Dims(depth, WIDTH)
+    return toy_nets.run(topology, weights, x, blocks, check=check)
 
 
 def drawn(topology: Topology, depth: int) -> dict[str, Tensor]:
-    start = topology.parameters(dims(depth), "paper")
+    start = topology.parameters(Dims(depth, WIDTH), "paper")
     return {name: (0.5 * torch.randn_like(value)).requires_grad_() for name, value in start.items()}
-
-
-def net(depth: int, dtype: torch.dtype = torch.float32, zero: bool = False) -> list[nn.Module]:
-    torch.manual_seed(1)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(depth)]
-    if zero:
-        for block in blocks:
-            nn.init.zeros_(block[2].weight)
-            nn.init.zeros_(block[2].bias)
-    return [block.to(dtype) for block in blocks]
-
-
-def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
-    for block in blocks:
-        x = x + block(x)
-    return x
 
 
 @pytest.mark.parametrize("topology", VARIANTS)
@@ -83,7 +66,7 @@ def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
 def test_formulas(topology: Topology, depth: int) -> None:
     parameters, blocks = drawn(topology, depth), net(depth, torch.float64)
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
-    got = run(topology, topology.weights(parameters, dims(depth)), x, blocks)
+    got = run(topology, topology.weights(parameters, Dims(depth, WIDTH)), x, blocks)
     want = naive(topology, x, blocks, parameters)
     # a and b come from a float32 softmax; everything else is float64 from float32 parameters.
     close = {"rtol": 1e-5, "atol": 1e-5} if isinstance(topology, LaurelRW) else {}
@@ -97,13 +80,13 @@ def test_formulas(topology: Topology, depth: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("topology", PRESERVING)
 def test_starts_as_the_plain_network_bitwise(topology: Topology, dtype: torch.dtype, start: str) -> None:
-    parameters = topology.parameters(dims(5), start)  # type: ignore[arg-type]
+    parameters = topology.parameters(Dims(5, WIDTH), start)  # type: ignore[arg-type]
     assert all(value.dtype == torch.float32 for value in parameters.values())
-    weights, blocks, x = topology.weights(parameters, dims(5)), net(5, dtype), torch.randn(4, WIDTH).to(dtype)
+    weights, blocks, x = topology.weights(parameters, Dims(5, WIDTH)), net(5, dtype), torch.randn(4, WIDTH).to(dtype)
     out = run(topology, weights, x, blocks)
     assert out.dtype == dtype
     assert torch.equal(out, plain(x, blocks))
-    assert torch.equal(topology.matrix(weights, dims(5)), torch.eye(5))
+    assert torch.equal(topology.matrix(weights, Dims(5, WIDTH)), torch.eye(5))
     if dtype != torch.bfloat16 or not isinstance(topology, LaurelRW):
         f, g = torch.randn(2, 4, WIDTH).to(dtype)
         assert torch.equal(topology.merge((x,), weights, 1, f, g), x + f + g)  # branches in parallel
@@ -113,27 +96,27 @@ def test_starts_as_the_plain_network_bitwise(topology: Topology, dtype: torch.dt
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("topology", PRESERVING)
 def test_every_weight_learns_in_two_steps(topology: Topology, zero: bool, optimizer: type) -> None:
-    before = topology.parameters(dims(4), "preserve")
+    before = topology.parameters(Dims(4, WIDTH), "preserve")
     learned = {name: nn.Parameter(value.clone()) for name, value in before.items()}
     blocks = net(4, zero=zero)
     stepper = optimizer([*learned.values(), *nn.ModuleList(blocks).parameters()], lr=0.1, weight_decay=0)
     x, target = torch.randn(2, 16, WIDTH)
     for _ in range(2):
         stepper.zero_grad()
-        nn.functional.mse_loss(run(topology, topology.weights(learned, dims(4)), x, blocks), target).backward()
+        nn.functional.mse_loss(run(topology, topology.weights(learned, Dims(4, WIDTH)), x, blocks), target).backward()
         stepper.step()
     for name, value in learned.items():
         assert (value != before[name]).all(), name
 
 
 def test_start_of_the_low_rank_map() -> None:
-    parameters = LaurelLR(rank=4).parameters(dims(2), "paper")
+    parameters = LaurelLR(rank=4).parameters(Dims(2, WIDTH), "paper")
     assert (parameters["up"] == 0).all() and parameters["up"].shape == (2, 4, WIDTH)
     want = [[1 / math.sqrt(4 * WIDTH) if i % 4 == j else 0.0 for j in range(4)] for i in range(WIDTH)]  # Footnote 2
     for unit in parameters["down"]:
         torch.testing.assert_close(unit, torch.tensor(want))
-    assert LaurelLR(rank=16).parameters(dims(2), "paper")["down"].shape == (2, WIDTH, WIDTH)  # cut to the width
-    assert (LaurelPA(last=3).parameters(dims(4), "paper")["gains"] == torch.ones(1 + 2 + 3 + 3)).all()
+    assert LaurelLR(rank=16).parameters(Dims(2, WIDTH), "paper")["down"].shape == (2, WIDTH, WIDTH)  # cut to the width
+    assert (LaurelPA(last=3).parameters(Dims(4, WIDTH), "paper")["gains"] == torch.ones(1 + 2 + 3 + 3)).all()
 
 
 def test_the_low_rank_block_of_gemma3n() -> None:
@@ -147,7 +130,7 @@ def test_the_low_rank_block_of_gemma3n() -> None:
         theirs.linear_right.weight.copy_(parameters["up"][t - 1].T)
     x, f, upstream = torch.randn(3, 2, 5, WIDTH)
     x.requires_grad_()
-    got = topology.merge((x,), topology.weights(parameters, dims(depth)), t, f)
+    got = topology.merge((x,), topology.weights(parameters, Dims(depth, WIDTH)), t, f)
     want = f + theirs(x)
     torch.testing.assert_close(got, want)
     ours = torch.autograd.grad(got, (x, parameters["down"], parameters["up"]), upstream)
@@ -158,7 +141,7 @@ def test_the_low_rank_block_of_gemma3n() -> None:
 
 def test_the_low_rank_map_is_float32_under_autocast() -> None:
     topology, x, f = LaurelPA(rank=2), torch.randn(4, WIDTH), torch.zeros(4, WIDTH)
-    weights = topology.weights(drawn(topology, 2), dims(2))
+    weights = topology.weights(drawn(topology, 2), Dims(2, WIDTH))
     want = topology.merge((x, f + 1), weights, 2, f)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(topology.merge((x, f + 1), weights, 2, f), want)
@@ -168,7 +151,7 @@ def test_the_low_rank_map_is_float32_under_autocast() -> None:
 def test_post_norm_passes_the_sum_through_the_norm() -> None:
     x, y, f, normed = torch.randn(4, 3, WIDTH)
     rw, pa = LaurelRW(), LaurelPA(rank=2, last=2)
-    weights = rw.weights(drawn(rw, 1), dims(1))
+    weights = rw.weights(drawn(rw, 1), Dims(1, WIDTH))
     torch.testing.assert_close(rw.merge((x,), weights, 1, f), weights[0, 0] * f + weights[0, 1] * x)
     assert rw.push((x,), weights, 1, normed) == (normed,)
     assert LaurelLR().push((x,), None, 1, normed) == (normed,)
@@ -177,16 +160,16 @@ def test_post_norm_passes_the_sum_through_the_norm() -> None:
 
 def test_matrices() -> None:
     rw, pa = LaurelRW(), LaurelPA(rank=2, last=2)
-    weights = rw.weights(drawn(rw, 3), dims(3))
-    assert torch.equal(rw.matrix(weights, dims(3)), torch.diag(weights[:, 1]))
+    weights = rw.weights(drawn(rw, 3), Dims(3, WIDTH))
+    assert torch.equal(rw.matrix(weights, Dims(3, WIDTH)), torch.diag(weights[:, 1]))
     parameters = drawn(pa, 3)
     want = torch.eye(3)
     for t, (first, count) in enumerate([(0, 1), (0, 2), (1, 2)], start=1):
         trace = (parameters["down"][t - 1] @ parameters["up"][t - 1]).trace() / WIDTH
         for j in range(count):
             want[t - 1, first + j] += parameters["gains"][[0, 1, 3][t - 1] + j] * trace
-    torch.testing.assert_close(pa.matrix(pa.weights(parameters, dims(3)), dims(3)), want)
-    lr = LaurelLR(rank=2).matrix(LaurelLR(rank=2).weights(parameters, dims(3)), dims(3))
+    torch.testing.assert_close(pa.matrix(pa.weights(parameters, Dims(3, WIDTH)), Dims(3, WIDTH)), want)
+    lr = LaurelLR(rank=2).matrix(LaurelLR(rank=2).weights(parameters, Dims(3, WIDTH)), Dims(3, WIDTH))
     want = torch.stack([1 + (a @ b).trace() / WIDTH for a, b in zip(parameters["down"], parameters["up"], strict=True)])
     torch.testing.assert_close(lr, torch.diag(want))
 
@@ -196,7 +179,7 @@ def test_compiles_in_one_graph(topology: Topology) -> None:
     blocks, x, parameters = net(3), torch.randn(4, WIDTH), drawn(topology, 3)
 
     def forward(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        return run(topology, topology.weights(parameters, dims(3)), x, blocks)
+        return run(topology, topology.weights(parameters, Dims(3, WIDTH)), x, blocks)
 
     compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(parameters, x), forward(parameters, x))
@@ -205,8 +188,8 @@ def test_compiles_in_one_graph(topology: Topology) -> None:
 def test_only_a_total_of_2_preserves() -> None:
     for total in (1.0, 3.0):
         with pytest.raises(UnsupportedTopology, match=rf"laurel-rw.*total={total} .*total=2.*start='paper'"):
-            LaurelRW(total).parameters(dims(2), "preserve")
-    weights = LaurelRW(1.0).weights(LaurelRW(1.0).parameters(dims(2), "paper"), dims(2))
+            LaurelRW(total).parameters(Dims(2, WIDTH), "preserve")
+    weights = LaurelRW(1.0).weights(LaurelRW(1.0).parameters(Dims(2, WIDTH), "paper"), Dims(2, WIDTH))
     assert weights.tolist() == [[0.5, 0.5]] * 2
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hyper_connections import mHC as Package
 from torch import Tensor, nn
+from toy_nets import WIDTH, net, plain, run_learned
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
 from rewire.errors import UnsupportedTopology
@@ -20,7 +21,6 @@ from rewire.topologies.base import Dims
 from rewire.topologies.hyper import combine
 from rewire.topologies.mhc import ManifoldHyperConnections, sinkhorn, sinkhorn_backward
 
-WIDTH = 8
 MHC = ManifoldHyperConnections
 
 
@@ -50,31 +50,6 @@ def naive(topology: MHC, x: Tensor, blocks: list[Any], values: dict[str, Tensor]
     return sum(streams) / (1 if topology.output == "sum" else n), reads
 
 
-def run(topology: MHC, values: dict[str, Tensor], x: Tensor, blocks: list[Any]) -> Tensor:
-    dims = Dims(len(blocks), x.shape[-1])
-    weights, states = topology.weights(values, dims), topology.start(x)
-    for t, block in enumerate(blocks, start=1):
-        read, states = topology.open(states, weights, t)
-        states = topology.write(states, weights, t, block(read))
-    return topology.finish(states, weights, dims)
-
-
-def net(depth: int, dtype: torch.dtype = torch.float32, zero: bool = False) -> list[nn.Module]:
-    torch.manual_seed(1)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(depth)]
-    if zero:
-        for block in blocks:
-            nn.init.zeros_(block[-1].weight)
-            nn.init.zeros_(block[-1].bias)
-    return [block.to(dtype) for block in blocks]
-
-
-def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
-    for block in blocks:
-        x = x + block(x)
-    return x
-
-
 def learned(topology: MHC, depth: int, start: str = "preserve", noise: float = 0.0) -> dict[str, nn.Parameter]:
     values = topology.parameters(Dims(depth, WIDTH), start)  # type: ignore[arg-type]
     return {name: nn.Parameter(value + noise * torch.randn_like(value)) for name, value in values.items()}
@@ -87,7 +62,7 @@ def test_formulas_and_gradients(topology: MHC, depth: int, shape: tuple[int, ...
     values = learned(topology, depth, "paper", noise=0.5)
     twins = {name: value.detach().double().requires_grad_() for name, value in values.items()}
     x, blocks = torch.randn(shape, dtype=torch.float64, requires_grad=True), net(depth, torch.float64)
-    got, (want, _) = run(topology, values, x, blocks), naive(topology, x, blocks, twins)
+    got, (want, _) = run_learned(topology, values, x, blocks), naive(topology, x, blocks, twins)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     got_grads = torch.autograd.grad(got.square().sum(), [x, *values.values()])
     want_grads = torch.autograd.grad(want.square().sum(), [x, *twins.values()])
@@ -139,8 +114,8 @@ def test_compiles_in_one_graph() -> None:
     values = learned(topology, 3, noise=0.5)
     with torch.no_grad():
         values["static"][:, 8:].uniform_(-50, 50)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    got, want = compiled(topology, values, x, blocks), run(topology, values, x, blocks)
+    compiled = torch.compile(run_learned, fullgraph=True, backend="aot_eager")
+    got, want = compiled(topology, values, x, blocks), run_learned(topology, values, x, blocks)
     torch.testing.assert_close(got, want)
     grads = [torch.autograd.grad(out.square().sum(), list(values.values())) for out in (got, want)]
     torch.testing.assert_close(*grads)
@@ -186,7 +161,7 @@ def test_preserving_start_equals_the_plain_network(streams: int, depth: int) -> 
     values = learned(topology, depth)
     for dtype, error in ((torch.float64, 1e-6), (torch.float32, 3e-6)):
         blocks, x = net(depth, dtype), torch.randn(4, 3, WIDTH).to(dtype)
-        out, want = run(topology, values, x, blocks), plain(x, blocks)
+        out, want = run_learned(topology, values, x, blocks), plain(x, blocks)
         assert out.dtype == dtype
         assert (out - want).norm() <= error * want.norm()
     dims = Dims(depth, WIDTH)
@@ -197,7 +172,7 @@ def test_preserving_start_equals_the_plain_network(streams: int, depth: int) -> 
 def test_preserving_start_in_bf16() -> None:
     """Not bitwise, as streams round on their own; but as near to the truth."""
     blocks, x = net(12, torch.bfloat16), torch.randn(64, WIDTH).bfloat16()
-    out, original = run(MHC(), learned(MHC(), 12), x, blocks), plain(x, blocks)
+    out, original = run_learned(MHC(), learned(MHC(), 12), x, blocks), plain(x, blocks)
     exact = plain(x.double(), [copy.deepcopy(block).double() for block in blocks])
     assert out.dtype == torch.bfloat16
     assert (out - exact).norm() <= 1.3 * (original - exact).norm()
@@ -207,7 +182,7 @@ def test_any_mix_of_streams_keeps_their_mean() -> None:
     values, blocks, x = learned(MHC(4, iterations=2), 6), net(6), torch.randn(4, WIDTH)
     with torch.no_grad():
         values["static"][:, 8:].uniform_(-50, 50)  # far from converged after two iterations
-    torch.testing.assert_close(run(MHC(4, iterations=2), values, x, blocks), plain(x, blocks))
+    torch.testing.assert_close(run_learned(MHC(4, iterations=2), values, x, blocks), plain(x, blocks))
 
 
 @pytest.mark.parametrize("zero", [False, True])
@@ -223,7 +198,7 @@ def test_every_weight_learns(optimizer: type[torch.optim.Optimizer], zero: bool)
     history, grads = [copy.deepcopy(values)], []
     for _ in range(3):
         steps.zero_grad()
-        (run(topology, values, x, blocks) - target).square().sum(-1).mean().backward()
+        (run_learned(topology, values, x, blocks) - target).square().sum(-1).mean().backward()
         steps.step()
         history.append(copy.deepcopy(values))
         grads.append(values["static"].grad[:, 2 * n :].abs())  # type: ignore[index]
@@ -255,9 +230,9 @@ def test_matrix() -> None:
 def test_autocast_changes_only_the_branches() -> None:
     topology, values = MHC(3, output="sum"), learned(MHC(3), 3, "paper", noise=0.5)
     x, blocks = torch.randn(2, WIDTH), [lambda _, f=f: f for f in torch.randn(3, 2, WIDTH).bfloat16()]
-    want = run(topology, values, x, blocks)
+    want = run_learned(topology, values, x, blocks)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(run(topology, values, x, blocks), want)
+        assert torch.equal(run_learned(topology, values, x, blocks), want)
 
 
 @pytest.mark.parametrize(("option", "value"), [("streams", 1), ("streams", 2.0), ("iterations", 0), ("output", "max")])
@@ -295,7 +270,7 @@ def test_deepseek_v4() -> None:
             unit.scale.copy_(values["scale"][t])
         post, comb, read = unit(streams.contiguous())
         streams = post.unsqueeze(-1) * block(read).unsqueeze(-2) + comb.mT @ streams
-    want, got = streams.sum(-2), run(topology, values, x, blocks)
+    want, got = streams.sum(-2), run_learned(topology, values, x, blocks)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
     want.square().mean().backward()
     got.square().mean().backward()

@@ -1,31 +1,38 @@
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import pytest
 import torch
+import toy_nets
 from torch import Tensor, nn
+from toy_nets import WIDTH, plain
 
 from rewire.topologies import make_topology, topologies
-from rewire.topologies.base import Dims, Ways
+from rewire.topologies.base import Dims, States, Ways
 from rewire.topologies.muddformer import MUDDFormer
 
-WIDTH = 8
 TRUNKS = [Dims(1, WIDTH), Dims(1, WIDTH, frozenset({1})), Dims(2, WIDTH), Dims(2, WIDTH, frozenset({1, 2}))]
 TRUNKS += [Dims(5, WIDTH), Dims(5, WIDTH, frozenset({1, 3, 4}))]
 MUDD = MUDDFormer()
 
 
 class Block(nn.Module):
-    """A branch that tells its four inputs apart."""
+    """A branch that tells its four inputs apart, or takes one for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.inputs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.inputs = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.out = nn.Linear(width, width)
 
     def forward(self, *ways: Tensor) -> Tensor:
+        ways *= 4 // len(ways)
         return self.out(torch.tanh(sum(linear(way) for linear, way in zip(self.inputs, ways, strict=True))))
+
+
+net = functools.partial(toy_nets.net, branch=Block)
 
 
 def naive(x: Tensor, blocks: list[nn.Module], dims: Dims, parameters: dict[str, Tensor]) -> Tensor:
@@ -53,37 +60,17 @@ def naive(x: Tensor, blocks: list[nn.Module], dims: Dims, parameters: dict[str, 
 
 
 def run(weights: object, x: Tensor, blocks: list[nn.Module], dims: Dims) -> Tensor:
-    states = MUDD.start(x)
-    for t, block in enumerate(blocks, start=1):
-        value, opened = MUDD.open(states, weights, t)
-        assert len(opened) == t + 1
-        assert isinstance(value, Ways) == (t in dims.attention)
-        ways = (value.q, value.k, value.v, value.residual) if isinstance(value, Ways) else (value,) * 4
-        assert opened[-1] is ways[3]
-        states = MUDD.write(opened, weights, t, block(*ways))
-        assert len(states) == t + 1
-    return MUDD.finish(states, weights, dims)
+    def check(t: int, read: Any, opened: States, written: States) -> None:
+        assert len(opened) == len(written) == t + 1
+        assert isinstance(read, Ways) == (t in dims.attention)
+        assert opened[-1] is (read.residual if isinstance(read, Ways) else read)
+
+    return toy_nets.run(MUDD, weights, x, blocks, dims, check)
 
 
 def drawn(dims: Dims) -> dict[str, Tensor]:
     start = MUDD.parameters(dims, "paper")
     return {name: (0.5 * torch.randn_like(value)).requires_grad_() for name, value in start.items()}
-
-
-def net(depth: int, dtype: torch.dtype = torch.float32, zero: bool = False) -> list[nn.Module]:
-    torch.manual_seed(1)
-    blocks = [Block() for _ in range(depth)]
-    if zero:
-        for block in blocks:
-            nn.init.zeros_(block.out.weight)
-            nn.init.zeros_(block.out.bias)
-    return [block.to(dtype) for block in blocks]
-
-
-def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
-    for block in blocks:
-        x = x + block(x, x, x, x)
-    return x
 
 
 @pytest.mark.parametrize("dims", TRUNKS)

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
+import toy_nets
 from torch import Tensor, nn
+from toy_nets import plain
 
 from rewire.topologies import Topology, make_topology, topologies
-from rewire.topologies.base import Dims
+from rewire.topologies.base import Dims, States
 from rewire.topologies.scaling import BranchScale, LayerScale
 
 WIDTH = 6
+net = functools.partial(toy_nets.net, width=WIDTH)
 NAMES = ["rezero", "skipinit", "layerscale"]
 
 
@@ -22,32 +28,10 @@ def naive(x: Tensor, blocks: list[nn.Module], scales: Tensor) -> Tensor:
 
 
 def run(topology: Topology, weights: object, x: Tensor, blocks: list[nn.Module]) -> Tensor:
-    states = topology.start(x)
-    for t, block in enumerate(blocks, start=1):
-        value, states = topology.open(states, weights, t)
-        assert value is states[0] and len(states) == 1
-        states = topology.write(states, weights, t, block(value))
-    return topology.finish(states, weights, dims(len(blocks)))
+    def check(t: int, read: Any, opened: States, written: States) -> None:
+        assert read is opened[0] and len(opened) == 1
 
-
-def dims(depth: int) -> Dims:
-    return Dims(depth, WIDTH)
-
-
-def net(depth: int, dtype: torch.dtype = torch.float32, zero: bool = False) -> list[nn.Module]:
-    torch.manual_seed(1)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(depth)]
-    if zero:
-        for block in blocks:
-            nn.init.zeros_(block[2].weight)
-            nn.init.zeros_(block[2].bias)
-    return [block.to(dtype) for block in blocks]
-
-
-def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
-    for block in blocks:
-        x = x + block(x)
-    return x
+    return toy_nets.run(topology, weights, x, blocks, check=check)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,8 +39,8 @@ def plain(x: Tensor, blocks: list[nn.Module]) -> Tensor:
 def test_formulas(name: str, depth: int) -> None:
     topology, blocks = make_topology(name, {}), net(depth, torch.float64)
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
-    scales = torch.randn_like(topology.parameters(dims(depth), "paper")["scales"]).requires_grad_()
-    weights = topology.weights({"scales": scales}, dims(depth))
+    scales = torch.randn_like(topology.parameters(Dims(depth, WIDTH), "paper")["scales"]).requires_grad_()
+    weights = topology.weights({"scales": scales}, Dims(depth, WIDTH))
     upstream = torch.randn_like(x)
     inputs = (x, scales, *nn.ModuleList(blocks).parameters())
     got, want = run(topology, weights, x, blocks), naive(x, blocks, scales.double())
@@ -66,15 +50,15 @@ def test_formulas(name: str, depth: int) -> None:
 
 def test_paper_starts() -> None:
     for name in ("rezero", "skipinit"):
-        scales = make_topology(name, {}).parameters(dims(3), "paper")["scales"]
+        scales = make_topology(name, {}).parameters(Dims(3, WIDTH), "paper")["scales"]
         assert scales.dtype == torch.float32
         assert scales.tolist() == [0.0] * 3
     for units, eps in [(2, 0.1), (36, 0.1), (37, 1e-5), (48, 1e-5), (49, 1e-6), (96, 1e-6)]:
-        scales = LayerScale().parameters(dims(units), "paper")["scales"]
+        scales = LayerScale().parameters(Dims(units, WIDTH), "paper")["scales"]
         assert torch.equal(scales, torch.full((units, WIDTH), eps))
-    assert (LayerScale(eps=0.25).parameters(dims(3), "paper")["scales"] == 0.25).all()
+    assert (LayerScale(eps=0.25).parameters(Dims(3, WIDTH), "paper")["scales"] == 0.25).all()
     x = torch.randn(4, WIDTH)
-    weights = BranchScale().weights(BranchScale().parameters(dims(3), "paper"), dims(3))
+    weights = BranchScale().weights(BranchScale().parameters(Dims(3, WIDTH), "paper"), Dims(3, WIDTH))
     assert torch.equal(run(BranchScale(), weights, x, net(3)), x)
 
 
@@ -82,7 +66,7 @@ def test_paper_starts() -> None:
 @pytest.mark.parametrize("topology", [BranchScale(), LayerScale(), LayerScale(eps=0.5)])
 def test_preserving_start_is_the_plain_network_bitwise(topology: Topology, dtype: torch.dtype) -> None:
     blocks, x = net(4, dtype), torch.randn(3, WIDTH).to(dtype)
-    weights = topology.weights(topology.parameters(dims(4), "preserve"), dims(4))
+    weights = topology.weights(topology.parameters(Dims(4, WIDTH), "preserve"), Dims(4, WIDTH))
     out = run(topology, weights, x, blocks)
     assert out.dtype == dtype
     assert torch.equal(out, plain(x, blocks))
@@ -96,21 +80,21 @@ def test_preserving_start_is_the_plain_network_bitwise(topology: Topology, dtype
 @pytest.mark.parametrize("name", NAMES)
 def test_every_scale_learns_in_two_steps(name: str, zero: bool, optimizer: type[torch.optim.Optimizer]) -> None:
     topology, blocks = make_topology(name, {}), net(4, zero=zero)
-    before = topology.parameters(dims(4), "preserve")["scales"]
+    before = topology.parameters(Dims(4, WIDTH), "preserve")["scales"]
     scales = nn.Parameter(before.clone())
     stepper = optimizer([scales, *nn.ModuleList(blocks).parameters()], lr=0.05, weight_decay=0)  # type: ignore[call-arg]
     x, target = torch.randn(2, 16, WIDTH)
     for _ in range(2):
         stepper.zero_grad()
-        out = run(topology, topology.weights({"scales": scales}, dims(4)), x, blocks)
+        out = run(topology, topology.weights({"scales": scales}, Dims(4, WIDTH)), x, blocks)
         nn.functional.mse_loss(out, target).backward()
         stepper.step()
     assert (scales != before).all()
 
 
 def test_paper_start_at_zero_trains_the_scales_first() -> None:
-    blocks, scales = net(3), nn.Parameter(BranchScale().parameters(dims(3), "paper")["scales"])
-    out = run(BranchScale(), BranchScale().weights({"scales": scales}, dims(3)), torch.randn(4, WIDTH), blocks)
+    blocks, scales = net(3), nn.Parameter(BranchScale().parameters(Dims(3, WIDTH), "paper")["scales"])
+    out = run(BranchScale(), BranchScale().weights({"scales": scales}, Dims(3, WIDTH)), torch.randn(4, WIDTH), blocks)
     out.square().sum().backward()
     assert scales.grad is not None
     assert (scales.grad != 0).all()
@@ -134,7 +118,7 @@ def test_matrix() -> None:
 
 def test_autocast_keeps_the_stream_in_float32() -> None:
     topology, x = LayerScale(), torch.randn(4, WIDTH)
-    weights = topology.weights(topology.parameters(dims(3), "preserve"), dims(3))
+    weights = topology.weights(topology.parameters(Dims(3, WIDTH), "preserve"), Dims(3, WIDTH))
     with torch.autocast("cpu", torch.bfloat16):
         assert run(topology, weights, x, net(3)).dtype == torch.float32
 
@@ -143,7 +127,7 @@ def test_compiles_in_one_graph() -> None:
     topology, blocks, x = LayerScale(), net(3), torch.randn(4, WIDTH)
 
     def forward(scales: Tensor, x: Tensor) -> Tensor:
-        return run(topology, topology.weights({"scales": scales}, dims(3)), x, blocks)
+        return run(topology, topology.weights({"scales": scales}, Dims(3, WIDTH)), x, blocks)
 
     scales = torch.randn(3, WIDTH)
     compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")

@@ -1,0 +1,120 @@
+"""What rewiring adds to a training step on a CPU: a 12-layer Llama, plain and rewired, in one run.
+
+    python benchmarks/cpu_step.py [TOPOLOGY ..] [--compiled] [--vocabulary N] [--threads N] [--rounds N] [--out FILE]
+
+A round runs plain, A, B, .., and all of them again in reverse, and adds up the two times of each: what slows down or
+speeds up evenly during a round then counts for all alike. Ratios are taken within rounds. *plain, again* is the plain
+model a second time: what its ratio differs from 1 is noise. A step is forward and backward, without an optimiser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+with contextlib.suppress(ModuleNotFoundError):  # where torchvision's operators do not match torch's build
+    import torchvision_stub  # noqa: F401
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import rewire
+from rewire import harness
+
+LAYERS, WIDTH, BATCH, LENGTH = 12, 256, 8, 128
+CPU = torch.device("cpu")
+PLAIN, AGAIN = "plain", "plain, again"
+
+
+def llama(vocabulary: int) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=688,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=vocabulary,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def steps(plain: nn.Module, topologies: list[str], compiled: bool) -> dict[str, Callable[[], None]]:
+    """One training step for each model, by name."""
+    ids = torch.randint(plain.config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))  # type: ignore[union-attr]
+    models: dict[str, Any] = {PLAIN: plain}
+    for name in topologies:
+        models[name] = rewire.compile(plain, name, start="paper", validate=False)
+    if compiled:
+        models = {name: torch.compile(model, fullgraph=True) for name, model in models.items()}
+    return {
+        name: harness.training_step(model, ((), {"input_ids": ids, "labels": ids}))
+        for name, model in [*models.items(), (AGAIN, models[PLAIN])]
+    }
+
+
+def there_and_back(todo: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+    """Seconds of one round, for each step."""
+    there = harness.side_by_side(todo, 1, CPU, warmup=0)
+    back = harness.side_by_side(dict(reversed(todo.items())), 1, CPU, warmup=0)
+    return {name: there[name].median + back[name].median for name in todo}
+
+
+def measure(todo: Mapping[str, Callable[[], None]], rounds: int, title: str) -> list[dict[str, Any]]:
+    there_and_back(todo)
+    found = [there_and_back(todo) for _ in track(range(rounds), title)]
+    return [
+        {
+            "mode": title,
+            "model": name,
+            "seconds": [seconds[name] / 2 for seconds in found],
+            "over plain": quartiles([seconds[name] / seconds[PLAIN] for seconds in found]),
+        }
+        for name in todo
+    ]
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """First quartile, median, third quartile."""
+    return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    result = Table("mode", "model", "step", "over plain", "quartiles")
+    for row in rows:
+        low, median, high = (f"{100 * (ratio - 1):+.1f}%" for ratio in row["over plain"])
+        step = f"{1e3 * statistics.median(row['seconds']):.0f} ms"
+        result.add_row(row["mode"], row["model"], step, median, f"{low} to {high}")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("topologies", nargs="*", default=["residual", "ancre-ingoing"])
+    parser.add_argument("--compiled", action="store_true", help="whole models under torch.compile, too")
+    parser.add_argument("--vocabulary", type=int, default=32000, help="its head is a large part of the step")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks/cpu_step.json"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    plain = llama(arguments.vocabulary)
+    rows = measure(steps(plain, arguments.topologies, compiled=False), arguments.rounds, "eager")
+    if arguments.compiled:
+        rows += measure(steps(plain, arguments.topologies, compiled=True), arguments.rounds, "torch.compile")
+    Console(width=120).print(table(rows))
+    settings = {"tokens": [BATCH, LENGTH], "width": WIDTH, "layers": LAYERS, "vocabulary": arguments.vocabulary}
+    harness.save(arguments.out, [{**settings, **row} for row in rows], CPU)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Every generated kernel against float64, on fresh random inputs; used by gpu.py.
+
+Results start as NaN, everything is computed twice, and the two have to be bitwise equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from rewire.kernels import launch, reference
+from rewire.kernels.spec import MixSpec
+
+EPS = 0.1  # of the norms: bounds 1 / sqrt(variance + eps), which multiplies errors
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One kernel at one size.
+
+    Attributes:
+        spec: what it computes.
+        rows, width: of its tensors.
+        dtype: of its states.
+    """
+
+    spec: MixSpec
+    rows: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        defaults = MixSpec(self.spec.sources)
+        fields = [f for f in dataclasses.fields(MixSpec) if f.name != "sources"]
+        given = [(f.name, getattr(self.spec, f.name)) for f in fields]
+        options = [f"{name}={value}" for name, value in given if value != getattr(defaults, name)]
+        size = f"{self.rows} x {self.width}, {str(self.dtype).removeprefix('torch.')}"
+        return " ".join([f"{self.spec.sources} sources", *options, f"({size})"])
+
+
+def checks(small: bool) -> list[Check]:
+    """All kinds of kernels; if not ``small``, at the sizes of models too."""
+    specs = [MixSpec(n) for n in (1, 2, 8, 16, 24, 32)]
+    specs += [
+        MixSpec(3, weights, scores, added)  # type: ignore[arg-type]
+        for weights in ("none", "scalar", "channel")
+        for scores, added in ((False, 2), (True, 1))
+    ]
+    specs += [MixSpec(4, weights, weights != "scalar", probe=True) for weights in ("none", "scalar", "channel")]  # type: ignore[arg-type]
+    specs += [MixSpec(5, weights, True, outputs=3) for weights in ("none", "scalar", "channel")]  # type: ignore[arg-type]
+    norms = [
+        MixSpec(3, weights, keep, added=1, norm=norm, keep_mix=keep)  # type: ignore[arg-type]
+        for weights in ("scalar", "channel")
+        for norm, keep in (("rms", False), ("rms", True), ("layer", True))
+    ]
+    norms += [MixSpec(18, "scalar", norm="rms", keep_mix=True), MixSpec(4, "channel", outputs=3, norm="layer")]
+    if small:
+        return [Check(spec, 5, 24, F32) for spec in specs + norms]
+    sizes = [(1000, 100, F32), (3000, 2048, BF16)]
+    found = [Check(spec, *size) for spec in specs + norms for size in sizes]
+    found += [Check(spec, 500, 8192, F16) for spec in norms]
+    return found + [Check(MixSpec(n, "channel", True), 7, width, BF16) for n, width in ((2, 1), (3, 33), (32, 4096))]
+
+
+def run(check: Check, device: torch.device, seed: int) -> float:
+    """Forward and every gradient of ``check``.
+
+    Returns:
+        The largest error as a share of the tolerance, 0 to 1.
+
+    Raises:
+        AssertionError: a result is wrong, or differs from run to run.
+    """
+    torch.manual_seed(seed)
+    inputs = _Inputs.of(check, device)
+    with _poisoned():
+        first, second = inputs.results(), inputs.results()
+    for name, values in first.items():
+        for value, again in zip(values, second[name], strict=True):
+            assert torch.equal(value, again), f"{name} differs from run to run"
+    wanted = inputs.exact()
+    assert first.keys() == wanted.keys()
+    shares = [
+        (_share(value, want, check, name, device), name)
+        for name, values in first.items()
+        for value, want in zip(values, wanted[name], strict=True)
+    ]
+    worst, name = max(shares)
+    assert worst <= 1, f"{name}: the error is {worst:.3g} times what is allowed"
+    return worst
+
+
+def _share(value: Tensor, want: Tensor, check: Check, name: str, device: torch.device) -> float:
+    """Largest error over the tolerance: one rounding of the result, and those of float32 sums.
+
+    Behind a norm, backward starts from a mix that was rounded. The interpreter rounds to bfloat16 toward zero.
+    """
+    if not value.numel():
+        return 0.0
+    scale = max(float(want.abs().max()), 1.0)
+    units = 1.01 if value.dtype == BF16 and device.type == "cpu" else 0.51
+    allowed = units * torch.finfo(value.dtype).eps * want.abs() + 1e-5 * scale
+    if check.spec.norm:
+        allowed = allowed + 4 * max(torch.finfo(check.dtype).eps, 1e-6) * scale
+    error = (value.double() - want.to(value.device)).abs() / allowed
+    return float(error.max()) if bool(value.isfinite().all()) else float("inf")
+
+
+@contextlib.contextmanager
+def _poisoned() -> Iterator[None]:
+    """``torch.empty`` and the like give NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    try:
+        assert torch.empty(1).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    spec: MixSpec
+    sources: list[Tensor]
+    weights: Tensor | None
+    scores: list[Tensor]
+    added: list[Tensor]
+    gain: Tensor | None
+    bias: Tensor | None
+    probe: Tensor | None
+    grads: list[Tensor]
+    grad_mixes: list[Tensor]
+
+    @classmethod
+    def of(cls, check: Check, device: torch.device) -> _Inputs:
+        spec, n, o = check.spec, check.spec.sources, check.spec.outputs
+
+        def draw(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+            return torch.randn(shape, device=device).to(dtype)
+
+        def states(count: int) -> list[Tensor]:
+            return [draw(check.rows, check.width, dtype=check.dtype) for _ in range(count)]
+
+        shape = (o, n, check.width) if spec.weights == "channel" else (o, n)
+        return cls(
+            spec,
+            sources=states(n),
+            weights=None if spec.weights == "none" else draw(*shape),
+            scores=[draw(check.rows, 1) for _ in range(o * n * spec.scores)],
+            added=states(spec.added),
+            gain=draw(check.width, dtype=check.dtype) if spec.norm else None,
+            bias=draw(check.width, dtype=check.dtype) if spec.norm == "layer" else None,
+            probe=states(1)[0] if spec.probe else None,
+            grads=states(o),
+            grad_mixes=states(o if spec.keep_mix else 0),
+        )
+
+    def results(self) -> dict[str, list[Tensor]]:
+        """Everything that the kernels return, by name."""
+        norm: dict[str, Any] = {"norm_weight": self.gain, "norm_bias": self.bias, "eps": EPS}
+        kept = dataclasses.replace(self.spec, keep_mix=self.spec.norm is not None)
+        found = launch.mix_forward(kept, self.sources, self.weights, self.scores, self.added, **norm, probe=self.probe)
+        saved: dict[str, Any] = {"mixes": found.mixes, "rstd": found.rstd} if self.spec.norm else {}
+        back = launch.mix_backward(
+            dataclasses.replace(self.spec, probe=False), self.grads, self.sources, self.weights, self.scores,
+            **saved, grad_mixes=self.grad_mixes, norm_weight=self.gain,
+        )  # fmt: skip
+        gradients = {f"gradient of {f.name}": getattr(back, f.name) for f in dataclasses.fields(back)}
+        if not self.spec.added:
+            del gradients["gradient of added"]
+        dots = {"weight dots": found.weight_dots, "score dots": found.score_dots} if self.spec.probe else {}
+        everything = {"mix": found.mixes, "norm": found.normed, **dots, **gradients}
+        return {name: tensors for name, value in everything.items() if (tensors := _tensors(value))}
+
+    def exact(self) -> dict[str, list[Tensor]]:
+        """The same in float64."""
+
+        def leaves(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+            return [x.double().requires_grad_() for x in tensors if x is not None]
+
+        sources, scores, added = leaves(self.sources), leaves(self.scores), leaves(self.added)
+        weights, gain, bias = leaves([self.weights]), leaves([self.gain]), leaves([self.bias])
+        mixes = reference.mixes(self.spec, sources, weights[0] if weights else None, scores, added)
+        normed = [reference.normed(self.spec, y, gain[0], bias[0] if bias else None, EPS) for y in mixes if gain]
+        outputs = [*(normed or mixes), *(mixes if self.grad_mixes else ())]
+        torch.autograd.backward(outputs, [g.double() for g in (*self.grads, *self.grad_mixes)])
+        dots: dict[str, Any] = {}
+        if self.probe is not None:
+            dots["weight dots"], dots["score dots"] = reference.dots(self.spec, self.sources, self.probe)
+        gradients = {
+            "sources": sources, "weights": weights, "scores": scores, "added": added[:1],
+            "norm_weight": gain, "norm_bias": bias,
+        }  # fmt: skip
+        found: dict[str, Any] = {"mix": mixes, "norm": normed, **dots}
+        found |= {f"gradient of {name}": [x.grad for x in xs] for name, xs in gradients.items()}
+        return {name: [x.detach() for x in tensors] for name, value in found.items() if (tensors := _tensors(value))}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]

@@ -1,0 +1,143 @@
+"""rewire.initialize: an initialiser's rules, applied to the parameters of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Generator, Tensor, nn
+
+from rewire.init.registry import Initializer, Rule, make_initializer
+from rewire.init.roles import roles as roles_of
+from rewire.init.table import Roles, Weight, printed
+
+_META = "on the meta device: call initialize again after to_empty"
+
+
+@dataclasses.dataclass(frozen=True)
+class InitReport:
+    """What `rewire.initialize` did. Printing it shows a table.
+
+    Attributes:
+        applied: (weight, rule) for each parameter or part of one that got new values.
+        kept: (name, reason) for each that kept its values.
+    """
+
+    applied: tuple[tuple[Weight, str], ...]
+    kept: tuple[tuple[str, str], ...]
+
+    @property
+    def deferred(self) -> bool:
+        """Whether parameters were left alone because they are on the meta device."""
+        return any(reason == _META for _, reason in self.kept)
+
+    def __str__(self) -> str:
+        return printed(self)
+
+    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+        table = Table("parameter", "role", "values", "rule", box=box.SIMPLE_HEAD)
+        for weight, rule in self.applied:
+            table.add_row(weight.name, weight.role, " x ".join(map(str, weight.shape)), rule)
+        yield table
+        if self.kept:
+            yield Text("Left as they were", style="bold")
+            table = Table("parameter", "because", box=box.SIMPLE_HEAD)
+            for name, reason in self.kept:
+                table.add_row(name, reason)
+            yield table
+
+
+@torch.no_grad()
+def initialize(
+    model: nn.Module,
+    init: str | Initializer,
+    *,
+    generator: Generator | None = None,
+    roles: Roles | None = None,
+    **options: Any,
+) -> InitReport:
+    """Give the parameters of ``model`` new values, in place, each by its role in the network.
+
+    A parameter that is used at several places is initialised once. Values are computed in float32 (float64 for float64)
+    and then rounded. Parameters on the meta device are left alone: call this again after ``to_empty``. Sharded
+    parameters (DTensor) get the values that they would have unsharded; all ranks have to call this.
+
+    Args:
+        model: any module, rewired or not.
+        init: a name (`rewire.initializers` lists them) or a `rewire.init.Initializer`.
+        generator: source of random numbers, on any device; default: torch's. Without it the values of a sharded model
+            are those of the first rank.
+        roles: what `rewire.roles` returned for this model before it was sharded, compiled or wrapped; default: found
+            now.
+        options: options of the named initialiser.
+
+    Returns:
+        A report of what was applied to which parameter, and what was left alone, and why.
+
+    Raises:
+        UnknownName: no such initialiser; near names are given.
+        TypeError: no such option.
+        RewireError: the initialiser has no meaning for this model.
+    """
+    chosen = make_initializer(init, options)
+    roles = roles or roles_of(model)
+    chosen.check(roles)
+    applied: list[tuple[Weight, str]] = []
+    kept: list[tuple[str, str]] = []
+    for name, parameter in model.named_parameters():
+        weights = roles.of(name)
+        rules = [chosen.rule(weight, roles) for weight in weights]
+        if not weights:
+            kept.append((name, "not in the table of roles"))
+        elif parameter.is_meta:
+            kept.append((name, _META))
+        else:
+            _set(parameter, weights, rules, generator)
+            applied += [(weight, rule.name) for weight, rule in zip(weights, rules, strict=True) if rule]
+            kept += [(w.name, _reason(w)) for w, rule in zip(weights, rules, strict=True) if not rule]
+    return InitReport(tuple(applied), tuple(kept))
+
+
+def _reason(weight: Weight) -> str:
+    if weight.role == "other":
+        return weight.because
+    return f"the initialiser says nothing of this role: {weight.role}"
+
+
+def _set(
+    parameter: nn.Parameter, weights: Sequence[Weight], rules: Sequence[Rule | None], generator: Generator | None
+) -> None:
+    if not any(rules):
+        return
+    stored = _whole(parameter).to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+    for weight, rule in zip(weights, rules, strict=True):
+        if rule is not None:
+            device = stored.device if generator is None else generator.device
+            values = torch.zeros(weight.shape, dtype=stored.dtype, device=device)
+            for matrix in values if weight.layout.stacked else (values,):
+                rule.fill(matrix, generator)
+            view = weight.layout.view(stored)
+            view.copy_(values.view(view.shape))
+    _store(parameter, stored.to(parameter.dtype))
+
+
+def _whole(parameter: Any) -> Tensor:
+    """All of a parameter, which may be sharded."""
+    whole: Tensor = parameter.full_tensor() if type(parameter.data).__name__ == "DTensor" else parameter.detach()
+    return whole
+
+
+def _store(parameter: Any, values: Tensor) -> None:
+    if type(parameter.data).__name__ != "DTensor":
+        parameter.copy_(values)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    # takes the values of the first rank
+    parameter.copy_(distribute_tensor(values, parameter.device_mesh, parameter.placements))

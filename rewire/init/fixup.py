@@ -1,0 +1,30 @@
+"""Fixup: weights inside branches scaled down by the number of branches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rewire.init import rules
+from rewire.init.registry import Initializer, Rule, register_initializer
+from rewire.init.table import LAST, MATRICES, Roles, Weight
+
+
+@register_initializer("fixup")
+@dataclasses.dataclass(frozen=True)
+class Fixup(Initializer):
+    """Fixup: He's variance scaled down inside branches, zero at their end and in the classifier (arXiv 1901.09321).
+
+    Weights inside a branch get He's standard deviation times ``L^(-1 / (2m - 2))``, with L branches in the model and m
+    weights on the longest way through this one (Section 3, rule 2). Biases become zero. Fixup's learned scalars (rule
+    3), which make up for the norms that it leaves out, are not added: that is a change of architecture.
+    """
+
+    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
+        if weight.role in LAST or weight.role in ("classifier", "bias"):
+            return rules.zeros()
+        if weight.role not in MATRICES:
+            return None
+        if not weight.branch:
+            return rules.kaiming()
+        scale = roles.branches ** (-1 / (2 * max(weight.depth, 2) - 2))
+        return rules.normal(rules.kaiming_std(weight.fan_in) * scale, f", L={roles.branches}, m={weight.depth}")

@@ -1,0 +1,44 @@
+"""IDInit: identity in every weight, almost zero at the end of every branch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from rewire.init.registry import Initializer, Rule, register_initializer
+from rewire.init.rules import zeros
+from rewire.init.table import LAST, MATRICES, Roles, Weight
+from rewire.init.units import EPSILON, LOOSE, idi_, idic_, idiz_, idizc_
+
+
+@register_initializer("idinit")
+@dataclasses.dataclass(frozen=True)
+class IDInit(Initializer):
+    """IDInit: identities padded with identities, and 1e-6 at the end of branches (arXiv 2503.04626).
+
+    IDI (matrices) and IDIC (kernels) everywhere; IDIZ and IDIZC for weights that a branch ends with and for the
+    classifier (Section 3); attention by Appendix A.5: q, k, v by IDI, the output by IDIZ. Biases become zero: the
+    paper's layers have none, and another bias would be what a branch adds to the stream.
+
+    Attributes:
+        tau: value on the diagonals; of the first weight sqrt(2) if the model's activation is a ReLU (Appendix B).
+        eps: scale of IDIZ.
+        loose: variance of tau, the loose condition; 0 turns it off.
+    """
+
+    tau: float = 1.0
+    eps: float = EPSILON
+    loose: float = LOOSE
+
+    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
+        if weight.role == "bias":
+            return zeros()
+        if weight.role not in MATRICES:
+            return None
+        kernel = "C" if len(weight.shape) > 2 and not weight.layout.stacked else ""
+        if weight.role in LAST or weight.role == "classifier":
+            zero = idizc_ if kernel else idiz_
+            return Rule(f"IDIZ{kernel}(eps={self.eps:g})", lambda values, _: zero(values, self.eps))
+        tau = self.tau * math.sqrt(2) if weight.role == "first" and roles.relu else self.tau
+        identity = idic_ if kernel else idi_
+        return Rule(f"IDI{kernel}(tau={tau:.4g})", lambda values, g: identity(values, tau, g, loose=self.loose))

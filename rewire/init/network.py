@@ -1,0 +1,309 @@
+"""What its residual adds say of a network: its branches, the projections of attentions, the first and last weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx, nn
+
+from rewire.errors import UnsupportedTopology
+from rewire.init.ends import Anatomy, Structure, is_conv1d, is_matrix_module, is_norm, structure
+from rewire.init.layout import Layout
+from rewire.kernels.fused_qkv import Fused
+from rewire.passes.projections import find_projections
+from rewire.passes.trunks import Finder, Step
+from rewire.passes.values import Values
+from rewire.patterns import Pattern, patterns_for
+from rewire.tracing import PathTracer
+
+#: Names of tables that are parameters of their own.
+TABLE = re.compile(r"embed|token|(^|[._])pos|position|table|latents|queries", re.I)
+#: Names of output layers, for networks whose forward cannot be traced.
+_OUTPUT = re.compile(
+    r"(^|\.)(\w*head|classifier|score|qa_outputs|proj_out\w*|fc|out|output|tail|logits|to_logits)(\.|$)", re.I
+)
+#: Settings of Hugging Face configs that name the activation.
+_ACTIVATIONS = ("hidden_act", "activation_function", "dense_act_fn", "hidden_activation")
+
+#: Parameters of projections with their parts: (q, k or v; where it lies).
+Parts: TypeAlias = list[tuple[str, Layout]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """The branch of one residual add.
+
+    Attributes:
+        step: where the add is.
+        inside: names of the parameters in the branch.
+        last: of those, the weights that it ends with.
+        norms: paths of the norms that it ends with.
+        scales: names of the factors that it ends with.
+        shortcut: names of the parameters on the add's shortcut.
+        depth: number of weights on the longest way through the branch.
+    """
+
+    step: Step
+    inside: frozenset[str]
+    last: frozenset[str]
+    norms: frozenset[str]
+    scales: frozenset[str]
+    shortcut: frozenset[str]
+    depth: int
+
+
+class Network:
+    """A plain model, its parameters by name, and what its graphs say of them.
+
+    Args:
+        model: the model.
+        running: what `child_calls_recorded` yielded.
+
+    Attributes:
+        parameters: by name, those used at several places once.
+        aliases: for each of them all of its names.
+        branches: one for each residual add.
+        of_branch: parameter name -> the innermost branch that it belongs to.
+        shortcuts: names of the parameters that project a shortcut.
+        projections: parameter name -> its parts q, k, v.
+        adds: number of residual adds, those of a shared block as often as it runs.
+        classifier: name of the weight that makes the network's output; None if there is none, or nothing tells.
+        first: names of the weights that come first.
+    """
+
+    def __init__(self, model: nn.Module, running: list[PathTracer]) -> None:
+        self.model = model
+        self.found: list[Pattern] = patterns_for(model)
+        forwards = {cls: function for p in reversed(self.found) for cls, function in p.forwards.items()}
+        self.finder = Finder(model, forwards, [leaf for p in self.found for leaf in p.leaves])
+        self.anatomy = Anatomy(self.finder, running)
+        self.parameters = dict(model.named_parameters())
+        self.first_name = {id(parameter): name for name, parameter in self.parameters.items()}
+        self.aliases: dict[str, list[str]] = {name: [] for name in self.parameters}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.aliases[self.first_name[id(parameter)]].append(name)
+
+        self.of_branch: dict[str, Branch] = {}
+
+        self.finder.run()
+        steps = [step for strand in self.finder.strands("", model) for step in strand.steps]
+        self.adds = len(steps)
+        self.branches = [self._branch(step) for step in {id(step): step for step in steps}.values()]
+        for branch in sorted(self.branches, key=lambda b: -len(b.step.block.path)):
+            for name in branch.inside:
+                self.of_branch.setdefault(name, branch)
+        self.shortcuts = frozenset[str]().union(*(branch.shortcut for branch in self.branches))
+        self.projections = self._projections()
+        taken = self.shortcuts.union(self.of_branch)
+        outside = [name for name in self.parameters if name not in taken and self.layout(name) is not None]
+        self.classifier = self._classifier(outside)
+        self.first = self._first([name for name in outside if name != self.classifier])
+
+    def owner(self, name: str) -> nn.Module:
+        """The module that the parameter ``name`` belongs to."""
+        return self.model.get_submodule(name.rpartition(".")[0])
+
+    def relu(self) -> bool:
+        """Whether the network's activation is a ReLU: as its config says, else if there is one."""
+        config: Any = getattr(self.model, "config", None)
+        named = [name for key in _ACTIVATIONS if isinstance(name := getattr(config, key, None), str)]
+        if named:
+            return "relu" in named
+        if any(isinstance(module, nn.ReLU) for module in self.model.modules()):
+            return True
+        nodes = [node for values in self.anatomy.all_graphs() for node in values.nodes]
+        nodes += [node for b in self.branches for node in b.step.block.chains[b.step.chain].entry.graph.nodes]
+        return any(node.target in (torch.relu, nn.functional.relu, "relu", "relu_") for node in nodes)
+
+    def layout(self, name: str) -> Layout | None:
+        """How the matrix in a parameter lies; None if it is none, or nothing tells."""
+        path, _, leaf = name.rpartition(".")
+        owner, parameter = self.model.get_submodule(path), self.parameters[name]
+        if not parameter.is_floating_point():
+            return None
+        if leaf == "weight" and is_matrix_module(owner):
+            if isinstance(owner, nn.modules.conv._ConvTransposeNd):
+                return Layout(transposed=True, groups=owner.groups)
+            return Layout(transposed=is_conv1d(owner))
+        if isinstance(owner, nn.MultiheadAttention) and leaf.endswith("proj_weight"):
+            return Layout()
+        if leaf.endswith("bias") or is_norm(owner) or isinstance(owner, nn.Embedding) or TABLE.search(leaf):
+            return None
+        if parameter.ndim == 3 and "expert" in f"{name} {type(owner).__name__}".lower():
+            return Layout(stacked=True, transposed=self._stacked_transposed(name, owner))
+        if parameter.ndim == 2 and leaf == "weight" and re.search("router|gate|linear", type(owner).__name__, re.I):
+            return Layout()
+        return None
+
+    def _stacked_transposed(self, name: str, owner: nn.Module) -> bool:
+        told = getattr(owner, "is_transposed", None)
+        if told is not None:
+            return bool(told)
+        branch = self.of_branch.get(name)
+        width = branch.step.site.width if branch else None
+        _, rows, columns = self.parameters[name].shape
+        ends = branch is not None and name in branch.last
+        return rows != columns and width == (columns if ends else rows)
+
+    # -- branches ---------------------------------------------------------------------------------------------------
+
+    def _branch(self, step: Step) -> Branch:
+        block = step.block
+        chain = block.chains[step.chain]
+        add = chain.adds[step.add]
+        values = Values(chain.entry.graph, block.traced.module)
+        region = {node for branch in add.branches for node in values.between(add.source, branch)} - {add.source}
+        ends = self.anatomy.ends_of(values, add.branches)
+        shortcut = values.between(add.source, add.shortcut) - {add.source}
+        inside = self._names(block.path, _parameters_in(values, region))
+        last = self._names(block.path, ends.weights)
+        scales = self._names(block.path, ends.scales)
+        return Branch(
+            step,
+            inside | last | scales,
+            last or frozenset([n for n in self.parameters if n in inside and self.layout(n) is not None][-1:]),
+            self._names(block.path, ends.norms),
+            scales,
+            self._names(block.path, _parameters_in(values, shortcut)),
+            max(self.anatomy.length(values, region), 1),
+        )
+
+    def _names(self, path: str, below: Iterable[str]) -> frozenset[str]:
+        """Names of parameters, or paths of modules, from the model's root; of a shared module the first ones."""
+        names = set()
+        for name in below:
+            full = f"{path}.{name}" if path and name else path or name
+            parameter = _attribute(self.model, full)
+            names.add(self.first_name.get(id(parameter), full) if isinstance(parameter, Tensor) else full)
+        return frozenset(names)
+
+    # -- attention --------------------------------------------------------------------------------------------------
+
+    def _projections(self) -> dict[str, Parts]:
+        """Parameter name -> its parts q, k, v with where they lie in it."""
+        found: dict[str, Parts] = {}
+        known: dict[tuple[Structure, str], list[tuple[str, Parts]]] = {}
+        for branch in self.branches:
+            block, site = branch.step.block, branch.step.site
+            if site.kind == "ffn":
+                continue
+            key = structure(block.traced.module), site.branch
+            if key not in known:
+                known[key] = self._projections_in(branch.step)
+            for below, parts in known[key]:
+                (name,) = self._names(block.path, [below])
+                if name in self.parameters:
+                    found.setdefault(name, parts)
+        return found
+
+    def _projections_in(self, step: Step) -> list[tuple[str, Parts]]:
+        """Parameters below the step's block that project q, k and v, with their parts."""
+        block, finder = step.block.traced.module, self.finder
+        try:
+            projections = find_projections(
+                block, step.block.path, step.site.branch, self.found, finder.leaves, finder.forwards
+            )
+        except UnsupportedTopology:
+            return []
+        return list(_parts(projections.paths, projections.fused, block))
+
+    # -- the network's ends -----------------------------------------------------------------------------------------
+
+    def _classifier(self, outside: list[str]) -> str | None:
+        """Name of the weight that makes the network's output: as the model says, else its forward, else a name."""
+        for getter in ("get_output_embeddings", "get_classifier"):
+            weight = getattr(_called(getattr(self.model, getter, None)), "weight", None)
+            if id(weight) in self.first_name:
+                return self.first_name[id(weight)]
+        graphs = self.anatomy.graphs(self.model)
+        for values in graphs:
+            ends = self.anatomy.ends_of(values, _outputs(values), self._holds_branch)
+            own = [name for name in outside if name in self._names("", ends.weights)]
+            if own:
+                return own[-1]
+        if graphs or not outside or not self._after_branches(outside[-1]):
+            return None
+        is_row = type(self.model).forward is nn.Sequential.forward
+        return outside[-1] if is_row or _OUTPUT.search(outside[-1]) else None
+
+    def _holds_branch(self, child: nn.Module) -> bool:
+        return any(self.first_name.get(id(p)) in self.of_branch for p in child.parameters())
+
+    def _after_branches(self, name: str) -> bool:
+        order = list(self.parameters)
+        return order.index(name) > max((order.index(n) for n in self.of_branch), default=-1)
+
+    def _first(self, outside: list[str]) -> frozenset[str]:
+        """Before each branch, the weight that comes first in the model's order."""
+        order = {name: number for number, name in enumerate(self.parameters)}
+        starts = [min(order[name] for name in branch.inside) for branch in self.branches if branch.inside]
+        first = [[name for name in outside if order[name] < start][:1] for start in starts]
+        return frozenset(name for names in first or [outside[:1]] for name in names)
+
+
+def _parts(paths: tuple[str, ...], fused: Fused | None, block: nn.Module) -> Iterator[tuple[str, Parts]]:
+    """Names, below ``block``, of the parameters of projections, with their parts."""
+    module = block.get_submodule(paths[0])
+    if isinstance(module, nn.MultiheadAttention):
+        if module._qkv_same_embed_dim:
+            size = module.embed_dim
+            rows = [(role, Layout(rows=(1, n * size, size))) for n, role in enumerate("qkv")]
+            yield f"{paths[0]}.in_proj_weight", rows
+        else:
+            for role in "qkv":
+                yield f"{paths[0]}.{role}_proj_weight", [(role, Layout())]
+    elif fused is not None:
+        starts = (0, fused.sizes[0], fused.sizes[0] + fused.sizes[1])
+        rows = [
+            (role, Layout(rows=(fused.groups, start, size)))
+            for role, start, size in zip("qkv", starts, fused.sizes, strict=True)
+        ]
+        yield f"{paths[0]}.weight", rows
+    elif len(paths) == 3:
+        for role, path in zip("qkv", paths, strict=True):
+            yield f"{path}.weight", [(role, Layout())]
+
+
+def _parameters_in(values: Values, nodes: Iterable[fx.Node]) -> Iterator[str]:
+    """Names, below the traced module, of the parameters that ``nodes`` use."""
+    for node in nodes:
+        for used in (node, *node.all_input_nodes):
+            if used.op == "get_attr" and isinstance(_attribute(values.root, str(used.target)), nn.Parameter):
+                yield str(used.target)
+        path = values.callee(node)
+        if path is None:
+            continue
+        module = _attribute(values.root, path)
+        if isinstance(module, nn.Module):
+            yield from (f"{path}.{name}" for name, _ in module.named_parameters())
+        elif isinstance(method := getattr(type(values.root), path, None), FunctionType):
+            for name in method.__code__.co_names:
+                child = getattr(values.root, name, None)
+                if isinstance(child, nn.Module):
+                    yield from (f"{name}.{below}" for below, _ in child.named_parameters())
+                elif isinstance(child, nn.Parameter):
+                    yield name
+
+
+def _outputs(values: Values) -> list[fx.Node]:
+    return [node for index, node in values.returned() if index in (None, 0, "logits")]
+
+
+def _attribute(root: nn.Module, path: str) -> Any:
+    found: Any = root
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _called(getter: Any) -> Any:
+    """What a model's getter returns; None where it has none, or does not support it."""
+    try:
+        return getter() if callable(getter) else None
+    except (AttributeError, NotImplementedError, TypeError):
+        return None

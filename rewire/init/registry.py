@@ -1,0 +1,87 @@
+"""What an initialiser is, and their names. Installed packages add theirs by entry points, ``rewire.initializers``."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Generator, Tensor
+
+from rewire.init.table import Roles, Weight
+from rewire.registry import Registry
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What happens to one weight.
+
+    Attributes:
+        name: for the report, with the numbers that matter: ``IDI(tau=1)``.
+        fill: fills a tensor [out, in] or [out, in / groups, *kernel] in place; a parameter's own shape for what is no
+            matrix. Of stacked experts it gets one after the other. Random numbers come from the generator.
+    """
+
+    name: str
+    fill: Callable[[Tensor, Generator | None], object]
+
+
+class Initializer(abc.ABC):
+    """A rule from role and shape to values. Subclasses are frozen dataclasses: their fields are the options."""
+
+    @abc.abstractmethod
+    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
+        """What happens to ``weight``; None leaves its values alone."""
+
+    def check(self, roles: Roles) -> None:  # noqa: B027 (most fit all models)
+        """Raise a `RewireError` if the initialiser has no meaning for a model with these roles."""
+
+
+I = TypeVar("I", bound=Callable[..., Initializer])  # noqa: E741
+
+_REGISTRY: Registry[Callable[..., Initializer]] = Registry(
+    "initialiser", "initializers", entry_points="rewire.initializers"
+)
+
+
+def register_initializer(name: str) -> Callable[[I], I]:
+    """Decorator: make an `Initializer` class (or a function that returns one) available as ``init=name``.
+
+    The first line of its docstring is its description in `initializers`. Its parameters are the options that
+    ``rewire.initialize(model, name, **options)`` accepts.
+    """
+
+    def register(factory: I) -> I:
+        _REGISTRY.add(name, factory)
+        return factory
+
+    return register
+
+
+def initializers() -> dict[str, str]:
+    """Name of every initialiser, and what it is in one line."""
+    return {name: (inspect.getdoc(factory) or "").split("\n")[0] for name, factory in _REGISTRY.items()}
+
+
+def make_initializer(init: str | Initializer, options: dict[str, Any]) -> Initializer:
+    """The initialiser of that name with ``options``, or the object itself.
+
+    Raises:
+        UnknownName: no such initialiser; the nearest names are given.
+        TypeError: neither a name nor an `Initializer`, or no such option.
+    """
+    if isinstance(init, Initializer):
+        if options:
+            raise TypeError(f"options {sorted(options)} go to an initialiser given by name; set them on the object.")
+        return init
+    if not isinstance(init, str):
+        raise TypeError(f"init must be a name or a rewire.init.Initializer, not {type(init).__name__}.")
+    factory = _REGISTRY.get(init)
+    allowed = list(inspect.signature(factory).parameters)
+    for option in options:
+        if option not in allowed:
+            takes = f"it takes {', '.join(allowed)}" if allowed else "it takes none"
+            raise TypeError(f"initialiser '{init}' has no option '{option}': {takes}.")
+    return factory(**options)

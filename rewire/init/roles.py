@@ -1,0 +1,203 @@
+"""The role of every parameter, from what the graphs of a network say, else from the module that owns it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rewire.connection import connections
+from rewire.init.ends import is_adaptive, is_norm
+from rewire.init.layout import Layout
+from rewire.init.network import TABLE, Branch, Network
+from rewire.init.table import Roles, Weight
+from rewire.tracing import child_calls_recorded
+from rewire.tracing.forwards import plain_forward
+
+_ROUTER = re.compile(r"(^|\.)(gate|router|wg)(\.|$)", re.I)
+_MODULATION = re.compile(r"ada_?ln|modulation|film", re.I)
+_Q_K_V = re.compile(r"^(?:to_|w)?(q|k|v)(?:_?proj|_?lin|uery|ey|alue)?(?:_proj)?$")
+
+
+def roles(model: nn.Module) -> Roles:
+    """The role of every parameter of ``model``: first layer, inside a branch, last of a branch, q, k, v, and so on.
+
+    Roles come from the graphs of the forwards; nothing is run, and parameters may be on the meta device. Compute them
+    before the model is sharded or compiled, and hand them to `rewire.initialize`.
+
+    Args:
+        model: any module, rewired or not.
+
+    Returns:
+        A table with at least one row for each parameter, tied ones once; printing it shows it.
+    """
+    plain = model
+    if connections(model):
+        from rewire.compiler import restore  # the driver imports this package
+
+        plain = restore(model)
+    with child_calls_recorded() as running:
+        network = Network(plain, running)
+        rows = [row for name in network.parameters for row in _rows(network, name)]
+    learned = {id(p) for connection in connections(model).values() for p in connection.parameters()}
+    rows += [
+        Weight(name, "connection", "a weight of the topology", tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+        if id(parameter) in learned
+    ]
+    return Roles(tuple(rows), network.adds, network.relu())
+
+
+def _rows(network: Network, name: str) -> Iterator[Weight]:
+    """The row of one parameter, or those of its parts."""
+    parameter, owner = network.parameters[name], network.owner(name)
+    layout, branch = network.layout(name), network.of_branch.get(name)
+    facts: dict[str, Any] = {}
+    if branch is not None:
+        site = branch.step.site
+        facts = {"branch": site.name, "depth": branch.depth, "width": site.width}
+    tied = _tied_embedding(network, name)
+    if layout is None or tied:
+        role, because = ("embedding", tied) if tied else _role_of_vector(network, name)
+        offset = _gain_offset(owner) if role in ("norm", "last norm") else 0.0
+        yield Weight(name, role, because, tuple(parameter.shape), **facts, offset=offset)
+        return
+    for role, because, part in _roles_of_matrix(network, name, layout):
+        groups = getattr(owner, "groups", 1)
+        yield Weight(name, role, because, part.shape(parameter), part, **facts, groups=groups)
+
+
+def _tied_embedding(network: Network, name: str) -> str:
+    """Why a parameter that is used at several places counts as an embedding; empty if it does not."""
+    names = network.aliases[name]
+    tables = [alias for alias in names if isinstance(network.owner(alias), nn.Embedding)]
+    others = [alias for alias in names if alias not in tables]
+    return f"tied with {', '.join(others)}" if tables and others else ""
+
+
+def _role_of_vector(network: Network, name: str) -> tuple[str, str]:
+    """Role of what is no matrix, and how it is known."""
+    path, _, leaf = name.rpartition(".")
+    owner, parameter = network.owner(name), network.parameters[name]
+    kind = type(owner).__name__
+    branch = network.of_branch.get(name)
+    if ".parametrizations." in f".{name}":
+        return "other", "parametrised: its values are not the weight"
+    if not parameter.is_floating_point():
+        return "other", f"of dtype {parameter.dtype}"
+    if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
+        return "embedding", f"of {kind}"
+    if is_norm(owner):
+        if branch is not None and path in branch.norms and leaf != "bias":
+            return "last norm", f"{kind} at the end of {branch.step.site.name}"
+        return "norm", f"of {kind}"
+    if leaf.endswith("bias") or leaf.startswith("bias"):
+        modulator = _modulator(network, name)
+        return ("modulation", f"inside {modulator}") if modulator else ("bias", f"of {kind}")
+    if branch is not None and name in branch.scales:
+        return "scale", f"multiplies the branch {branch.step.site.name}"
+    if TABLE.search(leaf):
+        return "embedding", "by its name"
+    if parameter.ndim < 2:
+        return "other", f"a vector of {kind} that is no bias, gain or scale"
+    return "other", f"a parameter of {kind}: which dimension is its input is not known"
+
+
+def _roles_of_matrix(network: Network, name: str, layout: Layout) -> Iterator[tuple[str, str, Layout]]:
+    """Role of each part of a matrix, how it is known, and where it lies."""
+    branch = network.of_branch.get(name)
+    site = branch.step.site.name if branch is not None else ""
+    if name in network.projections:
+        for role, part in network.projections[name]:
+            yield role, f"projection of {site}", dataclasses.replace(layout, rows=part.rows)
+    elif modulator := _modulator(network, name):
+        yield "modulation", f"inside {modulator}", layout
+    elif branch is not None and name in branch.last:
+        yield "attention output" if _ends_attention(network, branch, name) else "last", f"ends {site}", layout
+    elif name in network.shortcuts:
+        yield "shortcut", "projects the shortcut", layout
+    elif branch is not None and _is_router(network, name):
+        yield "router", f"scores the experts of {site}", layout
+    elif way := _way(network, name):
+        yield way, "by its name", layout
+    elif branch is not None and (halves := _halves(network, name, layout)):
+        for half in halves:
+            yield "branch", f"in {site}, one half of a gate", dataclasses.replace(layout, rows=half)
+    elif branch is not None:
+        yield "branch", f"in {site}", layout
+    elif name == network.classifier:
+        yield "classifier", "the network's output", layout
+    elif name in network.first:
+        yield "first", "comes first", layout
+    else:
+        yield "layer", "outside of the branches", layout
+
+
+def _ends_attention(network: Network, branch: Branch, name: str) -> bool:
+    site = branch.step.site
+    if site.kind == "parallel":
+        return name.startswith(f"{site.name}.")
+    return "attention" in site.kind or not branch.inside.isdisjoint(network.projections)
+
+
+def _modulator(network: Network, name: str) -> str:
+    """The adaptive norm, or other modulation, that a parameter belongs to; empty if there is none."""
+    parts = name.split(".")[:-1]
+    for end in range(len(parts), 0, -1):
+        path = ".".join(parts[:end])
+        module = network.model.get_submodule(path)
+        if is_adaptive(module) or _MODULATION.search(parts[end - 1]):
+            return f"{type(module).__name__} '{path}'"
+    return ""
+
+
+def _is_router(network: Network, name: str) -> bool:
+    parent = name.removesuffix(".weight").rpartition(".")[0]
+    below = (path for path, _ in network.model.get_submodule(parent).named_modules())
+    return bool(_ROUTER.search(name)) and any("expert" in path for path in below)
+
+
+def _way(network: Network, name: str) -> str:
+    """q, k or v, for one of three siblings with such names; else empty."""
+    parent, _, own = name.removesuffix(".weight").rpartition(".")
+    siblings = (_Q_K_V.match(child) for child, _ in network.model.get_submodule(parent).named_children())
+    match = _Q_K_V.match(own)
+    return match[1] if match and {"q", "k", "v"} <= {found[1] for found in siblings if found} else ""
+
+
+def _halves(network: Network, name: str, layout: Layout) -> list[tuple[int, int, int]]:
+    """Rows of the gate and of what it gates, where one weight computes both; else empty."""
+    owner = network.owner(name)
+    if layout.stacked:
+        gated, apart = "gate_up" in name, getattr(owner, "is_concatenated", True)
+    else:
+        parent, _, own = name.removesuffix(".weight").rpartition(".")
+        graphs = network.anatomy.graphs(network.model.get_submodule(parent))
+        users = (user for values in graphs for node in values.nodes if node.target == own for user in node.users)
+        gated, apart = any(map(_takes_halves, users)), True
+    rows = layout.shape(network.parameters[name])[1 if layout.stacked else 0]
+    if not gated or rows % 2:
+        return []
+    half = rows // 2
+    return [(1, 0, half), (1, half, half)] if apart else [(half, 0, 1), (half, 1, 1)]
+
+
+def _takes_halves(node: fx.Node) -> bool:
+    if node.target not in ("chunk", torch.chunk):
+        return False
+    pieces: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("chunks")
+    return isinstance(pieces, int) and pieces == 2
+
+
+def _gain_offset(norm: nn.Module) -> float:
+    """1 for a norm that multiplies with one plus its weight (as Gemma's), else 0."""
+    try:
+        text = inspect.getsource(plain_forward(type(norm))[0])
+    except (OSError, TypeError):
+        return 0.0
+    return float(bool(re.search(r"\b1(\.0)? \+ self\.weight", text)))

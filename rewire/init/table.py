@@ -1,0 +1,124 @@
+"""The role of every parameter of a model: what an initialiser needs to know besides its shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rewire.init.layout import Layout
+
+#: Role -> what it means.
+ROLES = {
+    "first": "the first weight of the network, or of one of its towers",
+    "layer": "a weight outside of the branches",
+    "branch": "a weight inside a branch",
+    "last": "a weight that a branch ends with",
+    "q": "projects an attention's queries",
+    "k": "projects an attention's keys",
+    "v": "projects an attention's values",
+    "attention output": "a weight that an attention's branch ends with",
+    "shortcut": "projects the shortcut of a residual add",
+    "classifier": "the last weight of the network",
+    "router": "scores the experts of a mixture",
+    "modulation": "computes scales, shifts or gates from a condition, as in adaptive norms",
+    "embedding": "a table of embeddings, tokens or positions",
+    "norm": "gain or shift of a norm",
+    "last norm": "gain of a norm that a branch ends with",
+    "scale": "a learned factor that a branch ends with",
+    "bias": "a bias",
+    "connection": "a connection weight of a rewired trunk, which has the topology's own start",
+    "other": "none of these",
+}
+
+#: Roles of weight matrices and kernels.
+MATRICES = frozenset(
+    {"first", "layer", "branch", "last", "q", "k", "v", "attention output", "shortcut", "classifier", "router"}
+)
+#: Those that a branch's output is a linear function of.
+LAST = frozenset({"last", "attention output"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A parameter, or one part of a fused one, with its role.
+
+    Attributes:
+        name: name of the parameter; a fused one has a row for each of its parts.
+        role: one of `ROLES`.
+        because: how that is known, or for ``other`` why no role fits.
+        shape: of the values that an initialiser makes: [out, in], [out, in / groups, *kernel]; [experts, out, in] where
+            ``layout.stacked``; the parameter's own for what is no matrix.
+        layout: where these values lie in the parameter.
+        branch: name of the branch (`Site.name`); empty outside of branches.
+        depth: number of weights on the longest way through that branch.
+        width: channels of the stream; None if they are not known or the weight is in no branch.
+        groups: of a convolution.
+        offset: of a norm: its gain is ``offset`` plus the stored value.
+    """
+
+    name: str
+    role: str
+    because: str
+    shape: tuple[int, ...]
+    layout: Layout = dataclasses.field(default_factory=Layout)
+    branch: str = ""
+    depth: int = 0
+    width: int | None = None
+    groups: int = 1
+    offset: float = 0.0
+
+    @property
+    def fan_in(self) -> int:
+        """Inputs of one output: in, or in / groups times the taps of a kernel."""
+        return math.prod(self.shape[2 if self.layout.stacked else 1 :])
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """The table that `rewire.roles` returns. Printing it shows it.
+
+    Attributes:
+        weights: all parameters in the model's order, parts of fused ones one after the other.
+        branches: number of branches in the model.
+        relu: whether the model's activation is a ReLU.
+    """
+
+    weights: tuple[Weight, ...]
+    branches: int
+    relu: bool
+
+    def __iter__(self) -> Iterator[Weight]:
+        return iter(self.weights)
+
+    @property
+    def width(self) -> int | None:
+        """Channels of the (first) residual stream; None if they are not known."""
+        return next((weight.width for weight in self if weight.width is not None), None)
+
+    def of(self, name: str) -> tuple[Weight, ...]:
+        """The rows of the parameter ``name``."""
+        return tuple(weight for weight in self.weights if weight.name == name)
+
+    def __str__(self) -> str:
+        return printed(self)
+
+    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+        yield Text(f"{len({w.name for w in self})} parameters, {self.branches} branches", style="bold")
+        table = Table("parameter", "role", "values", "because", box=box.SIMPLE_HEAD)
+        for weight in self:
+            table.add_row(weight.name, weight.role, " x ".join(map(str, weight.shape)), weight.because)
+        yield table
+
+
+def printed(report: object) -> str:
+    """What printing ``report`` with rich shows."""
+    console = Console(file=io.StringIO(), width=120)
+    console.print(report)
+    return console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,43 @@
+"""Initialisers that put zeros at the end of branches: into their last weights, or into their last norms."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rewire.errors import RewireError
+from rewire.init import rules
+from rewire.init.registry import Initializer, Rule, register_initializer
+from rewire.init.table import LAST, MATRICES, Roles, Weight
+from rewire.init.units import zero_hadamard_
+
+
+@register_initializer("zero")
+@dataclasses.dataclass(frozen=True)
+class Zero(Initializer):
+    """ZerO: identities and Hadamard matrices, zero at the end of branches and in the classifier (arXiv 2110.12661).
+
+    Biases become zero, as in the authors' code.
+    """
+
+    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
+        if weight.role in LAST or weight.role in ("classifier", "bias"):
+            return rules.zeros()
+        if weight.role not in MATRICES:
+            return None
+        return Rule("ZerO", lambda values, _: zero_hadamard_(values, weight.groups))
+
+
+@register_initializer("zero-gamma")
+@dataclasses.dataclass(frozen=True)
+class ZeroGamma(Initializer):
+    """Zero gain in the norm that a branch ends with; all else stays as it is (arXiv 1706.02677, Section 5.1)."""
+
+    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
+        return rules.constant(-weight.offset) if weight.role == "last norm" else None
+
+    def check(self, roles: Roles) -> None:
+        if not any(weight.role == "last norm" for weight in roles):
+            raise RewireError(
+                "zero-gamma sets the gain of the norm that a branch ends with, and no branch of this model ends with "
+                "one: use 'idinit', 'mzas' or 'zero', which act on its last weight."
+            )

@@ -1,0 +1,25 @@
+"""Peers whose kernels need a GPU, in Triton's interpreter: what is handed to them is right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import dataclasses
+import torch
+from rewire import cases, comparison
+sizes = cases.Sizes(1, 8, 32, torch.float32, torch.device("cpu"))
+comparison._CHECKED = 8
+for case in (cases.attention_residuals(sizes, 4), cases.manifold_hyper_connections(sizes, 4)):
+    way = dataclasses.replace(case.ways["liger-kernel"], status="")
+    print(comparison._errors(case, {"liger-kernel": way})["liger-kernel"])
+"""
+
+
+def test_liger() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(float(error) < 1e-4 for error in done.stdout.split()), done.stdout

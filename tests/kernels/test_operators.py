@@ -1,0 +1,172 @@
+"""The operators under `torch.library.opcheck` in Triton's interpreter, and the switch that turns them off."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interpreter import INTERPRETED, interpret, starts_interpreter
+from torch import Tensor, nn
+
+from rewire.kernels import operators
+from rewire.kernels.mix import pending_mix
+from rewire.kernels.norms import Norm, mark, normed
+
+F32, BF16 = torch.float32, torch.bfloat16
+N, WIDTH = 3, 24
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@starts_interpreter
+def test_in_the_interpreter(tmp_path: Path) -> None:
+    interpret(f"{__file__}::TestOperators", tmp_path)
+
+
+def check(operator: Any, *args: Any) -> Any:
+    """Its schema, its outputs' shapes, strides and dtypes without values, and its trace; returns its result."""
+    found = torch.library.opcheck(operator, args, test_utils=CHECKS)
+    assert set(found.values()) == {"SUCCESS"}
+    return operator(*args)
+
+
+def drawn(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def states(count: int, lead: tuple[int, ...] = (2, 3), dtype: torch.dtype = F32) -> list[Tensor]:
+    """Strided ones among them."""
+    apart = drawn(*lead, 2 * WIDTH, dtype=dtype)[..., :WIDTH]
+    other = drawn(*reversed(lead), WIDTH, dtype=dtype).transpose(0, len(lead) - 1)
+    return [apart, other, *(drawn(*lead, WIDTH, dtype=dtype) for _ in range(count))][:count]
+
+
+def weights_of(kind: str, *counts: int) -> Tensor | None:
+    """Transposed, as those that are cut out of larger tables."""
+    if kind == "none":
+        return None
+    shape = (*counts, WIDTH) if kind == "channel" else counts
+    return drawn(*reversed(shape)).permute(*reversed(range(len(shape))))
+
+
+def scores_of(given: bool, lead: tuple[int, ...] = (2, 3)) -> list[Tensor]:
+    return list(drawn(*lead, N).split(1, -1)) if given else []
+
+
+WEIGHTED = [("scalar", False), ("scalar", True), ("channel", False), ("channel", True), ("none", True)]
+LEADS = [(2, 3), (5,), (0,), (2, 0)]
+
+
+class TestOperators:
+    __test__ = INTERPRETED
+
+    @pytest.mark.parametrize(("kind", "scored"), [*WEIGHTED, ("none", False)])
+    def test_mix(self, kind: str, scored: bool) -> None:
+        for accumulator, added, dtype in ((None, 0, F32), (drawn(2, 3, WIDTH), 1, BF16), (None, 2, BF16)):
+            given = (weights_of(kind, N), scores_of(scored), states(added, dtype=dtype), accumulator, dtype)
+            assert check(operators.mix, states(N, dtype=dtype), *given).dtype == dtype
+
+    @pytest.mark.parametrize("lead", LEADS)
+    def test_any_number_of_rows(self, lead: tuple[int, ...]) -> None:
+        xs, w, scores, grad = states(N, lead), drawn(N), scores_of(True, lead), drawn(*lead, WIDTH)
+        check(operators.mix, xs, w, scores, [], None, F32)
+        of_weights = check(operators.mix_backward, grad, xs, w, scores)[N]
+        check(operators.mix_norm, xs, w, scores, [], None, F32, "layer", drawn(WIDTH), drawn(WIDTH), 1e-5)
+        check(operators.gather, [grad], xs, drawn(N, 1), [])
+        check(operators.several, xs, drawn(2, N), drawn(*lead, 2, N), True)
+        check(operators.several_backward, [grad, grad], xs, drawn(2, N), drawn(*lead, 2, N), 1)
+        assert grad.numel() or not of_weights.any()
+
+    @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)
+    def test_mix_backward(self, kind: str, scored: bool) -> None:
+        for dtype in (F32, BF16):
+            xs, grad = states(N, dtype=dtype), drawn(WIDTH, dtype=dtype).expand(2, 3, WIDTH)
+            check(operators.mix_backward, grad, xs, weights_of(kind, N), scores_of(scored))
+
+    @pytest.mark.parametrize(("kind", "scored"), [*WEIGHTED, ("none", False)])
+    @pytest.mark.parametrize(("norm", "biased"), [("rms", False), ("layer", True), ("layer", False)])
+    def test_mix_norm_and_its_backward(self, norm: str, biased: bool, kind: str, scored: bool) -> None:
+        sources, weights, scores = states(N), weights_of(kind, N), scores_of(scored)
+        scale, bias = drawn(WIDTH), drawn(WIDTH) if biased else None
+        accumulator = drawn(2, 3, WIDTH) if scored else None
+        given = (sources, weights, scores, states(1), accumulator, F32)
+        total, _, rstd = check(operators.mix_norm, *given, norm, scale, bias, 1e-5)
+        for grad_mix in (None, drawn(2, 3, WIDTH)):
+            terms = (sources, weights, scores) if scored or weights is not None else ([], None, [])
+            check(operators.mix_norm_backward, drawn(2, 3, WIDTH), grad_mix, total, rstd, norm, scale, biased, *terms)
+
+    @pytest.mark.parametrize("kind", ["scalar", "channel"])
+    def test_mixes_and_gather(self, kind: str) -> None:
+        for dtype in (F32, BF16):
+            assert {x.dtype for x in check(operators.mixes, states(N, dtype=dtype), weights_of(kind, 4, N))} == {F32}
+            for count in (1, 4):
+                added = states(1, dtype=dtype) if count == 1 else []
+                given = (states(N, dtype=dtype), states(count, dtype=dtype), weights_of(kind, count, N), added)
+                check(operators.gather, *given)
+
+    @pytest.mark.parametrize("stacked", [0, 2])
+    @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)
+    def test_several_and_its_backward(self, kind: str, scored: bool, stacked: int) -> None:
+        dtype = BF16 if scored else F32
+        sources = [*drawn(2, 3, stacked, WIDTH, dtype=dtype).unbind(-2), *states(N - stacked, dtype=dtype)]
+        weights, scores = weights_of(kind, 2, N), drawn(2, N, 3, 2).permute(0, 2, 3, 1) if scored else None
+        check(operators.several, sources, weights, scores, stacked > 0)
+        check(operators.several_backward, states(2, dtype=dtype), sources, weights, scores, stacked)
+
+    @pytest.mark.parametrize(("kind", "scored"), [*WEIGHTED, ("none", False)])
+    @pytest.mark.parametrize("norm", ["rms", "layer", None])
+    def test_mixes_of_a_function_and_their_gradients(self, norm: Any, kind: str, scored: bool) -> None:
+        """What `Mix` makes of the operators, against autograd in float64; the sum is used as well."""
+        module = nn.Identity() if norm is None else (nn.RMSNorm if norm == "rms" else nn.LayerNorm)(WIDTH, eps=1e-2)
+        assert norm is None or mark(module) is None
+        parameters = [p.requires_grad_() for p in module.parameters()]
+        terms = (states(N), weights_of(kind, N), scores_of(scored), states(2))
+        leaves = [x.requires_grad_() for group in terms for x in ([group] if isinstance(group, Tensor) else group or [])]
+        total, after = pending_mix(terms[0], terms[1], terms[3], terms[2]).normed(module)
+        assert after.grad_fn is total.grad_fn
+        up = drawn(*total.shape), drawn(*total.shape)
+        got = torch.autograd.grad((total, after), (*leaves, *parameters), up)
+        exact = [x.detach().double().requires_grad_() for x in (*leaves, *parameters)]
+        rest = iter(exact)
+        xs, w, s, f = ([next(rest) for _ in range(n)] for n in (N, kind != "none", N * scored, 2))
+        factors = [a + b for a, b in zip(w[0] if w else [0] * N, s or [0] * N, strict=True)]
+        if kind == "none" and not scored:
+            factors = [1.0] * N
+        want = sum(a * x for a, x in zip(factors, xs, strict=True)) + sum(f)
+        scale = list(rest)
+        want_after = want if norm is None else normed(want, Norm(norm, scale[0], scale[1] if scale[1:] else None, 1e-2))
+        torch.testing.assert_close((total.double(), after.double()), (want, want_after), rtol=1e-5, atol=1e-5)
+        wanted = torch.autograd.grad((want, want_after), exact, [u.double() for u in up])
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+OFF = """
+import torch, rewire
+from models import PreNorm, Stack, vectors
+from rewire.kernels import operators
+
+model = rewire.compile(Stack(PreNorm), "ancre-ingoing", start="paper", validate=False)
+model(vectors()).sum().backward()
+print(operators.uses_kernels(torch.ones(1)))
+"""
+
+
+@pytest.mark.parametrize(("value", "launched"), [("off", False), ("FALSE", False), ("on", True)])
+def test_rewire_kernels_switches_them(value: str, launched: bool, tmp_path: Path) -> None:
+    """A directory for generated kernels appears with the first one."""
+    kernels = tmp_path / "kernels"
+    environment = {"REWIRE_KERNELS": value, "TRITON_INTERPRET": "1", "REWIRE_CACHE_DIR": str(kernels)}
+    done = subprocess.run(
+        [sys.executable, "-c", OFF],
+        env={**os.environ, **environment, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == [str(launched)]
+    assert kernels.exists() == launched

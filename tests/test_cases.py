@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from rewire import cases, comparison, harness
+from rewire.comparison import Row
+from rewire.harness import Passes, Timing
+from rewire.kernels import launch
+from rewire.kernels.spec import FAN_IN, MixSpec
+from rewire.peers import Way, status
+from rewire.plotting import plot_rates
+
+CPU = torch.device("cpu")
+SIZES = cases.Sizes(1, 6, 16, torch.float32, CPU)
+BANDWIDTH = 1e10
+
+
+def all_cases(sizes: cases.Sizes) -> list[cases.Case]:
+    return [*cases.make_cases(sizes, small=True), cases.weighted_sum(sizes, 18, "scores")]
+
+
+@pytest.mark.parametrize("case", all_cases(SIZES), ids=lambda case: case.name)
+def test_all_ways_do_the_same_work(case: cases.Case) -> None:
+    (rows,) = comparison.run([case], rounds=2, compiled=False)
+    assert [row.way for row in rows] == list(case.ways)
+    for row in rows:
+        measured = not row.status
+        assert measured == (row.passes is not None)
+        if measured:
+            assert case.ways[row.way].other_work == (row.error is None)
+    assert {row.way for row in rows if not row.status} >= {"plain residual", "eager", "ours"}
+    assert all(row.status.startswith(("not run: ", "not installed: ")) for row in rows if row.status)
+
+
+def test_bfloat16() -> None:
+    case = cases.weighted_sum(dataclasses.replace(SIZES, dtype=torch.bfloat16), 4, "channel")
+    (rows,) = comparison.run([case], rounds=1, compiled=False)
+    assert all(1e-5 < row.error < 1e-2 for row in rows if row.error is not None)
+
+
+def test_torch_compile() -> None:
+    (rows,) = comparison.run([cases.weighted_sum(SIZES, 2, "scalar")], rounds=1)
+    assert not any(row.status for row in rows)
+    assert {row.way for row in rows if row.error is None} == {"plain residual", "eager, compiled", "ours, compiled"}
+
+
+def with_way(way: Way) -> cases.Case:
+    case = cases.weighted_sum(SIZES, 2, "scalar")
+    return dataclasses.replace(case, ways={**case.ways, "another": way})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_way_that_fails_is_listed_and_the_others_are_measured(compiled: bool) -> None:
+    def run(*given: Tensor) -> Any:
+        raise ZeroDivisionError("in their code\nmore")
+
+    (rows,) = comparison.run([with_way(Way(run, other_work=compiled))], rounds=1, compiled=False)
+    assert rows[-1].status == "failed: ZeroDivisionError: in their code"
+    assert rows[-1].passes is None and rows[3].passes is not None
+
+
+def test_a_way_that_computes_something_else_is_not_timed() -> None:
+    def values(a: Tensor, b: Tensor, w: Tensor) -> Any:
+        return (w[0] * a + 1.01 * w[1] * b,)
+
+    def gradients(a: Tensor, b: Tensor, w: Tensor) -> Any:
+        return (w[0] * a + w[1].detach() * b + 0 * w[1],)
+
+    for wrong in (values, gradients):
+        (rows,) = comparison.run([with_way(Way(wrong))], rounds=1, compiled=False)
+        assert rows[-1].status.startswith("differs from float64 by ")
+        assert rows[-1].passes is None
+
+
+def test_peers_that_cannot_run_say_why() -> None:
+    assert status("no_such_module", "the-package", CPU, needs_cuda=True) == "not installed: pip install the-package"
+    assert status("json", "json", CPU, needs_cuda=True) == "not run: needs CUDA"
+    assert status("json", "json", torch.device("cuda"), needs_cuda=True) == ""
+    assert status("json", "json", CPU, needs_cuda=False) == ""
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def test_floors() -> None:
+    """Against the inputs and results themselves: each once, in backward with the gradients."""
+    for case in (cases.weighted_sum(SIZES, 3, "channel"), cases.sum_and_norm(SIZES, 3)):
+        inputs = case.inputs(SIZES)
+        results = case.ways["eager"].run(*inputs)
+        given, made = (sum(x.numel() * x.element_size() for x in tensors) for tensors in (inputs, results))
+        assert case.floor.forward == given + made
+        # Backward of a norm reads the sum as well, which is one of the results.
+        again = SIZES.state if len(results) == 2 else 0
+        assert case.floor.backward == made + 2 * given + again
+
+
+def test_floors_of_streams() -> None:
+    """H [4 states] and f: a read of H gives r, a write of H and f gives H'."""
+    for case in (cases.hyper_connections(SIZES, 4), cases.manifold_hyper_connections(SIZES, 4)):
+        assert case.floor.forward == (4 + 1 + 4 + 1 + 4) * SIZES.state
+        # Write: gradient of H', H, f to gradients of H and f. Read: gradient of r and H, added to the gradient of H.
+        assert case.floor.backward == (4 + 4 + 1 + 4 + 1 + 1 + 4 + 4 + 4) * SIZES.state
+
+
+@pytest.mark.parametrize("n", [3, FAN_IN + 2, 2 * FAN_IN + 1])
+def test_moved_bytes_are_those_of_the_launches(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+
+    def count(started: launch.Launch, device: torch.device) -> None:
+        found = [x for name, x in started.arguments.items() if "partials" not in name]
+        tensors = [x for x in torch.utils._pytree.tree_leaves(found) if isinstance(x, Tensor)]
+        moved.append(sum(x.numel() * x.element_size() for x in tensors))
+
+    monkeypatch.setattr(launch, "_launch", count)
+    sizes = dataclasses.replace(SIZES, dtype=torch.bfloat16)
+    xs, weights = sizes.states(n), torch.ones(n)
+    wanted = cases.weighted_sum(sizes, n, "scalar").moved
+    assert wanted is not None
+    launch.mix_forward(MixSpec(n), xs, weights)
+    assert sum(moved) == wanted.forward
+    moved.clear()
+    launch.mix_backward(MixSpec(n), xs[:1], xs, weights)
+    assert sum(moved) == wanted.backward - 4 * n  # the partial sums of the weights' gradients are not counted
+
+
+def test_bytes_of_a_trunk() -> None:
+    unit = SIZES.state
+    # x_1 = p x_0 + f_1; x_2 = p x_0 + p x_1 + f_2; x_3 of three states: each read, each branch, each result.
+    assert cases.chain_bytes(SIZES, 3) == (3 + 4 + 5) * unit
+    # Groups {1, 2}, {3}: a pass over x_0 leaves two sums; unit 1 reads sum and branch, unit 2 x_1 as well; then a pass
+    # over three states leaves one sum.
+    assert cases.chain_bytes(SIZES, 3, group=2) == ((1 + 2) + (3 + 4) + (3 + 1) + 3) * unit
+    # Units read a gradient, and read and leave t states and gradients; x_0 and x_1 get three gradients, x_2 two.
+    assert cases.chain_backward_bytes(SIZES, 3) == ((3 + 5 + 7) + 3 * (2 + 2 + 1)) * unit
+    trunk = cases.trunk(SIZES, 3)
+    # Four inputs and three results; three gradients, the three states that are mixed, and four gradients.
+    assert trunk.floor == cases.Bytes(7 * unit, 10 * unit)
+    assert min(range(1, 25), key=lambda group: cases.chain_bytes(SIZES, 24, group)) > 1
+    assert "in groups of" in cases.trunk(SIZES, 24).remark
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    case = cases.weighted_sum(SIZES, 2, "scalar")
+    ours = Passes(Timing((1e-3, 2e-3, 3e-3), peak=2**20), Timing((2e-3, 2e-3, 2e-3), peak=2**20))
+    eager = Passes(Timing((2e-3, 4e-3, 6e-3), peak=2**21), Timing((4e-3, 4e-3, 4e-3), peak=2**21))
+    return [
+        Row(case, "eager", error=1e-7, passes=eager),
+        Row(case, "ours", error=1e-7, passes=ours),
+        Row(case, "ours, compiled", "not run: for a test"),
+    ]
+
+
+def test_a_table(rows: list[Row]) -> None:
+    shown = Console(width=140)
+    with shown.capture() as captured:
+        shown.print(comparison.table(rows, BANDWIDTH))
+    text = captured.get()
+    for part in ("sum of 2, a weight each", "not run: for a test", "4 ±2", "2.00", "1.00", "A copy moves 10.0 GB/s"):
+        assert part in text
+
+
+def test_json(rows: list[Row], tmp_path: Path) -> None:
+    comparison.save(tmp_path / "rows.json", rows, BANDWIDTH, CPU)
+    saved = json.loads((tmp_path / "rows.json").read_text())
+    assert saved["machine"] == harness.machine(CPU)
+    (result,) = saved["results"]
+    eager, ours, compiled = result["rows"]
+    assert (eager["over ours"], ours["over ours"], eager["peak bytes"]) == (2.0, 1.0, 2**21)
+    assert ours["forward"]["median"] == 2e-3 and ours["forward"]["seconds"] == [1e-3, 2e-3, 3e-3]
+    assert ours["forward"]["share of copy"] == pytest.approx(ours["floor bytes"]["forward"] / 2e-3 / BANDWIDTH)
+    assert ours["moved bytes"] == ours["floor bytes"] and eager["moved bytes"] is None
+    assert (compiled["status"], ours["status"]) == ("not run: for a test", "measured")
+    assert "forward" not in compiled
+
+
+def test_a_plot(rows: list[Row], tmp_path: Path) -> None:
+    found = comparison.rates(rows)
+    (case,) = found.values()
+    assert case["ours"] == (rows[1].case.floor.forward / 2e-3, rows[1].case.floor.backward / 2e-3)
+    assert "ours, compiled" not in case
+    plot_rates(found, BANDWIDTH, tmp_path / "rates.png")
+    assert matplotlib.image.imread(tmp_path / "rates.png").shape[1] == 1800
+    with pytest.raises(ValueError, match="nothing to plot"):
+        plot_rates({}, BANDWIDTH, tmp_path / "none.png")
+
+
+def test_default_sizes_depend_on_the_device() -> None:
+    small, large = cases.default_cases(CPU), cases.default_cases(torch.device("cuda"))
+    assert {case.sizes.dtype for case in small} == {torch.float32}
+    assert {case.sizes.dtype for case in large} == {torch.bfloat16}
+    assert {case.sizes.tokens for case in large} == {16384}
+    assert {case.sizes.width for case in large} == {1024, 2048, 4096, 8192}
+    assert len(large) > len(small)
+    assert cases.default_cases(CPU, torch.float16, 2, 3)[0].sizes == cases.Sizes(2, 3, 1024, torch.float16, CPU)
