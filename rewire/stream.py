@@ -351,8 +351,9 @@ def _flatten(stream: Stream) -> tuple[list[Any], Any]:
 
 
 def _unflatten(leaves: Any, context: Any) -> Stream:
-    *leaves, pending = leaves
-    return Stream(*leaves, *context, pending)
+    states, hidden, branch, pending = leaves
+    weights, layout, position = context
+    return Stream(states, hidden, branch, weights, layout, position, pending)
 
 
 pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name="rewire.Stream")

@@ -214,9 +214,9 @@ def tensors_moved(mixes: int, first: int = 1, block: int | None = None, itemsize
         inside = [s if start else s + first for s in range(group)]
         forward += sum(inside) + group  # read the block's own states, write the mixes
     for start in range(0, states, block):
-        group = range(start, min(start + block, states))
-        later = max(0, mixes - max(0, start + block - first)) if len(group) == block else 0
-        near = [mixes - max(0, i + 1 - first) - later for i in group]
+        inside_block = range(start, min(start + block, states))
+        later = max(0, mixes - max(0, start + block - first)) if len(inside_block) == block else 0
+        near = [mixes - max(0, i + 1 - first) - later for i in inside_block]
         backward += sum(n + 2 + (later > 0) for n in near if n)  # read gradients and the state, write its gradient
         if later:
             backward += later + 2 * block

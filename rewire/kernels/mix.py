@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rewire.kernels import operators, plain
 from rewire.kernels.norms import Norm, norm_of, normed
+from rewire.kernels.spec import Norm as NormKind
 
 
 def mix(
@@ -153,6 +154,10 @@ def _by_autograd(
     terms = [*zip(sources, factors, strict=False), *zip(sources, scores, strict=False)]
     if not terms:
         return functools.reduce(torch.add, added)
+    if torch.compiler.is_compiling():  # in the form that Inductor fuses best, forward and backward
+        precision = torch.promote_types(dtype, torch.float32)
+        products = [x.to(precision) * w for x, w in terms]
+        return functools.reduce(torch.add, [*products, *added]).to(dtype)
     # Of shape [1] a weight takes part in type promotion (of shape [] it would not): a bfloat16 source times
     # it is float32, with no float32 copy of the source kept for backward.
     precision = torch.promote_types(dtype, torch.float32)
@@ -191,7 +196,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, counts: tuple[int, ...], kind: tuple[str, float] | None, fixed: tuple[Any, ...], *tensors: Tensor
+        ctx: Any, counts: tuple[int, ...], kind: tuple[NormKind, float] | None, fixed: tuple[Any, ...], *tensors: Tensor
     ) -> Any:
         sources, weights, scores, added, claims, scale = _groups(counts, tensors)
         (weight,) = weights or (fixed[1],)
@@ -220,7 +225,9 @@ class _Sum(torch.autograd.Function):
         kept, saved = ctx.weighted, ctx.saved_tensors  # once: a checkpoint unpacks each tensor only once
         sources, weights, scores, rest = _groups((n * kept, w * kept, s * kept, len(saved)), saved)
         (weight,) = weights or (None,)
-        total, of_norm, of_terms = grad, [None] * scale, [None] * (n + w + s)
+        total = grad
+        of_norm: Sequence[Tensor | None] = [None] * scale
+        of_terms: Sequence[Tensor | None] = [None] * (n + w + s)
         if torch.is_grad_enabled():  # with create_graph=True: the gradients will be differentiated
             total, of_norm, found = _differentiable(ctx.kind, grad, grad_normed, sources, weight, scores, rest)
             of_terms = found if kept else of_terms
@@ -243,7 +250,7 @@ def _apart(found: Sequence[Tensor], scores: int) -> list[Tensor]:
 
 
 def _differentiable(
-    kind: tuple[str, float] | None,
+    kind: tuple[NormKind, float] | None,
     grad: Tensor | None,
     grad_normed: Tensor | None,
     sources: Sequence[Tensor],
@@ -257,7 +264,7 @@ def _differentiable(
         *scale, total, _ = rest
         of_norm = [None] * len(scale)
         if grad_normed is not None:
-            norm = Norm(kind[0], scale[0], scale[1] if len(scale) > 1 else None, kind[1])  # type: ignore[arg-type]
+            norm = Norm(kind[0], scale[0], scale[1] if len(scale) > 1 else None, kind[1])
             back, *of_norm = _gradients(normed(total, norm), (total, *scale), grad_normed)
             grad = back if grad is None else grad + back
     terms = [*sources, *([] if weight is None else [weight]), *scores]

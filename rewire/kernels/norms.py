@@ -80,6 +80,8 @@ def obstacle(module: nn.Module) -> str | None:
         return "it was not found to be a norm when the model was rewired"
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "it has hooks"
+    if nn.modules.module._has_any_global_hook():
+        return "there are hooks on all modules"
     if "forward" in module.__dict__:
         return "its forward was replaced"
     if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):

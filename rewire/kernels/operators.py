@@ -55,7 +55,7 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[_Function], _F
         torch.library.register_fake(name)(fake)
         operator: Any = getattr(torch.ops.rewire, function.__name__).default
         operator.__doc__ = function.__doc__
-        return operator  # type: ignore[no-any-return]
+        return operator
 
     return register
 
@@ -175,9 +175,7 @@ def mix_norm_backward(
 
     ``grad`` is the gradient of the normed mix, ``grad_mix`` that of the mix itself, if it was used, too.
     """
-    spec = MixSpec(
-        len(sources), _kind(weights), bool(scores), added=1, norm=norm, keep_mix=True, norm_bias=biased
-    )
+    spec = MixSpec(len(sources), _kind(weights), bool(scores), added=1, norm=norm, keep_mix=True, norm_bias=biased)
     used = () if grad_mix is None else (grad_mix,)
     scale: dict[str, Any] = {"mixes": (mixed,), "rstd": rstd, "grad_mixes": used, "norm_weight": norm_weight}
     found = launch_backward(spec, (grad,), sources, weights, scores, **scale)
@@ -222,9 +220,7 @@ def _several_fake(sources: Any, weights: Any, scores: Any, stacked: bool) -> lis
 
 
 @_operator("(Tensor[] sources, Tensor? weights, Tensor? scores, bool stacked) -> Tensor[]", _several_fake)
-def several(
-    sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None, stacked: bool
-) -> list[Tensor]:
+def several(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None, stacked: bool) -> list[Tensor]:
     """M mixes of the same N sources, in one pass over them.
 
     Weights are [M, N] or [M, N, D], scores [..., M, N]. ``stacked`` returns one tensor [..., M, D].

@@ -98,13 +98,13 @@ def _differentiable(
     weights: Tensor | None,
     scores: Tensor | None,
     tensors: Sequence[Tensor],
-) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
+) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]:
     """Gradients of `_Several` by operations that autograd knows."""
     sources = torch.stack(_sources(stacked, tensors), -2).to(torch.float32)  # [..., N, D]
     factors = sum(x for x in (_dimensional(weights), None if scores is None else scores.unsqueeze(-1)) if x is not None)
     total = (factors * sources.unsqueeze(-3)).sum(-2)  # [..., M, D]
     inputs = [x for x in (weights, scores, *tensors) if x is not None and x.requires_grad]
-    upstream = grads[0] if stacked else torch.stack(grads, -2)
+    upstream = grads[0] if stacked else torch.stack(list(grads), -2)
     found = iter(torch.autograd.grad(total, inputs, upstream.to(total.dtype), create_graph=True))
     of = [next(found) if x is not None and x.requires_grad else None for x in (weights, scores, *tensors)]
     return of[2:], of[0], of[1]

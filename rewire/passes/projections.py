@@ -190,10 +190,16 @@ def _layout(user: fx.Node, node: fx.Node, width: int) -> Fused | None:
 
 
 def _by_sizes(sizes: Any, width: int) -> Fused | None:
-    """Layout of what is split into pieces of these sizes, or of one size, which may be known only at run time."""
-    if isinstance(sizes, (list, tuple)) and len(sizes) == 3:
-        known = all(isinstance(size, int) for size in sizes)
-        return Fused(1, tuple(sizes)) if known and sum(sizes) == width else None
+    """Layout of what is split into pieces of these sizes, or of one size, which may be known only at run time.
+
+    Two pieces are thirds if one of them is (q, then k and v together), but not in multi-query attention.
+    """
+    if isinstance(sizes, (list, tuple)):
+        if not all(isinstance(size, int) for size in sizes) or sum(sizes) != width:
+            return None
+        if len(sizes) == 3:
+            return Fused(1, tuple(sizes))
+        return _thirds(width) if all(3 * size % width == 0 for size in sizes) else None
     if isinstance(sizes, int) and 3 * sizes != width:
         return None
     return _thirds(width)

@@ -83,6 +83,22 @@ class Tangled(nn.Module):
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v))
 
 
+class MultiQuery(nn.Module):
+    """Keys and values have one head: the two pieces of the split are no thirds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 48), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, kv = self.qkv(x).split([32, 16], dim=-1)
+        k, v = kv.chunk(2, dim=-1)
+        q, k, v = (part.view(b, n, -1, 8).transpose(1, 2) for part in (q, k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q))
+        return self.out(y.transpose(1, 2).reshape(b, n, 32))
+
+
 class Functional(nn.Module):
     """Its forward uses the projections' weights, and does not call them."""
 
@@ -99,6 +115,7 @@ class Functional(nn.Module):
     ("attention", "message"),
     [
         (Tangled, r"'0\.attn' cannot read its queries.*0': attn\.qkv, attn\.out, mlp\.up.*pattern with `qkv`.*`fused`"),
+        (MultiQuery, r"'0\.attn' cannot read its queries.*pattern with `qkv`.*`fused`"),
         (Functional, r"'0\.attn' cannot read.*does not call q, k, v on its input.*pattern whose `qkv` names"),
     ],
 )
