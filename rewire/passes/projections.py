@@ -192,14 +192,14 @@ def _layout(user: fx.Node, node: fx.Node, width: int) -> Fused | None:
 def _by_sizes(sizes: Any, width: int) -> Fused | None:
     """Layout of what is split into pieces of these sizes, or of one size, which may be known only at run time.
 
-    Two pieces are thirds if one of them is (q, then k and v together), but not in multi-query attention.
+    Two pieces are thirds if the first is one: q, then k and v together. In multi-query attention it is larger.
     """
     if isinstance(sizes, (list, tuple)):
         if not all(isinstance(size, int) for size in sizes) or sum(sizes) != width:
             return None
         if len(sizes) == 3:
             return Fused(1, tuple(sizes))
-        return _thirds(width) if all(3 * size % width == 0 for size in sizes) else None
+        return _thirds(width) if 3 * sizes[0] == width and len(sizes) == 2 else None
     if isinstance(sizes, int) and 3 * sizes != width:
         return None
     return _thirds(width)
