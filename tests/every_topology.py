@@ -48,9 +48,9 @@ def compiled(model: nn.Module, key: str, **kwargs: Any) -> nn.Module:
     return rewire.compile(model, name, **options, **kwargs)
 
 
-def mixed(model: nn.Module, key: str) -> nn.Module:
+def mixed(model: nn.Module, key: str, **kwargs: Any) -> nn.Module:
     """Rewired, with connection weights away from their start: an answer that ignores them is wrong."""
-    rewired = compiled(model, key, start="paper", validate=False)
+    rewired = compiled(model, key, start="paper", validate=False, **kwargs)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, weight in learned(rewired).items():

@@ -13,7 +13,7 @@ import torch
 from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor
 
-from rewire.kernels import launch, reference
+from rewire.kernels import arguments, grid, launch, reference
 from rewire.kernels.spec import MixSpec
 
 EPS = 0.1  # bounds 1 / sqrt(variance + eps), which multiplies errors
@@ -289,10 +289,10 @@ class TestKernels:
         for kind in ("scalar", "channel"):
             case = Case.of(MixSpec(2, kind, True, outputs=2), 300, lead=(70,))
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(launch, "PROGRAMS", 8)
+                patch.setattr(grid, "PROGRAMS", 8)
                 case.check()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launch, "PROGRAMS", 3)
+            patch.setattr(grid, "PROGRAMS", 3)
             Case.of(MixSpec(2, "scalar", True, norm="layer", keep_mix=True), 300, lead=(20,)).check()
 
     def test_accumulator(self) -> None:
@@ -345,8 +345,8 @@ class TestKernels:
         """The first token of each sequence."""
         case = Case.of(MixSpec(2), 24, lead=(3,))
         case.sources = [draw(3, 300, 24)[:, 0] for _ in range(2)]
-        assert case.sources[0].stride(0) > launch.MAX_ROW_STRIDE * 24
-        assert launch._strided("sources", [launch._rows(x) for x in case.sources])["source_strides"] == (24, 24)
+        assert case.sources[0].stride(0) > arguments.MAX_ROW_STRIDE * 24
+        assert arguments.strided("sources", [arguments.as_rows(x) for x in case.sources])["source_strides"] == (24, 24)
         case.check()
 
     def test_weight_one_is_a_plain_add(self) -> None:
@@ -404,51 +404,3 @@ def test_arguments_have_to_fit_the_spec() -> None:
         launch.mix_backward(MixSpec(2), [x], [x, x.bfloat16()], ones, stacked=2)
     with pytest.raises(ValueError, match="mixes: the spec asks for 1"):
         launch.mix_backward(MixSpec(2, norm="rms"), [x], [x, x], ones, norm_weight=torch.ones(8))
-
-
-ROWS, COLS = 8, 64
-STATE, FLOAT = ROWS * COLS * 2, ROWS * COLS * 4  # bytes of a bfloat16 state, and of a float32 accumulator
-
-
-@pytest.mark.parametrize(
-    ("spec", "backward", "floor", "more"),
-    [
-        (MixSpec(3, added=1), False, 5 * STATE + 3 * 4, 0),
-        # Partial sums of one program, which need no second step.
-        (MixSpec(3, added=1), True, 7 * STATE + 6 * 4, 0),
-        (MixSpec(3, "none"), True, 4 * STATE, 0),
-        (MixSpec(18, "none", outputs=1), False, 19 * STATE, 2 * FLOAT),
-        (MixSpec(4, outputs=2, accumulate=True), False, 6 * STATE + 2 * FLOAT + 8 * 4, 0),
-        # A score per row: partial sums are written and read, sums are written.
-        (MixSpec(5, "none", True, outputs=5), False, 10 * STATE + 25 * ROWS * 4, 0),
-        (MixSpec(5, "none", True, outputs=5), True, 15 * STATE + 2 * 25 * ROWS * 4, 2 * 25 * ROWS * 4),
-        # 3 kernels of at most 4 sources read 4 gradients again.
-        (MixSpec(10, "channel", outputs=4), True, 24 * STATE + 2 * 40 * COLS * 4, 8 * STATE),
-        # 2 kernels read 4 probes each; between them are 4 accumulators.
-        (MixSpec(20, outputs=4, probe=True), False, 28 * STATE + 2 * 80 * 4, 4 * STATE + 8 * FLOAT),
-        (MixSpec(2, norm="rms", keep_mix=True), False, 4 * STATE + 2 * 4 + COLS * 2 + ROWS * 4, 0),
-        (MixSpec(2, norm="rms", added=2), True, 7 * STATE + 4 * 4 + COLS * 6 + ROWS * 4, 0),
-        # The gradient of the norm passes through memory.
-        (MixSpec(2, "channel", norm="layer"), True, 6 * STATE + 4 * COLS * 4 + COLS * 10 + ROWS * 4, 2 * FLOAT),
-    ],
-)
-def test_bytes_are_counted(spec: MixSpec, backward: bool, floor: int, more: int) -> None:
-    """``more``: what the kernels move beyond the floor."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "PROGRAMS", 1)
-        assert launch.bytes_floor(spec, ROWS, COLS, 2, backward) == floor
-        assert launch.bytes_moved(spec, ROWS, COLS, 2, backward) == floor + more
-
-
-def test_bytes_of_partial_sums() -> None:
-    """32 rows of 64 bfloat16 columns are 4 programs, each with sums of 3 sources."""
-    spec, states = MixSpec(3, "channel"), 7 * 32 * 64 * 2
-    assert launch._Grid.of(spec, torch.empty(32, 64, dtype=BF16), sums=True).row_programs == 4
-    partials = 4 * 3 * 64 * 4
-    assert launch.bytes_moved(spec, 32, 64, 2, backward=True) == states + 3 * 64 * 4 + 2 * partials + 3 * 64 * 4
-
-
-def test_results_can_be_wider_than_states() -> None:
-    spec, state = MixSpec(3, outputs=2), 8 * 64 * 2
-    assert launch.bytes_moved(spec, 8, 64, 2, out_itemsize=4) == (3 + 2 * 2) * state + 6 * 4
-    assert launch.bytes_floor(spec, 8, 64, 2, backward=True, out_itemsize=4) == (6 + 2 * 2) * state + 2 * 6 * 4

@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from rewire.kernels import MixSpec, launch
-from rewire.kernels.launch import Launch
+from rewire.kernels import MixSpec, grid, traffic
+from rewire.kernels.grid import Launch
 
 BF16, F32 = torch.bfloat16, torch.float32
 TARGETS = {
@@ -62,18 +62,18 @@ class Usage(NamedTuple):
 
 def launches(spec: MixSpec, width: int, dtype: torch.dtype) -> list[Launch]:
     """Forward's and backward's, one for each kernel."""
-    found = launch.plan(spec, 8192, width, dtype)
+    found = traffic.plan(spec, 8192, width, dtype)
     if not spec.probe:
-        found += launch.plan(spec, 8192, width, dtype, backward=True)
+        found += traffic.plan(spec, 8192, width, dtype, backward=True)
     return list({(one.spec, one.backward): one for one in found}.values())
 
 
 def compiled(call: Launch, target: Any) -> Any:
     """The kernel as a launch would specialise it on that GPU."""
-    kernel = launch.kernel(call.spec, call.backward)
+    kernel = grid.kernel(call.spec, call.backward)
     backend = make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, options = bind(**call.arguments, **launch.constants(call.grid))
+    bound, specialization, options = bind(**call.arguments, **grid.constants(call.grid))
     options, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, options)
     return triton.compile(ASTSource(kernel, signature, constants, attributes), target, dataclasses.asdict(options))
 

@@ -125,7 +125,9 @@ class TestOperators:
         assert norm is None or mark(module) is None
         parameters = [p.requires_grad_() for p in module.parameters()]
         terms = (states(N), weights_of(kind, N), scores_of(scored), states(2))
-        leaves = [x.requires_grad_() for group in terms for x in ([group] if isinstance(group, Tensor) else group or [])]
+        leaves = [
+            x.requires_grad_() for group in terms for x in ([group] if isinstance(group, Tensor) else group or [])
+        ]
         total, after = pending_mix(terms[0], terms[1], terms[3], terms[2]).normed(module)
         assert after.grad_fn is total.grad_fn
         up = drawn(*total.shape), drawn(*total.shape)

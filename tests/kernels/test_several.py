@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interpreter import INTERPRETED, interpret, starts_interpreter
+from torch import Tensor, nn
+
+from rewire.kernels import operators
+from rewire.kernels.history import History, Table
+from rewire.kernels.mix import pending_mix
+from rewire.kernels.norms import mark
+from rewire.kernels.several import combine, mixes
+from rewire.kernels.spec import MAX_OUTPUTS
+
+F32, F64 = torch.float32, torch.float64
+M, N, WIDTH = 3, 4, 9
+WEIGHTED = [("scalar", False), ("scalar", True), ("channel", False), ("channel", True), ("none", True)]
+TOLERANCES = {F64: 1e-12, F32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def twin_of_mixes(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None) -> Tensor:
+    """[M, ..., D]."""
+    stacked, total = torch.stack(list(sources)), torch.zeros(())
+    if weights is not None:
+        total = total + torch.einsum("mnd,n...d->m...d" if weights.dim() == 3 else "mn,n...d->m...d", weights, stacked)
+    return total if scores is None else total + torch.einsum("...mn,n...d->m...d", scores, stacked)
+
+
+def twin_of_combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor], write: Tensor | None) -> Tensor:
+    total = torch.einsum("...nk,...nc->...kc", weights, streams)
+    return total + sum(write.unsqueeze(-1) * f for f in branches) if write is not None else total
+
+
+def drawn(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def arguments_of_mixes(kind: str, scored: bool, dtype: torch.dtype, m: int = M, n: int = N) -> tuple[Any, ...]:
+    precise = torch.promote_types(dtype, F32)
+    shape = {"scalar": (m, n), "channel": (m, n, WIDTH)}
+    weights = None if kind == "none" else drawn(*shape[kind], dtype=precise)
+    scores = drawn(2, 3, m, n, dtype=precise) if scored else None
+    return [drawn(2, 3, WIDTH, dtype=dtype) for _ in range(n)], weights, scores
+
+
+def leaves_of(value: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def precise_copy(value: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, lambda x: x.detach().to(F64).requires_grad_(), value)
+
+
+def compare(function: Any, twin: Any, arguments: tuple[Any, ...], tolerance: float) -> Tensor:
+    """Results and the gradients of all tensors; returns the result."""
+    got, exact = function(*arguments), precise_copy(arguments)
+    want = twin(*exact)
+    up = torch.randn(want.shape).to(got.dtype)
+    found = torch.autograd.grad(got, leaves_of(arguments), up)
+    wanted = torch.autograd.grad(want, leaves_of(exact), up.double())
+    for a, b in zip((got, *found), (want, *wanted), strict=True):
+        assert distance(a, b) <= tolerance
+    return got
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Relative to the norm of ``b``."""
+    return float((a.double() - b.double()).norm().detach() / b.norm().detach())
+
+
+def stacked_mixes(*arguments: Any) -> Tensor:
+    return torch.stack(mixes(*arguments))
+
+
+def arguments_of_combine(
+    dtype: torch.dtype, per_token: bool, written: bool, spread: bool, n: int = N
+) -> tuple[Any, ...]:
+    """``spread``: branches that differ from one result to the next."""
+    precise, lead = torch.promote_types(dtype, F32), (2, 3) if per_token else ()
+    branches = [drawn(2, 3, M if spread else 1, WIDTH, dtype=dtype) for _ in range(2 * written)]
+    write = drawn(*lead, M, dtype=precise) if written else None
+    return drawn(2, 3, n, WIDTH, dtype=dtype), drawn(*lead, n, M, dtype=precise), branches, write
+
+
+class Cases:
+    """Run as they are, and again by kernels."""
+
+    dtypes: tuple[torch.dtype, ...]
+
+    @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)
+    def test_mixes(self, kind: str, scored: bool) -> None:
+        for dtype in self.dtypes:
+            got = compare(stacked_mixes, twin_of_mixes, arguments_of_mixes(kind, scored, dtype), TOLERANCES[dtype])
+            assert got.dtype == dtype
+
+    @pytest.mark.parametrize("outputs", [1, 2, MAX_OUTPUTS, MAX_OUTPUTS + 1])
+    def test_any_number_of_mixes(self, outputs: int) -> None:
+        compare(stacked_mixes, twin_of_mixes, arguments_of_mixes("scalar", True, F32, outputs, 2), 1e-5)
+
+    @pytest.mark.parametrize("per_token", [False, True])
+    @pytest.mark.parametrize(("written", "spread"), [(False, False), (True, False), (True, True)])
+    def test_combine(self, per_token: bool, written: bool, spread: bool) -> None:
+        for dtype in self.dtypes:
+            given = arguments_of_combine(dtype, per_token, written, spread)
+            got = compare(combine, twin_of_combine, given, TOLERANCES[dtype])
+            assert got.dtype == dtype and got.shape == (2, 3, M, WIDTH)
+
+    def test_one_stream_and_streams_that_are_one_tensor(self) -> None:
+        compare(combine, twin_of_combine, arguments_of_combine(F32, True, True, False, n=1), 1e-5)
+        x, (_, *rest) = drawn(2, 3, WIDTH), arguments_of_combine(F32, True, True, False)
+
+        def expanded(function: Any) -> Any:
+            return lambda x, *others: function(x.unsqueeze(-2).expand(2, 3, N, WIDTH), *others)
+
+        compare(expanded(combine), expanded(twin_of_combine), (x, *rest), 1e-5)
+
+    def test_only_some_results_are_used(self) -> None:
+        arguments = arguments_of_mixes("scalar", True, F32)
+        compare(lambda *a: mixes(*a)[1], lambda *a: twin_of_mixes(*a)[1], arguments, 1e-5)
+
+    def test_only_some_inputs_need_gradients(self) -> None:
+        sources, weights, scores = arguments_of_mixes("scalar", True, F32)
+        frozen = [sources[0].detach(), sources[1], *(x.detach() for x in sources[2:])]
+        up = torch.randn(M, 2, 3, WIDTH)
+        (want,) = torch.autograd.grad(stacked_mixes(sources, weights, scores), sources[1], up)
+        (got,) = torch.autograd.grad(stacked_mixes(frozen, weights.detach(), scores.detach()), sources[1], up)
+        assert torch.equal(got, want)
+
+    @pytest.mark.parametrize("case", ["mixes", "mixes by channel", "combine", "static combine"])
+    def test_second_derivatives(self, case: str) -> None:
+        """Of a function of the first ones, against float64."""
+        function, twin, arguments = {
+            "mixes": (stacked_mixes, twin_of_mixes, arguments_of_mixes("scalar", True, F32)),
+            "mixes by channel": (stacked_mixes, twin_of_mixes, arguments_of_mixes("channel", False, F32)),
+            "combine": (combine, twin_of_combine, arguments_of_combine(F32, True, True, False)),
+            "static combine": (combine, twin_of_combine, arguments_of_combine(F32, False, False, False)),
+        }[case]
+        exact = precise_copy(arguments)
+        found = penalty_gradients(function(*arguments).sin(), leaves_of(arguments))
+        wanted = penalty_gradients(twin(*exact).sin(), leaves_of(exact))
+        for a, b in zip(found, wanted, strict=True):
+            assert distance(a, b) <= 1e-4
+
+
+def penalty_gradients(result: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of ``|d result.sum() / d leaves|^2``."""
+    first = torch.autograd.grad(result.sum(), leaves, create_graph=True)
+    return torch.autograd.grad(sum((g.square().sum() for g in first), torch.zeros(())), leaves)
+
+
+class TestPlain(Cases):
+    __test__ = not INTERPRETED
+    dtypes = (F32, F64, torch.bfloat16, torch.float16)
+
+    @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)
+    def test_gradients_of_gradients_of_mixes(self, kind: str, scored: bool) -> None:
+        sources, weights, scores = arguments_of_mixes(kind, scored, F64, 2, 2)
+
+        def function(*leaves: Tensor) -> Tensor:
+            w, s = (None if kind == "none" else leaves[2]), (leaves[-1] if scored else None)
+            return stacked_mixes(leaves[:2], w, s)
+
+        leaves = leaves_of((sources, weights, scores))
+        assert torch.autograd.gradcheck(function, leaves)
+        assert torch.autograd.gradgradcheck(function, leaves)
+
+    def test_gradients_of_gradients_of_combine(self) -> None:
+        streams, weights, branches, write = arguments_of_combine(F64, True, True, False, n=2)
+
+        def function(streams: Tensor, weights: Tensor, write: Tensor, *branches: Tensor) -> Tensor:
+            return combine(streams, weights, branches, write)
+
+        assert torch.autograd.gradgradcheck(function, (streams, weights, write, *branches))
+
+
+@starts_interpreter
+def test_in_the_interpreter(tmp_path: Path) -> None:
+    interpret(f"{__file__}::TestByKernels", tmp_path)
+
+
+class TestByKernels(Cases):
+    __test__ = INTERPRETED
+    dtypes = (F32, torch.bfloat16)
+
+    def test_they_are_kernels(self) -> None:
+        sources, weights, scores = arguments_of_mixes("scalar", True, F32)
+        results = mixes(sources, weights, scores)
+        assert {type(y.grad_fn).__name__ for y in results} == {"_SeveralBackward"}
+        assert results[0].grad_fn is results[1].grad_fn
+        assert type(combine(*arguments_of_combine(F32, True, True, False)).grad_fn).__name__ == "_SeveralBackward"
+
+    @pytest.mark.parametrize("norm", ["rms", "layer", "frozen", None])
+    def test_second_derivatives_of_a_mix_and_its_norm(self, norm: str | None) -> None:
+        module = nn.RMSNorm(WIDTH, eps=1e-2) if norm == "rms" else nn.LayerNorm(WIDTH, eps=1e-2)
+        mark(module)
+        module.requires_grad_(norm != "frozen")
+        sources, weights, _ = arguments_of_mixes("scalar", False, F32)
+        leaves = [*sources, weights, *(p for p in module.parameters() if p.requires_grad and norm)]
+
+        def result() -> Tensor:
+            total, after = pending_mix(sources, weights[0]).normed(module)
+            return (total * after.sin()).sin() if norm else total.sin()
+
+        by_kernels = penalty_gradients(result(), leaves)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operators, "SWITCHED_ON", False)
+            plain = penalty_gradients(result(), leaves)
+        for a, b in zip(by_kernels, plain, strict=True):
+            assert distance(a, b) <= 1e-4
+
+    @pytest.mark.parametrize("channels", [False, True])
+    def test_second_derivatives_of_claims(self, channels: bool) -> None:
+        """12 mixes: blocks of them begin, and blocks of states are gathered."""
+        count = 12
+        flat = (drawn(count * (count + 1) // 2, *([WIDTH] if channels else [])) * 0.3).detach().requires_grad_()
+        x, branches = drawn(2, WIDTH), drawn(count, 2, WIDTH)
+
+        def result() -> Tensor:
+            state, history = x, History.empty(Table(flat, count))
+            for number in range(count):
+                history = history.push(state)
+                state = history.mix(number, (torch.tanh(state) * branches[number],)).value()
+            return state
+
+        leaves = [flat, x, branches]
+        assert Table(flat, count).block < count
+        by_kernels = penalty_gradients(result(), leaves)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operators, "SWITCHED_ON", False)
+            plain = penalty_gradients(result(), leaves)
+        for a, b in zip(by_kernels, plain, strict=True):
+            assert distance(a, b) <= 1e-4
