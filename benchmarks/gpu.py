@@ -3,9 +3,10 @@
     python benchmarks/gpu.py [--out FILE] [--phases check mixes steps] [--minutes N] [--seed N]
     python benchmarks/gpu.py --dry-run        # the whole script at tiny sizes on a CPU, kernels in Triton's interpreter
 
-Three phases: *check* compares every kernel and every gradient with float64, *mixes* times single mixes, *steps* times
-training steps over the plain model. The file is written after every job. Jobs that no longer fit are listed as not
-measured; ``--phases`` measures them in another run. Ends with 1 if a check or a job failed.
+Three phases: *check* compares every kernel and every gradient with float64, and small models with kernels to the same
+without; *mixes* times single mixes; *steps* times training steps over the plain model. What matters most of each phase
+runs first. The file is written after every job. Jobs that no longer fit are listed as not measured; ``--phases``
+measures them in another run. Ends with 1 if a check or a job failed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ with contextlib.suppress(ModuleNotFoundError):  # where torchvision's operators 
     import torchvision_stub  # noqa: F401
 
 import kernel_checks
+import model_checks
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -57,19 +59,35 @@ _FAILED, _LATE = "failed: ", "not measured: out of time"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One thing to do; ``run`` returns what goes into the file, and raises if it fails."""
+    """One thing to do.
+
+    Attributes:
+        run: returns what goes into the file, and raises if it fails.
+        turn: jobs of a lower one run first.
+    """
 
     phase: str
     name: str
     run: Callable[[], dict[str, Any]]
+    turn: int = 1
 
 
 def check_jobs(device: torch.device, seed: int, dry: bool) -> list[Job]:
     def run(check: kernel_checks.Check, number: int) -> dict[str, Any]:
         return {"largest error over tolerance": kernel_checks.run(check, device, seed + number)}
 
-    checks = kernel_checks.checks(small=dry)
-    return [Job("check", check.name, functools.partial(run, check, number)) for number, check in enumerate(checks)]
+    def run_model(check: model_checks.ModelCheck) -> dict[str, Any]:
+        return {"largest error over tolerance": model_checks.run(check, device, seed, dry)}
+
+    jobs = [
+        Job("check", check.name, functools.partial(run, check, number), 0 if check.dtype == torch.bfloat16 else 2)
+        for number, check in enumerate(kernel_checks.checks(small=dry))
+    ]
+    models = model_checks.checks(small=dry)
+    return jobs + [
+        Job("check", check.name, functools.partial(run_model, check), 0 if check is models[0] else 2)
+        for check in models
+    ]
 
 
 def mix_jobs(device: torch.device, rounds: int, bandwidth: float, dry: bool) -> list[Job]:
@@ -79,7 +97,10 @@ def mix_jobs(device: torch.device, rounds: int, bandwidth: float, dry: bool) -> 
 
     sizes = cases.Sizes(1, 32, 32, torch.float32, device)
     todo = cases.make_cases(sizes, small=True) if dry else cases.default_cases(device)
-    return [Job("mixes", case.name, functools.partial(run, case)) for case in todo]
+    return [
+        Job("mixes", case.name, functools.partial(run, case), 0 if case.name.startswith(("sum", "trunk")) else 1)
+        for case in todo
+    ]
 
 
 class Steps:
@@ -99,7 +120,8 @@ class Steps:
         return jobs + [self._job(f"{name}, compiled", large, *what, compiled=True) for name, *what in TOPOLOGIES]
 
     def _job(self, name: str, shape: tuple[str, int, int], topology: str, options: Any, compiled: bool) -> Job:
-        return Job("steps", name, lambda: self._measure(shape, topology, options, compiled))
+        turn = 0 if topology.startswith("ancre") else 1
+        return Job("steps", name, lambda: self._measure(shape, topology, options, compiled), turn)
 
     def _measure(
         self, shape: tuple[str, int, int], topology: str, options: dict[str, Any], compiled: bool
@@ -111,7 +133,7 @@ class Steps:
         inputs = batch_for(plain, batch, length)
         steps = {each: harness.training_step(model, inputs) for each, model in models.items()}
         held = _allocated(self.device)
-        timings = harness.side_by_side(steps, self.rounds, self.device)
+        timings = harness.side_by_side(steps, self.rounds, self.device, warmup=1 if self.dry else harness.WARMUP)
         ours, base = timings["rewired"], timings["plain"]
         peaks = None if ours.peak is None or base.peak is None else (held + ours.peak) / (held + base.peak)
         return {
@@ -144,7 +166,7 @@ def _allocated(device: torch.device) -> int:
 
 
 def run_all(jobs: Sequence[Job], report: dict[str, Any], write: Callable[[], None], seconds: float) -> None:
-    """Run the jobs in turn into ``report["jobs"]``; those that would end after ``seconds`` are left out.
+    """Run the jobs, in this order, into ``report["jobs"]``; those that would end after ``seconds`` are left out.
 
     A job is expected to take as long as the longest of its phase so far.
     """
@@ -235,15 +257,16 @@ def main() -> int:
     if not (options.dry_run or torch.cuda.is_available()):
         parser.error("there is no GPU here; --dry-run runs the script at tiny sizes on the CPU.")
     dry, device = options.dry_run, torch.device("cpu" if options.dry_run else "cuda")
-    torch._dynamo.config.recompile_limit = 64  # the models of all topologies share the code of their class
-    rounds = 2 if dry else 20
+    torch._dynamo.config.recompile_limit = 64  # all models share the code of their outermost forward
+    rounds = 1 if dry else 20
     bandwidth = harness.copy_bandwidth(device, 1 << (22 if dry else 28), rounds)
     by_phase = {
         "check": lambda: check_jobs(device, options.seed, dry),
         "mixes": lambda: mix_jobs(device, rounds, bandwidth, dry),
-        "steps": lambda: Steps(device, rounds // 2, dry).jobs(),
+        "steps": lambda: Steps(device, 1 if dry else 10, dry).jobs(),
     }
     jobs = [job for phase in PHASES if phase in options.phases for job in by_phase[phase]()]
+    jobs.sort(key=lambda job: job.turn)
     report: dict[str, Any] = {
         "machine": harness.machine(device),
         "dry run": dry,

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rewire.kernels import launch, reference
-from rewire.kernels.spec import MixSpec
+from rewire.kernels.spec import MixSpec, Norm, Weights
 
 EPS = 0.1  # of the norms: bounds 1 / sqrt(variance + eps), which multiplies errors
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+KINDS: tuple[Weights, ...] = ("none", "scalar", "channel")
+NORMS: tuple[tuple[Norm, bool], ...] = (("rms", False), ("rms", True), ("layer", True))  # and whether the mix is kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,34 +40,41 @@ class Check:
 
     @property
     def name(self) -> str:
-        defaults = MixSpec(self.spec.sources)
         fields = [f for f in dataclasses.fields(MixSpec) if f.name != "sources"]
-        given = [(f.name, getattr(self.spec, f.name)) for f in fields]
-        options = [f"{name}={value}" for name, value in given if value != getattr(defaults, name)]
+        given = [(f.name, getattr(self.spec, f.name), f.default) for f in fields]
+        options = [f"{name}={value}" for name, value, default in given if value != default]
         size = f"{self.rows} x {self.width}, {str(self.dtype).removeprefix('torch.')}"
         return " ".join([f"{self.spec.sources} sources", *options, f"({size})"])
 
 
 def checks(small: bool) -> list[Check]:
-    """All kinds of kernels; if not ``small``, at the sizes of models too."""
-    specs = [MixSpec(n) for n in (1, 2, 8, 16, 24, 32)]
-    specs += [
-        MixSpec(3, weights, scores, added)  # type: ignore[arg-type]
-        for weights in ("none", "scalar", "channel")
-        for scores, added in ((False, 2), (True, 1))
-    ]
-    specs += [MixSpec(4, weights, weights != "scalar", probe=True) for weights in ("none", "scalar", "channel")]  # type: ignore[arg-type]
-    specs += [MixSpec(5, weights, True, outputs=3) for weights in ("none", "scalar", "channel")]  # type: ignore[arg-type]
+    """All kinds of kernels, those that most topologies need first; if not ``small``, at the sizes of models."""
+    sums = [MixSpec(n) for n in (1, 2, 8, 16, 24, 32)]
+    sums += [MixSpec(3, weights, scores, added) for weights in KINDS for scores, added in ((False, 2), (True, 1))]
+    # Depth blocking: sums that are begun, and gradients that several states gather.
+    blocked = [MixSpec(18, outputs=o) for o in (2, 4, 8)] + [MixSpec(3, added=1, accumulate=True)]
+    blocked += [MixSpec(n, outputs=o, probe=True) for n, o in ((20, 1), (5, 2), (5, 4), (10, 8))]
+    blocked += [MixSpec(4, outputs=1, added=1, probe=True), MixSpec(5, "channel", outputs=4, probe=True)]
+    # Queries, keys and values; streams; scores beside probes.
+    several = [MixSpec(5, weights, True, outputs=o) for weights in KINDS for o in (3, 4)]
+    several += [MixSpec(5, "none", True, outputs=8), MixSpec(4, "channel", True, probe=True)]
     norms = [
-        MixSpec(3, weights, keep, added=1, norm=norm, keep_mix=keep)  # type: ignore[arg-type]
-        for weights in ("scalar", "channel")
-        for norm, keep in (("rms", False), ("rms", True), ("layer", True))
+        MixSpec(3, weights, keep, added=1, norm=norm, keep_mix=keep) for weights in KINDS[1:] for norm, keep in NORMS
     ]
-    norms += [MixSpec(18, "scalar", norm="rms", keep_mix=True), MixSpec(4, "channel", outputs=3, norm="layer")]
-    if small:
-        return [Check(spec, 5, 24, F32) for spec in specs + norms]
-    sizes = [(1000, 100, F32), (3000, 2048, BF16)]
-    found = [Check(spec, *size) for spec in specs + norms for size in sizes]
+    norms += [
+        MixSpec(3, norm="rms", keep_mix=True, norm_scale="none"),
+        MixSpec(3, norm="rms", keep_mix=True, norm_scale="offset"),
+        MixSpec(3, norm="layer", keep_mix=True, norm_bias=False),
+        MixSpec(3, added=1, norm="rms", keep_mix=True, accumulate=True),
+        MixSpec(0, "none", added=2, norm="rms", keep_mix=True),
+        MixSpec(18, norm="rms", keep_mix=True),
+        MixSpec(4, "channel", outputs=3, norm="layer"),
+    ]
+    specs = sums + blocked + norms + several
+    if small:  # not those that the interpreter takes seconds for
+        return [Check(spec, 5, 24, F32) for spec in specs if spec.pairs <= 40]
+    found = [Check(spec, 3000, 2048, BF16) for spec in specs]
+    found += [Check(spec, 1000, 100, F32) for spec in specs]
     found += [Check(spec, 500, 8192, F16) for spec in norms]
     return found + [Check(MixSpec(n, "channel", True), 7, width, BF16) for n, width in ((2, 1), (3, 33), (32, 4096))]
 
@@ -136,7 +145,8 @@ class _Inputs:
     added: list[Tensor]
     gain: Tensor | None
     bias: Tensor | None
-    probe: Tensor | None
+    accumulators: list[Tensor]
+    probes: list[Tensor]
     grads: list[Tensor]
     grad_mixes: list[Tensor]
 
@@ -156,10 +166,11 @@ class _Inputs:
             sources=states(n),
             weights=None if spec.weights == "none" else draw(*shape),
             scores=[draw(check.rows, 1) for _ in range(o * n * spec.scores)],
-            added=states(spec.added),
-            gain=draw(check.width, dtype=check.dtype) if spec.norm else None,
-            bias=draw(check.width, dtype=check.dtype) if spec.norm == "layer" else None,
-            probe=states(1)[0] if spec.probe else None,
+            added=states(o * spec.added),
+            gain=draw(check.width, dtype=check.dtype) if spec.scaled else None,
+            bias=draw(check.width, dtype=check.dtype) if spec.shifted else None,
+            accumulators=[draw(check.rows, check.width) for _ in range(o * spec.accumulate)],
+            probes=states(o * spec.probe),
             grads=states(o),
             grad_mixes=states(o if spec.keep_mix else 0),
         )
@@ -168,14 +179,17 @@ class _Inputs:
         """Everything that the kernels return, by name."""
         norm: dict[str, Any] = {"norm_weight": self.gain, "norm_bias": self.bias, "eps": EPS}
         kept = dataclasses.replace(self.spec, keep_mix=self.spec.norm is not None)
-        found = launch.mix_forward(kept, self.sources, self.weights, self.scores, self.added, **norm, probe=self.probe)
+        found = launch.mix_forward(
+            kept, self.sources, self.weights, self.scores, self.added,
+            **norm, accumulators=self.accumulators, probe=self.probes,
+        )  # fmt: skip
         saved: dict[str, Any] = {"mixes": found.mixes, "rstd": found.rstd} if self.spec.norm else {}
         back = launch.mix_backward(
             dataclasses.replace(self.spec, probe=False), self.grads, self.sources, self.weights, self.scores,
             **saved, grad_mixes=self.grad_mixes, norm_weight=self.gain,
         )  # fmt: skip
         gradients = {f"gradient of {f.name}": getattr(back, f.name) for f in dataclasses.fields(back)}
-        if not self.spec.added:
+        if not self.spec.added or self.spec.outputs > 1:  # then it is the gradient of the result
             del gradients["gradient of added"]
         dots = {"weight dots": found.weight_dots, "score dots": found.score_dots} if self.spec.probe else {}
         everything = {"mix": found.mixes, "norm": found.normed, **dots, **gradients}
@@ -189,15 +203,17 @@ class _Inputs:
 
         sources, scores, added = leaves(self.sources), leaves(self.scores), leaves(self.added)
         weights, gain, bias = leaves([self.weights]), leaves([self.gain]), leaves([self.bias])
-        mixes = reference.mixes(self.spec, sources, weights[0] if weights else None, scores, added)
-        normed = [reference.normed(self.spec, y, gain[0], bias[0] if bias else None, EPS) for y in mixes if gain]
+        mixes = reference.mixes(self.spec, sources, weights[0] if weights else None, scores, added, self.accumulators)
+        scale = (gain[0] if gain else None, bias[0] if bias else None)
+        normed = [reference.normed(self.spec, y, *scale, EPS) for y in mixes if self.spec.norm]
         outputs = [*(normed or mixes), *(mixes if self.grad_mixes else ())]
         torch.autograd.backward(outputs, [g.double() for g in (*self.grads, *self.grad_mixes)])
         dots: dict[str, Any] = {}
-        if self.probe is not None:
-            dots["weight dots"], dots["score dots"] = reference.dots(self.spec, self.sources, self.probe)
+        if self.probes:
+            dots["weight dots"], dots["score dots"] = reference.dots(self.spec, self.sources, self.probes)
         gradients = {
-            "sources": sources, "weights": weights, "scores": scores, "added": added[:1],
+            "sources": sources, "weights": weights, "scores": scores,
+            "added": added[:1] if self.spec.outputs == 1 else [],
             "norm_weight": gain, "norm_bias": bias,
         }  # fmt: skip
         found: dict[str, Any] = {"mix": mixes, "norm": normed, **dots}

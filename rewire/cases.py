@@ -10,11 +10,15 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from rewire import peers
-from rewire.kernels.mix import mix
+from rewire.kernels.history import History, Table, best_block
+from rewire.kernels.mix import mix, pending_mix
+from rewire.kernels.norms import mark
+from rewire.kernels.several import mixes
 from rewire.kernels.spec import MixSpec
+from rewire.kernels.traffic import bytes_moved, bytes_of_history
 from rewire.peers import Results, Way
 from rewire.topologies.attnres import AttnRes
 from rewire.topologies.base import Dims, computed
@@ -83,6 +87,7 @@ class Case:
         ways: by name. The results of "eager" in float64 are what those of all others have to be.
         floor: bytes if each input is read once and each output written once; see docs/benchmarks.md.
         moved: bytes that "ours" moves where the generated kernels run; None where nobody counted.
+        unblocked: of a trunk, what "ours" would move without depth blocking.
         remark: more about bytes.
     """
 
@@ -92,6 +97,7 @@ class Case:
     ways: Mapping[str, Way]
     floor: Bytes
     moved: Bytes | None = None
+    unblocked: Bytes | None = None
     remark: str = ""
 
 
@@ -112,7 +118,8 @@ def make_cases(sizes: Sizes, small: bool) -> list[Case]:
             weighted_sum(sizes, 8, "scalar"),
             weighted_sum(sizes, 8, "channel"),
             sum_and_norm(sizes, 8),
-            trunk(sizes, 6),
+            three_reads(sizes, 4),
+            trunk(sizes, 12),
             attention_residuals(sizes, 8),
             _only_eager(hyper_connections(sizes, 4)),
             _only_eager(manifold_hyper_connections(sizes, 4)),
@@ -124,7 +131,8 @@ def make_cases(sizes: Sizes, small: bool) -> list[Case]:
         *(weighted_sum(sizes, n, "channel") for n in (2, 8, 32)),
         *(weighted_sum(sizes, n, "scores") for n in (2, 8, 32)),
         *(sum_and_norm(sizes, n) for n in (2, 8)),
-        trunk(sizes, 24),
+        *(trunk(sizes, depth) for depth in (12, 24)),
+        *(three_reads(sizes, n) for n in (4, 12)),
         *(attention_residuals(sizes, n) for n in (4, 8, 16)),
         hyper_connections(sizes, 4),
         manifold_hyper_connections(sizes, 4),
@@ -164,16 +172,30 @@ def weighted_sum(sizes: Sizes, n: int, kind: Kind) -> Case:
     return Case(f"sum of {n}, {_label(kind)}, width {sizes.width}", sizes, inputs, ways, floor, _moved(floor, sizes, n))
 
 
+class _SumAndNorm(nn.Module):
+    """The sum of states, and its RMSNorm: by one kernel, as in a rewired model."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width, eps=1e-6, device="meta")  # its weight comes with each call
+        refused = mark(self.norm)
+        assert refused is None, refused
+
+    def forward(self, states: Sequence[Tensor], weights: Tensor) -> Results:
+        return pending_mix(states, weights).normed(self.norm)
+
+
 def sum_and_norm(sizes: Sizes, n: int) -> Case:
     """The sum of n states and the RMSNorm of the next block on it; both are wanted, as the sum is a state."""
+    module = _SumAndNorm(sizes.width)
 
     def inputs(at: Sizes) -> list[Tensor]:
         return [*at.states(n), torch.randn(n, device=at.device), torch.randn(at.width, device=at.device).to(at.dtype)]
 
     def ours(*given: Tensor) -> Results:
         *xs, w, gain = given
-        total = mix(xs, w)
-        return total, F.rms_norm(total, gain.shape, gain, 1e-6)
+        done: Results = torch.func.functional_call(module, {"norm.weight": gain}, (xs, w))
+        return done
 
     def plain(*given: Tensor) -> Results:
         *xs, w, gain = given
@@ -182,11 +204,34 @@ def sum_and_norm(sizes: Sizes, n: int) -> Case:
 
     weight = 4 * n + sizes.width * sizes.dtype.itemsize
     floor = Bytes((n + 2) * sizes.state + weight, (2 * n + 3) * sizes.state + 2 * weight)
-    # The norm apart reads the sum again; its backward reads both gradients and the sum and leaves one, and the sum of
-    # that with the gradient of the sum itself is one more operator.
-    apart = Bytes(floor.forward + sizes.state, floor.backward + 4 * sizes.state)
     name = f"sum of {n}, RMSNorm after, width {sizes.width}"
-    return Case(name, sizes, inputs, _ways(ours, plain), floor, _moved(apart, sizes, n))
+    moved = _moved_by(MixSpec(n, norm="rms", keep_mix=True), sizes)
+    return Case(name, sizes, inputs, _ways(ours, plain), floor, moved)
+
+
+def three_reads(sizes: Sizes, n: int) -> Case:
+    """Queries, keys and values, each from a mix of its own of n states, per channel and per token (DCA)."""
+
+    def inputs(at: Sizes) -> list[Tensor]:
+        return [
+            *at.states(n),
+            torch.randn(3, n, at.width, device=at.device),
+            torch.randn(at.batch, at.length, 3, n, device=at.device),
+        ]
+
+    def ours(*given: Tensor) -> Results:
+        *xs, weights, scores = given
+        return tuple(mixes(xs, weights, scores))
+
+    def plain(*given: Tensor) -> Results:
+        *xs, weights, scores = given
+        ways = [zip(w.unbind(), s.unbind(-1), xs, strict=True) for w, s in zip(weights, scores.unbind(-2), strict=True)]
+        return tuple(sum((w + s.unsqueeze(-1)) * x for w, s, x in way).to(xs[0].dtype) for way in ways)
+
+    weight = 4 * 3 * n * (sizes.width + sizes.tokens)
+    floor = Bytes((n + 3) * sizes.state + weight, (2 * n + 3) * sizes.state + 2 * weight)
+    moved = _moved_by(MixSpec(n, "channel", True, outputs=3), sizes)
+    return Case(f"queries, keys, values of {n}, width {sizes.width}", sizes, inputs, _ways(ours, plain), floor, moved)
 
 
 def trunk(sizes: Sizes, depth: int) -> Case:
@@ -200,62 +245,40 @@ def trunk(sizes: Sizes, depth: int) -> Case:
         weights = torch.rand(depth, depth, device=at.device) / depth
         return [*at.states(depth + 1), weights]
 
-    def chain(step: Callable[[Sequence[Tensor], Tensor, Tensor], Tensor]) -> Callable[..., Results]:
-        def function(*given: Tensor) -> Results:
-            x, *branches, weights = given
-            states = [x]
-            for t, branch in enumerate(branches, start=1):
-                states.append(step(states, weights[t - 1, :t], branch))
-            return tuple(states[1:])
+    def ours(*given: Tensor) -> Results:
+        x, *branches, weights = given
+        row, column = torch.tril_indices(depth, depth, device=weights.device)
+        history, states = History.empty(Table(weights[row, column], depth)), [x]
+        for number, branch in enumerate(branches):
+            history = history.push(states[-1])
+            states.append(history.mix(number, (branch,)).value())
+        return tuple(states[1:])
 
-        return function
-
-    def ours(states: Sequence[Tensor], weights: Tensor, branch: Tensor) -> Tensor:
-        return mix(states, weights, (branch,))
-
-    def plain(states: Sequence[Tensor], weights: Tensor, branch: Tensor) -> Tensor:
-        total = branch + sum(a * x for a, x in zip(weights.unbind(), states, strict=True))
-        return total.to(branch.dtype)
+    def plain(*given: Tensor) -> Results:
+        x, *branches, weights = given
+        states = [x]
+        for t, branch in enumerate(branches, start=1):
+            terms = zip(weights[t - 1, :t].unbind(), states, strict=True)
+            states.append((branch + sum(a * y for a, y in terms)).to(branch.dtype))
+        return tuple(states[1:])
 
     def residual(*given: Tensor) -> Results:
         x, *branches, _ = given
         return tuple(itertools.accumulate(branches, torch.add, initial=x))[1:]
 
     floor = Bytes((2 * depth + 1) * sizes.state, (3 * depth + 1) * sizes.state)
-    moved = Bytes(chain_bytes(sizes, depth), chain_backward_bytes(sizes, depth))
-    best = min(range(1, depth + 1), key=lambda group: chain_bytes(sizes, depth, group))
-    remark = (
-        f"our kernels move {moved.forward / sizes.state:.0f} states forward and {moved.backward / sizes.state:.0f} "
-        f"backward, unit by unit; the least forward is {chain_bytes(sizes, depth, best) / sizes.state:.0f}, in groups "
-        f"of {best}"
-    )
-    ways = _ways(chain(ours), chain(plain)) | {RESIDUAL: Way(residual, other_work=True, used=depth + 1)}
-    return Case(f"trunk of {depth} mixes, width {sizes.width}", sizes, inputs, ways, floor, moved, remark)
+    block = best_block(depth)
+    moved, unblocked = _chain(sizes, depth, block), _chain(sizes, depth, None)
+    remark = "our kernels do not block it" if block > depth else f"our kernels go in blocks of {block} mixes"
+    ways = _ways(ours, plain) | {RESIDUAL: Way(residual, other_work=True, used=depth + 1)}
+    return Case(f"trunk of {depth} mixes, width {sizes.width}", sizes, inputs, ways, floor, moved, unblocked, remark)
 
 
-def chain_bytes(sizes: Sizes, depth: int, group: int = 1) -> int:
-    """Bytes that the forward of `trunk` moves if ``group`` units share a pass over all states before them.
-
-    That pass leaves a float32 sum for each of them; then every unit reads its sum, the states of its own group, and
-    its branch. Alone (group 1), a unit reads all states and its branch, and writes.
-    """
-    if group == 1:
-        plain = sum(t + 2 for t in range(1, depth + 1)) * sizes.state
-        return plain + sum(_chained(sizes, t).forward for t in range(1, depth + 1))
-    total = 0
-    for start in range(1, depth + 1, group):  # `start` states come before the first unit of the group
-        units = min(group, depth + 1 - start)
-        total += start * sizes.state + 2 * units * sizes.accumulator
-        total += sum(inside + 2 for inside in range(units)) * sizes.state
-    return total
-
-
-def chain_backward_bytes(sizes: Sizes, depth: int) -> int:
-    """Bytes of the backward of `trunk`, unit by unit: gradients of t states, which autograd adds to earlier ones."""
-    mixes = sum(2 * t + 1 for t in range(1, depth + 1)) * sizes.state
-    # x_0 has a gradient from each unit, x_i from the units after it and its own as a result; x_depth only that.
-    adds = 3 * (depth - 1 + sum(depth - i for i in range(1, depth))) * sizes.state
-    return mixes + adds + sum(_chained(sizes, t).backward for t in range(1, depth + 1))
+def _chain(sizes: Sizes, depth: int, block: int | None) -> Bytes:
+    """What `trunk` moves."""
+    forward, backward = bytes_of_history(depth, block, sizes.tokens, sizes.width, sizes.dtype.itemsize)
+    # The gradients that x_1 .. x_(depth - 1) have as results are added to those of later mixes by kernels of torch.
+    return Bytes(forward, backward + 3 * (depth - 1) * sizes.state)
 
 
 def attention_residuals(sizes: Sizes, n: int) -> Case:
@@ -373,6 +396,14 @@ def _streams(sizes: Sizes, n: int) -> list[Tensor]:
 def _stream_bytes(sizes: Sizes, n: int) -> Bytes:
     """Of a read and a write, between which the branch runs: both need the streams, in both passes."""
     return Bytes((3 * n + 2) * sizes.state, (6 * n + 3) * sizes.state)
+
+
+def _moved_by(spec: MixSpec, sizes: Sizes) -> Bytes:
+    """What the kernels of ``spec`` move, partial sums included."""
+    forward, backward = (
+        bytes_moved(spec, sizes.tokens, sizes.width, sizes.dtype.itemsize, backward=back) for back in (False, True)
+    )
+    return Bytes(forward, backward)
 
 
 def _chained(sizes: Sizes, n: int) -> Bytes:

@@ -1,4 +1,4 @@
-"""The command line: ``rewire inspect``, ``source``, ``list``, ``plot``, ``bench`` and ``kernels``."""
+"""The command line: ``rewire inspect``, ``source``, ``list``, ``plot``, ``diagnose``, ``bench`` and ``kernels``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from typer.core import TyperGroup
 
 import rewire
 from rewire import cases, comparison, harness
-from rewire.checkpoint import matrices
 from rewire.errors import RewireError, UnknownName
 from rewire.kernels import MixSpec, source
 from rewire.patterns import first_given, patterns_for
-from rewire.plotting import plot_arcs, plot_heatmap, plot_rates, plot_times
+from rewire.plotting import plot_rates, plot_times
 from rewire.shapes import batch_for, make_shape, shapes
 
 _WIDTH = 120  # of what is written to a file or a pipe
@@ -122,18 +121,47 @@ def plot_command(
         Path | None,
         typer.Option(metavar="PATH", help="File to write: .png, .pdf or .svg.  [default: CHECKPOINT's name, KIND.png]"),
     ] = None,
-    kind: Annotated[Literal["heatmap", "arcs"], typer.Option(help="Weights as a matrix, or as arcs.")] = "heatmap",
+    kind: Annotated[
+        Literal["heatmap", "arcs", "bars"],
+        typer.Option(help="Weights as a matrix, as arcs, or as bars by destination."),
+    ] = "heatmap",
 ) -> None:
     """Draw the connection weights in CHECKPOINT; the model itself is not needed."""
     target = out or checkpoint.with_suffix(f".{kind}.png")
     if target.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise typer.BadParameter(f"'{target}' has to end in .png, .pdf or .svg.", param_hint="--out")
-    draw = plot_heatmap if kind == "heatmap" else plot_arcs
     try:
-        draw(matrices(checkpoint), target)
+        rewire.plot(checkpoint, target, kind)
     except (ImportError, OSError) as error:
         raise RewireError(str(error)) from error
     typer.echo(f"wrote {target}")
+
+
+@app.command("diagnose")
+def diagnose_command(
+    model: Model,
+    topology: Annotated[
+        str | None, typer.Option(help="Rewire MODEL first; 'rewire list' shows all.  [default: MODEL as it is]")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences or images in the batch.")] = 2,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 32,
+    probes: Annotated[int, typer.Option(min=0, help="Random probes for chi where it is not exact; 0: no chi.")] = 16,
+    seed: Annotated[int, typer.Option(help="Of the random batch and the probes.")] = 0,
+    out: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw it, too: .png, .pdf or .svg.")] = None,
+) -> None:
+    """Show how signals and gradients pass through MODEL on a random batch: norms, cosines, effective depth and chi."""
+    loaded = _load(model)
+    if topology:
+        loaded = rewire.compile(loaded, topology, start="paper", validate=False)
+    torch.manual_seed(seed)
+    found = rewire.diagnose(loaded, _bench_inputs(loaded, batch, length), probes=probes, seed=seed)
+    _console().print(found)
+    if out:
+        try:
+            found.plot(out)
+        except (ImportError, OSError, ValueError) as error:
+            raise RewireError(str(error)) from error
+        typer.echo(f"wrote {out}")
 
 
 @app.command("kernels")
@@ -144,9 +172,9 @@ def kernels_command(
     ),
     scores: Annotated[bool, typer.Option("--scores", help="Weights per token, too.")] = False,
     added: Annotated[int, typer.Option(min=0, help="Branch outputs that join.")] = 0,
-    outputs: Annotated[int, typer.Option(help="1, or 3 for q, k and v.")] = 1,
+    outputs: Annotated[int, typer.Option(help="Mixes of the same states, 1 to 8.")] = 1,
     norm: Annotated[Literal["none", "rms", "layer"], typer.Option(help="The norm that follows.")] = "none",
-    probe: Annotated[bool, typer.Option("--probe", help="Dot products with one more tensor, too.")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="Dot products with one more tensor each, too.")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="The kernel of the gradients.")] = False,
 ) -> None:
     """Print the Triton source that is generated for a mix."""

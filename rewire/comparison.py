@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from rich import box
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from rewire import harness
 from rewire.cases import EAGER, OURS, Bytes, Case
@@ -79,7 +79,7 @@ def _errors(case: Case, ways: Mapping[str, Way]) -> dict[str, float | str]:
     grads: list[Tensor] = []
 
     def results(way: Way, given: Sequence[Tensor]) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in given]
+        leaves = [nn.Parameter(x.detach()) for x in given]  # kernels take norms of parameters only
         outputs = way.back(way.run(*way.into(*leaves)))
         if not grads:
             grads.extend(torch.randn_like(y) for y in outputs)
@@ -119,7 +119,7 @@ def _time(case: Case, statuses: dict[str, str], rounds: int) -> dict[str, Passes
 
 def _step(way: Way, inputs: Sequence[Tensor]) -> Callable[[], Callable[[], object]]:
     """Runs forward; what it returns runs backward. Gradients are returned, not accumulated."""
-    leaves = [x.detach().requires_grad_() for x in way.into(*inputs)]
+    leaves = [nn.Parameter(x.detach()) for x in way.into(*inputs)]  # kernels take norms of parameters only
     function = torch.compile(way.run, dynamic=False) if way.compiled else way.run
     used = leaves[: way.used]
     grads: list[Tensor] = []
@@ -170,7 +170,9 @@ def _describe(case: Case) -> str:
     def mebibytes(bytes_: Bytes) -> str:
         return f"{bytes_.forward / 2**20:.1f} + {bytes_.backward / 2**20:.1f}"
 
-    return f"floor {mebibytes(case.floor)} MiB" + (f", our kernels {mebibytes(case.moved)}" if case.moved else "")
+    moved = f", our kernels {mebibytes(case.moved)}" if case.moved else ""
+    unblocked = f", without blocks {mebibytes(case.unblocked)}" if case.unblocked else ""
+    return f"floor {mebibytes(case.floor)} MiB{moved}{unblocked}"
 
 
 def _cells(row: Row, rows: Sequence[Row], bandwidth: float, counted: bool) -> list[str]:
@@ -217,7 +219,8 @@ def _entry(row: Row, rows: Sequence[Row], bandwidth: float) -> dict[str, Any]:
         "status": row.status or "measured",
         "relative error": row.error,
         "floor bytes": dataclasses.asdict(row.case.floor),
-        "moved bytes": dataclasses.asdict(row.case.moved) if row.case.moved and row.way == OURS else None,
+        "moved bytes": _counted(row.case.moved, row.way),
+        "unblocked bytes": _counted(row.case.unblocked, row.way),
     }
     if row.passes is None:
         return entry
@@ -227,6 +230,10 @@ def _entry(row: Row, rows: Sequence[Row], bandwidth: float) -> dict[str, Any]:
         shares = {} if way.other_work else {"bytes per second": rate, "share of copy": rate / bandwidth}
         passes[name] = {"median": timing.median, "quartiles": timing.quartiles, "seconds": timing.seconds, **shares}
     return entry | passes | {"over ours": over_ours(row, rows), "peak bytes": row.passes.both.peak}
+
+
+def _counted(bytes_: Bytes | None, way: str) -> dict[str, int] | None:
+    return dataclasses.asdict(bytes_) if bytes_ and way == OURS else None
 
 
 def rates(rows: Iterable[Row]) -> dict[str, dict[str, tuple[float, float]]]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from rewire import cases, comparison, harness
 from rewire.comparison import Row
 from rewire.harness import Passes, Timing
-from rewire.kernels import launch
+from rewire.kernels import launch, operators
+from rewire.kernels.grid import Launch
 from rewire.kernels.spec import FAN_IN, MixSpec
 from rewire.peers import Way, status
 from rewire.plotting import plot_rates
@@ -115,12 +116,12 @@ def test_floors_of_streams() -> None:
 def test_moved_bytes_are_those_of_the_launches(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
 
-    def count(started: launch.Launch, device: torch.device) -> None:
+    def count(started: Launch, device: torch.device) -> None:
         found = [x for name, x in started.arguments.items() if "partials" not in name]
         tensors = [x for x in torch.utils._pytree.tree_leaves(found) if isinstance(x, Tensor)]
         moved.append(sum(x.numel() * x.element_size() for x in tensors))
 
-    monkeypatch.setattr(launch, "_launch", count)
+    monkeypatch.setattr(launch, "start", count)
     sizes = dataclasses.replace(SIZES, dtype=torch.bfloat16)
     xs, weights = sizes.states(n), torch.ones(n)
     wanted = cases.weighted_sum(sizes, n, "scalar").moved
@@ -134,18 +135,30 @@ def test_moved_bytes_are_those_of_the_launches(n: int, monkeypatch: pytest.Monke
 
 def test_bytes_of_a_trunk() -> None:
     unit = SIZES.state
-    # x_1 = p x_0 + f_1; x_2 = p x_0 + p x_1 + f_2; x_3 of three states: each read, each branch, each result.
-    assert cases.chain_bytes(SIZES, 3) == (3 + 4 + 5) * unit
-    # Groups {1, 2}, {3}: a pass over x_0 leaves two sums; unit 1 reads sum and branch, unit 2 x_1 as well; then a pass
-    # over three states leaves one sum.
-    assert cases.chain_bytes(SIZES, 3, group=2) == ((1 + 2) + (3 + 4) + (3 + 1) + 3) * unit
-    # Units read a gradient, and read and leave t states and gradients; x_0 and x_1 get three gradients, x_2 two.
-    assert cases.chain_backward_bytes(SIZES, 3) == ((3 + 5 + 7) + 3 * (2 + 2 + 1)) * unit
     trunk = cases.trunk(SIZES, 3)
     # Four inputs and three results; three gradients, the three states that are mixed, and four gradients.
     assert trunk.floor == cases.Bytes(7 * unit, 10 * unit)
-    assert min(range(1, 25), key=lambda group: cases.chain_bytes(SIZES, 24, group)) > 1
-    assert "in groups of" in cases.trunk(SIZES, 24).remark
+    assert trunk.moved == trunk.unblocked and "do not block" in trunk.remark
+    deep = cases.trunk(SIZES, 24)
+    assert deep.moved is not None and deep.unblocked is not None
+    assert deep.floor.both < deep.moved.both < deep.unblocked.both
+    assert "in blocks of 4 mixes" in deep.remark
+    (entry,) = comparison.as_json([Row(deep, "ours", "not run: for a test")], BANDWIDTH)
+    assert entry["moved bytes"] == dataclasses.asdict(deep.moved)
+    assert entry["unblocked bytes"] == dataclasses.asdict(deep.unblocked)
+    shown = Console(width=200)
+    with shown.capture() as captured:
+        shown.print(comparison.table([Row(deep, "ours", "not run: for a test")], BANDWIDTH))
+    assert "our kernels" in captured.get() and "without blocks" in captured.get()
+
+
+def test_a_norm_is_fused_with_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, started = cases.sum_and_norm(SIZES, 3), list[Launch]()
+    monkeypatch.setattr(launch, "start", lambda call, device: started.append(call))
+    monkeypatch.setattr(operators, "INTERPRETED", True)
+    results = case.ways["ours"].run(*map(torch.nn.Parameter, case.inputs(SIZES)))
+    torch.autograd.backward(results, list(map(torch.zeros_like, results)))
+    assert [(call.backward, call.spec.norm) for call in started] == [(False, "rms"), (True, "rms")]
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
@@ -182,6 +195,7 @@ def test_json(rows: list[Row], tmp_path: Path) -> None:
     assert ours["forward"]["median"] == 2e-3 and ours["forward"]["seconds"] == [1e-3, 2e-3, 3e-3]
     assert ours["forward"]["share of copy"] == pytest.approx(ours["floor bytes"]["forward"] / 2e-3 / BANDWIDTH)
     assert ours["moved bytes"] == ours["floor bytes"] and eager["moved bytes"] is None
+    assert ours["unblocked bytes"] is None
     assert (compiled["status"], ours["status"]) == ("not run: for a test", "measured")
     assert "forward" not in compiled
 

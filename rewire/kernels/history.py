@@ -14,7 +14,6 @@ checkpointing, ``retain_graph``, gradients of gradients, and whatever order forw
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +23,9 @@ from torch import Tensor
 from rewire.kernels import operators, plain
 from rewire.kernels.mix import Mix, left_to_autograd
 
-#: States whose gradients one kernel gathers, and mixes that it begins, at most.
-MOST_AT_ONCE = 8
+#: States whose gradients one kernel gathers, and mixes that it begins, in histories of at least `SHORTEST` states.
+BLOCK = 4
+SHORTEST = 9
 
 
 class Table:
@@ -224,6 +224,10 @@ def tensors_moved(mixes: int, first: int = 1, block: int | None = None, itemsize
 
 
 def best_block(mixes: int, first: int = 1) -> int:
-    """The B that moves about the fewest bytes (see `tensors_moved`); more than all states if blocks do not pay."""
+    """B for a chain of mixes; more than all states if blocks do not pay.
+
+    Within 5 % of the fewest bytes for chains of 10 to 100 mixes, the accumulators between chained kernels included
+    (`traffic.bytes_of_history`; table in docs/kernels.md).
+    """
     states = first + mixes - 1
-    return states + 1 if states < 9 else min(MOST_AT_ONCE, math.isqrt(states) + 1)
+    return BLOCK if states >= SHORTEST else states + 1

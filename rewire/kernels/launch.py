@@ -1,27 +1,18 @@
-"""Runs the generated kernels on tensors [..., D]: rows, tiles, outputs, chains of kernels. No autograd."""
+"""Runs the generated kernels on tensors [..., D]: outputs, chains of kernels, sums in two steps. No autograd."""
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rewire.kernels import cache
-from rewire.kernels.generator import source
+from rewire.kernels.arguments import Terms, as_rows, by_output, check_count, check_stacked, check_terms, given, strided
+from rewire.kernels.grid import Grid, Launch, start
 from rewire.kernels.spec import FAN_IN, MAX_NORM_WIDTH, MixSpec
-
-#: Programs among which a kernel that sums over rows is divided, about: a few for each processor of a large GPU. Fixed,
-#: so that results do not depend on the device.
-PROGRAMS = 1024
-#: Times the width: rows further apart are copied.
-MAX_ROW_STRIDE = 256
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,14 +98,14 @@ def mix_forward(
     """
     probes = () if probe is None else (probe,) if isinstance(probe, Tensor) else tuple(probe)
     inputs = (*sources, *added, *accumulators, *probes)
-    _check(spec, inputs, weights, scores)
-    _count("sources", sources, spec.sources)
-    _count("added", added, spec.outputs * spec.added)
-    _count("accumulators", accumulators, spec.outputs * spec.accumulate)
-    _count("probe", probes, spec.outputs * spec.probe)
-    _count("norm_weight", _given(norm_weight), int(spec.scaled))
-    _count("norm_bias", _given(norm_bias), int(spec.shifted))
-    _check_stacked(stacked, 0 if spec.norm else spec.outputs, "mixes without a norm")
+    check_terms(spec, inputs, weights, scores)
+    check_count("sources", sources, spec.sources)
+    check_count("added", added, spec.outputs * spec.added)
+    check_count("accumulators", accumulators, spec.outputs * spec.accumulate)
+    check_count("probe", probes, spec.outputs * spec.probe)
+    check_count("norm_weight", given(norm_weight), int(spec.scaled))
+    check_count("norm_bias", given(norm_bias), int(spec.shifted))
+    check_stacked(stacked, 0 if spec.norm else spec.outputs, "mixes without a norm")
     shape = inputs[0].shape
     dtype = dtype or functools.reduce(torch.promote_types, [x.dtype for x in (*sources, *added)] or [torch.float32])
     norm = {"norm_weight": norm_weight, "norm_bias": norm_bias, "eps": eps}
@@ -130,18 +121,18 @@ def mix_forward(
             normed=tuple(x for one in normed for x in one.normed),
             rstd=torch.cat([one.rstd for one in normed if one.rstd is not None]),
         )
-    terms = _Terms.of(spec, sources, weights, scores)
-    like = _rows(inputs[0])
-    shared = _strided("probes", tuple(map(_rows, probes))) if probes else {}
-    running = tuple(map(_rows, accumulators))
+    terms = Terms.of(spec, sources, weights, scores)
+    like = as_rows(inputs[0])
+    shared = strided("probes", tuple(map(as_rows, probes))) if probes else {}
+    running = tuple(map(as_rows, accumulators))
     mixes, whole = _empty(like, [dtype] * spec.outputs * spec.mixed, stacked)
     steps: list[Mixed] = []
     for part, step in spec.chunks():
         arguments = terms[part].arguments() | shared
         if step.accumulate:
-            arguments |= _strided("accumulators", running)
+            arguments |= strided("accumulators", running)
         if step.added:
-            arguments |= _strided("added", tuple(map(_rows, added)))
+            arguments |= strided("added", tuple(map(as_rows, added)))
         if step.norm:
             arguments |= {name: x for name, x in norm.items() if x is not None}
         running = mixes if part.stop == spec.sources else _empty(like, [torch.float32] * spec.outputs)[0]
@@ -186,20 +177,20 @@ def mix_backward(
     Raises:
         TypeError, ValueError: as in `mix_forward`.
     """
-    _check(spec, (*grads, *sources, *mixes, *grad_mixes), weights, scores)
-    _count("sources", sources, spec.sources)
-    _count("grads", grads, spec.outputs)
-    _count("mixes", mixes, spec.outputs if spec.norm else 0)
-    _count("rstd", _given(rstd), int(spec.norm is not None))
-    _count("norm_weight", _given(norm_weight), int(spec.scaled))
+    check_terms(spec, (*grads, *sources, *mixes, *grad_mixes), weights, scores)
+    check_count("sources", sources, spec.sources)
+    check_count("grads", grads, spec.outputs)
+    check_count("mixes", mixes, spec.outputs if spec.norm else 0)
+    check_count("rstd", given(rstd), int(spec.norm is not None))
+    check_count("norm_weight", given(norm_weight), int(spec.scaled))
     if grad_mixes:
-        _count("grad_mixes", grad_mixes, spec.outputs if spec.norm else 0)
-    _check_stacked(stacked, spec.sources, "gradients of sources")
+        check_count("grad_mixes", grad_mixes, spec.outputs if spec.norm else 0)
+    check_stacked(stacked, spec.sources, "gradients of sources")
     if len({x.dtype for x in sources[:stacked]}) > 1:
         raise ValueError("Sources whose gradients are stacked have to be of one dtype.")
     shape, dtype = grads[0].shape, grads[0].dtype
-    terms = _Terms.of(spec, sources, weights, scores)
-    upstream = tuple(map(_rows, grads))
+    terms = Terms.of(spec, sources, weights, scores)
+    upstream = tuple(map(as_rows, grads))
     grad_sources, whole = _empty(upstream[0], [x.dtype for x in sources], stacked)
     one = spec.outputs == 1
     if rstd is None:
@@ -211,9 +202,9 @@ def mix_backward(
     arguments = [
         {"rstd": rstd[o]}
         | ({} if norm_weight is None else {"norm_weight": norm_weight})
-        | _strided("grad_normed", upstream[o])
-        | _strided("mix", _rows(mixes[o]))
-        | (_strided("grad_mix", _rows(grad_mixes[o])) if grad_mixes else {})
+        | strided("grad_normed", upstream[o])
+        | strided("mix", as_rows(mixes[o]))
+        | (strided("grad_mix", as_rows(grad_mixes[o])) if grad_mixes else {})
         for o in range(spec.outputs)
     ]
     narrow = shape[-1] <= MAX_NORM_WIDTH // 2
@@ -224,7 +215,7 @@ def mix_backward(
     # Registers cannot hold whole rows and all those sums: the norm comes first, its gradient in float32.
     alone = _norm_alone(spec, bool(grad_mixes))
     inner = [
-        _backward_step(alone, g, _Terms((), None, ()), a, (), torch.float32)
+        _backward_step(alone, g, Terms((), None, ()), a, (), torch.float32)
         for g, a in zip(upstream, arguments, strict=True)
     ]
     middle = [step.added for step in inner if step.added is not None]
@@ -243,55 +234,19 @@ def _norm_alone(spec: MixSpec, keep_mix: bool) -> MixSpec:
     return dataclasses.replace(spec, **unweighted, added=1, outputs=1, keep_mix=keep_mix)  # type: ignore[arg-type]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Terms:
-    """The weighted part of a mix, flattened to rows.
-
-    Attributes:
-        sources: [rows, D].
-        weights: float32 [outputs, N] or [outputs, N, D].
-        scores: for each output N of float32 [rows].
-    """
-
-    sources: tuple[Tensor, ...]
-    weights: Tensor | None
-    scores: tuple[tuple[Tensor, ...], ...]
-
-    @classmethod
-    def of(cls, spec: MixSpec, sources: Sequence[Tensor], weights: Tensor | None, scores: Sequence[Tensor]) -> _Terms:
-        flat = [s.squeeze(-1) for s in map(_rows, scores)]
-        by_output = tuple(_by_output(flat, spec.outputs)) if scores else ()
-        if weights is not None and weights.dim() == (1 if spec.weights == "scalar" else 2):
-            weights = weights[None]
-        return cls(tuple(map(_rows, sources)), weights, by_output)
-
-    def __getitem__(self, part: slice) -> _Terms:
-        weights = None if self.weights is None else self.weights[:, part]
-        return _Terms(self.sources[part], weights, tuple(scores[part] for scores in self.scores))
-
-    def arguments(self) -> dict[str, Any]:
-        """What `_source_parameters` of the generator declares."""
-        arguments = _strided("sources", self.sources) if self.sources else {}
-        if self.weights is not None:
-            arguments["weights"] = self.weights.contiguous()
-        if self.scores:
-            arguments |= _strided("scores", tuple(s for scores in self.scores for s in scores))
-        return arguments
-
-
 def _forward_step(
     spec: MixSpec, like: Tensor, arguments: Mapping[str, Any], mixes: Sequence[Tensor], dtype: torch.dtype
 ) -> Mixed:
     """One forward kernel, which fills ``mixes``; everything is [rows, D]. ``dtype`` is that of what is normed."""
     rows, cols = like.shape
-    grid = _Grid.of(spec, like, sums=spec.probe)
+    grid = Grid.of(spec, like, sums=spec.probe)
     outputs: dict[str, Any] = _dot_partials(spec, grid, like) if spec.probe else {}
     if spec.mixed:
-        outputs |= _strided("mixes", tuple(mixes))
+        outputs |= strided("mixes", tuple(mixes))
     if spec.norm:
         (outputs["normed"],), _ = _empty(like, [dtype])
         outputs["rstd"] = torch.empty(rows, dtype=torch.float32, device=like.device)
-    _launch(Launch(spec, False, grid, {**arguments, **outputs, "rows": rows, "COLS": cols}), like.device)
+    start(Launch(spec, False, grid, {**arguments, **outputs, "rows": rows, "COLS": cols}), like.device)
     if spec.norm:
         return Mixed((), (outputs["normed"],), outputs["rstd"][None])
     return Mixed(
@@ -299,11 +254,11 @@ def _forward_step(
     )
 
 
-def _plain_backward(spec: MixSpec, grads: Sequence[Tensor], terms: _Terms, grad_sources: Sequence[Tensor]) -> Gradients:
+def _plain_backward(spec: MixSpec, grads: Sequence[Tensor], terms: Terms, grad_sources: Sequence[Tensor]) -> Gradients:
     """Backward without a norm, in as many kernels as the fan-in asks for; everything is [rows, D]."""
     most = spec.fan_in(dots=spec.has_dots)
     plain = dataclasses.replace(spec.without_norm(), probe=False, accumulate=False, added=0)
-    arguments = _strided("grads", tuple(grads))
+    arguments = strided("grads", tuple(grads))
     steps = []
     for first in range(0, spec.sources, most):
         part = slice(first, min(first + most, spec.sources))
@@ -321,7 +276,7 @@ def _plain_backward(spec: MixSpec, grads: Sequence[Tensor], terms: _Terms, grad_
 def _backward_step(
     spec: MixSpec,
     like: Tensor,
-    terms: _Terms,
+    terms: Terms,
     arguments: Mapping[str, Any],
     grad_sources: Sequence[Tensor],
     dtype: torch.dtype,
@@ -331,17 +286,17 @@ def _backward_step(
     ``dtype`` is that of the added branches' gradient.
     """
     rows, cols = like.shape
-    grid = _Grid.of(spec, like, sums=True)
+    grid = Grid.of(spec, like, sums=True)
     outputs: dict[str, Any] = _dot_partials(spec, grid, like)
     if spec.sources:
-        outputs |= _strided("grad_sources", tuple(grad_sources))
+        outputs |= strided("grad_sources", tuple(grad_sources))
     if spec.norm and spec.added:
         (outputs["grad_added"],), _ = _empty(like, [dtype])
     for name in ["weight"] * spec.scaled + ["bias"] * spec.shifted:
         partials = torch.empty(grid.row_programs, cols, dtype=torch.float32, device=like.device)
         outputs[f"norm_{name}_partials"] = partials
     inputs = terms.arguments() if spec.has_dots else {}
-    _launch(Launch(spec, True, grid, {**inputs, **arguments, **outputs, "rows": rows, "COLS": cols}), like.device)
+    start(Launch(spec, True, grid, {**inputs, **arguments, **outputs, "rows": rows, "COLS": cols}), like.device)
     return Gradients(
         sources=(),
         weights=_total(outputs.get("weight_partials")),
@@ -352,15 +307,9 @@ def _backward_step(
     )
 
 
-def _by_output(scores: Sequence[Tensor], outputs: int) -> list[tuple[Tensor, ...]]:
-    """outputs times N scores as N of each output."""
-    n = len(scores) // outputs
-    return [tuple(scores[o * n : (o + 1) * n]) for o in range(outputs)]
-
-
 def _joined(parts: Sequence[Sequence[Tensor]], outputs: int) -> tuple[Tensor, ...]:
     """Scores of several kernels, each outputs times its sources, as outputs times N."""
-    by_part = [_by_output(part, outputs) for part in parts]
+    by_part = [by_output(part, outputs) for part in parts]
     return tuple(x for o in range(outputs) for part in by_part for x in part[o])
 
 
@@ -372,7 +321,7 @@ def _empty(like: Tensor, dtypes: Sequence[torch.dtype], stacked: int = 0) -> tup
     return (*views, *(torch.empty(rows, cols, dtype=dtype, device=like.device) for dtype in dtypes[stacked:])), whole
 
 
-def _dot_partials(spec: MixSpec, grid: _Grid, like: Tensor) -> dict[str, Tensor]:
+def _dot_partials(spec: MixSpec, grid: Grid, like: Tensor) -> dict[str, Tensor]:
     """float32 sums that programs leave behind, as `_dot_parameters` of the generator declares them."""
     rows, cols = like.shape
     shapes: dict[str, tuple[int, ...]] = {}
@@ -402,215 +351,6 @@ def _scores(partials: Tensor | None) -> tuple[Tensor, ...]:
     return total.unbind()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Grid:
-    """How rows and columns are divided.
-
-    Attributes:
-        row_programs, col_programs: the grid.
-        block_rows, block_cols: the tile that a program holds at a time.
-        warps: of a program.
-    """
-
-    row_programs: int
-    col_programs: int
-    block_rows: int
-    block_cols: int
-    warps: int
-
-    @classmethod
-    def of(cls, spec: MixSpec, like: Tensor, sums: bool) -> _Grid:
-        """Tiles that registers hold: see `_tile`. Kernels that sum over rows get few programs, which loop."""
-        rows, cols = like.shape
-        block_rows, block_cols, warps = _tile(spec, cols, sums, like.dtype.itemsize)
-        row_programs, col_programs = -(-rows // block_rows), -(-cols // block_cols)
-        if sums:
-            row_programs = min(row_programs, max(1, PROGRAMS // max(1, col_programs)))
-        return cls(row_programs, col_programs, block_rows, block_cols, warps)
-
-
-def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int, int]:
-    """Rows, columns and warps of a tile.
-
-    Each thread loads 16 bytes of a tensor at once; half of that in bfloat16 where it also holds sums per channel for
-    every source, or 6 or more mixes, gradients and probes. A warp holds whole rows of the tile, so that sums along
-    them stay in the warp. With a norm the rows of the tile are whole; in backward, which holds several at once, more
-    warps share them.
-    """
-    width = max(16, 1 << (cols - 1).bit_length()) if cols else 16  # the next power of two
-    if spec.norm:
-        warps = min(16, max(4, width // (256 if sums else 512)))
-        return max(1, 512 // width), width, warps
-    many = spec.outputs * (1 + spec.probe) >= 6
-    elements = 4 if many or (sums and spec.weights == "channel") else 16 // itemsize
-    block_cols = min(width, 32 * elements)
-    return 128 * elements // block_cols, block_cols, 4
-
-
-class Launch(NamedTuple):
-    """One kernel, and what it is started with."""
-
-    spec: MixSpec
-    backward: bool
-    grid: _Grid
-    arguments: dict[str, Any]
-
-
-#: Where launches on tensors without storage are noted.
-_planned: contextvars.ContextVar[list[Launch]] = contextvars.ContextVar("planned")
-
-
-def _launch(launch: Launch, device: torch.device) -> None:
-    if device.type == "meta":
-        _planned.get([]).append(launch)
-        return
-    grid = (launch.grid.row_programs, launch.grid.col_programs)
-    if not math.prod(grid):
-        return  # no elements
-    # Triton launches on the current device.
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel(launch.spec, launch.backward)[grid](**launch.arguments, **constants(launch.grid))
-
-
-def plan(
-    spec: MixSpec, rows: int, cols: int, dtype: torch.dtype, backward: bool = False, out: torch.dtype | None = None
-) -> list[Launch]:
-    """The kernels that `mix_forward` or `mix_backward` would launch for [rows, cols], on tensors without storage.
-
-    Args:
-        spec: what is computed.
-        rows, cols: sizes.
-        dtype: of the states.
-        backward: the kernels of the gradients; where a norm follows and the mix is kept, it has a gradient, too.
-        out: of the mixes and their gradients; by default that of the states.
-    """
-
-    def empty(*shape: int, dtype: torch.dtype | None = dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    n, o = spec.sources, spec.outputs
-    weight_shape = (o, n, cols) if spec.weights == "channel" else (o, n)
-    weights = None if spec.weights == "none" else empty(*weight_shape, dtype=torch.float32)
-    states, of_outputs = [empty(rows, cols)] * n, [empty(rows, cols, dtype=out or dtype)] * o
-    scores = [empty(rows, 1, dtype=torch.float32)] * (spec.pairs * spec.scores)
-    norm_weight = empty(cols) if spec.scaled else None
-    launches: list[Launch] = []
-    token = _planned.set(launches)
-    try:
-        if backward:
-            mix_backward(
-                spec,
-                of_outputs,
-                states,
-                weights,
-                scores,
-                mixes=of_outputs if spec.norm else (),
-                rstd=empty(o, rows, dtype=torch.float32) if spec.norm else None,
-                grad_mixes=of_outputs if spec.keep_mix else (),
-                norm_weight=norm_weight,
-            )
-        else:
-            mix_forward(
-                spec,
-                states,
-                weights,
-                scores,
-                [empty(rows, cols)] * (o * spec.added),
-                accumulators=[empty(rows, cols, dtype=torch.float32)] * (o * spec.accumulate),
-                norm_weight=norm_weight,
-                norm_bias=empty(cols) if spec.shifted else None,
-                probe=[empty(rows, cols)] * (o * spec.probe),
-                dtype=out or dtype,
-            )
-    finally:
-        _planned.reset(token)
-    return launches
-
-
-def bytes_moved(
-    spec: MixSpec, rows: int, cols: int, itemsize: int, backward: bool = False, out_itemsize: int | None = None
-) -> int:
-    """Bytes that the kernels of a mix and the second step of their sums read and write: see `plan`.
-
-    Args:
-        spec, rows, cols, backward: as for `plan`.
-        itemsize: of the states, 2 or 4.
-        out_itemsize: of the mixes and their gradients; by default that of the states.
-    """
-    dtypes = {2: torch.bfloat16, 4: torch.float32}
-    total = 0
-    for launch in plan(spec, rows, cols, dtypes[itemsize], backward, dtypes[out_itemsize or itemsize]):
-        for name, argument in launch.arguments.items():
-            tensors = argument if isinstance(argument, tuple) else (argument,)
-            total += sum(x.nbytes for x in tensors if isinstance(x, Tensor))
-            if name.endswith("_partials") and (len(argument) > 1 or name == "score_partials"):
-                total += argument.nbytes + argument[0].nbytes  # the second step
-    return total
-
-
-def bytes_floor(
-    spec: MixSpec, rows: int, cols: int, itemsize: int, backward: bool = False, out_itemsize: int | None = None
-) -> int:
-    """Bytes of all that a mix is computed from and of all that it returns, each counted once.
-
-    Args as for `bytes_moved`.
-    """
-    n, o, out = spec.sources, spec.outputs, out_itemsize or itemsize
-    per_pair = {"none": 0, "scalar": 4, "channel": 4 * cols}[spec.weights] + 4 * rows * spec.scores
-    factors = spec.pairs * per_pair
-    rstd = 4 * rows * o if spec.norm else 0
-    if backward:
-        states = n * (1 + spec.has_dots) * itemsize
-        grads = o * (1 + (spec.norm is not None) + spec.keep_mix) * out  # with a norm, the mix is read, too
-        added = out if spec.norm and spec.added else 0
-        norm = cols * (spec.scaled * (itemsize + 4) + spec.shifted * 4)
-        return rows * cols * (states + grads + added) + 2 * factors + rstd + norm
-    states = n + o * (spec.added + spec.probe)
-    results = o * (spec.mixed + (spec.norm is not None))
-    norm = cols * (spec.scaled + spec.shifted) * itemsize
-    values = states * itemsize + results * out + 4 * o * spec.accumulate
-    return rows * cols * values + factors * (1 + spec.probe) + rstd + norm
-
-
-@functools.cache
-def kernel(spec: MixSpec, backward: bool) -> Any:
-    """The decorated kernel; its source is generated and imported once per process."""
-    module = cache.load(source(spec, backward))
-    return module.mix_backward if backward else module.mix_forward
-
-
-def constants(grid: _Grid) -> dict[str, Any]:
-    """Arguments of a kernel that are fixed when it is compiled, and options of the compiler."""
-    return {
-        "BLOCK_ROWS": grid.block_rows,
-        "BLOCK_COLS": grid.block_cols,
-        "num_warps": grid.warps,
-        "enable_fp_fusion": True,  # said explicitly: the default of Triton is about to change
-    }
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[..., D] as [rows, D] with stride 1 along the last dimension: a view wherever the strides allow it.
-
-    Strides are compiled in. Those of one token of each sequence, which change with the number of tokens, must not be.
-    """
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    dense = flat.stride(1) == 1 or flat.shape[1] == 1
-    return flat if dense and _row_stride(flat) <= MAX_ROW_STRIDE * flat.shape[1] else flat.contiguous()
-
-
-def _strided(name: str, x: Tensor | Sequence[Tensor]) -> dict[str, Any]:
-    """[rows, D] tensors, or scores [rows], and their row strides, as arguments."""
-    if isinstance(x, Tensor):
-        return {name: x, f"{name}_stride": _row_stride(x)}
-    singular = {"mixes": "mix"}.get(name, name.removesuffix("s"))
-    return {name: tuple(x), f"{singular}_strides": tuple(map(_row_stride, x))}
-
-
-def _row_stride(x: Tensor) -> int:
-    return x.stride(0) if len(x) > 1 else math.prod(x.shape[1:])  # of one row, it could be any
-
-
 def _shaped(found: Gradients, sources: Sequence[Tensor], whole: Tensor | None, shape: torch.Size) -> Gradients:
     return dataclasses.replace(
         found,
@@ -630,38 +370,3 @@ def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
     """In order; None if there is none."""
     given = [x for x in parts if x is not None]
     return functools.reduce(torch.add, given) if given else None
-
-
-def _check(spec: MixSpec, states: Sequence[Tensor], weights: Tensor | None, scores: Sequence[Tensor]) -> None:
-    wrong = sorted({str(x.dtype) for x in states} - {"torch.float32", "torch.bfloat16", "torch.float16"})
-    if wrong:
-        raise TypeError(f"The kernels mix float32, bfloat16 and float16, in float32; got {', '.join(wrong)}.")
-    if any(x.dtype != torch.float32 for x in (*scores, *(() if weights is None else (weights,)))):
-        raise TypeError("Weights and scores of a mix have to be float32.")
-    shapes = {tuple(x.shape) for x in states}
-    if len(shapes) > 1:
-        raise ValueError(f"The tensors of a mix have to be of one shape, got {', '.join(map(str, sorted(shapes)))}.")
-    (shape,) = shapes
-    if spec.norm and shape[-1] > MAX_NORM_WIDTH:
-        raise ValueError(f"A fused norm holds rows of at most {MAX_NORM_WIDTH} channels, got {shape[-1]}.")
-    _count("scores", scores, spec.pairs if spec.scores else 0)
-    _count("weights", () if weights is None else (weights,), int(spec.weights != "none"))
-    expected = (spec.outputs, spec.sources, *shape[-1:][: spec.weights == "channel"])
-    if weights is not None and tuple(weights.shape) not in (expected, expected[1:] if spec.outputs == 1 else expected):
-        raise ValueError(f"Weights of {spec} have to be {list(expected)}, got {list(weights.shape)}.")
-    if any(s.shape != (*shape[:-1], 1) for s in scores):
-        raise ValueError(f"Scores of a mix of {list(shape)} have to be {[*shape[:-1], 1]}.")
-
-
-def _count(name: str, given: Sequence[Any], wanted: int) -> None:
-    if len(given) != wanted:
-        raise ValueError(f"{name}: the spec asks for {wanted}, got {len(given)}.")
-
-
-def _given(x: Tensor | None) -> tuple[Tensor, ...]:
-    return () if x is None else (x,)
-
-
-def _check_stacked(stacked: int, most: int, what: str) -> None:
-    if not 0 <= stacked <= most:
-        raise ValueError(f"stacked={stacked}: there are {most} {what}.")

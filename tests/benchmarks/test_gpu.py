@@ -74,3 +74,34 @@ except AssertionError as error:
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(("gradient of sources: the error is", "gradient of sources differs from run to run"))
+
+
+def test_a_wrong_kernel_is_found_in_a_model(tmp_path: Path) -> None:
+    program = f"""
+import sys
+import torch
+sys.path[:0] = [{str(ROOT / "benchmarks")!r}, {str(ROOT / "tests")!r}]
+import torchvision_stub
+import model_checks
+from rewire.kernels import operators
+check = model_checks.ModelCheck("ancre-ingoing", 1, frozenset(["norm"]))
+run = lambda: model_checks.run(check, torch.device("cpu"), 0, small=True)
+run()
+right = operators.launch_backward
+def backward(spec, grads, *args, **kwargs):
+    return right(spec, [1.01 * g for g in grads], *args, **kwargs)
+operators.launch_backward = backward
+try:
+    run()
+except AssertionError as error:
+    print(error)
+operators.launch_backward, operators.SWITCHED_ON = right, False
+try:
+    run()
+except AssertionError as error:
+    print(error)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "REWIRE_CACHE_DIR": str(tmp_path / "kernels")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "the difference is" in done.stdout and "no kernel with norm ran" in done.stdout
