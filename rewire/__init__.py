@@ -3,8 +3,10 @@
 model = rewire.compile(model, topology="ancre-ingoing")
 """
 
+from rewire.backend import Backend, BackendReport
 from rewire.compiler import coefficients, compile, inspect, restore, source
 from rewire.connection import Connection, connections
+from rewire.diagnostics import Diagnosis, diagnose
 from rewire.errors import (
     AlreadyConnected,
     AlreadyRewired,
@@ -24,8 +26,14 @@ from rewire.freeze import FreezeReport, FrozenTrunk, freeze
 from rewire.init import Initializer, initialize, initializers, register_initializer
 from rewire.init.roles import roles
 from rewire.kernels.fused_qkv import Fused
+from rewire.monitor import Monitor
+from rewire.optim import parameter_groups
+from rewire.passes.fuse import Fusion, fusions
 from rewire.patterns import Pattern, patterns, register_pattern
 from rewire.penalties import sparsity_penalty
+from rewire.pictures import plot
+from rewire.pretrained import from_pretrained
+from rewire.saving import load, save
 from rewire.stream import Stream
 from rewire.topologies import ANCRe, DenseFormer, Dims, Residual, Topology, Ways, register_topology, topologies
 from rewire.trunk import Report, Site, Trunk
@@ -37,13 +45,18 @@ __all__ = [
     "AlreadyConnected",
     "AlreadyRewired",
     "BadExampleInputs",
+    "Backend",
+    "BackendReport",
     "Connection",
     "DenseFormer",
+    "Diagnosis",
     "Dims",
     "FreezeReport",
     "FrozenTrunk",
     "Fused",
+    "Fusion",
     "Initializer",
+    "Monitor",
     "NoResidualAdds",
     "OutOfOrder",
     "Pattern",
@@ -65,16 +78,23 @@ __all__ = [
     "coefficients",
     "compile",
     "connections",
+    "diagnose",
     "freeze",
+    "from_pretrained",
+    "fusions",
     "initialize",
     "initializers",
     "inspect",
+    "load",
+    "parameter_groups",
     "patterns",
+    "plot",
     "register_initializer",
     "register_pattern",
     "register_topology",
     "restore",
     "roles",
+    "save",
     "source",
     "sparsity_penalty",
     "topologies",

@@ -13,22 +13,30 @@ import pytest
 import torch
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
-from torch import Tensor
+from models import PreNorm, Stack, vectors
+from torch import Tensor, nn
 
+import rewire
 from rewire import plotting
-from rewire.plotting import plot_arcs, plot_curves, plot_heatmap
+from rewire.diagnostics import BlockSignals, SiteSignals, TrunkSignals
+from rewire.jacobian import Chi
+from rewire.plotting import plot_arcs, plot_bars, plot_curves, plot_heatmap, plot_signals
 from rewire.topologies import ANCRe, DenseFormer
 from rewire.topologies.base import Dims
 
 
 def one_hot(depth: int) -> Tensor:
-    topology = ANCRe()
-    return topology.weights(topology.parameters(Dims(depth), "preserve"), Dims(depth))
+    return shortcuts(ANCRe().parameters(Dims(depth), "preserve")["logits"], depth)
 
 
 def random(depth: int) -> Tensor:
     torch.manual_seed(0)
-    return ANCRe().weights({"logits": torch.randn(depth * (depth + 1) // 2) * 0.03}, Dims(depth))
+    return shortcuts(torch.randn(depth * (depth + 1) // 2) * 0.03, depth)
+
+
+def shortcuts(logits: Tensor, depth: int) -> Tensor:
+    topology = ANCRe()
+    return topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth))
 
 
 def dense(depth: int) -> Tensor:
@@ -190,5 +198,129 @@ def test_matplotlib_is_imported_late_and_without_pyplot(tmp_path: Path) -> None:
         f"p.plot_arcs({{'t': torch.eye(3)}}, {str(tmp_path / 'x.png')!r})\n"
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
     )
-    root = Path(plotting.__file__).parents[1]
+    root = Path(plotting.__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+# -- bars ----------------------------------------------------------------------------------------------
+
+
+def reads(depth: int, ways: int = 1, channels: int = 8) -> dict[str, Tensor]:
+    return {f"unit {t}": torch.randn(ways, t, channels) for t in range(1, depth + 1)}
+
+
+@pytest.mark.parametrize(("depth", "ways"), [(1, 1), (4, 3), (17, 1), (24, 3)])
+@pytest.mark.filterwarnings("error")
+def test_bars_are_written_at_any_depth(depth: int, ways: int, figures: list[Figure], tmp_path: Path) -> None:
+    plot_bars({"layers": reads(depth, ways)}, tmp_path / "b.png")
+    pixels = matplotlib.image.imread(tmp_path / "b.png")
+    assert pixels[..., :3].std() > 0.01 and len(figures[0].axes) == depth
+    assert [ax.get_title() for ax in figures[0].axes] == [f"unit {t}" for t in range(1, depth + 1)]
+    assert bool(figures[0].legends) == (ways == 3)
+
+
+def test_bars_are_medians_with_percentiles(figures: list[Figure], tmp_path: Path) -> None:
+    values = {"a": torch.randn(3, 2, 101), "b": torch.randn(1, 4)}
+    plot_bars({"layers": values}, tmp_path / "b.png")
+    first, second = figures[0].axes
+    heights = [bar.get_height() for bar in first.patches]  # type: ignore[attr-defined]
+    assert heights == pytest.approx(values["a"].sort(-1).values[..., 50].flatten().tolist())
+    segments: list[Any] = [s for lines in first.collections for s in lines.get_segments()]  # type: ignore[attr-defined]
+    ends = values["a"].sort(-1).values[..., [5, 95]].flatten(0, 1).tolist()
+    assert [[low[1], high[1]] for low, high in segments] == [pytest.approx(pair) for pair in ends]
+    assert [bar.get_height() for bar in second.patches] == pytest.approx(values["b"][0].tolist())  # type: ignore[attr-defined]
+    assert not second.collections
+
+
+def test_many_sources_are_lines(figures: list[Figure], tmp_path: Path) -> None:
+    values = torch.randn(1, 20, 101)
+    plot_bars({"layers": {"output": values}}, tmp_path / "b.png")
+    (ax,) = figures[0].axes
+    assert not ax.patches
+    assert list(ax.lines[0].get_ydata()) == pytest.approx(values.median(-1).values[0].tolist())
+
+
+def test_bars_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to plot"):
+        plot_bars({"layers": {}}, tmp_path / "x.png")
+    with pytest.raises(ValueError, match=r"'unit 1' in 'layers' have shape \(2, 1\)"):
+        plot_bars({"layers": {"unit 1": torch.ones(2, 1)}}, tmp_path / "x.png")
+
+
+# -- signals ----------------------------------------------------------------------------------------------
+
+
+def trunk(depth: int, name: str = "layers") -> TrunkSignals:
+    sites = [
+        SiteSignals(f"{name}.{n}.{kind}", kind, 2.0 + n, 0.5 + n, 0.7 + n, 0.9, 10.0 / (n + 1), 0.0 if n == 1 else 3.0)
+        for n in range(depth)
+        for kind in ("attention", "ffn")
+    ]
+    blocks = [BlockSignals(f"{name}.{n}", 0.1 * (n + 1)) for n in range(depth)]
+    return TrunkSignals(name, tuple(sites), tuple(blocks), 9.0, 1.0, Chi(1.25, 0.01, 16))
+
+
+@pytest.mark.parametrize("depth", [1, 4, 48])
+@pytest.mark.filterwarnings("error")
+def test_signals(depth: int, figures: list[Figure], tmp_path: Path) -> None:
+    plot_signals([trunk(depth), trunk(3, "decoder")], tmp_path / "s.png")
+    norms, gradients, influences, *below = figures[0].axes
+    assert len(below) == 3 and below[0].get_title(loc="left").startswith("decoder")
+    stream, attention, ffn, *updates = norms.lines
+    assert list(stream.get_ydata()) == [2.0 + n // 2 for n in range(2 * depth)] + [9.0]
+    assert list(attention.get_xdata()) == list(range(1, 2 * depth, 2))
+    assert list(ffn.get_ydata()) == [0.5 + n for n in range(depth)]
+    assert [list(line.get_ydata()) for line in updates] == [[0.7 + n for n in range(depth)]] * 2
+    assert list(gradients.lines[0].get_ydata()) == [10.0 / (n + 1) for n in range(depth)]
+    assert list(gradients.lines[2].get_ydata()) == [3.0] * (depth - (depth > 1))  # zero has no logarithm
+    assert "chi 1.25 ± 0.01" in gradients.get_title(loc="left")
+    assert norms.get_yscale() == gradients.get_yscale() == "log"
+    heights = [bar.get_height() for bar in influences.patches]  # type: ignore[attr-defined]
+    assert heights == pytest.approx([0.1 * (n + 1) for n in range(depth)])
+    assert f"of {depth} blocks" in influences.get_title(loc="left")
+
+
+def test_signals_of_a_diagnosis(tmp_path: Path) -> None:
+    rewire.diagnose(Stack(PreNorm), vectors(), probes=0).plot(tmp_path / "s.svg")
+    text = (tmp_path / "s.svg").read_text()
+    assert text.startswith("<?xml") and len(text) > 5000
+    with pytest.raises(ValueError, match="no trunks"):
+        plot_signals([], tmp_path / "x.png")
+
+
+# -- rewire.plot ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["heatmap", "arcs", "bars"])
+def test_a_model_and_its_checkpoint_have_the_same_picture(kind: Any, tmp_path: Path) -> None:
+    model = rewire.compile(Stack(PreNorm), "ancre-ingoing", start="paper", validate=False)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    rewire.plot(model, tmp_path / "a.png", kind)
+    rewire.plot(tmp_path / "model.pt", tmp_path / "b.png", kind)
+    a, b = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in "ab")
+    assert (a == b).all()
+
+
+@pytest.mark.parametrize(("topology", "last"), [("grn-v1", None), ("grn-v3", None), ("grn-v3", 1)])
+def test_biases_of_generalised_residual_networks(
+    topology: str, last: int | None, figures: list[Figure], tmp_path: Path
+) -> None:
+    model = rewire.compile(Stack(PreNorm), topology, validate=False, last=last)
+    (connection,) = rewire.connections(model).values()
+    with torch.no_grad():
+        connection.b.copy_(torch.randn(connection.b.shape))  # type: ignore[operator, union-attr]
+    rewire.plot(model, tmp_path / "b.png", "bars")
+    assert [ax.get_title() for ax in figures[0].axes] == ["unit 1", "unit 2", "unit 3", "output"]
+    for t, (ax, read) in enumerate(zip(figures[0].axes, connection.effective(), strict=True), start=1):
+        heights = [bar.get_height() for bar in ax.patches]  # type: ignore[attr-defined]
+        b = read.b[0] if read.b.dim() == 3 else read.b[0, :, None]
+        stack = [0, *range(1, t)] if last is None else {1: [0], 2: [0, 1], 3: [0, 1, 2], 4: [0, 1, 1, 2]}[t]
+        assert heights == pytest.approx(b.double().quantile(0.5, -1)[stack].tolist())
+
+
+def test_plots_of_what_has_no_weights(tmp_path: Path) -> None:
+    for kind in ("heatmap", "bars"):
+        with pytest.raises(rewire.RewireError, match="Linear was not rewired"):
+            rewire.plot(nn.Linear(2, 2), tmp_path / "x.png", kind)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kind must be 'heatmap', 'arcs' or 'bars', not 'pie'"):
+        rewire.plot(nn.Linear(2, 2), tmp_path / "x.png", "pie")  # type: ignore[arg-type]

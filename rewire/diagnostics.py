@@ -1,0 +1,397 @@
+"""rewire.diagnose: how signals and gradients pass through the residual streams of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from rewire.compiler import inputs_for
+from rewire.errors import BadExampleInputs, RewireError
+from rewire.jacobian import Chi, mean_squared_singular_value
+from rewire.observing import Record, Run, observed
+from rewire.passes.validate import tensors_in
+from rewire.patterns import patterns_for
+from rewire.patterns.pattern import Inputs
+from rewire.topologies.base import total
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteSignals:
+    """Signals at one residual add, site t of 1..T.
+
+    ``h_{t-1}`` is what its branch reads, ``h_t`` what the next one reads, ``h_T`` the trunk's output; of an attention
+    that reads q, k and v apart it is the residual way. The norm of a hidden state is the L2 norm over its channels,
+    averaged over all positions (examples, tokens, pixels; padding counts), in float32 or better.
+
+    Attributes:
+        name: path of the branch's main module from the model's root.
+        kind: ``attention``, ``ffn``, ..., as `rewire.inspect` says.
+        stream: norm of ``h_{t-1}``.
+        branch: norm of ``f_t``, what the branch adds.
+        update: norm of ``h_t - h_{t-1}``. In a plain pre-norm model it is that of ``f_t``; topologies and post-norms
+            change more than the branch adds.
+        cosine: of ``h_{t-1}`` and ``h_t`` over the channels, averaged over all positions.
+        gradient: L2 norm, over everything, of the loss's gradient in ``f_t`` as the branch returned it (the first
+            output, if several are added). In a plain pre-norm model it is that of the stream after the add. None if
+            nothing in the branch has a gradient.
+        weight_gradient: L2 norm of the loss's gradient in all weights of the branch's main module, all uses of a
+            shared one together; None if none of them is trained.
+    """
+
+    name: str
+    kind: str
+    stream: float
+    branch: float
+    update: float
+    cosine: float
+    gradient: float | None
+    weight_gradient: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSignals:
+    """How much a block changes the hidden state.
+
+    Attributes:
+        path: of the block.
+        influence: ``1 - cosine``, the Block Influence of ShortGPT (arXiv 2403.03853, Equation 1), accurate where the
+            cosine rounds to 1.
+    """
+
+    path: str
+    influence: float
+
+    @property
+    def cosine(self) -> float:
+        """Of its input and its output (what its first branch reads, and the first branch of the next block).
+
+        Over the channels, averaged over all positions.
+        """
+        return 1 - self.influence
+
+
+@dataclasses.dataclass(frozen=True)
+class TrunkSignals:
+    """Signals in one trunk.
+
+    Attributes:
+        name: of the trunk.
+        sites: its residual adds, in order.
+        blocks: its blocks, in order, each as often as it is called.
+        output: norm of the trunk's output ``h_T`` (see `SiteSignals`).
+        input_gradient: L2 norm, over everything, of the loss's gradient in the trunk's input ``x_0``.
+        chi: mean squared singular value of the Jacobian from ``x_0`` to ``h_T``, all positions of the batch together
+            (examples do not interact, so it is their mean); None if it was not asked for.
+    """
+
+    name: str
+    sites: tuple[SiteSignals, ...]
+    blocks: tuple[BlockSignals, ...]
+    output: float
+    input_gradient: float
+    chi: Chi | None
+
+    @property
+    def effective_depth(self) -> float:
+        """How many blocks do the work: from 1 (one block makes all changes) to the number of blocks (all alike).
+
+        ``exp(-sum_b p_b log p_b)`` with ``p_b`` the block's share of the sum of all influences: the Hill number of
+        order 1, as in the effective rank of Roy and Vetterli (EUSIPCO 2007). The notion is that of arXiv 2505.13898,
+        which puts no number on it; this one is ours. 0 if no block changes anything.
+        """
+        influences = [block.influence for block in self.blocks]
+        shares = [value / sum(influences) for value in influences if value > 0]
+        return math.exp(-sum(share * math.log(share) for share in shares)) if shares else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What `rewire.diagnose` measured. Printing it shows tables.
+
+    Attributes:
+        trunks: the residual streams that the batch reached.
+        loss: the scalar whose gradients were taken.
+        unreached: names of trunks that the batch did not reach.
+    """
+
+    trunks: tuple[TrunkSignals, ...]
+    loss: float
+    unreached: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120)
+        console.print(self)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+        for trunk in self.trunks:
+            yield Text(_headline(trunk), style="bold", overflow="fold")
+            yield _table(trunk)
+        if self.unreached:
+            yield Text(f"Not reached by the batch: {', '.join(self.unreached)}")
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Write a figure: norms, gradients and cosines along the depth, one row for each trunk.
+
+        Args:
+            path: file to write; its suffix selects the format (.png, .pdf, .svg).
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        from rewire.plotting import plot_signals
+
+        plot_signals(self.trunks, path)
+
+
+def diagnose(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    probes: int = 16,
+    seed: int = 0,
+    evaluate: bool = True,
+) -> Diagnosis:
+    """Measure how signals and gradients pass through the residual streams of ``model``.
+
+    One forward and one backward pass run on a copy that shares the weights, then for each trunk a forward and one
+    backward pass per probe. The model itself is not touched: no hooks, no gradients, no flags, no random state. The
+    copy keeps all hidden states, about what training keeps.
+
+    Args:
+        model: a plain, rewired or frozen model; of a rewired one, the rewired trunks are measured. Not one that is
+            sharded, wrapped or compiled: measure it before, or what is inside the wrapper.
+        batch: what the model is called with: a tensor, a tuple of args, a dict of kwargs, or a pair of both. None:
+            inputs that the pattern registry makes.
+        loss: from what the model returns to the scalar whose gradients are taken. None: what the model calls its
+            ``loss`` (transformers, given labels); else the product of all outputs with a fixed random direction,
+            ``sum_k v_k y_k / sqrt(n)``, which says how gradients grow or shrink, not how large those of training are.
+        probes: random probes for chi where the trunk's output has more than 512 numbers (see
+            `rewire.jacobian.mean_squared_singular_value`); 0: no chi.
+        seed: of the random direction, the probes, and what is random in the model.
+        evaluate: run in evaluation mode. False: modules in the mode in which they are (dropout drops, batch norms use
+            the batch; the model's running averages stay as they are).
+
+    Raises:
+        NoResidualAdds: the model has no residual stream.
+        AlreadyConnected, ShardedModel: it cannot be diagnosed as it is.
+        BadExampleInputs: it does not run on the batch, or does not reach any residual stream.
+        RewireError: the loss is no scalar that depends on the weights or hidden states; the model is on the meta
+            device.
+        ValueError: ``probes`` is negative.
+    """
+    if probes < 0:
+        raise ValueError(f"probes={probes}: it has to be 0 (no chi) or more.")
+    copy, records = observed(model)
+    inputs = _inputs(model, batch)
+    if evaluate:
+        copy.eval()
+    else:
+        _own_buffers(copy)
+    with torch.enable_grad(), torch.random.fork_rng():
+        value = _loss(_called(copy, inputs, seed), loss, seed)
+        reached = [record for record in records if record.runs and record.runs[0].output is not None]
+        if not reached:
+            raise BadExampleInputs(f"the batch reaches no residual stream of {type(model).__name__}.")
+        gradients = _gradients(value, copy, reached)
+        chis = [_chi(copy, inputs, record, probes, seed) if probes else None for record in reached]
+    trunks = tuple(_signals(*found) for found in zip(reached, gradients, chis, strict=True))
+    unreached = tuple(record.trunk.name for record in records if record not in reached)
+    return Diagnosis(trunks, float(value.detach()), unreached)
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+def _inputs(model: nn.Module, batch: Any) -> Inputs:
+    if isinstance(batch, Tensor):
+        batch = (batch,)
+    elif isinstance(batch, Mapping):  # transformers' BatchEncoding is no dict
+        batch = dict(batch)
+    return inputs_for(model, patterns_for(model), batch)
+
+
+def _own_buffers(copy: nn.Module) -> None:
+    """Let what the copy's modules count be their own."""
+    for module in copy.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.clone()
+
+
+def _called(copy: nn.Module, inputs: Inputs, seed: int) -> Any:
+    torch.manual_seed(seed)
+    try:
+        return copy(*inputs[0], **inputs[1])
+    except RewireError:
+        raise
+    except Exception as error:
+        name = type(error).__name__
+        raise BadExampleInputs(f"{type(copy).__name__} does not run on the batch: {name}: {error}") from error
+
+
+def _loss(output: Any, loss: Callable[[Any], Tensor] | None, seed: int) -> Tensor:
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is not None:
+        value = loss(output)
+    elif isinstance(own, Tensor):
+        value = own
+    else:
+        value = _projection([y for y in tensors_in(output) if y.is_floating_point()], seed)
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        what = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise RewireError(
+            f"the loss is {what}: it has to be a single number that depends on the model. Pass loss=, a function of "
+            "what the model returns."
+        )
+    return value
+
+
+def _projection(outputs: Sequence[Tensor], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(y.numel() for y in outputs)
+    parts = [(y.float() * torch.randn(y.shape, generator=generator).to(y.device)).sum() for y in outputs]
+    return torch.stack([part.to(parts[0].device) for part in parts]).sum() / count**0.5 if parts else torch.zeros(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradients:
+    """L2 norms of the loss's gradients for one trunk: in its input; by site, in branch outputs and weights."""
+
+    input: float
+    branches: list[float | None]
+    weights: list[float | None]
+
+
+def _gradients(value: Tensor, copy: nn.Module, records: Sequence[Record]) -> list[_Gradients]:
+    weights = [[_weights(copy, site.name) for site in record.trunk.sites] for record in records]
+    wanted: dict[int, Tensor] = {}
+    for record, of_sites in zip(records, weights, strict=True):
+        run = record.runs[0]
+        for x in (run.input, *(branches[0] for branches in run.branches.values()), *(w for ws in of_sites for w in ws)):
+            if x.requires_grad:
+                wanted[id(x)] = x
+    found = torch.autograd.grad(value, list(wanted.values()), allow_unused=True)
+    norms = {key: 0.0 if g is None else float(_l2(g)) for key, g in zip(wanted, found, strict=True)}
+    return [
+        _Gradients(
+            norms[id(record.runs[0].input)],
+            [norms.get(id(branches[0])) for _, branches in sorted(record.runs[0].branches.items())],
+            [math.hypot(*(norms[id(w)] for w in ws)) if ws else None for ws in of_sites],
+        )
+        for record, of_sites in zip(records, weights, strict=True)
+    ]
+
+
+def _weights(copy: nn.Module, path: str) -> list[Tensor]:
+    """Trained weights of the module at ``path``; none if that is no module."""
+    try:
+        module = copy.get_submodule(path)
+    except AttributeError:
+        return []
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _chi(copy: nn.Module, inputs: Inputs, record: Record, probes: int, seed: int) -> Chi:
+    constants = {name: parameter.detach() for name, parameter in copy.named_parameters()}
+    buffers = dict(copy.named_buffers())
+
+    def output_for(x: Tensor) -> Tensor:
+        record.given, record.runs = x, []
+        torch.manual_seed(seed)
+        counters = {name: buffer.clone() for name, buffer in buffers.items()}  # torch.func: made here, to be changed
+        torch.func.functional_call(copy, constants | counters, *inputs)
+        output = record.runs[0].output
+        assert output is not None
+        return output
+
+    measured = record.runs
+    try:
+        return mean_squared_singular_value(output_for, measured[0].input.detach(), probes, seed)
+    finally:
+        record.given, record.runs = None, measured
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def _signals(record: Record, gradients: _Gradients, chi: Chi | None) -> TrunkSignals:
+    run, trunk, dim = record.runs[0], record.trunk, record.channel_dim
+    hidden = _hidden(run)
+    sites = [
+        SiteSignals(
+            name=site.name,
+            kind=site.kind,
+            stream=_norm(hidden[t], dim),
+            branch=_norm(total(run.branches[t]).detach(), dim),
+            update=_norm(_precise(hidden[t + 1]) - _precise(hidden[t]), dim),
+            cosine=1 - _influence(hidden[t], hidden[t + 1], dim),
+            gradient=gradients.branches[t],
+            weight_gradient=gradients.weights[t],
+        )
+        for t, site in enumerate(trunk.sites)
+    ]
+    starts = [t for t, unit in enumerate(trunk.units) if t == 0 or trunk.units[t - 1] != unit]
+    blocks = [
+        BlockSignals(trunk.sites[first].block, _influence(hidden[first], hidden[end], dim))
+        for first, end in zip(starts, [*starts[1:], len(trunk.sites)], strict=True)
+    ]
+    return TrunkSignals(trunk.name, tuple(sites), tuple(blocks), _norm(hidden[-1], dim), gradients.input, chi)
+
+
+def _hidden(run: Run) -> list[Tensor]:
+    """``h_0, .., h_T``."""
+    assert run.output is not None
+    return [*(read.detach() for _, read in sorted(run.reads.items())), run.output.detach()]
+
+
+def _precise(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _l2(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(_precise(x))
+
+
+def _norm(x: Tensor, dim: int) -> float:
+    return float(torch.linalg.vector_norm(_precise(x), dim=dim).mean())
+
+
+def _influence(a: Tensor, b: Tensor, dim: int) -> float:
+    """``1 - cos(a, b)``, averaged over all positions, as half the squared distance of the unit vectors."""
+    distance = F.normalize(_precise(a), dim=dim) - F.normalize(_precise(b), dim=dim)
+    return float(distance.square().sum(dim).mean() / 2)
+
+
+# -- printing ----------------------------------------------------------------------------------------------------------
+
+
+def _headline(trunk: TrunkSignals) -> str:
+    chi = f"; chi {trunk.chi}" if trunk.chi else ""
+    depth = f"effective depth {trunk.effective_depth:.1f} of {len(trunk.blocks)} blocks"
+    ends = f"output norm {trunk.output:.3g}; gradient at the input {trunk.input_gradient:.3g}"
+    return f"{trunk.name}: {depth}{chi}; {ends}"
+
+
+def _table(trunk: TrunkSignals) -> Table:
+    table = Table("#", "branch", "kind", box=box.SIMPLE_HEAD)
+    for name in ("stream", "branch", "update", "cosine", "gradient", "of weights"):
+        table.add_column(name, justify="right")
+    for number, site in enumerate(trunk.sites, start=1):
+        values = (site.stream, site.branch, site.update)
+        name = site.name.removeprefix(f"{trunk.name}.")
+        gradients = ("" if g is None else f"{g:.3g}" for g in (site.gradient, site.weight_gradient))
+        table.add_row(str(number), name, site.kind, *(f"{v:.3g}" for v in values), f"{site.cosine:.3f}", *gradients)
+    return table

@@ -1,0 +1,227 @@
+"""A copy of a model that keeps what its residual streams hold: what `rewire.diagnose` runs.
+
+The observer is a topology around another one. The passes put it into a copy of the model like any other, so that the
+caller's model has no hooks at any time, and a model that nobody observes pays nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rewire.compiler import check_model, restore, rewired_copy
+from rewire.connection import Connection, connections
+from rewire.errors import AlreadyConnected, RewireError
+from rewire.patterns import first_given, patterns_for
+from rewire.stream import Layout
+from rewire.topologies.base import Dims, Start, States, Topology, Ways, computed, total
+from rewire.topologies.residual import Residual
+from rewire.trunk import Trunk
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """What one forward of a trunk computed; channels are dimension `Record.channel_dim`.
+
+    Attributes:
+        input: ``x_0``, the hidden states at the trunk's input; with a gradient, except under ``torch.func``.
+        reads: for each site, by position, what its branch read (of q, k and v apart, the residual way).
+        branches: for each site, by position, the branch outputs that it added; several if they ran in parallel.
+        output: the trunk's output; None if its last block was not reached.
+    """
+
+    input: Tensor
+    reads: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    branches: dict[int, tuple[Tensor, ...]] = dataclasses.field(default_factory=dict)
+    output: Tensor | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Record:
+    """What is kept of one trunk.
+
+    Attributes:
+        trunk: the trunk.
+        layout: its topology and units, as the model has them.
+        given: hidden states to put in place of the trunk's input; None: what the model computes.
+        runs: what forwards computed, one for each time that the trunk was entered.
+    """
+
+    trunk: Trunk
+    layout: Layout
+    given: Tensor | None = None
+    runs: list[Run] = dataclasses.field(default_factory=list)
+
+    @property
+    def channel_dim(self) -> int:
+        """Dimension of the channels in what `runs` hold."""
+        if self.layout.topology.needs_width:
+            return -1  # the stream has moved them
+        return next((site.channel_dim for site in self.trunk.sites if site.width), -1)
+
+    def begin(self, x: Tensor) -> Run:
+        if self.given is not None:
+            x = self.given
+        elif not x.requires_grad and torch._C._functorch.peek_interpreter_stack() is None:  # not under torch.func
+            x = x.detach().requires_grad_()
+        self.runs.append(Run(x))
+        return self.runs[-1]
+
+
+def observed(model: nn.Module) -> tuple[nn.Module, list[Record]]:
+    """A copy of ``model`` that computes the same and keeps what its residual streams hold.
+
+    Args:
+        model: a plain, rewired or frozen model. Its parameters and buffers are shared.
+
+    Returns:
+        The copy, and for each trunk (of a rewired model, each rewired one) its record.
+
+    Raises:
+        NoResidualAdds: the model has no residual stream.
+        AlreadyConnected, ShardedModel, RewireError: it cannot be rewritten as it is.
+    """
+    learned = connections(model)
+    plain = restore(model) if learned else model
+    check_model(plain)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise RewireError(f"{type(model).__name__} is on the meta device: load its weights before it is diagnosed.")
+    found = patterns_for(plain)
+    own = first_given(found, "learned")
+    if own:
+        raise AlreadyConnected(f"{type(model).__name__} already has learned depth connections: {own}.")
+    records: list[Record] = []
+
+    def layouts(trunks: list[Trunk]) -> list[Layout]:
+        missing = learned.keys() - {trunk.name for trunk in trunks}
+        if missing:
+            raise RewireError(
+                f"trunk '{min(missing)}' is not where it was when {type(model).__name__} was rewired: undo what wraps "
+                "the model (merge adapters, say), and diagnose it then."
+            )
+        layouts = {name: connection.layout for name, connection in learned.items()} or {
+            trunk.name: Layout(trunk.name, Residual(), range(1, len(trunk.sites) + 1)) for trunk in trunks
+        }
+        records.extend(Record(trunk, layouts[trunk.name]) for trunk in trunks if trunk.name in layouts)
+        return [_by_site(record) for record in records]
+
+    copy = rewired_copy(plain, found, layouts, "paper")  # a start that every topology has
+    for name, connection in connections(copy).items():
+        if name in learned:
+            _share(learned[name], connection)
+    return copy, records
+
+
+def _by_site(record: Record) -> Layout:
+    """The layout of an observed trunk: each residual add is a unit, so that each passes the observer."""
+    old, sites = record.layout, range(len(record.layout.units))
+    apart = [site + 1 for site in sites if old.reads_apart(site)]
+    units = [site + 1 for site in sites]
+    return Layout(old.trunk, Observed(record), units, old.dims.width, apart, old.channel_dim)
+
+
+def _share(learned: Connection, connection: Connection) -> None:
+    for name, parameter in learned.named_parameters():
+        connection.register_parameter(name, parameter)
+    for name, buffer in learned.named_buffers():
+        connection.register_buffer(name, buffer)
+
+
+class _Inside(NamedTuple):
+    """States of an observed trunk.
+
+    Attributes:
+        run: where they are kept.
+        states: those of the topology inside.
+        hidden: between the sites of a unit, what the next branch reads; else None.
+        branches: outputs of the unit's branches so far.
+    """
+
+    run: Run
+    states: States
+    hidden: Tensor | None = None
+    branches: tuple[Tensor, ...] = ()
+
+
+class Observed(Topology):
+    """Another topology, each site by itself: it keeps what branches read and add, and changes nothing.
+
+    Where the other one connects whole blocks, the sums inside a block are done here, in the stream's place.
+
+    Args:
+        record: of the trunk; also says what the other topology is.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self.record, self.layout = record, record.layout
+        self.inner = record.layout.topology
+
+    @property
+    def needs_width(self) -> bool:  # type: ignore[override]
+        return self.inner.needs_width
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        return self.inner.parameters(self.layout.dims, start)
+
+    def constants(self, dims: Dims) -> dict[str, Tensor]:
+        return self.inner.constants(self.layout.dims)
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Any:
+        return self.inner.weights(parameters, self.layout.dims)
+
+    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+        return self.inner.matrix(weights, self.layout.dims)
+
+    def start(self, x: Tensor, weights: Any) -> States:
+        run = self.record.begin(x)
+        return _Inside(run, self.inner.start(run.input, weights))
+
+    def like(self, states: States) -> Tensor:
+        return self.inner.like(_inside(states).states)
+
+    def read(self, states: States, weights: Any, t: int) -> Tensor | Ways:
+        return self.open(states, weights, t)[0]
+
+    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor | Ways, States]:
+        run, inner, hidden, branches = _inside(states)
+        value: Tensor | Ways
+        if hidden is None:
+            due, inner = self.inner.open(inner, weights, self.layout.units[t - 1])
+            value = due if isinstance(due, Ways) else computed(due)
+            hidden = value.residual if isinstance(value, Ways) else value
+        else:
+            value = hidden
+        run.reads[t - 1] = hidden
+        return value, _Inside(run, inner, hidden, branches)
+
+    def write(self, states: States, weights: Any, t: int, *branches: Tensor) -> States:
+        run, inner, hidden, before = _inside(states)
+        run.branches[t - 1] = branches
+        if not self.layout.closes_unit(t - 1):
+            assert hidden is not None
+            return _Inside(run, inner, total((hidden, *branches)), (*before, *branches))
+        # one by one where the model has parallel branches, one sum where the stream would hand on one
+        added = (total((*before, *branches)),) if before else branches
+        return _Inside(run, self.inner.write(inner, weights, self.layout.units[t - 1], *added))
+
+    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+        run, inner, *_ = _inside(states)
+        run.branches[t - 1] = branches
+        return computed(self.inner.merge(inner, weights, self.layout.units[t - 1], *branches))
+
+    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+        run, inner, *_ = _inside(states)
+        return _Inside(run, self.inner.push(inner, weights, self.layout.units[t - 1], x))
+
+    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+        run, inner, *_ = _inside(states)
+        run.output = self.inner.finish(inner, weights, self.layout.dims)
+        return run.output
+
+
+def _inside(states: States) -> _Inside:
+    assert isinstance(states, _Inside)
+    return states

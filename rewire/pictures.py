@@ -1,0 +1,73 @@
+"""rewire.plot: a picture of the connection weights of a model or a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from rewire.checkpoint import matrices
+from rewire.compiler import coefficients
+from rewire.connection import Connection, connections
+from rewire.errors import RewireError
+from rewire.plotting import plot_arcs, plot_bars, plot_heatmap
+from rewire.topologies.grn import GRN
+
+Path = str | os.PathLike[str]
+Kind = Literal["heatmap", "arcs", "bars"]
+
+
+def plot(source: nn.Module | Path, path: Path, kind: Kind = "heatmap") -> None:
+    """Write a picture of learned connection weights, one part for each trunk.
+
+    Args:
+        source: a rewired model, or the path of a saved state dict of one (``torch.save`` or .safetensors).
+        path: file to write; its suffix selects the format (.png, .pdf, .svg).
+        kind: ``"heatmap"``: weights as a matrix, as in ANCRe's Figure 6. ``"arcs"``: the topology, states on a line
+            and arcs between them. ``"bars"``: for each unit a bar chart of its weights, as in DCA's Figure 10; weights
+            per channel by their median and percentiles if ``source`` is a model, by their mean if it is a checkpoint.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        RewireError: the model was not rewired; the checkpoint cannot be read, or holds no connection weights.
+        ValueError: there is no such kind.
+    """
+    if kind not in ("heatmap", "arcs", "bars"):
+        raise ValueError(f"kind must be 'heatmap', 'arcs' or 'bars', not {kind!r}.")
+    if kind == "bars":
+        plot_bars(_bars(source), path)
+    else:
+        found = coefficients(source) if isinstance(source, nn.Module) else matrices(source)
+        (plot_heatmap if kind == "heatmap" else plot_arcs)(found, path)
+
+
+def _bars(source: nn.Module | Path) -> dict[str, dict[str, Tensor]]:
+    """By trunk and destination, [ways, sources] or [ways, sources, D]."""
+    if not isinstance(source, nn.Module):
+        return {trunk: _rows(matrix) for trunk, matrix in matrices(source).items()}
+    found = connections(source)
+    if not found:
+        raise RewireError(f"{type(source).__name__} was not rewired: it has no connection weights.")
+    with torch.no_grad():
+        return {trunk: _reads(connection) or _rows(connection.matrix()) for trunk, connection in found.items()}
+
+
+def _reads(connection: Connection) -> dict[str, Tensor]:
+    """The biases b of a generalised residual network; none for other topologies."""
+    depth = connection.layout.dims.depth
+    if not isinstance(connection.layout.topology, GRN):
+        return {}
+    reads = {}
+    for t, read in enumerate(connection.effective(), start=1):
+        merged = t - read.b.shape[1]  # with `last`, increments that were summed share a weight
+        name = f"unit {t}" if t <= depth else "output"
+        reads[name] = read.b[:, [0, *(max(1, i - merged) for i in range(1, t))]]
+    return reads
+
+
+def _rows(matrix: Tensor) -> dict[str, Tensor]:
+    """The connections that exist in [destinations, sources]."""
+    width = matrix.shape[1] - matrix.shape[0]
+    return {f"destination {j}": row[None, : width + j] for j, row in enumerate(matrix, start=1)}

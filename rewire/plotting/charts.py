@@ -1,0 +1,146 @@
+"""Charts of benchmarks and training runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rewire.plotting.style import FAINT, INK, STYLE, Path, matplotlib_parts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_PASSES = ("forward", "backward")
+
+
+def plot_times(seconds: dict[str, tuple[float, ...]], path: Path) -> None:
+    """Write a chart of times side by side: a bar up to each median, a line over its quartiles, a dot for each round.
+
+    Args:
+        seconds: by name, one entry for each round; at least one.
+        path: file to write; its suffix selects the format (.png, .pdf, .svg).
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: nothing was measured.
+    """
+    if not seconds or not all(seconds.values()):
+        raise ValueError("there is nothing to plot: no rounds were measured.")
+    rc_context, new_figure = matplotlib_parts()
+    with rc_context(STYLE):
+        figure = new_figure(figsize=(6.5, 0.45 * len(seconds) + 0.9), layout="constrained")
+        ax = figure.subplots()
+        for row, rounds in enumerate(seconds.values()):
+            times = [1e3 * value for value in rounds]
+            ax.barh(row, statistics.median(times), height=0.62, color=FAINT, zorder=1)
+            if len(times) > 1:
+                low, _, high = statistics.quantiles(times, n=4)
+                ax.plot([low, high], [row, row], color=INK, linewidth=1.5, zorder=2)
+            ax.plot(times, [row] * len(times), linestyle="", marker="o", markersize=2.5, color=INK, zorder=3)
+        ax.set_yticks(range(len(seconds)), labels=list(seconds))
+        ax.invert_yaxis()
+        ax.set_xlabel("milliseconds per training step (bar: median, line: quartiles, dots: rounds)")
+        ax.set_xlim(left=0)
+        ax.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=200)
+
+
+def plot_rates(rates: dict[str, dict[str, tuple[float, float]]], limit: float, path: Path) -> None:
+    """Write a chart of the bytes per second of forward and backward: a group of bars for each case, a bar for each way.
+
+    Args:
+        rates: by case and way, bytes per second of forward and of backward.
+        limit: those of a copy, drawn as a line.
+        path: file to write; its suffix selects the format (.png, .pdf, .svg).
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: nothing was measured.
+    """
+    if not any(rates.values()):
+        raise ValueError("there is nothing to plot: no rates were measured.")
+    rc_context, new_figure = matplotlib_parts()
+    with rc_context(STYLE):
+        ways = list(dict.fromkeys(way for case in rates.values() for way in case))
+        colors = dict(zip(ways, _way_colors(ways), strict=True))
+        bars = sum(len(case) + 1 for case in rates.values())
+        figure = new_figure(figsize=(9.0, 0.15 * bars + 1.1), layout="constrained")
+        for index, (ax, title) in enumerate(zip(figure.subplots(1, 2, sharey=True), _PASSES, strict=True)):
+            _rate_bars(ax, {case: {way: pair[index] for way, pair in of.items()} for case, of in rates.items()}, colors)
+            ax.set_xlim(0, 1.05e-9 * max(limit, *(pair[index] for case in rates.values() for pair in case.values())))
+            ax.axvline(limit / 1e9, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+            ax.set_title(title, color=INK, loc="left")
+            ax.set_xlabel("GB/s")
+        _rate_legend(figure, colors)
+        figure.savefig(path, dpi=200)
+
+
+def plot_curves(curves: dict[str, list[tuple[float, float]]], path: Path, xlabel: str, ylabel: str) -> None:
+    """Write one line per name through its points (x, y), with a legend.
+
+    Args:
+        curves: points by name, in the order in which they are joined.
+        path: file to write; its suffix selects the format (.png, .pdf, .svg).
+        xlabel: what x is.
+        ylabel: what y is.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: no curves, or one without points.
+    """
+    empty = [name for name, points in curves.items() if not points]
+    if not curves or empty:
+        raise ValueError(f"there is nothing to plot in {', '.join(map(repr, empty)) or 'an empty dict'}.")
+    rc_context, new_figure = matplotlib_parts()
+    with rc_context(STYLE):
+        figure = new_figure(figsize=(6.0, 3.8), layout="constrained")
+        ax = figure.subplots()
+        for name, points in curves.items():
+            marker = "o" if len(points) <= 30 else ""
+            ax.plot(*zip(*points, strict=True), label=name, linewidth=1.5, marker=marker, markersize=3)
+        ax.set_xlabel(xlabel)
+        ax.set_ylabel(ylabel)
+        ax.grid(color=FAINT, linewidth=0.5)
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right"]].set_visible(False)
+        outside = len(curves) > 6  # beside the axes, where it cannot cover lines
+        place: dict[str, Any] = {"loc": "outside right upper"} if outside else {"loc": "best"}
+        (figure if outside else ax).legend(frameon=False, fontsize=8, **place)
+        figure.savefig(path, dpi=200)
+
+
+def _way_colors(ways: Sequence[str]) -> list[Any]:
+    """Reds for ours, greys for plain torch, blues for peers."""
+    from matplotlib import colormaps
+
+    families = [way.startswith("ours") + 2 * (way.split(",")[0] in ("eager", "stack")) for way in ways]
+    maps = [colormaps[name] for name in ("Blues", "Reds", "Greys")]
+    shades = [(0.75, 0.45, 0.6, 0.9)[families[:index].count(kind) % 4] for index, kind in enumerate(families)]
+    return [maps[kind](shade) for kind, shade in zip(families, shades, strict=True)]
+
+
+def _rate_bars(ax: Axes, rates: dict[str, dict[str, float]], colors: dict[str, Any]) -> None:
+    row, middles = 0.0, []
+    for case in rates.values():
+        for way, rate in case.items():
+            ax.barh(row, rate / 1e9, height=0.85, color=colors[way])
+            row += 1
+        middles.append(row - (len(case) + 1) / 2)
+        row += 1
+    ax.set_yticks(middles, labels=list(rates))
+    ax.set_ylim(row - 1, -1)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="x", color=FAINT, linewidth=0.5)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _rate_legend(figure: Figure, colors: dict[str, Any]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [Patch(color=color, label=way) for way, color in colors.items()]
+    handles.append(Line2D([], [], color=INK, linewidth=0.8, linestyle=(0, (4, 3)), label="a copy"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5), frameon=False, fontsize=8)

@@ -1,0 +1,194 @@
+"""Connection weights as pictures: a matrix, and arcs between states."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rewire.plotting.style import GREY, INK, RED, STYLE, Path, matplotlib_parts, ticks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLUMNS = 4  # panels in a row of a heatmap figure
+
+
+def plot_heatmap(matrices: dict[str, Tensor], path: Path, floor: float = -10.0) -> None:
+    """Write a heatmap of connection weights like ANCRe's Figure 6: one panel per trunk.
+
+    A panel shows ``log(|p_ij| / max_i |p_ij|)`` for destination j (vertical) and source i (horizontal), so
+    the largest weight into each destination is 0. Connections that cannot exist stay blank; existing ones
+    below ``floor``, exact zeros included, have the floor's colour.
+
+    Args:
+        matrices: by trunk, float [destinations, sources] as `Topology.matrix` returns them: row j - 1 is
+            destination j, column i is source i. Of T rows and S columns, row j - 1 can use the first
+            ``S - T + j`` columns.
+        path: file to write; its suffix selects the format (.png, .pdf, .svg).
+        floor: natural logarithm at which the colours end; below 0.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: no matrices, one that is not 2-D with 1 or more entries, or a floor of 0 or more.
+    """
+    if floor >= 0:
+        raise ValueError(f"floor={floor}: it has to be below 0, for example -10.")
+    panels = _checked(matrices)
+    rc_context, new_figure = matplotlib_parts()
+    with rc_context(STYLE):
+        columns = min(len(panels), _COLUMNS)
+        rows = math.ceil(len(panels) / columns)
+        figure = new_figure(figsize=(2.9 * columns + 0.9, 2.9 * rows + 0.2), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False).flatten()
+        for ax, (title, matrix) in zip(axes, panels.items(), strict=False):
+            image = _heatmap(ax, matrix, floor)
+            ax.set_title(title, color=INK)
+        for ax in axes[len(panels) :]:
+            ax.remove()
+        used = list(axes[: len(panels)])
+        bar = figure.colorbar(image, ax=used, extend="min", fraction=0.05, pad=0.02, aspect=24)
+        bar.set_label(r"$\log\,(p_{ij}\,/\,\max_i\,p_{ij})$")
+        bar.outline.set_visible(False)
+        figure.savefig(path, dpi=200)
+
+
+def plot_arcs(matrices: dict[str, Tensor], path: Path) -> None:
+    """Write a drawing of each trunk's topology: states on a line, and an arc from source i to destination j.
+
+    Width and opacity of an arc are its weight, ``|p_ij| / max(1, max |p|)``; those under 1% are left out.
+    Arcs from the previous state are grey, longer ones coloured. A state's weight on itself (DenseFormer's
+    ``a_tt``) is a ring.
+
+    Args:
+        matrices: by trunk, float [destinations, sources], as for `plot_heatmap`.
+        path: file to write; its suffix selects the format (.png, .pdf, .svg).
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: no matrices, or one that is not 2-D with 1 or more entries.
+    """
+    panels = _checked(matrices)
+    rc_context, new_figure = matplotlib_parts()
+    with rc_context(STYLE):
+        widest = max(matrix.shape[0] for matrix in panels.values())
+        width = min(max(0.42 * widest + 1.5, 5.0), 12.0)
+        figure = new_figure(figsize=(width, 2.5 * len(panels) + 0.4), layout="constrained")
+        axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for ax, (title, matrix) in zip(axes, panels.items(), strict=True):
+            _arcs(ax, matrix)
+            ax.set_title(title, color=INK, loc="left")
+        _arc_legend(figure, rings=any(matrix.shape[0] < matrix.shape[1] for matrix in panels.values()))
+        figure.savefig(path, dpi=200)
+
+
+def _checked(matrices: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The matrices as |p|, float64 on the CPU."""
+    if not matrices:
+        raise ValueError("there is nothing to plot: the dict of matrices is empty.")
+    for name, matrix in matrices.items():
+        if matrix.dim() != 2 or not matrix.numel():
+            shape = tuple(matrix.shape)
+            raise ValueError(f"matrix '{name}' has shape {shape}; it has to be [destinations, sources].")
+    return {name: matrix.detach().to("cpu", torch.float64).abs() for name, matrix in matrices.items()}
+
+
+def _existing(matrix: Tensor) -> Tensor:
+    """bool [destinations, sources]: the connections that exist; source i comes before destination j."""
+    return torch.ones_like(matrix, dtype=torch.bool).tril(matrix.shape[1] - matrix.shape[0])
+
+
+def _heatmap(ax: Axes, matrix: Tensor, floor: float) -> Any:
+    destinations, sources = matrix.shape
+    largest = matrix.amax(dim=1, keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
+    logs = (matrix / largest).log().clamp(min=floor)  # log 0 = -inf becomes the floor
+    shown = torch.where(_existing(matrix), logs, math.nan)  # nan is blank
+    edges = (-0.5, sources - 0.5, destinations + 0.5, 0.5)  # source i at x = i, destination j at y = j
+    image = ax.imshow(shown.numpy(), "viridis", vmin=floor, vmax=0, extent=edges, interpolation="nearest")
+    if destinations <= 32:  # thin gaps between the cells
+        ax.set_xticks([i + 0.5 for i in range(sources - 1)], minor=True)
+        ax.set_yticks([j + 0.5 for j in range(1, destinations)], minor=True)
+        ax.grid(which="minor", color="white", linewidth=0.4)
+        ax.tick_params(which="minor", length=0)
+    ax.set_xticks(ticks(0, sources - 1))
+    ax.set_yticks(ticks(1, destinations))
+    ax.set_xlabel("source $i$")
+    ax.set_ylabel("destination $j$")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.tick_params(length=2)
+    return image
+
+
+def _arcs(ax: Axes, matrix: Tensor) -> None:
+    from matplotlib.collections import LineCollection
+
+    depth = matrix.shape[0]
+    strengths = matrix / matrix.max().clamp(min=1)
+    found = (_existing(matrix) & (strengths >= 0.01)).nonzero().tolist()
+    # The strongest come last, on top.
+    weighted = sorted((float(strengths[row, source]), source, row + 1) for row, source in found)
+    arcs = [arc for arc in weighted if arc[1] < arc[2]]
+    rings = [arc for arc in weighted if arc[1] == arc[2]]
+    lines = [_arc(source, destination) for _, source, destination in arcs]
+    widths = [_width(strength) for strength, _, _ in arcs]
+    ax.add_collection(LineCollection(lines, colors=[_color(*arc) for arc in arcs], linewidths=widths))
+    size = min(18.0, 500.0 / (depth + 1))
+    ax.scatter(range(depth + 1), [0] * (depth + 1), s=size, color=INK, zorder=3, linewidths=0, clip_on=False)
+    ax.scatter(
+        [source for _, source, _ in rings],
+        [0] * len(rings),
+        s=6 * size,
+        facecolors="none",
+        edgecolors=[_color(*ring) for ring in rings],
+        linewidths=[_width(strength) for strength, _, _ in rings],
+        clip_on=False,
+    )
+    longest = max((destination - source for _, source, destination in arcs), default=1)
+    top = 1.06 * max(_height(longest), 0.5 * _height(depth))
+    ax.set_ylim(-0.08 * top, top)
+    ax.set_xlim(-0.5, depth + 0.5)
+    ax.set_yticks([])
+    ax.set_xticks(ticks(0, depth))
+    ax.set_xlabel("state")
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+
+
+def _width(strength: float) -> float:
+    return 0.3 + 2.4 * strength
+
+
+def _color(strength: float, source: int, destination: int) -> tuple[float, float, float, float]:
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = to_rgb(RED if destination - source > 1 else GREY)
+    return red, green, blue, 0.08 + 0.87 * strength
+
+
+def _arc(source: int, destination: int) -> list[tuple[float, float]]:
+    """Points of the half ellipse over the line from source to destination."""
+    middle, radius = (source + destination) / 2, (destination - source) / 2
+    height = _height(destination - source)
+    turn = [math.pi * k / 48 for k in range(49)]
+    return [(middle - radius * math.cos(a), height * math.sin(a)) for a in turn]
+
+
+def _height(span: int) -> float:
+    """Height of an arc over ``span`` states: less than proportional, so that short arcs stay visible."""
+    return span**0.7
+
+
+def _arc_legend(figure: Figure, rings: bool) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=GREY, linewidth=2, label="from the previous state"),
+        Line2D([], [], color=RED, linewidth=2, label="longer shortcut"),
+    ]
+    if rings:
+        ring = {"marker": "o", "markerfacecolor": "none", "markeredgecolor": GREY, "markeredgewidth": 2}
+        handles.append(Line2D([], [], linestyle="", **ring, label="the state itself"))  # type: ignore[arg-type]
+    figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False, fontsize=8)
