@@ -7,7 +7,6 @@ known. What cannot be followed (a method that needs real numbers, say) becomes o
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import dis
 import functools
@@ -279,11 +278,11 @@ class PathTracer(fx.Tracer):
             if is_method and path == "":
                 namespace[name] = self._opaque_method(name)
         namespace["__getattr__"] = functools.partialmethod(_ViewedTensors.read, self, prefix)
+        namespace["__setattr__"] = _refuse_assignment
         metaclass: Any = type(cls)
         view_class = metaclass(cls.__name__, (_Quiet, cls), namespace)
         view = object.__new__(view_class)
-        view.__dict__ = copy.copy(module.__dict__)
-        view.__dict__["_rewire_path"] = path
+        vars(view).update(vars(module), _rewire_path=path)
         return view
 
     def tensor(self, path: str) -> fx.Proxy:
@@ -387,6 +386,10 @@ class _ViewedTensors:
             if view.__dict__.get(table, {}).get(name) is not None:
                 return tracer.tensor(prefix + name)
         return nn.Module.__getattr__(view, name)
+
+
+def _refuse_assignment(view: nn.Module, name: str, value: Any) -> None:
+    raise TraceError(f"it assigns self.{name}, which a traced forward would leave out")
 
 
 class _Quiet:

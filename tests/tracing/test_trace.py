@@ -296,6 +296,23 @@ def helper(x):
     return x * 2 if x.shape[0] > 2 else x
 
 
+class Counting(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_a_forward_that_assigns_attributes_is_refused():
+    module = Counting()
+    with pytest.raises(TraceError, match="assigns self.calls"):
+        reprinted(module)
+    assert type(module.calls) is torch.Tensor and module.calls == 0
+
+
 def test_the_class_keeps_its_name():
     one, _ = reprinted(Block())
     two, _ = reprinted(Block())
