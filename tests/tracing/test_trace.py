@@ -308,7 +308,7 @@ class Counting(Block):
 
 def test_a_forward_that_assigns_attributes_is_refused():
     module = Counting()
-    with pytest.raises(TraceError, match="assigns self.calls"):
+    with pytest.raises(TraceError, match=r"assigns self\.calls"):
         reprinted(module)
     assert type(module.calls) is torch.Tensor and module.calls == 0
 
