@@ -7,7 +7,7 @@ DEV := .venv
 DEMO := .venv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint bench clean
+.PHONY: help env demo test lint bench papers clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 8
@@ -27,6 +27,10 @@ lint: env  ## check style and types
 
 bench: env  ## run the benchmarks
 	$(DEV)/bin/python benchmarks/run.py
+
+papers: env  ## check the papers' claims and write docs/papers.md
+	$(DEV)/bin/python -m pip install --quiet scikit-learn -c constraints.txt
+	PYTHONPATH=tests $(DEV)/bin/python benchmarks/papers/run.py
 
 clean:  ## remove the environments, caches and outputs
 	rm -rf $(DEV) $(DEMO) build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -189,7 +189,6 @@ def _most_held(topology: Topology, weights: Any, dims: Dims) -> int:
     return most
 
 
-
 def _tensors(states: States) -> list[Tensor]:
     return [x for state in states for x in (state.states if isinstance(state, History) else (state,))]
 

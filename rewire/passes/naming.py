@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from rewire.passes.values import Values
+from rewire.passes.values import CONVOLUTIONS, Values
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _KINDS = (
     ("cross-attention", re.compile(r"cross_?att|enc(oder|dec)_?att|encdecatt|multihead_attn|_mha_block", re.I)),
     ("attention", re.compile(r"attn|attention|self_att|msa\b|_sa_block", re.I)),
@@ -27,7 +26,7 @@ def branch_modules(values: Values, shortcut: fx.Node, branches: Sequence[fx.Node
     region: set[fx.Node] = set()
     for branch in branches:
         region |= values.between(shortcut, branch) - {shortcut}
-    calls = [n for n in region if values.callee(n) and values.parametrised(n) and not _is_norm(values, n)]
+    calls = [n for n in region if values.callee(n) and values.parametrised(n) and not values.is_norm(n)]
     # children before methods: a method's name says less
     return sorted(calls, key=lambda node: (values.child(node) is None, values.order[node]))
 
@@ -39,13 +38,13 @@ def branch_name(values: Values, shortcut: fx.Node, branches: Sequence[fx.Node]) 
         return branches[0].name
     kind = branch_kind(values, shortcut, branches)
     pattern = dict(_KINDS).get("attention" if kind == "parallel" else kind)
-    named = [call for call in calls if pattern and pattern.search(_described(values, call))]
+    named = [call for call in calls if pattern and pattern.search(values.described(call))]
     return str(values.callee((named or calls)[0]))
 
 
 def branch_kind(values: Values, shortcut: fx.Node, branches: Sequence[fx.Node]) -> str:
     """``attention``, ``cross-attention``, ``ffn``, ``parallel`` (both), ``conv`` or ``branch``, from names."""
-    texts = [_described(values, call) for call in branch_modules(values, shortcut, branches)]
+    texts = [values.described(call) for call in branch_modules(values, shortcut, branches)]
     kinds = [name for name, pattern in _KINDS if any(pattern.search(text) for text in texts)]
     patterns = dict(_KINDS)
     attention = [kind for kind in kinds if kind.endswith("attention")]
@@ -60,7 +59,7 @@ def channels_of(values: Values, shortcut: fx.Node, post: Sequence[fx.Node]) -> t
     readers = sorted(shortcut.users, key=lambda node: values.order.get(node, 0))
     for user in (*post, *readers):
         child = values.child(user)
-        told = None if child is None else _norm_channels(child) if _is_norm(values, user) else _input_channels(child)
+        told = None if child is None else _norm_channels(child) if values.is_norm(user) else _input_channels(child)
         if told is not None:
             return told
     return None, -1
@@ -87,21 +86,6 @@ def _input_channels(module: nn.Module) -> tuple[int, int] | None:
     for child in module.modules():
         if isinstance(child, nn.Linear):
             return child.in_features, -1
-        if isinstance(child, _CONVOLUTIONS):
+        if isinstance(child, CONVOLUTIONS):
             return child.in_channels, -1 - len(child.kernel_size)
     return None
-
-
-def _described(values: Values, node: fx.Node) -> str:
-    child = values.child(node)
-    plain = child is None or type(child).__module__.startswith("torch.nn.")
-    return (
-        str(node.target)
-        if plain and not isinstance(child, (*_CONVOLUTIONS, nn.MultiheadAttention))
-        else f"{node.target} {type(child).__name__}"
-    )
-
-
-def _is_norm(values: Values, node: fx.Node) -> bool:
-    child = values.child(node)
-    return child is not None and "norm" in f"{node.target} {type(child).__name__}".lower()

@@ -7,6 +7,7 @@ operation. Polynomials of an activation, rotary embeddings, masks and position e
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -114,13 +115,14 @@ def find_chains(graph: fx.Graph, root: nn.Module, carries: Callable[[str], list[
         root: the module.
         carries: for the path of a child, how streams pass through it or come out of it.
     """
-    return _ChainFinder(Values(graph, root), carries).run()
+    return ChainFinder(Values(graph, root), carries).run()
 
 
-class _ChainFinder:
+class ChainFinder:
+    """What `find_chains` does; flat graphs have their own answers to some of its questions (`flat`)."""
+
     def __init__(self, values: Values, carries: Callable[[str], list[Passage]]) -> None:
         self.values, self.carries = values, carries
-        self.spine = values.spine()
         self.tips: dict[fx.Node, Chain] = {}  # current value of each chain
         self.chains: list[Chain] = []
         self.rejected: list[tuple[str, str]] = []
@@ -135,6 +137,10 @@ class _ChainFinder:
             self._close(chain)
         return Found([chain for chain in self.chains if chain.links], self.rejected)
 
+    @functools.cached_property
+    def spine(self) -> set[fx.Node]:
+        return self.values.spine()
+
     def _visit_add(self, node: fx.Node) -> None:
         values = self.values
         left, right = (values.resolve(arg) for arg in node.args[:2])  # type: ignore[arg-type]
@@ -143,14 +149,15 @@ class _ChainFinder:
                 return
         for shortcut, branch in ((left, right), (right, left)):
             if values.feeds_branch(shortcut, branch):
-                reason = self._false_friend(shortcut, branch)
+                add = Add(node, shortcut, shortcut, [branch])
+                reason = self._false_friend(add)
                 if reason:
-                    self.rejected.append((branch_name(values, shortcut, [branch]), reason))
+                    self.rejected.append((self._name(shortcut, add), reason))
                 else:
-                    self._extend(shortcut, Add(node, shortcut, shortcut, [branch]))
+                    self._extend(shortcut, add)
                 return
         for shortcut, branch in ((left, right), (right, left)):
-            source = self._projected(shortcut, branch)
+            source = self._projected(node, shortcut, branch)
             if source is not None:
                 self._start(shortcut, Add(node, shortcut, source, [branch]))
                 return
@@ -166,19 +173,28 @@ class _ChainFinder:
         self._move(chain, node)  # type: ignore[arg-type]
         return True
 
-    def _false_friend(self, shortcut: fx.Node, branch: fx.Node) -> str:
-        values = self.values
-        names = [values.callee(node) for node in values.between(shortcut, branch) - {shortcut}]
+    def _around(self, add: Add) -> Values:
+        """The graph as the block sees it that holds ``add``."""
+        return self.values
+
+    def _name(self, shortcut: fx.Node, link: Add | Carrier) -> str:
+        if isinstance(link, Add):
+            return branch_name(self._around(link), shortcut, link.branches)
+        return branch_name(self.values, shortcut, [link.state])
+
+    def _false_friend(self, add: Add) -> str:
+        values = self._around(add)
+        names = [values.callee(node) for node in values.between(add.shortcut, add.branches[0]) - {add.shortcut}]
         if any(names) and all(_POSITIONAL.search(name) for name in names if name):
             return "adds a position embedding"
         return ""
 
-    def _projected(self, shortcut: fx.Node, branch: fx.Node) -> fx.Node | None:
+    def _projected(self, add: fx.Node, shortcut: fx.Node, branch: fx.Node) -> fx.Node | None:
         """``x`` of ``downsample(x) + f(x)``: the shortcut holds one weight matrix, the branch more."""
         values, node, weights = self.values, shortcut, 0
-        while values.child(node) is not None and len(node.all_input_nodes) == 1:
+        while (behind := values.behind(node, add)) is not None:
             weights += values.matrices(node)
-            node = node.all_input_nodes[0]
+            node = behind
         if weights != 1 or not values.feeds_branch(node, branch):
             return None
         return node if sum(map(values.matrices, values.between(node, branch))) > weights else None
@@ -216,7 +232,7 @@ class _ChainFinder:
             elif _views(shortcut, tip) and self._restores(chain, shortcut):
                 pass  # back in the entry's shape
             else:
-                post = self.values.post_path(tip, shortcut)
+                post = self._post_path(tip, shortcut)
                 if post is None or not isinstance(last, Add) or view is not None:
                     continue
                 last.post += post
@@ -224,10 +240,12 @@ class _ChainFinder:
             self._move(chain, link.state)
             return
         if any(shortcut is old.shortcut for chain in self.chains for old in chain.links):
-            name = branch_name(self.values, shortcut, [link.state])
-            self.rejected.append((name, "its shortcut starts at an earlier value of the stream"))
+            self.rejected.append((self._name(shortcut, link), "its shortcut starts at an earlier value of the stream"))
             return
         self._start(shortcut, link)
+
+    def _post_path(self, tip: fx.Node, shortcut: fx.Node) -> list[fx.Node] | None:
+        return self.values.post_path(tip, shortcut)
 
     def _start(self, entry: fx.Node, link: Add | Carrier) -> None:
         chain = Chain(entry, [link], link.state)

@@ -8,7 +8,7 @@ parent whose forward can be traced, belong to one trunk.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 
 from torch import nn
@@ -241,14 +241,11 @@ class Finder:
     def _trunk(self, strand: Strand, taken: set[str]) -> LinkedTrunk:
         steps = strand.steps
         sites = tuple(step.site for step in steps)
-        prefix = _common([_parts(site.name) for site in sites])
+        prefix, above = common_path(sites, lambda path: isinstance(self.model.get_submodule(path), CONTAINERS))
         name = ".".join(prefix) or type(self.model).__name__
         while name in taken:
             name += "'"
         # a unit is an element of the container, or one more call of the same
-        above = prefix
-        if prefix and prefix[-1].isdecimal() and not isinstance(self.model.get_submodule(".".join(prefix)), CONTAINERS):
-            above = prefix[:-1]  # all adds are in one element
         keys = [_parts(site.name)[len(above) : len(above) + 1] for site in sites]
         units: list[int] = []
         seen: set[int] = set()
@@ -269,6 +266,13 @@ class Finder:
                 return strand.steps[0].site.block
             path = path.rpartition(".")[0]
         return path
+
+
+def common_path(sites: Sequence[Site], is_container: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    """The parts that all names of ``sites`` begin with, and the path of the container whose elements are the units."""
+    prefix = common([_parts(site.name) for site in sites])
+    in_one_element = prefix and prefix[-1].isdecimal() and not is_container(".".join(prefix))
+    return prefix, prefix[:-1] if in_one_element else prefix
 
 
 def _linked(home: str, rows: Sequence[list[Strand]]) -> list[Strand]:
@@ -347,7 +351,7 @@ def _has_own_forward(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.nn.") and type(module).forward is not nn.Module.forward
 
 
-def _common(paths: list[list[str]]) -> list[str]:
+def common(paths: list[list[str]]) -> list[str]:
     """The longest list that all ``paths`` begin with."""
     shortest = min(paths, key=len)
     differ = (n for n, part in enumerate(shortest) if any(path[n] != part for path in paths))

@@ -12,12 +12,16 @@ import torch
 from torch import fx, nn
 
 #: Functions and methods that may stand between a residual add and the state that it makes (``relu(x + f)``).
-_POST_FUNCTIONS = {
+POST_FUNCTIONS = {
     torch.relu, torch.clamp, torch.nn.functional.relu, torch.nn.functional.gelu, torch.nn.functional.silu,
-    torch.nn.functional.dropout, torch.nn.functional.layer_norm,
+    torch.nn.functional.dropout, torch.nn.functional.layer_norm, torch.nn.functional.batch_norm,
 }  # fmt: skip
 _POST_METHODS = {"relu", "relu_", "clamp", "contiguous", "to", "float", "type_as"}
 _POST_MODULES = re.compile(r"norm|relu|gelu|silu|swish|tanh|dropout|droppath|activation|identity|_act", re.IGNORECASE)
+#: Sums of two values, and those that overwrite the first one.
+_SUMS = {operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
+_OVERWRITING = {"add_", operator.iadd, torch.ops.aten.add_.Tensor}
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: Attributes that a stream has like a tensor, and that need no read.
 STREAM_ATTRIBUTES = {"dtype", "device", "shape"}
 
@@ -53,6 +57,19 @@ class Values:
             return next((path for path in handed if isinstance(_attribute(self.root, path), nn.Module)), None)
         return None
 
+    def described(self, node: fx.Node) -> str:
+        """What ``node`` calls, in words that may tell what it does: a path, and the name of a class."""
+        child = self.child(node)
+        plain = child is None or type(child).__module__.startswith("torch.nn.")
+        if plain and not isinstance(child, (*CONVOLUTIONS, nn.MultiheadAttention)):
+            return str(node.target)
+        return f"{node.target} {type(child).__name__}"
+
+    def is_norm(self, node: fx.Node) -> bool:
+        """Whether ``node`` calls a norm, to judge by names."""
+        child = self.child(node)
+        return child is not None and "norm" in f"{node.target} {type(child).__name__}".lower()
+
     def parametrised(self, node: fx.Node) -> bool:
         """Whether ``node`` is a child module with parameters, a method call, or an op on a weight matrix."""
         callee = self.callee(node)
@@ -68,6 +85,10 @@ class Values:
         """Number of weight matrices and convolution kernels of the child that ``node`` calls."""
         child = self.child(node)
         return 0 if child is None else sum(parameter.ndim >= 2 for parameter in child.parameters())
+
+    def behind(self, node: fx.Node, add: fx.Node) -> fx.Node | None:
+        """The only value that ``node`` is computed from, if it is a child's call on the way to ``add``."""
+        return node.all_input_nodes[0] if self.child(node) is not None and len(node.all_input_nodes) == 1 else None
 
     def between(self, start: fx.Node, end: fx.Node) -> frozenset[fx.Node]:
         """All nodes on paths from ``start`` to ``end``, both included; empty if there is none."""
@@ -128,14 +149,14 @@ class Values:
 
     def is_post(self, node: fx.Node) -> bool:
         """Whether ``node`` is a norm, an activation, a dropout or a cast of one value."""
-        if len(node.all_input_nodes) != 1 and not (node.op == "call_function" and node.target in _POST_FUNCTIONS):
+        if len(node.all_input_nodes) != 1 and not (node.op == "call_function" and node.target in POST_FUNCTIONS):
             return False
         child = self.child(node)
         if child is not None:
             return bool(_POST_MODULES.search(f"{node.target} {type(child).__name__} {type(child).__module__}"))
         if node.op == "call_method":
             return str(node.target) in _POST_METHODS
-        return node.op == "call_function" and node.target in _POST_FUNCTIONS
+        return node.op == "call_function" and node.target in POST_FUNCTIONS
 
     def post_path(self, start: fx.Node, end: fx.Node) -> list[fx.Node] | None:
         """The operations from ``start`` (excluded) to ``end`` if each is one that may follow an add."""
@@ -169,7 +190,7 @@ def _is_metadata(node: fx.Node) -> bool:
 
 def is_add(node: fx.Node) -> bool:
     """Whether ``node`` adds two traced values, in any spelling."""
-    function = node.op == "call_function" and node.target in (operator.add, operator.iadd, torch.add)
+    function = node.op == "call_function" and node.target in _SUMS
     method = node.op == "call_method" and node.target in ("add", "add_")
     if not (function or method) or len(node.args) != 2 or node.kwargs:
         return False
@@ -177,8 +198,7 @@ def is_add(node: fx.Node) -> bool:
     if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
         return False
     # what an in-place add overwrites must not be used afterwards under its old name
-    in_place = node.target in ("add_", operator.iadd)
-    return not (in_place and any(node < user for user in first.users))
+    return not (node.target in _OVERWRITING and any(node < user for user in first.users))
 
 
 def _attribute(root: nn.Module, path: str) -> object:

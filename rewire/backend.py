@@ -1,0 +1,335 @@
+"""A backend of torch.compile: learned depth connections, and fast mixes, for graphs that are captured whole.
+
+``torch.compile(model, backend=rewire.Backend("denseformer"))``
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from rewire.compiler import _check_choices, _has_part, _layout
+from rewire.connection import CONNECTIONS, Connection, connections
+from rewire.errors import RewireError, UnsupportedCall, UnsupportedTopology
+from rewire.passes.flat import FlatTrunk, find_flat
+from rewire.passes.mixes import LoweredMix, lower_mixes
+from rewire.passes.rewrite import rewrite_chain
+from rewire.topologies import Topology, make_topology
+from rewire.topologies.base import Start
+from rewire.trunk import Report, Trunk
+
+log = logging.getLogger("rewire")
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendReport:
+    """What a `Backend` did to the graphs that it compiled.
+
+    Attributes:
+        graphs: how many there were.
+        residuals: the trunks that were rewired; and what was left alone, with the reason.
+        mixes: sums written by hand that were handed to the kernels.
+        left: what looked like such a sum -> why it stays as it is.
+    """
+
+    graphs: int
+    residuals: Report
+    mixes: tuple[LoweredMix, ...]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.graphs} graphs"]
+        lines += [f"{mix.where}: a {mix.form} of {mix.sources} states -> mix" for mix in self.mixes]
+        lines += [f"{where}: stays, {reason}" for where, reason in self.left.items()]
+        return "\n".join(lines) + f"\n{self.residuals}"
+
+
+class Backend:
+    """A backend of ``torch.compile``. One object is for one model: all graphs of it share the connection weights.
+
+    Weighted sums of states that were written by hand go to the kernels of `rewire`. With a topology, the residual adds
+    of each graph are replaced by learned connections, as `rewire.compile` replaces them in a model's blocks. What is
+    made of the graph goes to AOTAutograd and on to ``inner``.
+
+    The weights belong to this object, not to the model: hand `parameters` to the optimiser, and save `state_dict`.
+    They exist once a graph has been compiled, that is, after the first call of the compiled model.
+
+    Args:
+        topology: a name or a `Topology` object, as for `rewire.compile`. None leaves residual adds alone.
+        granularity, start: as for `rewire.compile`.
+        trunks: names of the trunks to rewire, or parts of them; default: all.
+        inner: the backend that the graphs are handed to: ``"inductor"`` or any that ``torch.compile`` knows.
+        inner_options: for Inductor, its options: ``{"triton.cudagraphs": True}``.
+        options: options of the named topology.
+
+    Raises:
+        UnknownName: no such topology; near names are given.
+        ValueError: another argument is not one of what is said above.
+    """
+
+    def __init__(
+        self,
+        topology: str | Topology | None = None,
+        *,
+        granularity: Literal["auto", "block", "sublayer"] = "auto",
+        start: Start = "preserve",
+        trunks: Sequence[str] | None = None,
+        inner: str = "inductor",
+        inner_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        _check_choices(granularity, start)
+        if inner_options and inner != "inductor":
+            raise ValueError(f"inner_options are options of Inductor; '{inner}' takes none.")
+        self.topology = None if topology is None else make_topology(topology, options)
+        self.granularity: Literal["auto", "block", "sublayer"] = granularity
+        self.start, self.trunks = start, [trunks] if isinstance(trunks, str) else trunks
+        self.inner, self.inner_options = inner, dict(inner_options or {})
+        self._connections = nn.ModuleDict()
+        self._trunks: dict[str, Trunk] = {}
+        self._break = ""  # the last graph break
+        self.__name__ = "rewire"  # in messages of torch.compile
+        self._report = BackendReport(0, Report((), {}), (), {})
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Backend:
+        """The backend behind ``torch.compile(model, backend="rewire", options=options)``, for this very dict.
+
+        Its keys are the arguments of `Backend`; keys with a dot in them (``"triton.cudagraphs"``) and others that
+        Inductor knows are options of Inductor.
+        """
+        for known, backend in _BY_OPTIONS:
+            if known is options:
+                return backend
+        own = {key: value for key, value in options.items() if key in _ARGUMENTS}
+        others = {key: value for key, value in options.items() if key not in _ARGUMENTS}
+        own["inner_options"] = {**own.get("inner_options", {}), **others}
+        backend = cls(**own)
+        _BY_OPTIONS.append((options, backend))
+        return backend
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph; ``torch.compile`` calls this.
+
+        Raises:
+            UnsupportedCall: a graph break cuts a trunk, or a trunk differs from the one of that name in earlier graphs.
+            UnsupportedTopology, WidthMismatch: as `rewire.compile`.
+        """
+        self._rewrite(graph)
+        _declare_parameters(graph)
+        if self.inner == "inductor":
+            compiled: Callable[..., Any] = torch._inductor.compile(graph, list(example_inputs), self.inner_options)
+            return compiled
+        inner: Callable[..., Any] = torch._dynamo.lookup_backend(self.inner)(graph, example_inputs)  # type: ignore[arg-type]
+        return inner
+
+    def rewrite(self, program: fx.GraphModule | torch.export.ExportedProgram, *inputs: Any) -> fx.GraphModule:
+        """The module of an exported program, or a copy of a graph module, rewritten: to be run, trained or compiled.
+
+        It holds the connection weights of this backend beside its own parameters, which are shared with ``program``.
+
+        Args:
+            program: its graph may be of torch functions or of ATen operators.
+            inputs: positional arguments for a graph module whose nodes do not know their shapes; without shapes no
+                width is known, and no sum is recognised.
+        """
+        if isinstance(program, torch.export.ExportedProgram):
+            graph: Any = program.module()
+        else:
+            memo = {id(tensor): tensor for tensor in (*program.parameters(), *program.buffers())}
+            graph = copy.deepcopy(program, memo)
+        if inputs:
+            _propagate(graph, inputs)
+        self._rewrite(graph)
+        return graph
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The connection weights.
+
+        Raises:
+            RewireError: there are none yet.
+        """
+        return self._made().parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The connection weights with the names that they have in `state_dict`.
+
+        Raises:
+            RewireError: there are none yet.
+        """
+        return self._made().named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The connection weights, and for each trunk the recipe that they belong to.
+
+        Raises:
+            RewireError: there are none yet.
+        """
+        return self._made().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned.
+
+        Raises:
+            RewireError: there are no weights yet, or these belong to another rewiring.
+        """
+        self._made().load_state_dict(state)
+
+    def coefficients(self) -> dict[str, Tensor]:
+        """Effective connection weights: trunk name -> matrix [destination, source], float32, detached."""
+        return {name: connection.matrix().detach() for name, connection in connections(self._connections).items()}
+
+    @property
+    def report(self) -> BackendReport:
+        """What was rewired and lowered in the graphs so far, and what was not."""
+        return self._report
+
+    # -- one graph -----------------------------------------------------------------------------------------------------
+
+    def _rewrite(self, graph: fx.GraphModule) -> None:
+        found = find_flat(graph.graph, graph)
+        rewired = []
+        if self.topology is not None:
+            chosen = [flat for flat in found.trunks if self._wanted(flat.trunk)]
+            self._check_whole(graph, chosen)
+            for number, flat in enumerate(chosen):
+                self._connect(graph, flat, f"stream_{number}")
+                rewired.append(flat.trunk)
+        mixes, left = lower_mixes(graph.graph, graph)
+        graph.graph.lint()
+        graph.recompile()
+        self._note(rewired, found.skipped, mixes, left)
+
+    def _wanted(self, trunk: Trunk) -> bool:
+        return self.trunks is None or any(_has_part(trunk.name, name) for name in self.trunks)
+
+    def _connect(self, graph: fx.GraphModule, flat: FlatTrunk, stream: str) -> None:
+        """Let a trunk go through a stream that this backend's connection opens."""
+        trunk, key = flat.trunk, flat.trunk.name.replace(".", "_")
+        if key not in self._connections:
+            assert self.topology is not None
+            layout = _layout(trunk, self.topology, self.granularity)
+            if layout.dims.attention:
+                raise UnsupportedTopology(
+                    f"{type(self.topology).__name__} reads queries, keys and values apart, which this backend does not "
+                    "take apart in a flat graph: use rewire.compile, and torch.compile what it returns."
+                )
+            self._connections[key] = Connection(layout, self.start, _device(graph))
+            self._trunks[key] = trunk
+        elif (known := self._trunks[key]).units != trunk.units or _names(known) != _names(trunk):
+            raise UnsupportedCall(
+                f"trunk '{trunk.name}' has residual adds {_span(trunk)} in this graph and had {_span(known)} in an "
+                "earlier one, and its connection weights belong to the whole. Layer dropping has to be off, and each "
+                "model needs a Backend of its own; rewire.compile does not depend on graphs."
+            )
+        gate = f"{CONNECTIONS}.{key}"
+        graph.add_submodule(f"{gate}.enter", self._connections[key])  # what `rewrite_chain` calls
+        rewrite_chain(graph.graph, flat.chain, gate, stream)
+
+    def _check_whole(self, graph: fx.GraphModule, trunks: Sequence[FlatTrunk]) -> None:
+        """Refuse trunks that go on outside this graph, as far as one graph of Dynamo's can tell."""
+        reason = getattr(graph, "compile_subgraph_reason", None)
+        if reason is None:  # not Dynamo's
+            return
+        if reason.graph_break:
+            at = f" at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
+            self._break = f"{reason.reason.splitlines()[0]}{at}"
+            if not trunks:
+                log.warning("no residual stream was found in a graph that ends in a break: %s.", self._break)
+        output = next(iter(reversed(graph.graph.nodes)))
+        for flat in trunks:
+            handed_in, handed_out = flat.chain.entry.op == "placeholder", flat.chain.exit in output.all_input_nodes
+            what = f"trunk '{flat.trunk.name}', of which this graph holds {_span(flat.trunk)},"
+            if (reason.graph_break and handed_out) or (handed_in and self._break):
+                raise UnsupportedCall(
+                    f"{what} borders on a graph break ({self._break}), which may cut it, and its "
+                    "connections have to lie within one graph. Remove the break (torch.compile(.., "
+                    "fullgraph=True) shows it), or use rewire.compile, which does not depend on graphs."
+                )
+            if handed_in and handed_out and not any(site.block for site in flat.trunk.sites):
+                raise UnsupportedCall(
+                    f"{what} is one block by itself, compiled apart from the others whose stream it shares. Compile "
+                    "the whole model, or use rewire.compile, which does not depend on graphs."
+                )
+
+    def _note(
+        self, rewired: Sequence[Trunk], skipped: dict[str, str], mixes: Sequence[LoweredMix], left: dict[str, str]
+    ) -> None:
+        old = self._report
+        residuals = Report(
+            tuple(dict.fromkeys((*old.residuals.trunks, *rewired))), {**old.residuals.skipped, **skipped}
+        )
+        all_mixes = tuple(dict.fromkeys((*old.mixes, *mixes)))
+        self._report = BackendReport(old.graphs + 1, residuals, all_mixes, {**old.left, **left})
+
+    def _made(self) -> nn.ModuleDict:
+        if not self._connections:
+            raise RewireError(
+                "this backend has no connection weights yet: they are made for the trunks that it finds, so call the "
+                "compiled model once (under torch.no_grad(), say) before you ask for them."
+            )
+        return self._connections
+
+
+def by_name(
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend ``"rewire"`` of ``torch.compile``: see `Backend.of` for its options.
+
+    Raises:
+        ValueError: a ``mode`` was given; ``options`` say the same.
+    """
+    if mode is not None:
+        same = torch._inductor.list_mode_options(mode)
+        raise ValueError(f"mode={mode!r} is not for the backend 'rewire': pass options={same}.")
+    return (Backend() if options is None else Backend.of(options))(graph, example_inputs)
+
+
+#: Arguments of `Backend`, as keys of the options of ``torch.compile``.
+_ARGUMENTS = {"topology", "granularity", "start", "trunks", "inner", "inner_options"}
+#: Backends that were made for the options of a call of ``torch.compile``, which hands on the dict that it was given.
+_BY_OPTIONS: list[tuple[Mapping[str, Any], Backend]] = []
+
+
+def _declare_parameters(graph: fx.GraphModule) -> None:
+    """Tell AOTAutograd where parameters come from that Dynamo did not put into its graph."""
+    sources = getattr(graph, "_param_name_to_source", None)
+    if sources is not None:
+        from torch._dynamo.source import ConstantSource
+
+        names = [name for name, _ in (*graph.named_parameters(), *graph.named_buffers())]
+        sources.update({name: ConstantSource(name) for name in names if name not in sources})
+
+
+def _propagate(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Let the nodes of a graph know their shapes."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    with torch.no_grad():
+        FakeTensorProp(graph, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
+
+
+def _device(graph: fx.GraphModule) -> torch.device | None:
+    """Where the parameters of a graph are: its own, or those that Dynamo hands in."""
+    handed = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+    tensors = [*graph.parameters(), *(x for x in handed if isinstance(x, nn.Parameter))]
+    return next((x.device for x in tensors), None)
+
+
+def _names(trunk: Trunk) -> list[str]:
+    return [site.name for site in trunk.sites]
+
+
+def _span(trunk: Trunk) -> str:
+    return f"'{trunk.sites[0].name}' to '{trunk.sites[-1].name}' ({len(trunk.sites)})"

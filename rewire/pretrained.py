@@ -1,0 +1,94 @@
+"""rewire.from_pretrained: rewired models of transformers, as their own save_pretrained wrote them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rewire.checkpoint import read_connections
+from rewire.connection import read_recipe
+from rewire.errors import RewireError, UnknownName
+from rewire.recipes import EXTRA_STATE, connections_of, first_line, is_recipe, rewired_by
+
+
+def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **options: Any) -> nn.Module:
+    """Load a rewired transformers model from a folder that its ``save_pretrained`` wrote (or a Trainer's checkpoint).
+
+    The class's own ``from_pretrained`` would leave the connection weights out. Here it finds a model that is rewired by
+    the recipe beside them, and then does what it always does (dtypes, devices, shards).
+
+    Args:
+        folder: on this machine; models of a hub are fetched by ``huggingface_hub.snapshot_download``.
+        model_class: class of the model; default: the one that was saved, of transformers.
+        options: of ``model_class.from_pretrained``.
+
+    Returns:
+        The rewired model, in evaluation mode. Its start (what ``reset_parameters`` sets) is ``"paper"``.
+
+    Raises:
+        RewireError: the folder holds no rewired model, or a damaged one.
+        UnknownName: transformers has no such class, or a topology is not known here.
+        ImportError: transformers is missing.
+    """
+    recipes = _recipes(Path(folder))
+    cls = _saved_class(folder) if model_class is None else model_class
+    return _rewiring(cls, recipes).from_pretrained(folder, **options)
+
+
+def _rewiring(cls: Any, recipes: dict[str, Any]) -> Any:
+    """A class whose instances are rewired ones of ``cls`` as soon as they are made."""
+
+    class Rewiring(cls):
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            self.__class__ = cls
+            rewired: Any = rewired_by(self, _renamed(self, recipes), "paper")
+            self.__class__ = type(rewired)
+            self.__dict__ = rewired.__dict__
+
+    Rewiring.__name__, Rewiring.__module__ = cls.__name__, cls.__module__
+    return Rewiring
+
+
+def _renamed(model: Any, recipes: dict[str, Any]) -> dict[str, Any]:
+    """Recipes under the names that the model has for them; some architectures are saved under older ones."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    renamed = {}
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    for path, recipe in recipes.items():
+        name = path + EXTRA_STATE
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        renamed[name.removesuffix(EXTRA_STATE)] = recipe
+    return renamed
+
+
+def _saved_class(folder: str | os.PathLike[str]) -> Any:
+    import transformers
+
+    names = transformers.AutoConfig.from_pretrained(folder).architectures or [""]
+    found = getattr(transformers, names[0], None) if names[0].isidentifier() else None
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise UnknownName(f"transformers has no model class '{names[0]}', which '{folder}' names: pass model_class.")
+    return found
+
+
+def _recipes(folder: Path) -> dict[str, Any]:
+    """Recipes in the saved state dict, by the path of their connection."""
+    state = read_connections(folder)
+    try:
+        recipes = {name.removesuffix(EXTRA_STATE): read_recipe(state[name]) for name in state if is_recipe(name)}
+    except (TypeError, ValueError) as error:
+        raise RewireError(f"a recipe in '{folder}' is damaged: {first_line(error)}") from error
+    if not recipes:
+        raise RewireError(f"'{folder}' holds no rewired model: no file in it has connection weights with their recipe.")
+    for place, connection in connections_of(recipes, "paper").items():
+        lacking = {f"{place}.{name}" for name in connection.state_dict()} - state.keys()
+        if lacking:
+            raise RewireError(f"'{folder}' lacks the connection weights {', '.join(sorted(lacking))}.")
+    return recipes

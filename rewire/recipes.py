@@ -1,0 +1,222 @@
+"""Recipes: what a rewired model is beside its weights, as plain data; and a plain model rewired by one.
+
+The recipe of a trunk is what `Connection.recipe` returns: topology, options, units, width, attention units. Nothing in
+it is ever run: topologies are looked up among the known classes, and everything else has to be what compiling gives.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from rewire.compiler import check_model, inspect, rewired_copy
+from rewire.connection import CONNECTIONS, Connection
+from rewire.errors import RewireError, UnknownName
+from rewire.patterns import patterns_for
+from rewire.stream import Layout
+from rewire.topologies import Topology, topologies
+from rewire.topologies.base import Start
+from rewire.trunk import Trunk
+
+#: How the entry of a state dict ends that holds a recipe.
+EXTRA_STATE = "._extra_state"
+
+_SHOWN = 12  # differing lines in a message
+
+
+def described(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The recipe of each trunk of a rewired model, by the path of its connection.
+
+    ``sites`` tell the trunk's residual adds in words: what another model is known by.
+
+    Raises:
+        RewireError: a trunk is not where it was, because something wraps the model since.
+    """
+    trunks = {_place(trunk): trunk for trunk in inspect(model).trunks}
+    recipes = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Connection):
+            if path not in trunks:
+                raise RewireError(
+                    f"trunk '{module.layout.trunk}' is not where it was when {type(model).__name__} was rewired: undo "
+                    "what wraps the model (merge adapters, say), and save it then."
+                )
+            recipes[path] = {**module.recipe(), "sites": _sites(trunks[path])}
+    return recipes
+
+
+def connections_of(recipes: Any, start: Start) -> dict[str, Connection]:
+    """What the recipes make: a connection at its start for each, which has that very recipe.
+
+    Raises:
+        RewireError: one is damaged, or holds what no rewiring gives.
+        UnknownName: a topology is not known here.
+    """
+    if not isinstance(recipes, dict) or not recipes:
+        raise RewireError(f"the recipe is damaged: its trunks are {recipes!r}.")
+    made = {}
+    for path, recipe in recipes.items():
+        layout = layout_of(path, recipe, path)
+        try:
+            connection = Connection(layout, start)
+            connection.matrix()
+        except (RuntimeError, TypeError, ValueError, RewireError) as error:
+            raise misfit(path, recipe, error) from error
+        saved, here = (
+            sorted(f"{key}: {json.dumps(r[key], sort_keys=True)}" for key in r.keys() - {"sites"})
+            for r in (recipe, connection.recipe())
+        )
+        if saved != here:
+            raise RewireError(f"the recipe of '{path}' differs from what it makes:{difference(saved, here)}")
+        made[path] = connection
+    return made
+
+
+def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start) -> nn.Module:
+    """A copy of the plain ``model``, rewired as ``recipes`` say; connection weights are at their start.
+
+    Args:
+        model: as for `rewire.compile`; its parameters are shared.
+        recipes: by the path of a connection, checked; what is told of ``sites`` is compared.
+        start: that of the connections.
+
+    Raises:
+        RewireError: the model is another one than the recipes'; the message shows what differs.
+        AlreadyRewired, ShardedModel: the model is no plain one.
+    """
+    check_model(model)
+
+    def layouts(trunks: list[Trunk]) -> list[Layout]:
+        here = {_place(trunk): trunk for trunk in trunks}
+        _check_sites(model, recipes, here)
+        return [_layout(path, recipe, here[path]) for path, recipe in recipes.items()]
+
+    return rewired_copy(model, patterns_for(model), layouts, start)
+
+
+def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1) -> Layout:
+    """The layout that a recipe describes.
+
+    Args:
+        path: of the connection, for messages.
+        recipe: as it was read.
+        trunk: its name.
+        channel_dim: of the trunk.
+
+    Raises:
+        RewireError: it is damaged, or no such topology exists.
+        UnknownName: the topology is not known here.
+    """
+    try:
+        json.dumps(recipe, allow_nan=False)
+        name, options, units = recipe["topology"], recipe["options"], recipe["units"]
+        width, attention = recipe["width"], recipe["attention"]
+        _check_sizes(units, width, attention)
+        if not all(isinstance(site, str) for site in recipe.get("sites", ())):
+            raise ValueError(f"sites {recipe['sites']!r}")
+        cls = topology_class(name, path)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RewireError(f"the recipe of '{path}' is damaged: {type(error).__name__}: {first_line(error)}") from error
+    try:
+        return Layout(trunk, cls(**options), units, width, attention, channel_dim)
+    except (RuntimeError, TypeError, ValueError, RewireError) as error:
+        raise misfit(path, recipe, error) from error
+
+
+def topology_class(name: str, path: str) -> Callable[..., Topology]:
+    """The topology class of that name: a known one, never an import."""
+    topologies()  # loads the topologies of other installed packages
+    known = {cls.__name__: cls for cls in _subclasses(Topology)}
+    if name not in known:
+        raise UnknownName(
+            f"'{path}' was saved with the topology class '{name}', which is not known here; known are "
+            f"{', '.join(sorted(known))}. Import or install the package that defines it."
+        )
+    return known[name]
+
+
+def misfit(path: str, recipe: Any, error: BaseException) -> RewireError:
+    """The error of a recipe that no weights belong to."""
+    return RewireError(f"the connection weights of '{path}' do not fit their recipe, {recipe}: {first_line(error)}")
+
+
+def is_recipe(name: str) -> bool:
+    """Whether an entry of a state dict is the recipe of a connection."""
+    return name.endswith(EXTRA_STATE) and CONNECTIONS in name.split(".")
+
+
+def difference(saved: Sequence[str], here: Sequence[str]) -> str:
+    """Lines that differ, as in a diff; empty if none do."""
+    lines = list(difflib.unified_diff(saved, here, "saved", "here", n=0, lineterm=""))
+    lines = [line for line in lines[2:] if not line.startswith("@@")]
+    more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "".join(f"\n  {line}" for line in lines[:_SHOWN] + more)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _place(trunk: Trunk) -> str:
+    """Path of the connection of ``trunk`` in a rewired model."""
+    below = trunk.name.removeprefix(trunk.owner).strip(".") or "trunk"
+    return ".".join(filter(None, (trunk.owner, CONNECTIONS, below.replace(".", "_"))))
+
+
+def _sites(trunk: Trunk) -> list[str]:
+    """A line for each residual add."""
+    return [
+        f"{site.block}: x + {site.branch}, width {site.width or 'unknown'}" + "".join(f", then {p}" for p in site.post)
+        for site in trunk.sites
+    ]
+
+
+def _check_sites(model: nn.Module, recipes: dict[str, Any], here: dict[str, Trunk]) -> None:
+    saved, found = [], []
+    for path, recipe in recipes.items():
+        sites = _sites(here[path]) if path in here else ["no trunk"]
+        saved += [f"{path}: {site}" for site in recipe.get("sites", sites if path in here else ["a trunk"])]
+        found += [f"{path}: {site}" for site in sites]
+    if not recipes.keys() <= here.keys():
+        found += [f"{path}: {site}" for path in here.keys() - recipes.keys() for site in _sites(here[path])]
+    if saved != found:
+        raise RewireError(
+            f"{type(model).__name__} is another model than the one that was saved; its residual adds differ "
+            f"(- saved, + here):{difference(saved, found)}"
+        )
+
+
+def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
+    """The layout of ``trunk`` by its recipe, which is what compiling with that topology gives."""
+    channel_dim = next((site.channel_dim for site in trunk.sites if site.width), -1)
+    layout = layout_of(path, recipe, trunk.name, channel_dim)
+    width = next((site.width for site in trunk.sites if site.width), 0)
+    single = tuple(range(1, len(trunk.sites) + 1))
+    if layout.units not in (trunk.units, single) or layout.dims.width != width:
+        raise RewireError(
+            f"the recipe of '{path}' is of another trunk: units {list(layout.units)} and width {layout.dims.width} "
+            f"(saved), {len(trunk.sites)} residual adds in {trunk.blocks} blocks and width {width} (here)."
+        )
+    if trunk.post_norm and not layout.topology.supports_post_norm:
+        raise misfit(path, recipe, ValueError(f"{layout.topology} in a post-norm trunk"))
+    return layout
+
+
+def _check_sizes(units: Any, width: Any, attention: Any) -> None:
+    """Units count up from 1 without gaps: the depth, and so the size of the matrix, is no larger than the recipe."""
+    steps = [b - a for a, b in zip([0, *units], units, strict=False)]
+    if not steps or steps[0] != 1 or any(step not in (0, 1) for step in steps):
+        raise ValueError(f"units {units!r}")
+    if not isinstance(width, int) or width < 0:
+        raise ValueError(f"width {width!r}")
+    if not isinstance(attention, list) or any(t not in units for t in attention):
+        raise ValueError(f"attention {attention!r}")
+
+
+def _subclasses(cls: type) -> list[type]:
+    direct: list[type] = cls.__subclasses__()
+    return direct + [below for child in direct for below in _subclasses(child)]

@@ -1,0 +1,311 @@
+"""rewire.save and rewire.load: a rewired model in a folder, as safetensors and a JSON recipe.
+
+Nothing is pickled, and nothing that is read becomes code. ``rewire.json`` names the files that belong to it and is put
+in place last, in one step: whatever kills a save, the folder holds the old model or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rewire.connection import CONNECTIONS, Connection, connections
+from rewire.errors import RewireError, ShardedModel
+from rewire.recipes import connections_of, described, difference, first_line, is_recipe, rewired_by
+
+RECIPE = "rewire.json"
+_FORMAT = 1  # of the folder; to be raised whenever older files would be read as something else
+_FILE = re.compile(r"weights-[0-9a-f]{8}-\d{5}\.safetensors")
+
+Part = Literal["all", "connections"]
+
+
+def save(
+    model: nn.Module, folder: str | os.PathLike[str], *, weights: Part = "all", max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Save a rewired model, frozen ones too: its weights as safetensors, and how it was rewired as JSON.
+
+    A model that was saved in ``folder`` before is replaced in one step; other files there are left alone.
+
+    Args:
+        model: a rewired model. Tied weights are written once.
+        folder: made if it does not exist.
+        weights: ``"all"``, or only those of the ``"connections"``, for a base that is kept elsewhere.
+        max_shard_bytes: files get no larger than this, or hold one tensor.
+
+    Raises:
+        RewireError: the model was not rewired, is wrapped, or holds tensors that are no plain ones.
+        ShardedModel: its parameters are sharded.
+        ValueError: ``weights`` or ``max_shard_bytes`` is no such thing.
+    """
+    _check_part(weights)
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes!r}: it has to be a positive number.")
+    found = connections(model)
+    if not found:
+        raise RewireError(f"{type(model).__name__} was not rewired: there is no recipe to save. Save it as you did.")
+    state = _part(model, weights)
+    _check_savable(state)
+    recipe = {
+        "format": _FORMAT,
+        "versions": {"rewire": _version(), "torch": str(torch.__version__)},
+        "model": type(model).__name__,
+        "start": next(iter(found.values())).start,
+        "trunks": described(model),
+        "weights": weights,
+    }
+    ties = _ties(state)
+    kept = {name: value.detach() for name, value in state.items() if name not in ties}
+    _write(Path(folder), recipe | {"tied": ties}, _shards(kept, max_shard_bytes))
+
+
+def load(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    weights: Part = "all",
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """Rewire a plain model as the one in ``folder`` was, and load its weights.
+
+    Args:
+        folder: what `rewire.save` wrote.
+        model: a plain model of the same architecture. Its parameters are shared with the result, and so are the values
+            that are loaded into them; those on the meta device are replaced in the result only.
+        weights: ``"all"``, or only those of the ``"connections"``: the others stay as they are.
+        device: where weights go that are on the meta device; others stay on their device. Dtypes are the model's.
+
+    Returns:
+        The rewired model.
+
+    Raises:
+        RewireError: there is no such folder, it is damaged or of another format, or it was saved from another model;
+            the message shows what differs.
+        UnknownName: a topology is not known here.
+        AlreadyRewired, ShardedModel: the model is no plain one.
+        ValueError: ``weights`` is no such thing.
+    """
+    _check_part(weights)
+    recipe = _read_recipe(Path(folder))
+    if weights == "all" != recipe["weights"]:
+        raise RewireError(f"'{folder}' holds connection weights only: pass weights='connections'.")
+    connections_of(recipe["trunks"], recipe["start"])  # before anything is built
+    rewired = rewired_by(model, recipe["trunks"], recipe["start"])
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(_opened(Path(folder) / name, device)) for name in recipe["files"]]
+        _fill(rewired, files, recipe["tied"], weights)
+    lacking = [name for name, value in (*rewired.named_parameters(), *rewired.named_buffers()) if value.is_meta]
+    if lacking and weights == "all":
+        raise RewireError(
+            f"{', '.join(lacking[:5])} are on the meta device and in no state dict, so that they are not saved: build "
+            "the model on a device (models of transformers: rewire.from_pretrained)."
+        )
+    return rewired
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The .safetensors files of a folder that `save` wrote, or of another one.
+
+    Raises:
+        RewireError: the recipe of the folder is damaged.
+    """
+    if (folder / RECIPE).exists():
+        return [folder / name for name in _read_recipe(folder)["files"]]
+    return sorted(folder.glob("*.safetensors"))
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _check_part(weights: str) -> None:
+    if weights not in ("all", "connections"):
+        raise ValueError(f"weights must be 'all' or 'connections', not {weights!r}.")
+
+
+def _check_savable(state: dict[str, Tensor]) -> None:
+    for name, value in state.items():
+        if type(value).__name__ == "DTensor":
+            raise ShardedModel(f"'{name}' is sharded: save the model with torch.distributed.checkpoint.")
+        if type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.layout != torch.strided or value.is_quantized:
+            raise RewireError(
+                f"'{name}' is a {type(value).__name__} and no plain tensor, which safetensors cannot hold: save the "
+                "model before it is quantised or otherwise converted."
+            )
+        if value.is_meta:
+            raise RewireError(f"'{name}' is on the meta device: there is nothing to save.")
+
+
+def _version() -> str:
+    from rewire import __version__
+
+    return __version__
+
+
+def _part(model: nn.Module, weights: Part) -> dict[str, Tensor]:
+    """Entries of the state dict, the parameters and buffers themselves."""
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    if weights == "all":
+        return state
+    own = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Connection))
+    return {name: value for name, value in state.items() if name.startswith(own)}
+
+
+def _ties(state: dict[str, Tensor]) -> dict[str, str]:
+    """Names of tensors that are another's very memory -> that one's name."""
+    first: dict[Any, str] = {}
+    ties = {}
+    for name, value in state.items():
+        memory = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if value.numel() and first.setdefault(memory, name) != name:
+            ties[name] = first[memory]
+    return ties
+
+
+def _shards(state: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, value in state.items():
+        if shards[-1] and size + value.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = value
+        size += value.nbytes
+    return shards
+
+
+def _write(folder: Path, recipe: dict[str, Any], shards: Sequence[dict[str, Tensor]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(4)
+    names = [f"weights-{token}-{number:05}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        save_file({key: _own_memory(value) for key, value in shard.items()}, folder / name)
+        _flush(folder / name)
+    temporary = folder / f"rewire-{token}.tmp"
+    temporary.write_text(json.dumps(recipe | {"files": names}, indent=1, allow_nan=False), encoding="utf-8")
+    _flush(temporary)
+    _flush(folder)
+    os.replace(temporary, folder / RECIPE)  # from here on it is the new model
+    _flush(folder)
+    for path in folder.iterdir():
+        unfinished = re.fullmatch(r"rewire-[0-9a-f]{8}\.tmp", path.name)
+        if unfinished or (_FILE.fullmatch(path.name) and path.name not in names):
+            path.unlink(missing_ok=True)
+
+
+def _own_memory(value: Tensor) -> Tensor:
+    """Contiguous, with a storage of its own: safetensors refuses views that share memory."""
+    whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+    return value if whole else value.contiguous().clone()
+
+
+def _flush(path: Path) -> None:
+    """Wait until what was written is on the disk."""
+    if path.is_dir() and os.name == "nt":  # folders cannot be opened there
+        return
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _read_recipe(folder: Path) -> dict[str, Any]:
+    path = folder / RECIPE
+    if not path.is_file():
+        raise RewireError(
+            f"'{folder}' holds no {RECIPE}, which rewire.save writes. A folder that save_pretrained wrote is read by "
+            "rewire.from_pretrained."
+        )
+    try:
+        recipe = json.loads(path.read_text(encoding="utf-8"))
+        form = recipe["format"]
+    except (OSError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise RewireError(f"'{path}' is damaged: {type(error).__name__}: {first_line(error)}") from error
+    if form != _FORMAT:
+        raise RewireError(
+            f"'{path}' cannot be read by rewire {_version()} (- saved, + here):"
+            + difference([f"format: {form}", f"versions: {recipe.get('versions')}"], [f"format: {_FORMAT}"])
+        )
+    damage = _damage(recipe)
+    if damage:
+        raise RewireError(f"'{path}' is damaged: {damage}")
+    checked: dict[str, Any] = recipe
+    return checked
+
+
+def _damage(recipe: dict[str, Any]) -> str:
+    """What is wrong with it; nothing is looked up under a name from it that does not pass here."""
+    files, ties = recipe.get("files"), recipe.get("tied")
+    if not isinstance(files, list) or not all(isinstance(name, str) and _FILE.fullmatch(name) for name in files):
+        return f"files are {files!r}"
+    if not isinstance(ties, dict) or not all(isinstance(name, str) for name in ties.values()):
+        return f"tied are {ties!r}"
+    if recipe.get("start") not in ("preserve", "paper"):
+        return f"start is {recipe.get('start')!r}"
+    if recipe.get("weights") not in ("all", "connections"):
+        return f"weights are {recipe.get('weights')!r}"
+    return ""
+
+
+@contextlib.contextmanager
+def _opened(path: Path, device: torch.device | str) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise RewireError(f"'{path}' cannot be read: {first_line(error)}") from error
+
+
+def _fill(rewired: nn.Module, files: Sequence[Any], ties: dict[str, str], weights: Part) -> None:
+    """Load tensors, file by file, after all names and shapes were compared."""
+    targets = _part(rewired, weights)
+    saved = {name: file.get_slice(name).get_shape() for file in files for name in file.keys()}  # noqa: SIM118
+    saved |= {alias: saved[name] for alias, name in ties.items() if name in saved}
+    _compare(targets, saved, weights)
+    for file in files:  # recipes refuse weights that are not theirs: before anything is changed
+        rewired.load_state_dict({name: file.get_tensor(name) for name in file.keys() if is_recipe(name)}, strict=False)  # noqa: SIM118
+    assign = any(value.is_meta for value in targets.values())
+    for file in files:
+        own = set(file.keys())
+        read: dict[str, Tensor] = {}  # a tensor that has several names is one object
+        state = {}
+        for name, target in targets.items():
+            source = ties.get(name, name)
+            if source in own and not is_recipe(name):
+                if source not in read:
+                    read[source] = file.get_tensor(source)
+                    read[source] = _like(target, read[source]) if assign else read[source]
+                state[name] = read[source]
+        rewired.load_state_dict(state, strict=False, assign=assign)
+
+
+def _like(target: Tensor, value: Tensor) -> Tensor:
+    """A parameter (or buffer) in place of ``target``; one object for tied names keeps them tied."""
+    value = value.to(target.dtype)
+    return nn.Parameter(value, target.requires_grad) if isinstance(target, nn.Parameter) else value
+
+
+def _compare(targets: dict[str, Tensor], saved: dict[str, list[int]], weights: Part) -> None:
+    """Raise if names or shapes differ. Recipes in the state dict differ in length: they compare themselves."""
+
+    def line(name: str, shape: Sequence[int]) -> str:
+        return name if is_recipe(name) else f"{name} {list(shape)}"
+
+    here = sorted(line(name, value.shape) for name, value in targets.items())
+    there = sorted(line(name, s) for name, s in saved.items() if weights == "all" or CONNECTIONS in name.split("."))
+    if here != there:
+        raise RewireError(f"the saved weights are not this model's (- saved, + here):{difference(there, here)}")

@@ -1,0 +1,109 @@
+"""LoRA of peft on rewired models: training, merging, unloading, saving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from mixing import ids, learned, llama, mixed
+from torch import Tensor, nn
+
+import rewire
+from rewire.patterns.tiny import tiny_model
+
+
+def adapted(
+    model: nn.Module, random: bool = True, targets: tuple[str, ...] = ("q_proj", "v_proj", "down_proj")
+) -> nn.Module:
+    torch.manual_seed(3)
+    transposed = "c_attn" in targets  # GPT-2's Conv1D
+    config = peft.LoraConfig(
+        r=4,
+        task_type="CAUSAL_LM",
+        target_modules=list(targets),
+        init_lora_weights=not random,
+        fan_in_fan_out=transposed,
+    )
+    return peft.get_peft_model(model, config).eval()
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids()).logits
+
+
+def train_connections(model: nn.Module) -> None:
+    """peft freezes all but its adapters."""
+    for connection in rewire.connections(model).values():
+        connection.requires_grad_(True)
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "dca", "mhc", "attnres"])
+def test_adapters_that_start_at_zero_change_nothing(topology: str) -> None:
+    model = mixed(llama(), topology)
+    expected = logits(model)
+    tuned = adapted(model, random=False)
+    torch.testing.assert_close(logits(tuned), expected)
+    tuned(input_ids=ids()).logits.square().mean().backward()
+    own = {name: p for name, p in tuned.named_parameters() if p.requires_grad}
+    assert own and all("lora_" in name for name in own)
+    assert all(p.grad is not None for p in own.values())
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "dca"])
+def test_merge_and_unmerge(topology: str) -> None:
+    model = mixed(llama(), topology)
+    before = logits(model)
+    tuned = adapted(model)
+    expected = logits(tuned)
+    assert not torch.allclose(expected, before, atol=1e-3)
+    tuned.merge_adapter()
+    torch.testing.assert_close(logits(tuned), expected, rtol=1e-4, atol=1e-5)
+    tuned.unmerge_adapter()
+    torch.testing.assert_close(logits(tuned), expected, rtol=1e-4, atol=1e-5)
+    with tuned.disable_adapter():
+        torch.testing.assert_close(logits(tuned), before, rtol=1e-4, atol=1e-5)
+    plain = tuned.unload()
+    torch.testing.assert_close(logits(plain), before, rtol=1e-4, atol=1e-5)
+
+
+def test_a_merged_model_is_saved_and_frozen_like_any_other(tmp_path: Path) -> None:
+    tuned = adapted(mixed(llama()))
+    expected = logits(tuned)
+    merged = tuned.merge_and_unload()
+    rewire.save(merged, tmp_path)
+    torch.testing.assert_close(
+        logits(rewire.load(tmp_path, tiny_model("llama", seed=9).eval())), expected, rtol=1e-4, atol=1e-5
+    )
+    frozen, _ = rewire.freeze(merged, 0.0)
+    torch.testing.assert_close(logits(frozen), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_fused_projection() -> None:
+    """GPT-2's c_attn, which dca reads apart, as long as it is a plain linear map."""
+    model = mixed(tiny_model("gpt2").eval(), "dca")
+    before = logits(model)
+    tuned = adapted(model, targets=("c_attn",))
+    expected = logits(tuned)
+    assert not torch.allclose(expected, before, atol=1e-3)
+    torch.testing.assert_close(logits(tuned.merge_and_unload()), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_and_connections_are_saved_apart(tmp_path: Path) -> None:
+    """The base stays where it is: its connection weights were trained along with the adapters."""
+    tuned = adapted(mixed(llama()))
+    train_connections(tuned)
+    groups = rewire.parameter_groups(tuned, lr=1e-2, weight_decay=0.1)
+    assert [len(group["params"]) for group in groups] == [18, 1]
+    optimizer = torch.optim.AdamW(groups)
+    start = [weight.detach().clone() for weight in learned(tuned).values()]
+    tuned(input_ids=ids(), labels=ids()).loss.backward()
+    optimizer.step()
+    assert not torch.equal(start[0], next(iter(learned(tuned).values())))
+    tuned.save_pretrained(tmp_path / "adapter")
+    rewire.save(tuned.get_base_model(), tmp_path / "connections", weights="connections")
+    base = rewire.load(tmp_path / "connections", llama(), weights="connections")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert torch.equal(logits(loaded), logits(tuned))

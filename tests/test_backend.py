@@ -1,0 +1,329 @@
+"""The backend of torch.compile: residual adds rewired, and sums by hand lowered, in graphs that are captured whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchvision_stub  # noqa: F401
+from mixing import assert_same
+from models import DEPTH, WIDTH, Mlp, PreNorm, Residual, Stack, WithDropPath, images, token_ids, vectors
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import rewire
+from rewire.backend import by_name
+from rewire.patterns.tiny import timm_model, tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo hides
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def backend(topology: str | None = "denseformer", **options: Any) -> rewire.Backend:
+    return rewire.Backend(topology, inner="aot_eager", **options)
+
+
+def logits(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def step(call: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The output, and the gradients of the parameters that the plain model has."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.zero_grad()
+    output = logits(call(*args, **kwargs))
+    output.square().mean().backward()
+    with torch.no_grad():  # BatchNorm's statistics
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return output.detach(), gradients
+
+
+def scrambled(weights: nn.Parameter) -> None:
+    with torch.no_grad():
+        weights.add_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(3)), alpha=0.1)
+
+
+# -- residual adds -----------------------------------------------------------------------------------------------------
+
+VIT = {"depth": 3, "img_size": 32, "embed_dim": 32, "num_heads": 2}
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], str]] = {
+    "llama": (lambda: tiny_model("llama"), (token_ids(),), {"use_cache": False}, "denseformer"),
+    "vit": (lambda: timm_model("vit_tiny_patch16_224", **VIT), (images(size=32),), {}, "hc-dynamic"),
+    "resnet": (lambda: tiny_model("resnet"), (images(size=32),), {}, "ancre-ingoing"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_flat_graph_gives_the_numbers_of_rewired_blocks(name: str) -> None:
+    make, args, kwargs, topology = MODELS[name]
+    model = make().train()
+    rewired = rewire.compile(model, topology, start="paper", validate=False).train()
+    flat = backend(topology, start="paper")
+    compiled = torch.compile(model, backend=flat, fullgraph=True)
+    with torch.no_grad():
+        buffers = copy.deepcopy(dict(model.named_buffers()))
+        compiled(*args, **kwargs)
+        for key, buffer in model.named_buffers():
+            buffer.copy_(buffers[key])
+    theirs = [p for c in rewire.connections(rewired).values() for p in c.parameters()]
+    ours = list(flat.parameters())
+    for a, b in zip(ours, theirs, strict=True):
+        scrambled(a)
+        scrambled(b)
+    expected, gradients = step(rewired, model, *args, **kwargs)
+    output, others = step(compiled, model, *args, **kwargs)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
+    assert_same(gradients, others, 1e-4)
+    assert_same({str(n): p.grad for n, p in enumerate(theirs)}, {str(n): p.grad for n, p in enumerate(ours)}, 1e-4)
+    assert flat.coefficients().keys() == rewire.coefficients(rewired).keys()
+
+
+def test_the_default_start_is_the_plain_model_also_under_inductor() -> None:
+    model, flat = Stack(lambda: Residual(nn.Linear(WIDTH, WIDTH))), rewire.Backend("denseformer")
+    expected, gradients = step(model, model, vectors())
+    output, others = step(torch.compile(model, backend=flat, fullgraph=True), model, vectors())
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    assert_same(gradients, others, 1e-5)
+    (weights,) = flat.parameters()
+    assert weights.grad is not None and bool(weights.grad.any())
+
+
+def test_all_graphs_share_the_weights() -> None:
+    model, flat = Stack(WithDropPath), backend("ancre-ingoing", start="paper")
+    compiled = torch.compile(model, backend=flat)
+    for train in (True, False):
+        for length in (7, 9, 11):
+            model.train(train)
+            compiled(vectors(length=length))
+    assert flat.report.graphs >= 3  # two for training (the second of any length), one or two for evaluation
+    (weights,) = flat.parameters()
+    scrambled(weights)
+    rewired = rewire.compile(model, "ancre-ingoing", start="paper", validate=False).eval()
+    (theirs,) = rewire.connections(rewired)["layers"].parameters()
+    with torch.no_grad():
+        theirs.copy_(weights)
+    for length in (7, 9, 13):
+        torch.testing.assert_close(compiled(vectors(length=length)), rewired(vectors(length=length)))
+    assert [trunk.name for trunk in flat.report.residuals.trunks] == ["layers"]
+    assert "6 residual adds in 3 blocks" in str(flat.report)
+
+
+def test_training_moves_the_weights() -> None:
+    model, flat = Stack(PreNorm), backend()
+    compiled = torch.compile(model, backend=flat)
+    with torch.no_grad():
+        compiled(vectors())
+    optimiser = torch.optim.SGD([*model.parameters(), *flat.parameters()], lr=0.1)
+    before = [p.detach().clone() for p in flat.parameters()]
+    first = compiled(vectors()).square().mean()
+    first.backward()
+    optimiser.step()
+    assert compiled(vectors()).square().mean() < first
+    assert not any(torch.equal(a, b) for a, b in zip(before, flat.parameters(), strict=True))
+
+
+def test_weights_are_saved_and_loaded() -> None:
+    model, saved, loaded = Stack(PreNorm), backend(), backend()
+    first, second = torch.compile(model, backend=saved), torch.compile(model, backend=loaded)
+    first(vectors()), second(vectors())
+    scrambled(next(saved.parameters()))
+    loaded.load_state_dict(saved.state_dict())
+    torch.testing.assert_close(second(vectors()), first(vectors()))
+    other = backend("denseformer", granularity="sublayer")
+    torch.compile(model, backend=other)(vectors())
+    with pytest.raises((rewire.RewireError, RuntimeError)):
+        other.load_state_dict(saved.state_dict())
+
+
+def test_trunks_can_be_chosen() -> None:
+    model = nn.ModuleDict({"first": Stack(PreNorm, depth=1), "second": Stack(PreNorm, depth=1)})
+    flat = backend(trunks="second")
+    torch.compile(lambda x: model["first"](x) + model["second"](x), backend=flat)(vectors())
+    assert list(flat.coefficients()) == ["second.layers.0"]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Broken(Stack):
+    """A graph break before or after the trunk, or behind its last use."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(PreNorm)
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        if self.where == "before":
+            torch._dynamo.graph_break()
+        for layer in self.layers:
+            x = layer(x)
+        if self.where == "after":
+            torch._dynamo.graph_break()
+        y = self.out(x)
+        if self.where == "behind":
+            torch._dynamo.graph_break()
+        return y * 2
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_graph_breaks_at_a_trunk_are_refused(where: str) -> None:
+    with pytest.raises(
+        BackendCompilerFailed, match=r"(?s)borders on a graph break .*graph_break.*rewire.compile"
+    ) as info:
+        torch.compile(Broken(where), backend=backend())(vectors())
+    assert isinstance(info.value.inner_exception, rewire.UnsupportedCall)
+
+
+def test_graph_breaks_elsewhere_do_no_harm() -> None:
+    model, flat = Broken("behind"), backend()
+    output = torch.compile(model, backend=flat)(vectors())
+    torch.testing.assert_close(output, model(vectors()), atol=1e-5, rtol=1e-5)
+    assert flat.report.graphs == 2 and len(list(flat.parameters())) == 1
+
+
+class Cut(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        torch._dynamo.graph_break()
+        return x + self.mlp(self.ln_2(x))
+
+
+def test_trunks_in_pieces_of_one_add_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model, flat = Stack(Cut), backend()
+    torch.testing.assert_close(torch.compile(model, backend=flat)(vectors()), model(vectors()))
+    assert "no residual stream was found in a graph that ends in a break" in caplog.text
+    assert any("a single residual add" in reason for reason in flat.report.residuals.skipped.values())
+    with pytest.raises(rewire.RewireError, match="no connection weights yet"):
+        flat.parameters()
+
+
+def test_blocks_compiled_one_by_one_are_refused() -> None:
+    model = Stack(PreNorm)
+    for layer in model.layers:
+        layer.compile(backend=backend())
+    with pytest.raises(BackendCompilerFailed, match="one block by itself"):
+        model(vectors())
+
+
+class Dropping(Stack):
+    def forward(self, x: Tensor, layers: int = DEPTH) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers[:layers]:
+            x = layer(x)
+        return self.out(x)
+
+
+def test_another_trunk_of_the_same_name_is_refused() -> None:
+    compiled = torch.compile(Dropping(PreNorm), backend=backend())
+    compiled(vectors())
+    with pytest.raises(BackendCompilerFailed, match=r"'layers.0.attn' to 'layers.1.mlp' \(4\) in this graph and had"):
+        compiled(vectors(), layers=2)
+
+
+def test_queries_keys_and_values_apart_are_refused() -> None:
+    with pytest.raises(BackendCompilerFailed, match="DCA reads queries, keys and values apart"):
+        torch.compile(Stack(PreNorm), backend=backend("dca", start="paper"))(vectors())
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(rewire.UnknownName, match="denseformer"):
+        rewire.Backend("densformer")
+    with pytest.raises(ValueError, match="granularity"):
+        rewire.Backend("denseformer", granularity="layer")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'aot_eager' takes none"):
+        rewire.Backend(inner="aot_eager", inner_options={"max_autotune": True})
+
+
+# -- the name ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_backend_by_name() -> None:
+    assert torch._dynamo.lookup_backend("rewire") is by_name
+    options = {"topology": "denseformer", "inner": "aot_eager"}
+    model = Stack(PreNorm)
+    compiled = torch.compile(model, backend="rewire", options=options)
+    torch.testing.assert_close(compiled(vectors()), model(vectors()), atol=1e-5, rtol=1e-5)
+    assert len(list(rewire.Backend.of(options).parameters())) == 1
+    assert rewire.Backend.of(options) is not rewire.Backend.of(dict(options))
+
+
+def test_options_that_are_not_ours_are_inductors() -> None:
+    flat = rewire.Backend.of({"topology": "denseformer", "triton.cudagraphs": True})
+    assert flat.inner_options == {"triton.cudagraphs": True}
+    with pytest.raises(BackendCompilerFailed, match=r"mode='reduce-overhead' .* pass options=.*cudagraphs"):
+        torch.compile(Stack(PreNorm), backend="rewire", mode="reduce-overhead")(vectors())
+
+
+# -- other graphs ------------------------------------------------------------------------------------------------------
+
+
+def programs(model: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    return {
+        "exported": (torch.export.export(model, (vectors(),)), ()),
+        "symbolic": (torch.fx.symbolic_trace(model), (vectors(),)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["exported", "symbolic"])
+def test_programs_are_rewritten(kind: str) -> None:
+    model, flat = Stack(PreNorm), backend("grn-v2", start="paper")
+    program, inputs = programs(model)[kind]
+    module = flat.rewrite(program, *inputs)
+    rewired = rewire.compile(model, "grn-v2", start="paper", validate=False)
+    torch.testing.assert_close(module(vectors()), rewired(vectors()), atol=1e-5, rtol=1e-5)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(vectors()), rewired(vectors()), atol=1e-5, rtol=1e-5)
+    compiled(vectors()).sum().backward()
+    assert all(p.grad is not None for p in flat.parameters())
+    names = {id(p) for p in module.parameters()}
+    assert names >= {id(p) for p in (*flat.parameters(), *(model.parameters() if kind == "symbolic" else ()))}
+    if kind == "symbolic":
+        torch.testing.assert_close(program(vectors()), model(vectors()))
+
+
+# -- sums by hand ------------------------------------------------------------------------------------------------------
+
+
+class HandWritten(nn.Module):
+    """DenseFormer as its authors write it, ANCRe as a sum, and hyper-connections by einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList([Mlp() for _ in range(2)])
+        self.dense = nn.ParameterList([torch.rand(n + 2) for n in range(2)])
+        self.scalars, self.streams = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        states = [x]
+        for layer, weights in zip(self.layers, self.dense, strict=True):
+            states.append(x + layer(x))
+            x = torch.tensordot(weights, torch.stack(states), dims=1)
+        x = self.scalars[0] * states[0] + self.scalars[1] * states[1] + self.scalars[2] * x
+        h = torch.stack((x, *states[:2]), dim=-2)
+        return torch.einsum("st,...sd->...td", self.streams, h).mean(-2)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_sums_by_hand_are_lowered(inner: str) -> None:
+    model, flat = HandWritten(), rewire.Backend(inner=inner)
+    expected, gradients = step(model, model, vectors())
+    output, others = step(torch.compile(model, backend=flat, fullgraph=True), model, vectors())
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    assert_same(gradients, others, 1e-5)
+    forms = [(mix.form, mix.sources, mix.outputs) for mix in flat.report.mixes]
+    assert forms == [("tensordot", 2, 1), ("tensordot", 3, 1), ("sum of products", 3, 1), ("einsum", 3, 4)]
+    assert not flat.report.residuals.trunks and "a tensordot of 2 states -> mix" in str(flat.report)

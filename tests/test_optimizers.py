@@ -1,0 +1,66 @@
+"""Parameter groups: which parameter is in which, and that optimisers treat them so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mixing import ids, learned, llama, mixed
+from models import PreNorm, Stack, vectors
+
+import rewire
+from rewire.patterns.tiny import tiny_model
+
+
+def test_each_parameter_is_in_one_group() -> None:
+    model = mixed(llama())
+    others, own = rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1, connection_lr=1e-2)
+    assert {key: own[key] for key in ("lr", "weight_decay")} == {"lr": 1e-2, "weight_decay": 0.0}
+    assert {key: others[key] for key in ("lr", "weight_decay")} == {"lr": 1e-3, "weight_decay": 0.1}
+    assert [id(p) for p in own["params"]] == [id(p) for p in learned(model).values()]
+    everything = [*others["params"], *own["params"]]
+    assert len(everything) == len(list(model.parameters())) == len({id(p) for p in everything})
+
+
+def test_the_rate_of_all_is_that_of_the_connections_by_default() -> None:
+    groups = rewire.parameter_groups(mixed(llama()), lr=1e-3, weight_decay=0.1)
+    assert [group["lr"] for group in groups] == [1e-3, 1e-3]
+
+
+def test_groups_that_would_be_empty_are_left_out() -> None:
+    (group,) = rewire.parameter_groups(llama(), lr=1e-3, weight_decay=0.1)
+    assert len(group["params"]) == len(list(llama().parameters())) and group["weight_decay"] == 0.1
+    model = mixed(llama()).requires_grad_(False)
+    assert rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1) == []
+    for weight in learned(model).values():
+        weight.requires_grad_(True)
+    (group,) = rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1)
+    assert len(group["params"]) == 1 and group["weight_decay"] == 0.0
+
+
+def test_tied_weights_count_once() -> None:
+    model = mixed(tiny_model("t5"))
+    others, own = rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1)
+    assert len({id(p) for p in others["params"]}) == len(others["params"])
+    assert len(own["params"]) == 2
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_step_decays_all_but_the_connections(optimizer: type[torch.optim.Optimizer]) -> None:
+    model = mixed(Stack(PreNorm))
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    step = optimizer(rewire.parameter_groups(model, lr=0.1, weight_decay=0.5))
+    model(vectors()).sum().mul(0.0).backward()  # no gradient but decay
+    step.step()
+    for name, value in model.named_parameters():
+        assert torch.allclose(value, before[name] * (1.0 if name in learned(model) else 0.95)), name
+
+
+def test_connections_learn_at_their_own_rate() -> None:
+    model = mixed(llama())
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    step = torch.optim.SGD(rewire.parameter_groups(model, lr=0.0, weight_decay=0.1, connection_lr=0.1))
+    model(ids(), labels=ids()).loss.backward()
+    step.step()
+    assert {name for name, value in model.named_parameters() if not torch.equal(value, before[name])} == set(
+        learned(model)
+    )

@@ -1,0 +1,391 @@
+"""rewire.save and rewire.load: round trips, what is refused, and saves that are cut off."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from every_topology import EVERY
+from every_topology import mixed as mixed_by_key
+from mixing import ids, learned, llama, mixed
+from models import PostNorm, PreNorm, Shared, Stack, vectors
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import rewire
+from rewire import saving
+from rewire.checkpoint import matrices
+from rewire.patterns.tiny import tiny_model
+
+
+def another(seed: int = 9) -> nn.Module:
+    """The architecture of `llama`, with other weights."""
+    return tiny_model("llama", seed=seed).eval()
+
+
+def stack() -> nn.Module:
+    return Stack(PreNorm).eval()
+
+
+def equal(left: nn.Module, right: nn.Module, *inputs: Tensor) -> bool:
+    with torch.no_grad():
+        a, b = left(*inputs), right(*inputs)
+    return torch.equal(getattr(a, "logits", a), getattr(b, "logits", b))
+
+
+def rewritten(folder: Path, text: str) -> Path:
+    """The folder, with this recipe in the JSON, and of its trunk in the state dict."""
+    (folder / saving.RECIPE).write_text(text)
+    (file,) = folder.glob("*.safetensors")
+    (recipe,) = json.loads(text)["trunks"].values()
+    own = json.dumps({key: value for key, value in recipe.items() if key != "sites"}).encode()
+    state = {
+        name: torch.tensor(list(own), dtype=torch.uint8) if "_extra" in name else value
+        for name, value in load_file(file).items()
+    }
+    save_file(state, file)
+    return folder
+
+
+def changed(folder: Path, change: Callable[[Any], None]) -> Path:
+    """The folder, after ``change`` was made to its recipe."""
+    recipe = json.loads((folder / saving.RECIPE).read_text())
+    change(recipe)
+    (folder / saving.RECIPE).write_text(json.dumps(recipe))
+    return folder
+
+
+@pytest.mark.parametrize("key", EVERY)
+def test_every_topology(key: str, tmp_path: Path) -> None:
+    model = mixed_by_key(stack(), key)
+    rewire.save(model, tmp_path / "new" / "folder")
+    loaded = rewire.load(tmp_path / "new" / "folder", stack())
+    assert equal(loaded, model, vectors())
+    assert torch.equal(rewire.coefficients(loaded)["layers"], rewire.coefficients(model)["layers"])
+
+
+def test_what_was_saved_can_be_looked_at_without_the_model(tmp_path: Path) -> None:
+    model = mixed(llama())
+    rewire.save(model, tmp_path / "saved", max_shard_bytes=50_000)
+    model.save_pretrained(tmp_path / "pretrained", max_shard_size="50KB")
+    for folder in ("saved", "pretrained"):
+        (found,) = matrices(tmp_path / folder).values()
+        assert torch.equal(found, rewire.coefficients(model)["model.layers"])
+
+
+@pytest.mark.parametrize("make", [Shared, lambda: Stack(PostNorm)], ids=["shared", "post-norm"])
+@pytest.mark.parametrize("granularity", ["auto", "sublayer"])
+def test_other_trunks(make: Callable[[], nn.Module], granularity: Any, tmp_path: Path) -> None:
+    model = mixed(make(), granularity=granularity)
+    rewire.save(model, tmp_path)
+    torch.manual_seed(5)
+    loaded = rewire.load(tmp_path, make())
+    assert equal(loaded, model, vectors())
+    assert next(iter(rewire.connections(loaded).values())).start == "paper"
+
+
+def test_trunks_with_topologies_of_their_own(tmp_path: Path) -> None:
+    model = rewire.compile(tiny_model("t5"), {"encoder": "dca", "decoder": "denseformer"}, validate=False)
+    rewire.save(model, tmp_path)
+    loaded = rewire.load(tmp_path, tiny_model("t5", seed=4))
+    layouts = {name: connection.layout for name, connection in rewire.connections(loaded).items()}
+    assert layouts.keys() == rewire.connections(model).keys() and layouts["encoder.block"].dims.attention
+    state = loaded.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert loaded.shared.weight is loaded.encoder.embed_tokens.weight  # tied
+
+
+def test_trunks_that_stayed_plain(tmp_path: Path) -> None:
+    rewire.save(rewire.compile(tiny_model("t5"), trunks="encoder", validate=False), tmp_path)
+    assert list(rewire.connections(rewire.load(tmp_path, tiny_model("t5")))) == ["encoder.block"]
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "grn-v2"])
+def test_frozen(topology: str, tmp_path: Path) -> None:
+    model, _ = rewire.freeze(mixed(stack(), topology), 0.3, example_inputs=(vectors(),))
+    rewire.save(model, tmp_path)
+    loaded = rewire.load(tmp_path, stack())
+    assert equal(loaded, model, vectors())
+    assert rewire.source(loaded, "layers.1") == rewire.source(model, "layers.1")
+
+
+def test_several_files_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    model = mixed(llama())
+    rewire.save(model, tmp_path, max_shard_bytes=50_000)
+    first = {path.name for path in tmp_path.iterdir()}
+    assert len(first) > 4 and all(name.endswith((".safetensors", ".json", ".txt")) for name in first)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    rewire.save(model, tmp_path)
+    second = {path.name for path in tmp_path.iterdir()}
+    assert len(second) == 3 and first & second == {"notes.txt", saving.RECIPE}
+    assert equal(rewire.load(tmp_path, another()), model, ids())
+
+
+def test_the_given_model_shares_what_is_loaded(tmp_path: Path) -> None:
+    model = mixed(llama())
+    rewire.save(model, tmp_path)
+    plain = another().bfloat16()
+    loaded = rewire.load(tmp_path, plain)
+    assert loaded.lm_head.weight is plain.lm_head.weight and not rewire.connections(plain)
+    assert torch.equal(plain.lm_head.weight, model.lm_head.weight.bfloat16())
+    assert {value.dtype for value in learned(loaded).values()} == {torch.float32}
+
+
+def test_only_the_connections(tmp_path: Path) -> None:
+    model, base = mixed(llama()), another()
+    expected = mixed(another())
+    rewire.save(model, tmp_path / "all")
+    rewire.save(model, tmp_path / "own", weights="connections")
+    assert sum(path.stat().st_size for path in (tmp_path / "own").iterdir()) < 4000
+    for folder in (tmp_path / "all", tmp_path / "own"):
+        assert equal(rewire.load(folder, base, weights="connections"), expected, ids())
+    with pytest.raises(rewire.RewireError, match="connection weights only: pass weights='connections'"):
+        rewire.load(tmp_path / "own", base)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.stack, self.head = nn.Linear(8, 8), Stack(PreNorm), nn.Linear(8, 8)
+        self.head.weight = self.embed.weight
+        self.register_buffer("transposed", torch.arange(6.0).view(2, 3).T)
+        self.register_buffer("part", torch.arange(9.0)[2:4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stack(self.head(self.embed(x)))
+
+
+def test_tied_weights_and_views(tmp_path: Path) -> None:
+    model = mixed(Tied())
+    rewire.save(model, tmp_path)
+    saved = saving.safe_open(next(tmp_path.glob("*.safetensors")), "pt").keys()
+    assert "embed.weight" in saved and "head.weight" not in saved
+    torch.manual_seed(3)
+    plain = Tied()
+    plain.transposed.zero_()
+    loaded = rewire.load(tmp_path, plain)
+    assert equal(loaded, model, vectors()) and loaded.head.weight is loaded.embed.weight
+    assert torch.equal(loaded.transposed, model.transposed) and torch.equal(loaded.part, model.part)
+
+
+def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    model = mixed(Tied())
+    rewire.save(model, tmp_path, max_shard_bytes=2000)
+    with torch.device("meta"):
+        plain = Tied().bfloat16().requires_grad_(False)
+    loaded = rewire.load(tmp_path, plain)
+    assert loaded.head.weight is loaded.embed.weight and plain.head.weight.is_meta
+    assert loaded.head.weight.dtype == torch.bfloat16 and not loaded.head.weight.requires_grad
+    (connection,) = rewire.connections(loaded).values()
+    assert torch.equal(connection.logits, next(iter(learned(model).values())))
+    assert equal(loaded, model.bfloat16(), vectors().bfloat16())
+
+
+def test_buffers_that_no_state_dict_has_stay_on_meta_and_are_named(tmp_path: Path) -> None:
+    rewire.save(mixed(llama()), tmp_path)
+    with torch.device("meta"):
+        plain = another()
+    with pytest.raises(rewire.RewireError, match=r"model\.rotary_emb\.inv_freq.* on the meta device"):
+        rewire.load(tmp_path, plain)
+
+
+# -- a save that is cut off --------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process ends here; no handler of it would run."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
+    """Die before the call of that number to anything that touches the disk; returns the calls so far."""
+    calls: list[str] = []
+
+    def dying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if len(calls) == number:
+                raise Killed
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(saving, "save_file", dying("save_file", saving.save_file))
+    for module, name in ((os, "fsync"), (os, "replace"), (Path, "write_text"), (Path, "unlink")):
+        monkeypatch.setattr(module, name, dying(name, getattr(module, name)))
+    return calls
+
+
+def test_a_killed_save_leaves_the_old_model_or_the_new_one(tmp_path: Path) -> None:
+    old, new = mixed(stack()), mixed(stack())
+    with torch.no_grad():
+        new.out.weight.mul_(2)
+    outcomes = []
+    for number in range(100):
+        rewire.save(old, tmp_path, max_shard_bytes=40_000)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            calls = kill_at(monkeypatch, number)
+            try:
+                rewire.save(new, tmp_path, max_shard_bytes=40_000)
+            except Killed:
+                pass
+            else:
+                break
+        outcomes.append(equal(rewire.load(tmp_path, stack()), new, vectors()))
+        if not outcomes[-1]:
+            assert equal(rewire.load(tmp_path, stack()), old, vectors())
+    assert outcomes == [number > calls.index("replace") for number in range(len(outcomes))]
+    assert calls.count("save_file") > 1 and calls.count("unlink") > 1 and len(outcomes) < 100
+    assert calls[: calls.index("replace")].count("fsync") == calls.count("save_file") + 2  # the recipe, the folder
+    rewire.save(old, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2  # what was cut off is gone
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(rewire.RewireError, match="Stack was not rewired"):
+        rewire.save(stack(), tmp_path)
+    model = mixed(stack())
+    with pytest.raises(ValueError, match="max_shard_bytes=0"):
+        rewire.save(model, tmp_path, max_shard_bytes=0)
+    with pytest.raises(ValueError, match="weights must be 'all' or 'connections', not 'none'"):
+        rewire.save(model, tmp_path, weights="none")  # type: ignore[arg-type]
+    with pytest.raises(rewire.RewireError, match=r"'inp\.weight' is on the meta device"):
+        rewire.save(model.to("meta"), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
+    rewire.save(mixed(stack()), tmp_path)
+    deeper = Stack(PreNorm)
+    deeper.layers.append(PreNorm())
+    with pytest.raises(
+        rewire.RewireError, match=r"another model.*\n  \+depth_connections\.layers: layers\.3: x \+ attn"
+    ):
+        rewire.load(tmp_path, deeper)
+    with pytest.raises(rewire.RewireError, match=r"(?s)-depth_connections.layers: .*no trunk.*model\.layers\.0: x \+ "):
+        rewire.load(tmp_path, another())
+    with pytest.raises(rewire.RewireError, match=r"(?s)-.*width 32\n.*\+.*width 32, then ln_1"):
+        rewire.load(tmp_path, Stack(PostNorm))
+    other = stack()
+    other.out = nn.Linear(32, 6)
+    kept = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(rewire.RewireError, match=r"(?s)-out\.weight \[5, 32\].*\+out\.weight \[6, 32\]"):
+        rewire.load(tmp_path, other)
+    assert all(torch.equal(kept[name], value) for name, value in other.state_dict().items())  # nothing was loaded
+    with pytest.raises(rewire.AlreadyRewired):
+        rewire.load(tmp_path, mixed(stack()))
+    with pytest.raises(ValueError, match="weights must be"):
+        rewire.load(tmp_path, stack(), weights="both")  # type: ignore[arg-type]
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    rewire.save(mixed(stack()), tmp_path)
+    changed(tmp_path, lambda recipe: recipe.update(format=2, versions={"rewire": "9.0"}))
+    with pytest.raises(rewire.RewireError, match=r"(?s)cannot be read by rewire.*-format: 2.*9\.0.*\+format: 1"):
+        rewire.load(tmp_path, stack())
+
+
+def test_no_folder_and_damaged_files(tmp_path: Path) -> None:
+    with pytest.raises(rewire.RewireError, match=r"holds no rewire\.json, which rewire\.save writes"):
+        rewire.load(tmp_path / "missing", stack())
+    for text in ("", "[]", "{}", "nonsense", "[" * 100_000, '{"format": 1}'):
+        (tmp_path / saving.RECIPE).write_text(text)
+        with pytest.raises(rewire.RewireError, match="is damaged"):
+            rewire.load(tmp_path, stack())
+    rewire.save(mixed(stack()), tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(rewire.RewireError, match="cannot be read"):
+        rewire.load(tmp_path, stack())
+    file.unlink()
+    with pytest.raises(rewire.RewireError, match="cannot be read"):
+        rewire.load(tmp_path, stack())
+
+
+def test_weights_of_another_recipe_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    rewire.save(mixed(stack()), tmp_path)
+    text = (tmp_path / saving.RECIPE).read_text()
+    rewritten(tmp_path, text.replace("0.01", "0.5"))
+    (tmp_path / saving.RECIPE).write_text(text)
+    plain = stack()
+    kept = {name: value.clone() for name, value in plain.state_dict().items()}
+    with pytest.raises(rewire.RewireError, match=r"belong to another rewiring.*temperature"):
+        rewire.load(tmp_path, plain)
+    assert all(torch.equal(kept[name], value) for name, value in plain.state_dict().items())
+
+
+EVIL = "__import__('os').mkdir('ran')"
+TRUNK = "depth_connections.layers"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r.update(files=["../secret.safetensors"]), "files are"),
+        (lambda r: r.update(files=[7]), "files are"),
+        (lambda r: r.update(tied={"a": ["b"]}), "tied are"),
+        (lambda r: r.update(tied={"out.weight": "inp.weight"}), "not this model's"),
+        (lambda r: r.update(start=EVIL), "start is"),
+        (lambda r: r.update(weights=EVIL), "weights are"),
+        (lambda r: r.update(trunks=[]), "damaged"),
+        (lambda r: r.update(trunks={}), "damaged"),
+        (lambda r: r.update(trunks={EVIL: r["trunks"][TRUNK]}), "another model"),
+        (lambda r: r["trunks"].update({TRUNK: EVIL}), "damaged"),
+        (lambda r: r["trunks"][TRUNK].update(topology=EVIL), "not known here"),
+        (lambda r: r["trunks"][TRUNK].update(topology="Topology"), "not known here"),
+        (lambda r: r["trunks"][TRUNK].update(topology=["ANCRe"]), "damaged"),
+        (lambda r: r["trunks"][TRUNK]["options"].update(temperature=EVIL), "do not fit"),
+        (lambda r: r["trunks"][TRUNK]["options"].update(temperature=float("nan")), "damaged"),
+        (lambda r: r["trunks"][TRUNK]["options"].update({EVIL: 1}), "do not fit"),
+        (lambda r: r["trunks"][TRUNK].update(options=EVIL), "do not fit"),
+        (lambda r: r["trunks"][TRUNK].update(options=None), "do not fit"),
+        (lambda r: r["trunks"][TRUNK].update(units=[EVIL]), "damaged"),
+        (lambda r: r["trunks"][TRUNK].update(units=[1, 1]), "of another trunk"),
+        (lambda r: r["trunks"][TRUNK].update(units=[10**9]), "damaged"),
+        (lambda r: r["trunks"][TRUNK].update(width=10**12), "of another trunk"),
+        (lambda r: r["trunks"][TRUNK].update(width=EVIL), "damaged"),
+        (lambda r: r["trunks"][TRUNK].update(attention=[EVIL]), "damaged"),
+        (lambda r: r["trunks"][TRUNK].update(sites=[EVIL]), "another model"),
+        (lambda r: r["trunks"][TRUNK].update(sites=[7]), "damaged"),
+        (lambda r: r["trunks"][TRUNK].update(more=EVIL), "differs from what it makes"),
+    ],
+)
+def test_hostile_recipes(change: Callable[[Any], None], message: str, tmp_path: Path, monkeypatch: Any) -> None:
+    rewire.save(mixed(stack()), tmp_path / "saved")
+    monkeypatch.chdir(tmp_path)
+    plain = stack()
+    kept = {name: value.clone() for name, value in plain.state_dict().items()}
+    with pytest.raises(rewire.RewireError, match=message):
+        rewire.load(changed(tmp_path / "saved", change), plain)
+    assert not (tmp_path / "ran").exists()
+    assert all(torch.equal(kept[name], value) for name, value in plain.state_dict().items())
+
+
+def test_hostile_programs_of_frozen_trunks_never_become_code(tmp_path: Path, monkeypatch: Any) -> None:
+    """Names in a frozen program become variables of the generated forward."""
+    frozen, _ = rewire.freeze(mixed(stack()), 0.0, example_inputs=(vectors(),))
+    rewire.save(frozen, tmp_path / "saved")
+    monkeypatch.chdir(tmp_path)
+    text = (tmp_path / "saved" / saving.RECIPE).read_text()
+    ran: list[str] = []
+    monkeypatch.setattr(builtins, "ran", ran.append, raising=False)
+    for name in ("ran('x')", "x1\n    ran('x')\n    y", "ran('x') or x1", "self", "class", "x1 = ran"):
+        loaded = rewire.load(rewritten(tmp_path / "saved", text.replace('"x1"', json.dumps(name))), stack())
+        assert equal(loaded, frozen, vectors())
+        assert "ran(" not in rewire.source(loaded, "layers.0")
+    (weight,) = set(re.findall(r"0\.54\d+", text))  # a number of the program
+    for other in ('"ran()"', '["ran()"]', "NaN", "1e999"):
+        with pytest.raises(rewire.RewireError, match=r"damaged|do not fit"):
+            rewire.load(rewritten(tmp_path / "saved", text.replace(weight, other)), stack())
+    assert ran == []
