@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from rewire.compiler import _check_choices, _has_part, _layout
+from rewire.compiler import check_choices, has_part, layout_of
 from rewire.connection import CONNECTIONS, Connection, connections
 from rewire.errors import RewireError, UnsupportedCall, UnsupportedTopology
 from rewire.passes.flat import FlatTrunk, find_flat
@@ -84,7 +84,7 @@ class Backend:
         inner_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        _check_choices(granularity, start)
+        check_choices(granularity, start)
         if inner_options and inner != "inductor":
             raise ValueError(f"inner_options are options of Inductor; '{inner}' takes none.")
         self.topology = None if topology is None else make_topology(topology, options)
@@ -207,14 +207,14 @@ class Backend:
         self._note(rewired, found.skipped, mixes, left)
 
     def _wanted(self, trunk: Trunk) -> bool:
-        return self.trunks is None or any(_has_part(trunk.name, name) for name in self.trunks)
+        return self.trunks is None or any(has_part(trunk.name, name) for name in self.trunks)
 
     def _connect(self, graph: fx.GraphModule, flat: FlatTrunk, stream: str) -> None:
         """Let a trunk go through a stream that this backend's connection opens."""
         trunk, key = flat.trunk, flat.trunk.name.replace(".", "_")
         if key not in self._connections:
             assert self.topology is not None
-            layout = _layout(trunk, self.topology, self.granularity)
+            layout = layout_of(trunk, self.topology, self.granularity)
             if layout.dims.attention:
                 raise UnsupportedTopology(
                     f"{type(self.topology).__name__} reads queries, keys and values apart, which this backend does not "

@@ -118,7 +118,7 @@ def compile(
         ValidationMismatch: the rewritten model differs from the original.
     """
     chosen = _chosen(topology, options, trunks)
-    _check_choices(granularity, start)
+    check_choices(granularity, start)
     initializer = None if init is None else make_initializer(init, {})
     check_model(model)
     found = patterns_for(model)
@@ -130,7 +130,7 @@ def compile(
         )
 
     def layouts(trunks_found: list[Trunk]) -> list[Layout]:
-        return [_layout(trunk, chosen[key], granularity) for trunk, key in _assigned(trunks_found, chosen)]
+        return [layout_of(trunk, chosen[key], granularity) for trunk, key in _assigned(trunks_found, chosen)]
 
     rewired = rewired_copy(model, found, layouts, start)
     if validate:
@@ -204,7 +204,7 @@ def _initialized(rewired: nn.Module, initializer: Initializer) -> nn.Module:
     return rewired
 
 
-def _check_choices(granularity: str, start: str) -> None:
+def check_choices(granularity: str, start: str) -> None:
     if granularity not in ("auto", "block", "sublayer"):
         raise ValueError(f"granularity must be 'auto', 'block' or 'sublayer', not {granularity!r}.")
     if start not in ("preserve", "paper"):
@@ -299,7 +299,7 @@ def _assigned(trunks: Sequence[Trunk], keys: Collection[str]) -> list[tuple[Trun
     """Trunks that a key names, with that key."""
     named: dict[str, list[Trunk]] = {}
     for key in keys:
-        named[key] = [trunk for trunk in trunks if trunk.name == key] or [t for t in trunks if _has_part(t.name, key)]
+        named[key] = [trunk for trunk in trunks if trunk.name == key] or [t for t in trunks if has_part(t.name, key)]
         if not named[key] and (key or not trunks):
             known = ", ".join(trunk.name for trunk in trunks) or "none"
             raise UnknownName(f"the model has no trunk '{key}'; its trunks are {known}.")
@@ -312,7 +312,7 @@ def _assigned(trunks: Sequence[Trunk], keys: Collection[str]) -> list[tuple[Trun
     return assigned
 
 
-def _has_part(name: str, key: str) -> bool:
+def has_part(name: str, key: str) -> bool:
     """Whether ``key`` is a run of parts of the dotted ``name``; the empty key is one of every name."""
     return not key or f".{key}." in f".{name}."
 
@@ -361,7 +361,7 @@ def _plain(rewired: nn.Module) -> Callable[[list[Trunk]], list[Layout]]:
     return lambda _trunks: known
 
 
-def _layout(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
+def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
     """Which residual adds the topology connects as one unit."""
     widths = {site.width for site in trunk.sites if site.width is not None}
     if len(widths) > 1:

@@ -108,6 +108,11 @@ def test_all_graphs_share_the_weights() -> None:
             compiled(vectors(length=length))
     assert flat.report.graphs >= 3  # two for training (the second of any length), one or two for evaluation
     (weights,) = flat.parameters()
+    for train in (True, False):
+        weights.grad = None
+        model.train(train)
+        compiled(vectors(length=7)).sum().backward()
+        assert weights.grad is not None and bool(weights.grad.any())
     scrambled(weights)
     rewired = rewire.compile(model, "ancre-ingoing", start="paper", validate=False).eval()
     (theirs,) = rewire.connections(rewired)["layers"].parameters()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from common import digits
 from diffusers import DiTTransformer2DModel
+from diffusers.utils import logging
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -112,6 +113,7 @@ def train_on(images: Images, model: nn.Module, plan: Plan, folder: Path, resume:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    logging.set_verbosity_error()  # its attention warns of an argument that its own blocks pass
     parser = options(__doc__)
     parser.add_argument("--size", choices=("s2", "b2"), default="s2")
     args = parser.parse_args(arguments)
