@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,7 +65,9 @@ class Connection(nn.Module):
                     "`for c in rewire.connections(model).values(): fully_shard(c)`."
                 )
         device = next(iter(parameters.values())).device.type if parameters else "cpu"
-        with torch.autocast(device_type=device, enabled=False):
+        # Only where it is on: an empty region, as of a frozen topology, is one that torch.export cannot load again.
+        casting = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        with torch.autocast(device, enabled=False) if casting else contextlib.nullcontext():
             return self.layout.topology.weights(parameters, self.layout.dims)
 
     def matrix(self) -> Tensor:
@@ -95,6 +98,8 @@ class Connection(nn.Module):
         Raises:
             RewireError: they were saved from another topology, or with other options or sizes.
         """
+        if not isinstance(state, Tensor):
+            return  # torch's placeholder for a key that a partial state dict does not have
         saved = read_recipe(state)
         if saved != self.recipe():
             differing = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import keyword
 import math
 import operator
 from collections.abc import Sequence
@@ -320,7 +321,12 @@ def _attribute(root: str, path: str) -> str:
     """``self.layers[0].attn`` for the path ``layers.0.attn``; an empty path is ``self``."""
     text = root
     for part in filter(None, path.split(".")):
-        text += f"[{part}]" if part.isdecimal() else f".{part}" if part.isidentifier() else f".get_submodule({part!r})"
+        if text != root and part.isascii() and part.isdecimal() and part == str(int(part)):  # in a container
+            text += f"[{part}]"
+        elif part.isidentifier() and not keyword.iskeyword(part):
+            text += f".{part}"
+        else:
+            text = f"getattr({text}, {part!r})"
     return text
 
 
