@@ -92,7 +92,7 @@ class Connection(nn.Module):
         """The recipe, as bytes: a state dict then says what its connection weights mean."""
         return torch.tensor(list(json.dumps(self.recipe(), sort_keys=True).encode()), dtype=torch.uint8)
 
-    def set_extra_state(self, state: Tensor) -> None:
+    def set_extra_state(self, state: Any) -> None:
         """Check that the weights being loaded belong to this topology.
 
         Raises:

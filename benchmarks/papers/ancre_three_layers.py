@@ -118,6 +118,7 @@ def run() -> Outcome:
         for name, losses in curves.items():
             ax.semilogy(losses[:600], label=name, linestyle="--" if name.startswith("ANCRe") else "-")
         ax.set(xlabel="gradient descent step", ylabel="loss", ylim=(1e-12, 10))
+        ax.legend(fontsize=7, loc="center right", bbox_to_anchor=(1.0, 0.3))
     return Outcome(claims, figure)
 
 

@@ -113,7 +113,7 @@ def axes(columns: int = 1, width: float = 3.6, height: float = 2.9) -> Iterator[
         panels = list(figure.subplots(1, columns, squeeze=False).flatten())
         yield figure, panels
         for ax in panels:
-            if ax.get_legend_handles_labels()[1]:
+            if ax.get_legend_handles_labels()[1] and ax.get_legend() is None:
                 ax.legend(fontsize=7)
 
 

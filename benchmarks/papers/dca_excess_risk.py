@@ -132,7 +132,7 @@ def run() -> Outcome:
                 label = f"GRN-v{which + 1}, d = {d}"
                 left.plot(ranks, [pair[which] for pair in by_rank[d]], style, color=color, label=label)
                 right.plot(kappas, [pair[which] for pair in by_kappa[d]], style, color=color)
-        left.set(xlabel="collective rank r", ylabel="lower bound of the gain")
+        left.set(xlabel="collective rank r", ylabel="lower bound of the gain", ylim=(-16_000, 11_000))
         right.set(xlabel="kappa")
     return Outcome(claims, figure)
 

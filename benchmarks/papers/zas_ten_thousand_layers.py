@@ -1,12 +1,15 @@
 """mZAS trains 10,000 residual layers (arXiv 1911.00645, Figure 4)
 
 z_l = z_{l-1} + U_l relu(V_l z_{l-1}), width 16, without biases; 200 of scikit-learn's digits (the paper: 1,000 of
-Fashion-MNIST), full-batch gradient descent on the cross-entropy, 30 steps (the paper: more). The learning rate is
-0.2 / sqrt(L) for mZAS, and for Xavier the largest of 1/L, 0.01/L, .. 1e-8/L at which the loss falls.
+Fashion-MNIST), full-batch gradient descent on the cross-entropy. The paper tunes the learning rate of each depth; here
+it is one at which the first 48 steps are stable for mZAS, and for Xavier the largest of 1/L, 0.01/L, .. 1e-8/L at which
+the loss falls. 48 steps are the beginning of training only: at about twice these rates the loss gets to 1.5 at 10,000
+layers and then rises again.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -16,7 +19,9 @@ from torch.nn import functional as F
 
 import rewire
 
-DEPTHS, WIDTH, STEPS = (100, 2000, 10_000), 16, 30
+WIDTH, STEPS = 16, 48
+RATES = {100: 0.008, 2000: 0.0015, 10_000: 0.0006}  # of mZAS, by depth
+DEPTHS = tuple(RATES)
 
 
 class Layer(nn.Module):
@@ -58,7 +63,7 @@ def curves_of(depth: int) -> dict[str, list[float]]:
         rewire.initialize(net, init, roles=roles, generator=torch.Generator().manual_seed(0))
         return descend(net, rate)
 
-    curves = {"mZAS": descent("mzas", 0.2 / math.sqrt(depth))}
+    curves = {"mZAS": descent("mzas", RATES[depth])}
     for exponent in (0, -2, -4, -6, -8):
         curves["Xavier"] = descent("xavier", 10.0**exponent / depth)
         if curves["Xavier"][-1] < curves["Xavier"][0] or not math.isfinite(curves["Xavier"][0]):
@@ -69,14 +74,15 @@ def curves_of(depth: int) -> dict[str, list[float]]:
 def run() -> Outcome:
     curves = {(init, depth): losses for depth in DEPTHS for init, losses in curves_of(depth).items()}
     deepest = curves["mZAS", DEPTHS[-1]]
+    falls = sum(after < before for before, after in itertools.pairwise(deepest))
     blown = {depth: curves["Xavier", depth] for depth in DEPTHS[1:]}
     ours = "; ".join(f"{depth} layers: loss {losses[0]:g} before the first step" for depth, losses in blown.items())
     claims = [
         Claim(
             "mZAS trains 10,000 layers",
-            "the loss falls",
-            f"loss {deepest[0]:.2f} to {deepest[-1]:.2f} in {len(deepest) - 1} steps",
-            deepest[-1] < 0.9 * deepest[0],
+            "it does (no number)",
+            f"loss {deepest[0]:.2f} to {deepest[-1]:.2f}, down in {falls} of {len(deepest) - 1} steps",
+            falls == STEPS - 1 and deepest[-1] < 0.95 * deepest[0],
         ),
         Claim(
             "Xavier blows up at 2,000 and 10,000 layers",
