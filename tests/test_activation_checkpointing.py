@@ -77,7 +77,7 @@ def test_reentrant_checkpointing_of_own_blocks_is_refused() -> None:
 def test_torch_checkpoint_around_blocks(topology: str, granularity: str) -> None:
     model = mixed(CheckpointedStack(PreNorm), topology, granularity=granularity)
     calls: list[int] = []
-    model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(0))
+    model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(0))
     expected = train_step(model, vectors())
     model.checkpointed = True
     assert_same(expected, train_step(model, vectors()))

@@ -85,7 +85,7 @@ def test_the_forward_shows_the_three_reads() -> None:
     for way in "qkv":
         assert f"input_layernorm_{way} = self.input_layernorm(read.{way})" in block
         assert f"self.{way}_proj(hidden_states_ways.{way})" in rewire.source(rewired, "model.layers.1.self_attn")
-    assert "post_attention_layernorm = self.post_attention_layernorm(read_1)" in block
+    assert "post_attention_layernorm, stream = stream.read_normed(self.post_attention_layernorm)" in block
     assert "apply_rotary_pos_emb_fn(" in rewire.source(rewired, "model.layers.1.self_attn")  # helpers stay calls
     plain = rewire.restore(rewired)
     assert not any(map(is_rewritten, plain.modules()))
