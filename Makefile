@@ -29,7 +29,6 @@ bench: env  ## run the benchmarks
 	$(DEV)/bin/python benchmarks/run.py
 
 papers: env  ## check the papers' claims and write docs/papers.md
-	$(DEV)/bin/python -m pip install --quiet scikit-learn -c constraints.txt
 	PYTHONPATH=tests $(DEV)/bin/python benchmarks/papers/run.py
 
 clean:  ## remove the environments, caches and outputs

@@ -4,7 +4,8 @@ Gradient descent on ||W - A||^2 / 2 (whitened data), float64, width 10, weights 
 the proof of Theorem 3.2. Learning rate 0.2. The bounds are for gradient flow: they are checked at rate 0.01, on the
 instances of their proofs. The paper's proof of Theorem 3.2 loses a factor 1/2, which is in the bound here. ANCRe is the
 cascaded network, rewired; the paper does not give the temperature of this experiment. With no shortcuts the loss ends
-below that of the cascaded network: the product of small weights is near zero already where A is.
+below that of the cascaded network: the product of small weights is near zero already where A is. ANCRe is judged
+at tau = 1. At tau = 0.1 it took 26 steps on this target, but 310 to 446 on five others drawn in the same way.
 """
 
 from __future__ import annotations

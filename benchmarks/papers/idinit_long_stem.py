@@ -3,7 +3,8 @@
 One residual block whose stem is 109 convolutions with ReLUs, without norms, and a projected shortcut; SGD at rate 0.2,
 weight decay 1e-8, cosine schedule. Smaller than the paper's: scikit-learn's digits (8 x 8 pixels; the paper: CIFAR-10),
 8, 16 and 32 channels (16, 32, 64), batches of 32 (768), 12 epochs (35). Table 10 gives no strides: here 2 where the
-channels grow. Kaiming and Fixup also train with circular padding, which keeps the borders from damping the signal.
+channels grow. Kaiming and Fixup also train with circular padding, which keeps the borders from damping the signal. With
+batches of 128 and 20 epochs, a third of the steps, IDInit was still at chance (0.10).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """mZAS trains 10,000 residual layers (arXiv 1911.00645, Figure 4)
 
 z_l = z_{l-1} + U_l relu(V_l z_{l-1}), width 16, without biases; 200 of scikit-learn's digits (the paper: 1,000 of
-Fashion-MNIST), full-batch gradient descent on the cross-entropy. The paper tunes the learning rate of each depth; here
-it is one at which the first 48 steps are stable for mZAS, and for Xavier the largest of 1/L, 0.01/L, .. 1e-8/L at which
-the loss falls. 48 steps are the beginning of training only: at about twice these rates the loss gets to 1.5 at 10,000
-layers and then rises again.
+Fashion-MNIST), full-batch gradient descent on the cross-entropy, 48 steps: the beginning of training only. The paper
+tunes the learning rate of each depth; here mZAS's rates were chosen by hand, after several that blew up: at 0.002 the
+loss of 10,000 layers is no number after 20 steps, at 0.001 it rises again near step 35 and ends at 2.21. Xavier's is
+the largest of 1/L, 0.01/L, .. 1e-8/L at which the loss falls.
 """
 
 from __future__ import annotations
