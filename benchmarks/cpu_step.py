@@ -23,29 +23,15 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from topologies import LAYERS, LENGTH, WIDTH, llama
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import rewire
 from rewire import harness
 
-LAYERS, WIDTH, BATCH, LENGTH = 12, 256, 8, 128
+BATCH = 8
 CPU = torch.device("cpu")
 PLAIN, AGAIN = "plain", "plain, again"
-
-
-def llama(vocabulary: int) -> nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=688,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=vocabulary,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
 
 
 def steps(plain: nn.Module, topologies: list[str], compiled: bool) -> dict[str, Callable[[], None]]:

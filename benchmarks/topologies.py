@@ -69,7 +69,7 @@ TOPOLOGIES: list[tuple[str, dict[str, Any]]] = [
 OPERATIONS = ("open", "write", "merge", "push", "finish")
 
 
-def llama() -> nn.Module:
+def llama(vocabulary: int = 1000) -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=WIDTH,
@@ -77,7 +77,7 @@ def llama() -> nn.Module:
         num_hidden_layers=LAYERS,
         num_attention_heads=8,
         num_key_value_heads=8,
-        vocab_size=1000,
+        vocab_size=vocabulary,
         max_position_embeddings=LENGTH,
         use_cache=False,
     )

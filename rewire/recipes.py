@@ -16,6 +16,7 @@ from torch import nn
 from rewire.compiler import check_model, inspect, rewired_copy
 from rewire.connection import CONNECTIONS, Connection
 from rewire.errors import RewireError, UnknownName
+from rewire.passes.connect import place
 from rewire.patterns import patterns_for
 from rewire.stream import Layout
 from rewire.topologies import Topology, topologies
@@ -36,7 +37,7 @@ def described(model: nn.Module) -> dict[str, dict[str, Any]]:
     Raises:
         RewireError: a trunk is not where it was, because something wraps the model since.
     """
-    trunks = {_place(trunk): trunk for trunk in inspect(model).trunks}
+    trunks = {place(trunk): trunk for trunk in inspect(model).trunks}
     recipes = {}
     for path, module in model.named_modules():
         if isinstance(module, Connection):
@@ -91,7 +92,7 @@ def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start) -> nn.Mo
     check_model(model)
 
     def layouts(trunks: list[Trunk]) -> list[Layout]:
-        here = {_place(trunk): trunk for trunk in trunks}
+        here = {place(trunk): trunk for trunk in trunks}
         _check_sites(model, recipes, here)
         return [_layout(path, recipe, here[path]) for path, recipe in recipes.items()]
 
@@ -159,12 +160,6 @@ def difference(saved: Sequence[str], here: Sequence[str]) -> str:
 
 def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _place(trunk: Trunk) -> str:
-    """Path of the connection of ``trunk`` in a rewired model."""
-    below = trunk.name.removeprefix(trunk.owner).strip(".") or "trunk"
-    return ".".join(filter(None, (trunk.owner, CONNECTIONS, below.replace(".", "_"))))
 
 
 def _sites(trunk: Trunk) -> list[str]:

@@ -1,16 +1,18 @@
-"""A table of named things, with near names in its error and discovery through entry points."""
+"""Tables of named things and of named factories, with near names in its error and discovery through entry points."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points as installed_entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rewire.errors import UnknownName
 
 V = TypeVar("V")
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class Registry(Generic[V]):
@@ -57,3 +59,49 @@ class Registry(Generic[V]):
 
     def _discover(self) -> None:
         _ = self._discovered
+
+
+class Factories(Registry[Callable[..., V]]):
+    """Names of what makes one kind of thing. A factory's parameters are the options, its docstring the description.
+
+    Args:
+        product: class of what the factories make.
+        public: its name for messages ("rewire.Topology").
+    """
+
+    def __init__(self, kind: str, plural: str, entry_points: str, product: type[V], public: str) -> None:
+        super().__init__(kind, plural, entry_points)
+        self.product, self.public = product, public
+
+    def register(self, name: str) -> Callable[[F], F]:
+        """Decorator: make a class, or a function that returns an object of it, available under ``name``."""
+
+        def registered(factory: F) -> F:
+            self.add(name, factory)  # type: ignore[arg-type]
+            return factory
+
+        return registered
+
+    def descriptions(self) -> dict[str, str]:
+        return {name: (inspect.getdoc(factory) or "").split("\n")[0] for name, factory in self.items()}
+
+    def make(self, given: str | V, options: dict[str, Any]) -> V:
+        """What the factory of that name makes of ``options``, or the object itself.
+
+        Raises:
+            UnknownName: no such name; the nearest ones are given.
+            TypeError: neither a name nor such an object, or no such option.
+        """
+        if isinstance(given, self.product):
+            if options:
+                raise TypeError(f"options {sorted(options)} go with a name; set them on the object.")
+            return given
+        if not isinstance(given, str):
+            raise TypeError(f"{self.kind} must be a name or a {self.public}, not {type(given).__name__}.")
+        factory = self.get(given)
+        allowed = list(inspect.signature(factory).parameters)
+        for option in options:
+            if option not in allowed:
+                takes = f"it takes {', '.join(allowed)}" if allowed else "it takes none"
+                raise TypeError(f"{self.kind} '{given}' has no option '{option}': {takes}.")
+        return factory(**options)

@@ -313,6 +313,17 @@ class Residual(nn.Module):
         return self.fn(x, *args, **kwargs) + x
 
 
+class PlusMlp(nn.Module):
+    """x + f(x) with a ReLU after the add, no norm and no bias: IDInit's network of Figure 18."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.w1, self.w2 = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.w2(torch.relu(self.w1(x))))
+
+
 def wrapped(depth: int = DEPTH) -> nn.Module:
     blocks = [
         nn.Sequential(
@@ -431,20 +442,12 @@ class EncoderDecoder(nn.Module):
         return self.out(x)
 
 
-class Shared(nn.Module):
+class Shared(Stack):
     """One block, called several times."""
 
     def __init__(self, depth: int = DEPTH) -> None:
-        super().__init__()
-        self.inp = nn.Linear(8, WIDTH)
-        self.layers = nn.ModuleList([PreNorm()] * depth)
-        self.out = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x)
+        block = PreNorm()
+        super().__init__(lambda: block, depth)
 
 
 class LayerDrop(Stack):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from every_topology import NOT_PRESERVING, mixed
-from models import ConvNet, LoopGPT, PostNorm, PreNorm, Stack, images, token_ids, vectors
+from models import WIDTH, ConvNet, LoopGPT, PlusMlp, PostNorm, PreNorm, Stack, images, token_ids, vectors
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -311,18 +311,10 @@ def test_chi_of_a_linear_residual_network(width: int) -> None:
 def test_chi_is_about_1_under_idinit() -> None:
     """IDInit's Figure 18: about 1, and far above under the usual initialisers."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w1, self.w2 = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(x + self.w2(torch.relu(self.w1(x))))
-
     def chi(init: str) -> float:
-        model = nn.Sequential(*[Block() for _ in range(64)])
+        model = nn.Sequential(*[PlusMlp() for _ in range(64)])
         rewire.initialize(model, init, generator=torch.Generator().manual_seed(0))
-        found = only(diagnose(model, torch.rand(1, 32) + 0.1)).chi
+        found = only(diagnose(model, torch.rand(1, WIDTH) + 0.1)).chi
         assert found is not None
         return found.value
 

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+import two_processes
 
 
 def run(tmp_path: Path, *scenarios: str) -> None:
     """Functions of distributed_worker.py, one after the other in the same two processes."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
-    script = str(TESTS / "distributed_worker.py")
-    workers = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(tmp_path / "meeting_point"), *scenarios],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [worker.communicate(timeout=120)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(printed)
-    for text in printed:
+    worker = Path(__file__).with_name("distributed_worker.py")
+    for text in two_processes.run(worker, tmp_path / "meeting_point", *scenarios):
         assert [f"{scenario} passed" for scenario in scenarios if f"{scenario} passed" not in text] == []
 
 

@@ -57,7 +57,7 @@ class WrongBackward(rewire.Residual):
 def _own_topology() -> Iterator[None]:
     rewire.register_topology("pre-norm-only")(PreNormOnly)
     yield
-    del registry._REGISTRY._entries["pre-norm-only"]
+    del registry._FACTORIES._entries["pre-norm-only"]
 
 
 # -- names and arguments -----------------------------------------------------------------------------------------------

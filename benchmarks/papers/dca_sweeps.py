@@ -11,11 +11,10 @@ The paper does not describe its decoder; here it is a LLaMA with feed-forwards o
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
-from llama import train_on
-from tokens import bundled_text, read_tokens
+from llama import reached, train_on
+from tokens import asked_for
 from torch import nn
 from training import Plan, adjusted, chosen, options, plot
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -93,11 +92,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sweep", choices=[sweep for sweep in SWEEPS if sweep != "small"], default="k")
     args = parser.parse_args(arguments)
     sweep = "small" if args.small else args.sweep
-    if not args.small and args.data is None:
-        raise SystemExit("--data FOLDER is needed: tokenised text, see benchmarks/papers/tokens.py. Or try --small.")
     plan, length = adjusted(SMALL if args.small else PLAN, args), 64 if args.small else LENGTH
-    vocabulary = 256 if args.small else VOCABULARY
-    tokens = read_tokens(args.data, vocabulary, length) if args.data else bundled_text()
+    tokens = asked_for(args, 256 if args.small else VOCABULARY, length)
     out, logs = args.out / f"dca-{sweep}", {}
     models = chosen(SWEEPS[sweep], args)
     for name, model in models.items():
@@ -105,8 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     plot(logs, out / "loss.png")
     for name, log in logs.items():
         paper = models[name].paper
-        reached = f"perplexity {math.exp(log.validation[-1][1]):.2f}" if log.validation else "diverged"
-        print(f"{name}: {reached} after {len(log.losses)} steps" + (f", paper: {paper}" if paper else ""))
+        print(f"{name}: {reached(log)}" + (f", paper: {paper}" if paper else ""))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 import torch
-from tokens import Tokens, bundled_text, read_tokens
+from tokens import Tokens, asked_for
 from torch import Tensor, nn
 from training import Log, Plan, adjusted, chosen, options, plot, train
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -82,16 +82,19 @@ def train_on(tokens: Tokens, model: nn.Module, plan: Plan, length: int, folder: 
     return train(model, loss_of, validate, plan, folder, resume)
 
 
+def reached(log: Log) -> str:
+    """How far a language model came, in words."""
+    end = f"perplexity {math.exp(log.validation[-1][1]):.2f}" if log.validation else "diverged"
+    return f"{end} after {len(log.losses)} steps, {log.seconds:.0f} s"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__)
     parser.add_argument("--size", choices=[size for size in PLANS if size != "small"], default="60m")
     args = parser.parse_args(arguments)
     size = "small" if args.small else args.size
-    if not args.small and args.data is None:
-        raise SystemExit("--data FOLDER is needed: tokenised text, see benchmarks/papers/tokens.py. Or try --small.")
     plan, length = adjusted(PLANS[size], args), 64 if args.small else LENGTH
-    vocabulary = 256 if args.small else 32_000
-    tokens = read_tokens(args.data, vocabulary, length) if args.data else bundled_text()
+    tokens = asked_for(args, 256 if args.small else 32_000, length)
     out, logs = args.out / f"llama-{size}", {}
     for run in chosen(RUNS, args):
         model = build(size, run, args.seed, args.device)
@@ -99,8 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     plot(logs, out / "loss.png")
     for run, log in logs.items():
         paper = f", paper: {PAPER[size][run != 'residual']}" if size in PAPER else ""
-        reached = f"perplexity {math.exp(log.validation[-1][1]):.2f}" if log.validation else "diverged"
-        print(f"{run}: {reached} after {len(log.losses)} steps, {log.seconds:.0f} s{paper}")
+        print(f"{run}: {reached(log)}{paper}")
 
 
 if __name__ == "__main__":

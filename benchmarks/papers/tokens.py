@@ -8,6 +8,7 @@ begins with ``val`` are for validation, all others for training. Such a file is 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -38,6 +39,19 @@ class Tokens:
         starts = [(part, start) for part in self.validation for start in range(0, len(part) - length, length)]
         pieces = [_piece(part, start, length) for part, start in starts[: size * count]]
         return [torch.stack(pieces[first : first + size]).to(device) for first in range(0, len(pieces), size)]
+
+
+def asked_for(args: argparse.Namespace, vocabulary: int, length: int) -> Tokens:
+    """The text of ``--data``, or the bundled one for ``--small``.
+
+    Raises:
+        SystemExit: neither is given, or as in `read_tokens`.
+    """
+    if args.data is not None:
+        return read_tokens(args.data, vocabulary, length)
+    if args.small:
+        return bundled_text()
+    raise SystemExit("--data FOLDER is needed: tokenised text, see benchmarks/papers/tokens.py. Or try --small.")
 
 
 def read_tokens(folder: Path, vocabulary: int, length: int) -> Tokens:

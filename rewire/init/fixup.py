@@ -6,7 +6,7 @@ import dataclasses
 
 from rewire.init import rules
 from rewire.init.registry import Initializer, Rule, register_initializer
-from rewire.init.table import LAST, MATRICES, Roles, Weight
+from rewire.init.table import MATRICES, ZERO, Roles, Weight
 
 
 @register_initializer("fixup")
@@ -20,7 +20,7 @@ class Fixup(Initializer):
     """
 
     def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        if weight.role in LAST or weight.role in ("classifier", "bias"):
+        if weight.role in ZERO:
             return rules.zeros()
         if weight.role not in MATRICES:
             return None

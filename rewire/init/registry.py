@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Generator, Tensor
 
 from rewire.init.table import Roles, Weight
-from rewire.registry import Registry
+from rewire.registry import Factories
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +40,12 @@ class Initializer(abc.ABC):
 
 I = TypeVar("I", bound=Callable[..., Initializer])  # noqa: E741
 
-_REGISTRY: Registry[Callable[..., Initializer]] = Registry(
-    "initialiser", "initializers", entry_points="rewire.initializers"
+_FACTORIES: Factories[Initializer] = Factories(
+    "initialiser",
+    "initializers",
+    entry_points="rewire.initializers",
+    product=Initializer,  # type: ignore[type-abstract]
+    public="rewire.init.Initializer",
 )
 
 
@@ -52,36 +55,14 @@ def register_initializer(name: str) -> Callable[[I], I]:
     The first line of its docstring is its description in `initializers`. Its parameters are the options that
     ``rewire.initialize(model, name, **options)`` accepts.
     """
-
-    def register(factory: I) -> I:
-        _REGISTRY.add(name, factory)
-        return factory
-
-    return register
+    return _FACTORIES.register(name)
 
 
 def initializers() -> dict[str, str]:
     """Name of every initialiser, and what it is in one line."""
-    return {name: (inspect.getdoc(factory) or "").split("\n")[0] for name, factory in _REGISTRY.items()}
+    return _FACTORIES.descriptions()
 
 
 def make_initializer(init: str | Initializer, options: dict[str, Any]) -> Initializer:
-    """The initialiser of that name with ``options``, or the object itself.
-
-    Raises:
-        UnknownName: no such initialiser; the nearest names are given.
-        TypeError: neither a name nor an `Initializer`, or no such option.
-    """
-    if isinstance(init, Initializer):
-        if options:
-            raise TypeError(f"options {sorted(options)} go to an initialiser given by name; set them on the object.")
-        return init
-    if not isinstance(init, str):
-        raise TypeError(f"init must be a name or a rewire.init.Initializer, not {type(init).__name__}.")
-    factory = _REGISTRY.get(init)
-    allowed = list(inspect.signature(factory).parameters)
-    for option in options:
-        if option not in allowed:
-            takes = f"it takes {', '.join(allowed)}" if allowed else "it takes none"
-            raise TypeError(f"initialiser '{init}' has no option '{option}': {takes}.")
-    return factory(**options)
+    """The initialiser of that name with ``options``, or the object itself. Raises as `Factories.make`."""
+    return _FACTORIES.make(init, options)

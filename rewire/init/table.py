@@ -43,6 +43,8 @@ MATRICES = frozenset(
 )
 #: Those that a branch's output is a linear function of.
 LAST = frozenset({"last", "attention output"})
+#: Those that are zero in the initialisers that start with zero branches and a zero output.
+ZERO = LAST | {"classifier", "bias"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,8 @@ import math
 
 from rewire.init import rules
 from rewire.init.registry import Initializer, Rule, register_initializer
-from rewire.init.table import LAST, MATRICES, Roles, Weight
+from rewire.init.table import LAST, MATRICES, ZERO, Roles, Weight
 from rewire.init.units import identity_, near_identity_
-
-
-def _zero_preserving(weight: Weight) -> bool:
-    return weight.role in LAST or weight.role in ("classifier", "bias")
 
 
 @register_initializer("zas")
@@ -25,7 +21,7 @@ class ZAS(Initializer):
     """
 
     def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        if _zero_preserving(weight):
+        if weight.role in ZERO:
             return rules.zeros()
         if weight.role not in MATRICES:
             return None
@@ -42,7 +38,7 @@ class ModifiedZAS(Initializer):
     """
 
     def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        if _zero_preserving(weight):
+        if weight.role in ZERO:
             return rules.zeros()
         if weight.role not in MATRICES:
             return None

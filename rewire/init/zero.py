@@ -7,7 +7,7 @@ import dataclasses
 from rewire.errors import RewireError
 from rewire.init import rules
 from rewire.init.registry import Initializer, Rule, register_initializer
-from rewire.init.table import LAST, MATRICES, Roles, Weight
+from rewire.init.table import MATRICES, ZERO, Roles, Weight
 from rewire.init.units import zero_hadamard_
 
 
@@ -20,7 +20,7 @@ class Zero(Initializer):
     """
 
     def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        if weight.role in LAST or weight.role in ("classifier", "bias"):
+        if weight.role in ZERO:
             return rules.zeros()
         if weight.role not in MATRICES:
             return None

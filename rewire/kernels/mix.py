@@ -154,13 +154,12 @@ def _by_autograd(
     terms = [*zip(sources, factors, strict=False), *zip(sources, scores, strict=False)]
     if not terms:
         return functools.reduce(torch.add, added)
+    precision = torch.promote_types(dtype, torch.float32)
     if torch.compiler.is_compiling():  # in the form that Inductor fuses best, forward and backward
-        precision = torch.promote_types(dtype, torch.float32)
         products = [x.to(precision) * w for x, w in terms]
         return functools.reduce(torch.add, [*products, *added]).to(dtype)
     # Of shape [1] a weight takes part in type promotion (of shape [] it would not): a bfloat16 source times
     # it is float32, with no float32 copy of the source kept for backward.
-    precision = torch.promote_types(dtype, torch.float32)
     result = _scaled(*terms[0], precision)
     for source, weight in terms[1:]:
         if isinstance(weight, Tensor):

@@ -17,14 +17,19 @@ from rewire.trunk import Trunk
 
 def register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
     """Make ``connection`` a child of the module that owns ``trunk``."""
-    owner = model.get_submodule(trunk.owner)
+    owner, name = model.get_submodule(trunk.owner), place(trunk).rpartition(".")[2]
     if CONNECTIONS not in owner._modules:
         if hasattr(owner, CONNECTIONS):
             raise RewireError(f"'{trunk.owner}' already has an attribute '{CONNECTIONS}'.")
         owner.add_module(CONNECTIONS, nn.ModuleDict())
-    below = trunk.name.removeprefix(trunk.owner).strip(".") or "trunk"
-    owner.get_submodule(CONNECTIONS).add_module(below.replace(".", "_"), connection)
+    owner.get_submodule(CONNECTIONS).add_module(name, connection)
     owner.get_submodule(CONNECTIONS).train(owner.training)
+
+
+def place(trunk: Trunk) -> str:
+    """Path of the connection of ``trunk`` in a rewired model."""
+    below = trunk.name.removeprefix(trunk.owner).strip(".") or "trunk"
+    return ".".join(filter(None, (trunk.owner, CONNECTIONS, below.replace(".", "_"))))
 
 
 class StreamsToTensors:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from every_topology import compiled, learned
-from models import ConvNet, NanoGPT, PreNorm, ProjectionNet, Stack, images, token_ids, vectors
+from models import WIDTH, ConvNet, NanoGPT, PlusMlp, PreNorm, ProjectionNet, Stack, images, token_ids, vectors
 from torch import Tensor, nn
 
 import rewire
@@ -129,18 +129,10 @@ def test_connection_weights_move(key: str, init: str) -> None:
 def test_jacobian_of_64_blocks() -> None:
     """Figure 18: the mean squared singular value is about 1 under IDInit, and over 2,000 under Kaiming's."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w1, self.w2 = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(x + self.w2(torch.relu(self.w1(x))))
-
     def chi(init: str) -> float:
-        model = nn.Sequential(*[Block() for _ in range(64)])
+        model = nn.Sequential(*[PlusMlp() for _ in range(64)])
         rewire.initialize(model, init, generator=torch.Generator().manual_seed(0))
-        jacobian = torch.func.jacrev(model)(torch.rand(32) + 0.1)
+        jacobian = torch.func.jacrev(model)(torch.rand(WIDTH) + 0.1)
         return float(torch.linalg.svdvals(jacobian.detach()).square().mean())
 
     assert abs(chi("idinit") - 1) < 0.01 and chi("kaiming") > 2000

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import two_processes
 from mixing import mixed
 from models import PreNorm, Stack, vectors
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import rewire
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distributed")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])}
-    command = [sys.executable, str(HERE / "checkpoint_worker.py")]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [worker.communicate(timeout=120)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(printed)
+    printed = two_processes.run(Path(__file__).with_name("checkpoint_worker.py"), folder)
     assert all("is sharded: save the model with torch.distributed.checkpoint" in text for text in printed)
     return folder
 
