@@ -36,6 +36,9 @@ PRE_NORM_ONLY = {
 WITH_ATTENTION = {"dca", "dca-last"}
 
 PRESERVING = [key for key in EVERY if key not in NOT_PRESERVING]
+#: One for each way in which states are mixed, in any block.
+FAMILIES = ["ancre-ingoing", "denseformer", "grn-v1", "grn-v2", "grn-v3", "hc-static", "hc-dynamic", "frac-hc", "mhc"]
+FAMILIES += ["laurel-pa", "layerscale", "attnres", "muddformer"]
 LEARNED = [key for key in EVERY if key not in ("residual", "ancre-constant")]
 
 

@@ -14,21 +14,10 @@ def run(tmp_path: Path, *scenarios: str) -> None:
         assert [f"{scenario} passed" for scenario in scenarios if f"{scenario} passed" not in text] == []
 
 
-def test_ddp_and_fsdp_train_like_one_process(tmp_path: Path) -> None:
-    run(tmp_path, "ddp", "fsdp", "fsdp_checkpointed", "fsdp_resume")
+def test_training_is_that_of_one_process(tmp_path: Path) -> None:
+    trains = ("ddp", "fsdp", "fsdp_bfloat16", "fsdp_mixed", "fsdp_checkpointed", "fsdp_resume", "fsdp_penalty")
+    run(tmp_path, *trains, "sharded_before", "no_own_group")
 
 
-def test_fsdp_in_bfloat16_and_mixed_precision(tmp_path: Path) -> None:
-    run(tmp_path, "fsdp_bfloat16", "fsdp_mixed")
-
-
-def test_fsdp_with_every_topology(tmp_path: Path) -> None:
-    run(tmp_path, "fsdp_every_topology", "fsdp_penalty")
-
-
-def test_fsdp_in_mixed_precision_with_every_topology(tmp_path: Path) -> None:
-    run(tmp_path, "fsdp_mixed_every_topology")
-
-
-def test_what_is_refused(tmp_path: Path) -> None:
-    run(tmp_path, "sharded_before", "no_own_group")
+def test_every_topology(tmp_path: Path) -> None:
+    run(tmp_path, "fsdp_every_topology", "fsdp_mixed_every_topology")

@@ -99,7 +99,7 @@ def test_heatmap_values(figures: list[Figure], tmp_path: Path) -> None:
     assert list(first.images[0].get_extent()) == [-0.5, 2.5, 3.5, 0.5]  # source 0 left, destination 1 on top
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5, 8, 9, 24, 33, 64, 128])
+@pytest.mark.parametrize("depth", [1, 2, 9, 33, 128])
 @pytest.mark.parametrize("plot", [plot_heatmap, plot_arcs])
 def test_ticks_are_whole_and_do_not_overlap(plot: object, depth: int, figures: list[Figure], tmp_path: Path) -> None:
     plot({"trunk": random(depth), "other": one_hot(depth)}, tmp_path / "h.png")  # type: ignore[operator]

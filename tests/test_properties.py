@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rewire
 
-SETTINGS = settings(max_examples=5, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=3, deadline=None, derandomize=True)
 #: Topologies whose weights into each state sum to 1.
 NORMALISED = ["ancre-ingoing", "ancre-keep", "ancre-constant", "attnres"]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from every_topology import (
     EVERY,
+    FAMILIES,
     LEARNED,
     NOT_PRESERVING,
     PRE_NORM_ONLY,
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rewire
 from rewire.checkpoint import matrices
-from rewire.patterns.tiny import timm_model, tiny_config, tiny_model
+from rewire.patterns.tiny import timm_model, tiny_model
 from rewire.plotting import plot_arcs, plot_heatmap
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -59,8 +60,13 @@ def assert_close(expected: dict[str, Tensor], actual: dict[str, Tensor], toleran
 # -- starts -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", PRESERVING)
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "t5"])
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [
+        *((model_type, key) for model_type in ("llama", "gpt_neox", "t5") for key in PRESERVING),
+        *(("gpt2", key) for key in ("ancre-ingoing", "dca", "muddformer", "hc-dynamic")),  # q, k and v in one weight
+    ],
+)
 def test_starts_as_the_original(model_type: str, key: str) -> None:
     """Validation compares outputs and gradients; here that it is not the validation that lets everything pass."""
     model = tiny_model(model_type).eval()
@@ -101,22 +107,20 @@ NETS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("key", PRESERVING)
+OF_CHANNELS = [key for key in PRESERVING if key not in WITH_ATTENTION]
+
+
 @pytest.mark.parametrize(
-    ("name", "post"),
-    [("resnet18", True), ("resnetv2_18", False), ("convnext_atto", False), ("convnext", False)],
+    ("name", "key"),
+    [
+        *(("resnet18", key) for key in OF_CHANNELS if key not in PRE_NORM_ONLY),
+        *((name, key) for name in ("resnetv2_18", "convnext_atto") for key in OF_CHANNELS),
+        *(("convnext", key) for key in ("ancre-ingoing", "grn-v2", "hc-dynamic")),
+    ],
 )
-def test_convolutional_nets(name: str, post: bool, key: str) -> None:
+def test_convolutional_nets(name: str, key: str) -> None:
     of_timm = name in NETS
     made = timm_model(name, num_classes=10, **NETS[name]) if of_timm else tiny_model(name)
-    if key in WITH_ATTENTION:
-        with pytest.raises(rewire.UnsupportedTopology, match="is post-norm" if post else "attention"):
-            compiled(made, key)
-        return
-    if post and key in PRE_NORM_ONLY:
-        with pytest.raises(rewire.UnsupportedTopology, match="is post-norm"):
-            compiled(made, key)
-        return
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         for parameter_name, parameter in made.named_parameters():  # branches that are (nearly) zero at their start
@@ -133,6 +137,14 @@ def test_convolutional_nets(name: str, post: bool, key: str) -> None:
             other = mixed(made, key).eval()
             moved = other(images) if of_timm else other(images).logits
             assert moved.isfinite().all() and not torch.allclose(moved, want, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "why"), [("resnet18", "grn-v1", "is post-norm"), ("convnext_atto", "dca", "attention")]
+)
+def test_convolutional_nets_that_are_refused(name: str, key: str, why: str) -> None:
+    with pytest.raises(rewire.UnsupportedTopology, match=why):
+        compiled(timm_model(name, num_classes=10, **NETS[name]), key)
 
 
 def test_channels_of_images_are_weighted_apart() -> None:
@@ -228,19 +240,18 @@ def test_gradient_checkpointing(key: str) -> None:
     assert_close(expected, gradients(model, ids()), 0.0)
 
 
-@pytest.mark.parametrize("key", LEARNED)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
+@pytest.mark.parametrize("key", [*FAMILIES, "ancre-keep", "dca", "laurel-lr", "attnres-groups"])
 def test_torch_compile(key: str) -> None:
-    from transformers import LlamaForCausalLM
-
-    config = tiny_config("llama")
-    config.num_hidden_layers = 2
-    model = mixed(LlamaForCausalLM(config), key).train()
-    expected = gradients(model, ids())
+    """Of hand-written blocks, which Dynamo reads faster than a library's; tests/test_torch_compile.py has those."""
+    model = mixed(Stack(PreNorm, depth=2), key)
+    names, parameters = zip(*model.named_parameters(), strict=True)
     torch._dynamo.reset()
     whole = torch.compile(model, fullgraph=True, backend="aot_eager")
-    model.zero_grad()
-    whole(ids(), labels=ids()).loss.backward()
-    actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    expected, actual = (
+        dict(zip(names, torch.autograd.grad(run(vectors()).square().sum(), parameters), strict=True))
+        for run in (model, whole)
+    )
     assert_close(expected, actual, 1e-5)
 
 
@@ -292,7 +303,9 @@ def test_saved_and_read_again(key: str, tmp_path: Path) -> None:
     assert torch.equal(table, matrices(tmp_path / "model.pt")["model.layers"])
 
 
-@pytest.mark.parametrize("key", EVERY)
+@pytest.mark.parametrize(
+    "key", ["residual", "ancre-ingoing", "denseformer-2x2", "grn-v2-last", "hc-dynamic", "mhc", "attnres-groups"]
+)
 def test_plots_of_its_matrix(key: str, tmp_path: Path) -> None:
     tables = rewire.coefficients(mixed(llama(), key))
     for plot in (plot_heatmap, plot_arcs):

@@ -11,7 +11,7 @@ TESTS = Path(__file__).parent
 
 
 def run(script: Path, *arguments: str | Path) -> list[str]:
-    """Run ``script RANK ARGUMENTS...`` as ranks 0 and 1; what each printed. Both must end well, within two minutes."""
+    """Run ``script RANK ARGUMENTS...`` as ranks 0 and 1; what each printed. Both must end well, within five minutes."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     workers = [
         subprocess.Popen(
@@ -24,7 +24,7 @@ def run(script: Path, *arguments: str | Path) -> list[str]:
         for rank in range(2)
     ]
     try:
-        printed = [worker.communicate(timeout=120)[0] for worker in workers]
+        printed = [worker.communicate(timeout=300)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

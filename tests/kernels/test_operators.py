@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from rewire.kernels.norms import Norm, mark, normed
 
 F32, BF16 = torch.float32, torch.bfloat16
 N, WIDTH = 3, 24
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 @starts_interpreter
@@ -27,9 +28,10 @@ def test_in_the_interpreter(tmp_path: Path) -> None:
     interpret(f"{__file__}::TestOperators", tmp_path)
 
 
-def check(operator: Any, *args: Any) -> Any:
+def checked(operator: Any, *args: Any, traced: bool = False) -> Any:
     """Its schema, its outputs' shapes, strides and dtypes without values, and its trace; returns its result."""
-    found = torch.library.opcheck(operator, args, test_utils=CHECKS)
+    checks = (*CHECKS, "test_aot_dispatch_dynamic") if traced else CHECKS  # slow, and the same for all weights
+    found = torch.library.opcheck(operator, args, test_utils=checks)
     assert set(found.values()) == {"SUCCESS"}
     return operator(*args)
 
@@ -68,14 +70,18 @@ class TestOperators:
     def test_mix(self, kind: str, scored: bool) -> None:
         for accumulator, added, dtype in ((None, 0, F32), (drawn(2, 3, WIDTH), 1, BF16), (None, 2, BF16)):
             given = (weights_of(kind, N), scores_of(scored), states(added, dtype=dtype), accumulator, dtype)
-            assert check(operators.mix, states(N, dtype=dtype), *given).dtype == dtype
+            assert checked(operators.mix, states(N, dtype=dtype), *given).dtype == dtype
 
     @pytest.mark.parametrize("lead", LEADS)
     def test_any_number_of_rows(self, lead: tuple[int, ...]) -> None:
         xs, w, scores, grad = states(N, lead), drawn(N), scores_of(True, lead), drawn(*lead, WIDTH)
+        check = functools.partial(checked, traced=lead == LEADS[0])
         check(operators.mix, xs, w, scores, [], None, F32)
         of_weights = check(operators.mix_backward, grad, xs, w, scores)[N]
-        check(operators.mix_norm, xs, w, scores, [], None, F32, "layer", drawn(WIDTH), drawn(WIDTH), 1e-5)
+        given = ("layer", drawn(WIDTH), drawn(WIDTH), 1e-5)
+        total, _, rstd = check(operators.mix_norm, xs, w, scores, [], None, F32, *given)
+        check(operators.mix_norm_backward, grad, grad, total, rstd, "layer", drawn(WIDTH), True, xs, w, scores)
+        check(operators.mixes, xs, drawn(2, N))
         check(operators.gather, [grad], xs, drawn(N, 1), [])
         check(operators.several, xs, drawn(2, N), drawn(*lead, 2, N), True)
         check(operators.several_backward, [grad, grad], xs, drawn(2, N), drawn(*lead, 2, N), 1)
@@ -85,7 +91,7 @@ class TestOperators:
     def test_mix_backward(self, kind: str, scored: bool) -> None:
         for dtype in (F32, BF16):
             xs, grad = states(N, dtype=dtype), drawn(WIDTH, dtype=dtype).expand(2, 3, WIDTH)
-            check(operators.mix_backward, grad, xs, weights_of(kind, N), scores_of(scored))
+            checked(operators.mix_backward, grad, xs, weights_of(kind, N), scores_of(scored))
 
     @pytest.mark.parametrize(("kind", "scored"), [*WEIGHTED, ("none", False)])
     @pytest.mark.parametrize(("norm", "biased"), [("rms", False), ("layer", True), ("layer", False)])
@@ -94,19 +100,19 @@ class TestOperators:
         scale, bias = drawn(WIDTH), drawn(WIDTH) if biased else None
         accumulator = drawn(2, 3, WIDTH) if scored else None
         given = (sources, weights, scores, states(1), accumulator, F32)
-        total, _, rstd = check(operators.mix_norm, *given, norm, scale, bias, 1e-5)
+        total, _, rstd = checked(operators.mix_norm, *given, norm, scale, bias, 1e-5)
         for grad_mix in (None, drawn(2, 3, WIDTH)):
             terms = (sources, weights, scores) if scored or weights is not None else ([], None, [])
-            check(operators.mix_norm_backward, drawn(2, 3, WIDTH), grad_mix, total, rstd, norm, scale, biased, *terms)
+            checked(operators.mix_norm_backward, drawn(2, 3, WIDTH), grad_mix, total, rstd, norm, scale, biased, *terms)
 
     @pytest.mark.parametrize("kind", ["scalar", "channel"])
     def test_mixes_and_gather(self, kind: str) -> None:
         for dtype in (F32, BF16):
-            assert {x.dtype for x in check(operators.mixes, states(N, dtype=dtype), weights_of(kind, 4, N))} == {F32}
+            assert {x.dtype for x in checked(operators.mixes, states(N, dtype=dtype), weights_of(kind, 4, N))} == {F32}
             for count in (1, 4):
                 added = states(1, dtype=dtype) if count == 1 else []
                 given = (states(N, dtype=dtype), states(count, dtype=dtype), weights_of(kind, count, N), added)
-                check(operators.gather, *given)
+                checked(operators.gather, *given)
 
     @pytest.mark.parametrize("stacked", [0, 2])
     @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)
@@ -114,8 +120,8 @@ class TestOperators:
         dtype = BF16 if scored else F32
         sources = [*drawn(2, 3, stacked, WIDTH, dtype=dtype).unbind(-2), *states(N - stacked, dtype=dtype)]
         weights, scores = weights_of(kind, 2, N), drawn(2, N, 3, 2).permute(0, 2, 3, 1) if scored else None
-        check(operators.several, sources, weights, scores, stacked > 0)
-        check(operators.several_backward, states(2, dtype=dtype), sources, weights, scores, stacked)
+        checked(operators.several, sources, weights, scores, stacked > 0)
+        checked(operators.several_backward, states(2, dtype=dtype), sources, weights, scores, stacked)
 
     @pytest.mark.parametrize(("kind", "scored"), [*WEIGHTED, ("none", False)])
     @pytest.mark.parametrize("norm", ["rms", "layer", None])

@@ -166,7 +166,8 @@ def test_weights_are_float32_under_autocast() -> None:
 
 @pytest.mark.parametrize("dims", TRUNKS[-2:])
 def test_compiles_in_one_graph(dims: Dims) -> None:
-    blocks, x, parameters = net(5), torch.randn(4, WIDTH), drawn(dims)
+    """In float64: nets of drawn weights multiply rounding errors."""
+    blocks, x, parameters = net(5, torch.float64), torch.randn(4, WIDTH, dtype=torch.float64), drawn(dims)
 
     def forward(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
         return run(MUDD.weights(parameters, dims), x, blocks, dims)
