@@ -11,7 +11,6 @@ import pytest
 import torch
 from every_topology import (
     EVERY,
-    FAMILIES,
     LEARNED,
     NOT_PRESERVING,
     PRE_NORM_ONLY,
@@ -241,7 +240,9 @@ def test_gradient_checkpointing(key: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
-@pytest.mark.parametrize("key", [*FAMILIES, "ancre-keep", "dca", "laurel-lr", "attnres-groups"])
+@pytest.mark.parametrize(
+    "key", [key for key in LEARNED if key in rewire.topologies()] + ["ancre-keep", "attnres-groups"]
+)
 def test_torch_compile(key: str) -> None:
     """Of hand-written blocks, which Dynamo reads faster than a library's; tests/test_torch_compile.py has those."""
     model = mixed(Stack(PreNorm, depth=2), key)

@@ -64,28 +64,32 @@ class History:
     Attributes:
         table: the weights with which states are mixed.
         states: x_0, x_1, ..., each [..., D].
-        claims: for each mix of the table, its claims on the states so far; empty if some state has none, as when a
-            compiled block pushed it: then all further mixes are left to autograd.
+        values: the same without their history of gradients.
+        claims: for each state, or block of them, the first mix that claims it, and the claims of that mix and those
+            that follow; None if some state has no claims, as when a compiled block pushed it: then all further mixes
+            are left to autograd.
         waiting: the states of the present block as later blocks of mixes see them: their gradients come together.
         begun: float32 sums over all states before the present block of mixes, for each of its mixes.
     """
 
-    __slots__ = ("begun", "claims", "states", "table", "waiting")
+    __slots__ = ("begun", "claims", "states", "table", "values", "waiting")
 
     def __init__(
         self,
         table: Table,
         states: tuple[Tensor, ...],
-        claims: tuple[tuple[Tensor, ...], ...],
+        values: tuple[Tensor, ...],
+        claims: tuple[tuple[int, tuple[Tensor, ...]], ...] | None,
         waiting: tuple[Tensor, ...] = (),
         begun: tuple[Tensor, ...] = (),
     ) -> None:
-        self.table, self.states, self.claims, self.waiting, self.begun = table, states, claims, waiting, begun
+        self.table, self.states, self.values = table, states, values
+        self.claims, self.waiting, self.begun = claims, waiting, begun
 
     @classmethod
     def empty(cls, table: Table) -> History:
         """The history before the first state."""
-        return cls(table, (), ((),) * len(table.rows))
+        return cls(table, (), (), ())
 
     def push(self, x: Tensor) -> History:
         """The history with a further state.
@@ -93,39 +97,41 @@ class History:
         To be called by who reads the state, not by who makes it: the claims' backward needs the state, and under
         activation checkpointing would have the block that made it recomputed before its turn.
         """
-        table, number, states = self.table, len(self.states), (*self.states, x)
+        table, number, claims = self.table, len(self.states), self.claims
+        states = (*self.states, x)
+        if claims is None or left_to_autograd(x) or x.shape != states[0].shape:
+            return History(table, states, (), None)
+        values = (*self.values, x.detach())
         if number >= len(table.columns):  # no mix reads it
-            return History(table, states, self.claims)
-        if not self.claims or left_to_autograd(x) or x.shape != states[0].shape:
-            return History(table, states, ())
-        claims = [list(of_mix) for of_mix in self.claims]
+            return History(table, states, values, claims)
         block = table.block if operators.uses_kernels(x) else len(table.columns) + 1
         waiting, column = self.waiting, table.columns[number]
-        near = len(column) - self._later(number, block)
+        first, later = len(table.rows) - len(column), self._later(number, block)
+        near = len(column) - later
         if near:
-            *found, x = _Claims.apply(column[None, :near], near < len(column), x)
-            _add(claims, len(claims) - len(column), found)
-        if near < len(column):
+            *found, x = _Claims.apply(column[None, :near] if later else column[None], later > 0, x)
+            claims = (*claims, (first, tuple(found)))
+        if later:
             waiting = (*waiting, x)
             if len(waiting) == block:
-                later = len(column) - near
                 weights = torch.stack([c[-later:] for c in table.columns[number + 1 - block : number + 1]])
-                _add(claims, len(claims) - later, _Claims.apply(weights, False, *waiting)[:-1])
+                claims = (*claims, (first + near, _Claims.apply(weights, False, *waiting)[:-1]))
                 waiting = ()
-        return History(table, states, tuple(map(tuple, claims)), waiting, self._begin(states, block))
+        return History(table, states, values, claims, waiting, self._begin(states, block))
 
     def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
         """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""
         row = self.table.rows[number]
-        if not self.claims or left_to_autograd(self.states[0]):
+        if self.claims is None or left_to_autograd(self.states[0]):
             return Mix(self.states[: len(row)], row, (), tuple(added))
-        claims = self.claims[number]
+        claims = tuple(of[number - first] for first, of in self.claims if 0 <= number - first < len(of))
         before, accumulator = 0, None
         if self.begun:
             start = number // self.table.block * self.table.block
             before, accumulator = self.table.first + start, self.begun[number - start]
-        values = tuple(x.detach() for x in self.states[before : len(row)])
-        return Mix(values, row[before:].detach() if values else None, (), tuple(added), claims, accumulator)
+        values = self.values[before : len(row)]
+        weights = (row[before:] if before else row).detach() if values else None
+        return Mix(values, weights, (), tuple(added), claims, accumulator)
 
     def _later(self, number: int, block: int) -> int:
         """Mixes that read state ``number`` and are later than the last state of its block."""
@@ -140,11 +146,6 @@ class History:
         rows = self.table.rows[start : start + block]
         with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
             return tuple(operators.mixes(states, torch.stack([row[: len(states)] for row in rows])))
-
-
-def _add(claims: list[list[Tensor]], start: int, found: Sequence[Tensor]) -> None:
-    for of_mix, claim in zip(claims[start:], found, strict=False):
-        of_mix.append(claim)
 
 
 class _Claims(torch.autograd.Function):

@@ -123,10 +123,13 @@ class Mix:
     def _left_to_autograd(self) -> bool:
         """Whether the sum is one that the lowerings with gradients of their own do not know."""
         return (
-            left_to_autograd(self._like)
-            or not isinstance(self.weights, (Tensor, type(None)))
-            or len({x.shape for x in self.sources}) > 1
-            or any(s.shape != (*self._like.shape[:-1], 1) for s in self.scores)
+            len(self.claims) == 0
+            and (  # not `not self.claims`: Dynamo does not follow that
+                left_to_autograd(self._like)
+                or not isinstance(self.weights, (Tensor, type(None)))
+                or len({x.shape for x in self.sources}) > 1
+                or any(s.shape != (*self._like.shape[:-1], 1) for s in self.scores)
+            )
         )
 
 
@@ -173,7 +176,8 @@ def _by_autograd(
 
 def _plain_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype that a plain add would have."""
-    return functools.reduce(torch.promote_types, [x.dtype for x in tensors])
+    dtypes = {x.dtype for x in tensors}
+    return dtypes.pop() if len(dtypes) == 1 else functools.reduce(torch.promote_types, dtypes)
 
 
 def _scaled(source: Tensor, weight: Tensor | float, precision: torch.dtype) -> Tensor:

@@ -83,7 +83,8 @@ def combine_with_dots(
         for total in totals:
             total.store()
     by_block = torch.stack(dots).view(-1, *reversed(weights.shape[:2]), *weights.shape[2:])
-    return results, by_block.sum(0).transpose(0, 1)
+    total_dots = by_block[0] if len(by_block) == 1 else by_block.sum(0)
+    return results, total_dots.transpose(0, 1)
 
 
 @torch.no_grad()
@@ -148,7 +149,7 @@ def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1)
+    return x.flatten()
 
 
 def _rows(x: Tensor) -> Tensor:

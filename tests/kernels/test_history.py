@@ -351,6 +351,6 @@ def test_a_state_gathers_its_gradient_in_one_pass() -> None:
     for s in range(6):
         outputs.append(history.mix(s).value())
         history = history.push(added[s]) if s < 5 else history
-    gathering = {claim.grad_fn for claims in history.claims for claim in claims[:1]}
+    gathering = {claim.grad_fn for claim in history.claims[0][1]}
     assert len(gathering) == 1  # that of x, whatever the number of mixes
     assert not any(y.grad_fn.saved_tensors for y in outputs)  # type: ignore[union-attr]
