@@ -64,6 +64,8 @@ def as_rows(x: Tensor) -> Tensor:
     Strides are compiled in. Those of one token of each sequence, which change with the number of tokens, must not be.
     """
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if x.is_contiguous():
+        return flat
     dense = flat.stride(1) == 1 or flat.shape[1] == 1
     return flat if dense and row_stride(flat) <= MAX_ROW_STRIDE * flat.shape[1] else flat.contiguous()
 
@@ -78,7 +80,7 @@ def strided(name: str, x: Tensor | Sequence[Tensor]) -> dict[str, Any]:
 
 def row_stride(x: Tensor) -> int:
     """Of [rows, ...]."""
-    return x.stride(0) if len(x) > 1 else math.prod(x.shape[1:])  # of one row, it could be any
+    return x.stride(0) if x.shape[0] > 1 else math.prod(x.shape[1:])  # of one row, it could be any
 
 
 def check_terms(spec: MixSpec, states: Sequence[Tensor], weights: Tensor | None, scores: Sequence[Tensor]) -> None:

@@ -133,9 +133,11 @@ class MixSpec:
         All but the last write float32 accumulators; added branches and the norm come with the last.
         """
         fan_in = fan_in or self.fan_in(dots=self.probe)
-        starts = range(0, max(self.sources, 1), fan_in)
+        if self.sources <= fan_in:
+            return [(slice(0, self.sources), self)]
+        starts = range(0, self.sources, fan_in)
         parts = [slice(start, min(start + fan_in, self.sources)) for start in starts]
-        inner = dataclasses.replace(self.without_norm(), added=0) if len(parts) > 1 else self
+        inner = dataclasses.replace(self.without_norm(), added=0)
         specs = [inner] * (len(parts) - 1) + [self]
         return [
             (part, dataclasses.replace(spec, sources=part.stop - part.start, accumulate=bool(n) or self.accumulate))
