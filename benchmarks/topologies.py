@@ -36,7 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rewire
+from rewire.kernels.history import History
 from rewire.stream import Stream
+from rewire.topologies.base import computed
 
 LAYERS, WIDTH, BATCH, LENGTH = 12, 256, 4, 128
 TOKENS = BATCH * LENGTH
@@ -94,17 +96,20 @@ class Traffic(TorchDispatchMode):
         self.read: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        out = func(*args, **kwargs)
         if func.is_view:
             return out
-        for tensor in _tensors((args, kwargs)):
+        kwargs.pop("out", None)  # is written, not read
+        moves = "empty" not in str(func)
+        for tensor in _tensors((args, kwargs)) * moves:
             self.eager += _bytes(tensor)
             key = tensor.untyped_storage().data_ptr()
             if key not in self.made and key not in self.read:
                 self.read.add(key)
                 self.floor += _bytes(tensor)
         for tensor in _tensors(out):
-            self.eager += _bytes(tensor)
+            self.eager += moves * _bytes(tensor)
             self.made.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return out
 
@@ -137,8 +142,8 @@ def counted(topology: rewire.Topology) -> Iterator[list[Traffic]]:
                 return original(*args, **kwargs)
             running.append(name)
             with Traffic() as traffic:
-                result = original(*args, **kwargs)
-            traffic.returned(result.__dict__ if isinstance(result, rewire.Ways) else _plain(result))
+                result = _computed(original(*args, **kwargs))
+            traffic.returned(_plain(result))
             counts.append(traffic)
             running.pop()
             return result
@@ -151,11 +156,18 @@ def counted(topology: rewire.Topology) -> Iterator[list[Traffic]]:
         yield counts
 
 
+def _computed(result: Any) -> Any:
+    """What an operation returns, with the sums that were left for later."""
+    return tuple(map(_computed, result)) if type(result) is tuple else computed(result)
+
+
 def _plain(result: Any) -> Any:
-    """Ways inside a result as dicts, which pytrees know."""
-    if isinstance(result, tuple):
-        return tuple(map(_plain, result))
-    return dict(vars(result)) if isinstance(result, rewire.Ways) else result
+    """What is in a result, as containers that pytrees know."""
+    if isinstance(result, History):
+        return result.states
+    if isinstance(result, rewire.Ways):
+        return dict(vars(result))
+    return tuple(map(_plain, result)) if isinstance(result, tuple) else result
 
 
 def states_held(model: nn.Module, ids: Tensor) -> float:
@@ -165,7 +177,9 @@ def states_held(model: nn.Module, ids: Tensor) -> float:
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
         stream = output[0] if isinstance(output, tuple) else output
         if isinstance(stream, Stream):
-            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stream.states}
+            storages = {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(_plain(stream.states))
+            }
             held.append(sum(storages.values()))
 
     handles = [layer.register_forward_hook(hook) for layer in model.model.layers]  # type: ignore[union-attr]

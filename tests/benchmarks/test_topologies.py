@@ -1,0 +1,57 @@
+"""The scripts that measure topologies on a CPU, on a small model: what is counted is what the formulas move."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    topologies = importlib.import_module("topologies")
+    for name, value in {"LAYERS": 3, "WIDTH": 32, "BATCH": 2, "LENGTH": 8, "TOKENS": 16}.items():
+        monkeypatch.setattr(topologies, name, value)
+    return topologies
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "eager", "floor"),
+    [
+        ("residual", 1, 18, 18),  # 6 adds
+        # unit t reads t states and the branch, and writes one; one operator for each state
+        ("ancre-ingoing", 3, 3 * (1 + 2 + 3), 1 + 2 + 3 + 3 + 3),
+        ("rezero", 1, 18, 18),  # product and sum are one operator
+        ("grn-v1", 3, None, 1 + 2 + 3 + 4 + 4),  # each unit and the output read all increments before them
+        ("hc-static", 4, None, None),
+    ],
+)
+def test_what_is_counted(script: Any, name: str, held: float, eager: float | None, floor: float | None) -> None:
+    row = script.measure(name, {}, script.llama(), torch.randint(1000, (2, 8)), repeats=1)
+    assert row["states held"] == pytest.approx(held, abs=0.2)
+    assert eager is None or row["eager"] == pytest.approx(eager, rel=0.02)
+    assert floor is None or row["floor"] == pytest.approx(floor, rel=0.02)
+    assert row["eager"] >= row["floor"] > 0 and row["step"] > 0
+
+
+def test_a_training_step_on_a_cpu(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_step = importlib.import_module("cpu_step")
+    monkeypatch.setattr(cpu_step, "BATCH", 1)
+    monkeypatch.setattr(cpu_step, "LENGTH", 8)
+    out = tmp_path / "step.json"
+    monkeypatch.setattr(
+        sys, "argv", ["cpu_step.py", "dca", "--vocabulary", "50", "--threads", "1", "--rounds", "2", "--out", str(out)]
+    )
+    cpu_step.main()
+    rows = {row["model"]: row for row in json.loads(out.read_text())["results"]}
+    assert list(rows) == ["plain", "dca", "plain, again"]
+    assert rows["plain"]["over plain"] == [1, 1, 1] and rows["dca"]["over plain"][1] > 0
+    assert all(len(row["seconds"]) == 2 for row in rows.values())
