@@ -8,8 +8,13 @@ import pytest
 import torch
 import torchvision_stub  # noqa: F401  (before anything imports timm or transformers)
 
+from rewire.kernels import plain
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
+
+
+plain.WORTHWHILE = 0  # the states of tests are tiny; they go the way of large ones
 
 
 @pytest.fixture(autouse=True)

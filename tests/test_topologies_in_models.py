@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rewire
 from rewire.checkpoint import matrices
+from rewire.kernels import plain
 from rewire.patterns.tiny import timm_model, tiny_model
 from rewire.plotting import plot_arcs, plot_heatmap
 
@@ -272,6 +273,33 @@ def test_interleaved_forwards(key: str) -> None:
             assert torch.equal(out, want)
             for g, w in zip(torch.autograd.grad(out.square().sum(), list(model.parameters())), grads, strict=True):
                 assert torch.equal(g, w)
+
+
+@pytest.mark.parametrize("key", LEARNED)
+def test_small_states_are_left_to_autograd(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = mixed(Stack(PreNorm), key), vectors()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = []
+    for worthwhile in (0, 1 << 20):
+        monkeypatch.setattr(plain, "WORTHWHILE", worthwhile)
+        output = model(x)
+        by_hand = names_of_nodes(output) & {"_SumBackward", "_ClaimsBackward"}
+        assert not (worthwhile and by_hand)
+        assert worthwhile or by_hand or key.startswith(("hc", "frac", "laurel-lr"))  # which broadcast, or do not mix
+        found.append(dict(zip(names, torch.autograd.grad(output.square().sum(), parameters), strict=True)))
+        found[-1]["output"] = output.detach()
+    assert_close(*found, 1e-5)
+
+
+def names_of_nodes(output: Tensor) -> set[str]:
+    """What stands in the graph that autograd has made."""
+    seen: set[Any] = {output.grad_fn}
+    queue = list(seen)
+    for node in queue:
+        new = [other for other, _ in node.next_functions if other is not None and other not in seen]
+        seen.update(new)
+        queue += dict.fromkeys(new)
+    return {type(node).__name__ for node in seen}
 
 
 @pytest.mark.parametrize("key", EVERY)

@@ -41,10 +41,11 @@ class Table:
         columns: for each state, the weights with which mixes read it, in turn.
         first: as above.
         block: mixes that kernels begin together (see `best_block`).
+        sources: that a mix reads, on average.
     """
 
     def __init__(self, flat: Tensor, mixes: int, first: int = 1) -> None:
-        self.first, self.block = first, best_block(mixes, first)
+        self.first, self.block, self.sources = first, best_block(mixes, first), first + (mixes - 1) / 2
         self.rows = flat.split([first + s for s in range(mixes)])
         state, mix = torch.triu_indices(first + mixes - 1, mixes, 1 - first, device=flat.device)
         start = mix * (mix - 1) // 2 + mix * first  # of each mix in the flat weights
@@ -99,7 +100,7 @@ class History:
         """
         table, number, claims = self.table, len(self.states), self.claims
         states = (*self.states, x)
-        if claims is None or left_to_autograd(x) or x.shape != states[0].shape:
+        if claims is None or left_to_autograd(x, table.sources) or x.shape != states[0].shape:
             return History(table, states, (), None)
         values = (*self.values, x.detach())
         if number >= len(table.columns):  # no mix reads it
@@ -122,7 +123,7 @@ class History:
     def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
         """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""
         row = self.table.rows[number]
-        if self.claims is None or left_to_autograd(self.states[0]):
+        if self.claims is None or left_to_autograd(self.states[0], self.table.sources):
             return Mix(self.states[: len(row)], row, (), tuple(added))
         claims = tuple(of[number - first] for first, of in self.claims if 0 <= number - first < len(of))
         before, accumulator = 0, None

@@ -125,7 +125,7 @@ class Mix:
         return (
             len(self.claims) == 0
             and (  # not `not self.claims`: Dynamo does not follow that
-                left_to_autograd(self._like)
+                left_to_autograd(self._like, len(self.sources))
                 or not isinstance(self.weights, (Tensor, type(None)))
                 or len({x.shape for x in self.sources}) > 1
                 or any(s.shape != (*self._like.shape[:-1], 1) for s in self.scores)
@@ -133,8 +133,13 @@ class Mix:
         )
 
 
-def left_to_autograd(x: Tensor) -> bool:
-    """Whether mixes of tensors like ``x`` are plain torch operations, for others to differentiate or to compile."""
+def left_to_autograd(x: Tensor, sources: float) -> bool:
+    """Whether mixes of that many tensors like ``x`` are plain torch operations, for others to differentiate or compile.
+
+    Args:
+        x: a tensor.
+        sources: how many, on average if it is asked for several mixes.
+    """
     if torch.compiler.is_compiling():
         return not operators.uses_kernels(x)
     return (
@@ -142,6 +147,7 @@ def left_to_autograd(x: Tensor) -> bool:
         or x.device.type not in ("cpu", "cuda")
         or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func
         or torch.autograd.forward_ad._current_level >= 0
+        or (sources * x.numel() < plain.WORTHWHILE and not operators.uses_kernels(x))
     )
 
 

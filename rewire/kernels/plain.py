@@ -15,6 +15,9 @@ from torch import Tensor
 
 #: Elements of a block, for each thread. Smaller blocks cost more in calls than they save in the cache.
 PER_THREAD = 1 << 18
+#: Elements of its sources from which on a sum is worth it: below, the calls cost more than the passes over memory that
+#: they save, and the sum is left to autograd.
+WORTHWHILE = 1 << 20
 
 
 @torch.no_grad()

@@ -60,7 +60,7 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
 
 
 def _by_kernels(x: Tensor, outputs: int) -> bool:
-    return operators.uses_kernels(x) and not left_to_autograd(x) and outputs <= MAX_OUTPUTS
+    return operators.uses_kernels(x) and not left_to_autograd(x, 1) and outputs <= MAX_OUTPUTS
 
 
 class _Several(torch.autograd.Function):
