@@ -44,7 +44,7 @@ class BackendReport:
     left: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{self.graphs} graphs"]
+        lines = [f"{self.graphs} graph{'s' * (self.graphs != 1)}"]
         lines += [f"{mix.where}: a {mix.form} of {mix.sources} states -> mix" for mix in self.mixes]
         lines += [f"{where}: stays, {reason}" for where, reason in self.left.items()]
         return "\n".join(lines) + f"\n{self.residuals}"
