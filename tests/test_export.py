@@ -74,7 +74,7 @@ def test_what_was_pruned_is_not_exported() -> None:
     assert exported[0] == exported[1]
 
 
-@pytest.mark.parametrize("topology", ["ancre-outgoing", "dca", "mhc", "attnres", "muddformer"])
+@pytest.mark.parametrize("topology", ["ancre-outgoing", "dca", "mhc"])
 def test_export_of_a_learned_model(topology: str, tmp_path: Path) -> None:
     model = mixed(Stack(PreNorm), topology).eval()
     torch.export.save(torch.export.export(model, (vectors(),)), tmp_path / "model.pt2")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from every_topology import (
     EVERY,
+    FAMILIES,
     LEARNED,
     NOT_PRESERVING,
     PRE_NORM_ONLY,
@@ -63,7 +64,8 @@ def assert_close(expected: dict[str, Tensor], actual: dict[str, Tensor], toleran
 @pytest.mark.parametrize(
     ("model_type", "key"),
     [
-        *((model_type, key) for model_type in ("llama", "gpt_neox", "t5") for key in PRESERVING),
+        *((model_type, key) for model_type in ("llama", "gpt_neox") for key in PRESERVING),
+        *(("t5", key) for key in (*FAMILIES, "dca") if key in PRESERVING),
         *(("gpt2", key) for key in ("ancre-ingoing", "dca", "muddformer", "hc-dynamic")),  # q, k and v in one weight
     ],
 )
@@ -114,7 +116,8 @@ OF_CHANNELS = [key for key in PRESERVING if key not in WITH_ATTENTION]
     ("name", "key"),
     [
         *(("resnet18", key) for key in OF_CHANNELS if key not in PRE_NORM_ONLY),
-        *((name, key) for name in ("resnetv2_18", "convnext_atto") for key in OF_CHANNELS),
+        *(("resnetv2_18", key) for key in OF_CHANNELS),
+        *(("convnext_atto", key) for key in FAMILIES if key not in NOT_PRESERVING),
         *(("convnext", key) for key in ("ancre-ingoing", "grn-v2", "hc-dynamic")),
     ],
 )
@@ -221,7 +224,7 @@ def test_generation(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["dca", "muddformer"])
-@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "phi3", "falcon", "t5"])
+@pytest.mark.parametrize("model_type", ["gpt2", "falcon", "t5"])
 def test_generation_with_q_k_v_apart(model_type: str, key: str) -> None:
     model = tiny_model(model_type).eval()
     model.generation_config.eos_token_id = None
@@ -241,9 +244,7 @@ def test_gradient_checkpointing(key: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
-@pytest.mark.parametrize(
-    "key", [key for key in LEARNED if key in rewire.topologies()] + ["ancre-keep", "attnres-groups"]
-)
+@pytest.mark.parametrize("key", [*FAMILIES, "ancre-keep", "dca", "laurel-rw", "laurel-lr", "rezero", "attnres-groups"])
 def test_torch_compile(key: str) -> None:
     """Of hand-written blocks, which Dynamo reads faster than a library's; tests/test_torch_compile.py has those."""
     model = mixed(Stack(PreNorm, depth=2), key)
