@@ -4,7 +4,8 @@
 
 A round runs plain, A, B, .., and all of them again in reverse, and adds up the two times of each: what slows down or
 speeds up evenly during a round then counts for all alike. Ratios are taken within rounds. *plain, again* is the plain
-model a second time: what its ratio differs from 1 is noise. A step is forward, backward and AdamW.
+model a second time: what its ratio differs from 1 is noise. A step is forward, backward and AdamW. *in place* is the
+same model with sums that are made in place and left to autograd.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 with contextlib.suppress(ModuleNotFoundError):  # where torchvision's operators do not match torch's build
     import torchvision_stub  # noqa: F401
@@ -28,6 +31,7 @@ from torch import nn
 
 import rewire
 from rewire import harness
+from rewire.kernels import plain as by_hand
 
 BATCH = 8
 CPU = torch.device("cpu")
@@ -42,7 +46,10 @@ def steps(plain: nn.Module, topologies: list[str], compiled: bool) -> dict[str, 
         models[name] = rewire.compile(plain, name, start="paper", validate=False)
     if compiled:
         models = {name: torch.compile(model, fullgraph=True) for name, model in models.items()}
-    return {name: step(model, ids) for name, model in [*models.items(), (AGAIN, models[PLAIN])]}
+    todo = {name: step(model, ids) for name, model in [*models.items(), (AGAIN, models[PLAIN])]}
+    if not compiled:  # torch.compile leaves all of them to autograd
+        todo |= {f"{name}, in place": left_to_autograd(todo[name]) for name in topologies if name != "residual"}
+    return todo
 
 
 def step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
@@ -55,6 +62,16 @@ def step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
         optimizer.step()
 
     return run
+
+
+def left_to_autograd(run: Callable[[], None]) -> Callable[[], None]:
+    """A step whose sums are made in place, with the gradients that autograd gives: the simple way."""
+
+    def in_place() -> None:
+        with mock.patch.object(by_hand, "WORTHWHILE", sys.maxsize):
+            run()
+
+    return in_place
 
 
 def there_and_back(todo: Mapping[str, Callable[[], None]]) -> dict[str, float]:

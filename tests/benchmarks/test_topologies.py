@@ -52,6 +52,6 @@ def test_a_training_step_on_a_cpu(script: Any, tmp_path: Path, monkeypatch: pyte
     )
     cpu_step.main()
     rows = {row["model"]: row for row in json.loads(out.read_text())["results"]}
-    assert list(rows) == ["plain", "dca", "plain, again"]
+    assert list(rows) == ["plain", "dca", "plain, again", "dca, in place"]
     assert rows["plain"]["over plain"] == [1, 1, 1] and rows["dca"]["over plain"][1] > 0
     assert all(len(row["seconds"]) == 2 for row in rows.values())
