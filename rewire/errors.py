@@ -51,3 +51,11 @@ class UnsupportedCall(RewireError):
 
 class TraceError(RewireError):
     """A module's forward could not be traced."""
+
+
+def moved_trunk(trunk: str, model: object, then: str) -> RewireError:
+    """The error of a rewired ``model`` in which a trunk is not found again; ``then`` is what was to be done with it."""
+    return RewireError(
+        f"trunk '{trunk}' is not where it was when {type(model).__name__} was rewired: undo what wraps the model "
+        f"(merge adapters, say), and {then} it then."
+    )

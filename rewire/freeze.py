@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from rewire.compiler import check_model, inputs_for, restore, rewired_copy
 from rewire.connection import Connection, connections
-from rewire.errors import BadExampleInputs, RewireError, UnsupportedTopology
+from rewire.errors import BadExampleInputs, RewireError, UnsupportedTopology, moved_trunk
 from rewire.kernels.history import History
 from rewire.passes.validate import outputs, relative_error
 from rewire.patterns import Pattern, patterns_for
@@ -132,10 +132,7 @@ def freeze(model: nn.Module, threshold: float = 1e-3, example_inputs: Any = None
     def layouts(trunks: list[Trunk]) -> list[Layout]:
         missing = results.keys() - {trunk.name for trunk in trunks}
         if missing:
-            raise RewireError(
-                f"trunk '{min(missing)}' is not where it was when {type(model).__name__} was rewired: undo what wraps "
-                "the model (merge adapters, say), and freeze it then."
-            )
+            raise moved_trunk(min(missing), model, "freeze")
         return [result.layout for result in results.values()]
 
     constant = rewired_copy(plain, found, layouts, "preserve")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rewire.compiler import check_model, restore, rewired_copy
 from rewire.connection import Connection, connections
-from rewire.errors import AlreadyConnected, RewireError
+from rewire.errors import AlreadyConnected, RewireError, moved_trunk
 from rewire.patterns import first_given, patterns_for
 from rewire.stream import Layout
 from rewire.topologies.base import Dims, Start, States, Topology, Ways, computed, total
@@ -98,10 +98,7 @@ def observed(model: nn.Module) -> tuple[nn.Module, list[Record]]:
     def layouts(trunks: list[Trunk]) -> list[Layout]:
         missing = learned.keys() - {trunk.name for trunk in trunks}
         if missing:
-            raise RewireError(
-                f"trunk '{min(missing)}' is not where it was when {type(model).__name__} was rewired: undo what wraps "
-                "the model (merge adapters, say), and diagnose it then."
-            )
+            raise moved_trunk(min(missing), model, "diagnose")
         layouts = {name: connection.layout for name, connection in learned.items()} or {
             trunk.name: Layout(trunk.name, Residual(), range(1, len(trunk.sites) + 1)) for trunk in trunks
         }

@@ -15,7 +15,7 @@ from torch import nn
 
 from rewire.compiler import check_model, inspect, rewired_copy
 from rewire.connection import CONNECTIONS, Connection
-from rewire.errors import RewireError, UnknownName
+from rewire.errors import RewireError, UnknownName, moved_trunk
 from rewire.passes.connect import place
 from rewire.patterns import patterns_for
 from rewire.stream import Layout
@@ -42,10 +42,7 @@ def described(model: nn.Module) -> dict[str, dict[str, Any]]:
     for path, module in model.named_modules():
         if isinstance(module, Connection):
             if path not in trunks:
-                raise RewireError(
-                    f"trunk '{module.layout.trunk}' is not where it was when {type(model).__name__} was rewired: undo "
-                    "what wraps the model (merge adapters, say), and save it then."
-                )
+                raise moved_trunk(module.layout.trunk, model, "save")
             recipes[path] = {**module.recipe(), "sites": _sites(trunks[path])}
     return recipes
 

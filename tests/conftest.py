@@ -1,6 +1,7 @@
 """Runs before every test module is imported."""
 
 import os
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is imported
 
@@ -20,3 +21,10 @@ plain.WORTHWHILE = 0  # the states of tests are tiny; they go the way of large o
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

@@ -51,6 +51,17 @@ def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor], toleranc
             assert error <= tolerance, (name, error)
 
 
+def nodes_behind(result: Tensor) -> list[Any]:
+    """The nodes of the graph that autograd has made."""
+    nodes: dict[Any, None] = {result.grad_fn: None}
+    queue = list(nodes)
+    for node in queue:
+        new = {other: None for other, _ in node.next_functions if other is not None and other not in nodes}
+        nodes |= new
+        queue += new
+    return list(nodes)
+
+
 def train_step(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, Tensor]:
     model.zero_grad()
     output = model(*inputs, **kwargs)

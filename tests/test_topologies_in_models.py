@@ -21,6 +21,7 @@ from every_topology import (
     learned,
     mixed,
 )
+from mixing import nodes_behind
 from models import PreNorm, Stack, token_ids, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -284,23 +285,12 @@ def test_small_states_are_left_to_autograd(key: str, monkeypatch: pytest.MonkeyP
     for worthwhile in (0, 1 << 20):
         monkeypatch.setattr(plain, "WORTHWHILE", worthwhile)
         output = model(x)
-        by_hand = names_of_nodes(output) & {"_SumBackward", "_ClaimsBackward"}
+        by_hand = {type(node).__name__ for node in nodes_behind(output)} & {"_SumBackward", "_ClaimsBackward"}
         assert not (worthwhile and by_hand)
         assert worthwhile or by_hand or key.startswith(("hc", "frac", "laurel-lr"))  # which broadcast, or do not mix
         found.append(dict(zip(names, torch.autograd.grad(output.square().sum(), parameters), strict=True)))
         found[-1]["output"] = output.detach()
     assert_close(*found, 1e-5)
-
-
-def names_of_nodes(output: Tensor) -> set[str]:
-    """What stands in the graph that autograd has made."""
-    seen: set[Any] = {output.grad_fn}
-    queue = list(seen)
-    for node in queue:
-        new = [other for other, _ in node.next_functions if other is not None and other not in seen]
-        seen.update(new)
-        queue += dict.fromkeys(new)
-    return {type(node).__name__ for node in seen}
 
 
 @pytest.mark.parametrize("key", EVERY)

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from mixing import ANCRE, all_gradients, assert_same, ids, llama, mixed, train_step
+from mixing import all_gradients, assert_same, ids, llama, mixed, train_step
 from models import PreNorm, Stack, vectors
-
-
-@pytest.fixture
-def _fresh_dynamo() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
 
 compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 @compiles
-@pytest.mark.parametrize(("topology", "granularity"), [(ANCRE, "sublayer")])
-def test_torch_compile_trains_like_eager(topology: str, granularity: str) -> None:
-    model = mixed(llama(), topology, granularity=granularity)
+def test_torch_compile_trains_like_eager() -> None:
+    model = mixed(llama(), granularity="sublayer")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         expected = model(ids(), use_cache=False).logits
@@ -36,7 +26,7 @@ def test_torch_compile_trains_like_eager(topology: str, granularity: str) -> Non
     assert_same(gradients, all_gradients(model), 1e-5)
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 @compiles
 def test_torch_compile_with_inductor() -> None:
     model = mixed(Stack(PreNorm, depth=2))
@@ -49,7 +39,7 @@ def test_torch_compile_with_inductor() -> None:
     assert_same(gradients, all_gradients(model), 1e-5)
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo")
 @compiles
 def test_torch_compile_with_a_dynamic_length() -> None:
     model = mixed(llama())

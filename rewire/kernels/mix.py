@@ -121,15 +121,14 @@ class Mix:
         return (*self.sources, *self.added, *self.claims)[0]
 
     def _left_to_autograd(self) -> bool:
-        """Whether the sum is one that the lowerings with gradients of their own do not know."""
+        """Whether the lowerings with gradients of their own do not know the sum, or it is not worth them."""
+        if len(self.claims) > 0:  # the history has decided; Dynamo does not follow the truth of a tuple here
+            return False
         return (
-            len(self.claims) == 0
-            and (  # not `not self.claims`: Dynamo does not follow that
-                left_to_autograd(self._like, len(self.sources))
-                or not isinstance(self.weights, (Tensor, type(None)))
-                or len({x.shape for x in self.sources}) > 1
-                or any(s.shape != (*self._like.shape[:-1], 1) for s in self.scores)
-            )
+            left_to_autograd(self._like, len(self.sources))
+            or not isinstance(self.weights, (Tensor, type(None)))
+            or len({x.shape for x in self.sources}) > 1
+            or any(s.shape != (*self._like.shape[:-1], 1) for s in self.scores)
         )
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 #: Elements of a block, for each thread. Smaller blocks cost more in calls than they save in the cache.
 PER_THREAD = 1 << 18
-#: Elements of its sources from which on a sum is worth it: below, the calls cost more than the passes over memory that
-#: they save, and the sum is left to autograd.
+#: Elements that a sum has to read for gradients by hand to be worth it. Below, their calls cost more than the passes
+#: over memory that they save, and `mix` leaves the sum to autograd.
 WORTHWHILE = 1 << 20
 
 

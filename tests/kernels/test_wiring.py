@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from every_topology import FAMILIES, learned, mixed
 from interpreter import INTERPRETED, interpret, starts_interpreter
-from mixing import assert_same, ids, llama
+from mixing import assert_same, ids, llama, nodes_behind
 from models import Mlp, PostNorm, Stack, vectors
 from torch import Tensor, nn
 
@@ -118,23 +118,8 @@ class Checkpointed(Net):
 
 def saved_by_mixes(result: Tensor) -> list[Tensor]:
     """All that the functions of `mix` and `history` keep for backward."""
-    assert result.grad_fn is not None
-    seen: set[Any] = {result.grad_fn}
-    queue, saved = [result.grad_fn], []
-    for node in queue:
-        if type(node).__name__ in ("_SumBackward", "_ClaimsBackward"):
-            saved += [x for x in node.saved_tensors if x is not None]  # type: ignore[attr-defined]
-        new = [other for other, _ in node.next_functions if other is not None and other not in seen]
-        seen.update(new)
-        queue += dict.fromkeys(new)
-    return saved
-
-
-@pytest.fixture
-def _fresh_dynamo() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+    by_hand = [n for n in nodes_behind(result) if type(n).__name__ in ("_SumBackward", "_ClaimsBackward")]
+    return [x for node in by_hand for x in node.saved_tensors if x is not None]
 
 
 class TestWiring:
@@ -304,7 +289,7 @@ class TestWiring:
         assert all(s.untyped_storage().nbytes() <= 4 * (2 * depth) * (2 * depth + 1) // 2 for s in small)
 
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
-    @pytest.mark.usefixtures("_fresh_dynamo")
+    @pytest.mark.usefixtures("fresh_dynamo")
     @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v2"])
     def test_torch_compile(self, key: str) -> None:
         depth = 5 if key == "ancre-ingoing" else 2
