@@ -1,4 +1,4 @@
-"""Generated modules on disk: Triton reads the source of a kernel from its file."""
+"""Generated modules and compiled libraries on disk: Triton reads the source of a kernel from its file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import stat
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -20,17 +21,36 @@ _lock = threading.Lock()
 def load(text: str) -> ModuleType:
     """The module with this source, imported once per process.
 
-    Its file is named after a hash of the text and of the versions of rewire and Triton. It is written under another
-    name and renamed, so that other processes see all of it or nothing.
+    Its file is named after a hash of the text and of the versions of rewire and Triton.
 
     Raises:
         PermissionError: see `folder`.
     """
-    name = _name(text)
+    path = folder() / f"{_name('rewire_mix', text, _version('triton'))}.py"
     with _lock:
-        if name not in _modules:
-            _modules[name] = _import(name, _written(folder() / f"{name}.py", text))
-        return _modules[name]
+        if path.stem not in _modules:
+            if not (path.exists() and path.read_text(encoding="utf-8") == text):
+                _make(path, lambda file: file.write_text(text, encoding="utf-8"))
+            _modules[path.stem] = _import(path)
+        return _modules[path.stem]
+
+
+def kept(stem: str, key: str, suffix: str, make: Callable[[Path], object]) -> Path:
+    """A file in the folder, named after a hash of ``key`` and of the version of rewire.
+
+    Args:
+        stem: what its name begins with.
+        key: all that its contents depend on.
+        suffix: what its name ends with, as ".so".
+        make: writes it, to the path that it is given; called if there is none.
+
+    Raises:
+        PermissionError: see `folder`.
+    """
+    path = folder() / f"{_name(stem, key)}{suffix}"
+    if not path.exists():
+        _make(path, make)
+    return path
 
 
 def folder() -> Path:
@@ -59,9 +79,9 @@ def _platform_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
 
 
-def _name(text: str) -> str:
-    key = "\n".join([_version("rewire"), _version("triton"), text])
-    return f"rewire_mix_{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+def _name(stem: str, *key: str) -> str:
+    digest = hashlib.sha256("\n".join([_version("rewire"), *key]).encode()).hexdigest()
+    return f"{stem}_{digest[:24]}"
 
 
 def _version(package: str) -> str:
@@ -71,23 +91,20 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _written(path: Path, text: str) -> Path:
-    """``path``, with ``text`` in it."""
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return path
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+def _make(path: Path, make: Callable[[Path], object]) -> None:
+    """Written under another name and renamed, so that other processes see all of the file or nothing."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    os.close(handle)
     try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
+        make(Path(name))
+        os.replace(name, path)
     except BaseException:
-        os.unlink(temporary)
+        os.unlink(name)
         raise
-    return path
 
 
-def _import(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
+def _import(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rewire.kernels import native
+
 #: Elements of a block, for each thread. Smaller blocks cost more in calls than they save in the cache.
 PER_THREAD = 1 << 18
 #: Elements that a sum has to read for gradients by hand to be worth it. Below, their calls cost more than the passes
@@ -37,6 +39,10 @@ def combine(
     Returns:
         A new tensor [..., D] in the dtype that plain adds of sources and added would have.
     """
+    if weights is not None and not scores:
+        compiled = native.sums(sources, weights, weights.dim() == 2, added)
+        if compiled is not None:
+            return compiled[0][0]
     sources, added, scores = _of_one_shape(sources, added, scores)
     tensors = (*sources, *added)
     result = torch.empty_like(tensors[0], dtype=functools.reduce(torch.promote_types, [x.dtype for x in tensors]))
@@ -71,6 +77,9 @@ def combine_with_dots(
         The gradients of the states, in their dtype; those of the weights, in the shape of ``weights``, float32 (float64
         for float64 states).
     """
+    compiled = native.sums(grads, weights, weights.dim() == 3, added, states)
+    if compiled is not None:
+        return compiled
     results, dots = [torch.empty_like(x) for x in states], []
     factors = _factors(weights, scalar=weights.dim() == 2)
     as_factor, product = (_flat, torch.dot) if weights.dim() == 2 else (_rows, _by_channel)
