@@ -5,7 +5,8 @@
 Bytes are counted, not estimated: every operator that a topology runs in one forward. *Eager* is what those operators
 read and write one after the other. *Floor* is what one fused kernel for each read, write and output would move: each
 tensor from outside once, each result once. Both are per token, in units of one hidden state (width times four bytes).
-Adds that stay inside a block (where a unit is a whole block) are not operations of the topology, and do not count.
+Where a unit is a whole block, the adds between its branches are not operations of the topology and do not count; the
+sum of its branches does.
 A training step (forward, backward) is timed in turn with one of the plain residual network, and the ratio is the
 median over the turns.
 """

@@ -200,8 +200,7 @@ class Observed(Topology):
         if not self.layout.closes_unit(t - 1):
             assert hidden is not None
             return _Inside(run, inner, total((hidden, *branches)), (*before, *branches))
-        # one by one where the model has parallel branches, one sum where the stream would hand on one
-        added = (total((*before, *branches)),) if before else branches
+        added = (total(before), *branches) if before else branches  # as the stream hands them on
         return _Inside(run, self.inner.write(inner, weights, self.layout.units[t - 1], *added))
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:

@@ -231,12 +231,10 @@ class Stream:
         if not self.hidden:
             return self.read()[1].write(*branches)
         layout, site = self.layout, self.position
-        if layout.opens_unit(site) and layout.closes_unit(site):
-            return self._written(branches)
-        branch = total(branches if self.branch is None else (self.branch, *branches))
-        if layout.closes_unit(site):
-            return self._written((branch,))
-        return self._next(self.states, (*self.hidden, *branches), branch, 1)
+        outputs = branches if self.branch is None else (self.branch, *branches)
+        if layout.closes_unit(site):  # the topology adds them up: in the same pass as its states
+            return self._written(outputs)
+        return self._next(self.states, (*self.hidden, *branches), total(outputs), 1)
 
     def _written(self, branches: Sequence[Tensor]) -> Stream:
         """The stream after the last residual add of a unit, whose outputs are ``branches``."""

@@ -38,7 +38,8 @@ class Table:
 
     Attributes:
         rows: for each mix its weights, [n] or [n, D].
-        columns: for each state, the weights with which mixes read it, in turn.
+        constants: the same, detached.
+        columns: for each state, the weights with which mixes read it, in turn, [1, n] or [1, n, D].
         first: as above.
         block: mixes that kernels begin together (see `best_block`).
         sources: that a mix reads, on average.
@@ -46,11 +47,12 @@ class Table:
 
     def __init__(self, flat: Tensor, mixes: int, first: int = 1) -> None:
         self.first, self.block, self.sources = first, best_block(mixes, first), first + (mixes - 1) / 2
-        self.rows = flat.split([first + s for s in range(mixes)])
+        counts = [first + s for s in range(mixes)]
+        self.rows, self.constants = flat.split(counts), flat.detach().split(counts)
         state, mix = torch.triu_indices(first + mixes - 1, mixes, 1 - first, device=flat.device)
         start = mix * (mix - 1) // 2 + mix * first  # of each mix in the flat weights
         counts = [mixes - max(0, i + 1 - first) for i in range(first + mixes - 1)]
-        self.columns = flat.index_select(0, start + state).split(counts)
+        self.columns = flat.index_select(0, start + state).unsqueeze(0).split(counts, 1)
 
 
 class History:
@@ -64,7 +66,8 @@ class History:
 
     Attributes:
         table: the weights with which states are mixed.
-        states: x_0, x_1, ..., each [..., D].
+        states: x_0, x_1, ..., each [..., D]. Who else reads a state takes it from here: its gradient then joins the
+            pass over the claims'.
         values: the same without their history of gradients.
         claims: for each state, or block of them, the first mix that claims it, and the claims of that mix and those
             that follow; None if some state has no claims, as when a compiled block pushed it: then all further mixes
@@ -107,31 +110,33 @@ class History:
             return History(table, states, values, claims)
         block = table.block if operators.uses_kernels(x) else len(table.columns) + 1
         waiting, column = self.waiting, table.columns[number]
-        first, later = len(table.rows) - len(column), self._later(number, block)
-        near = len(column) - later
+        first, later = len(table.rows) - column.shape[1], self._later(number, block)
+        near = column.shape[1] - later
         if near:
-            *found, x = _Claims.apply(column[None, :near] if later else column[None], later > 0, x)
+            *found, x = _Claims.apply(column[:, :near] if later else column, True, x)
             claims = (*claims, (first, tuple(found)))
+            states = (*self.states, x)
         if later:
             waiting = (*waiting, x)
             if len(waiting) == block:
-                weights = torch.stack([c[-later:] for c in table.columns[number + 1 - block : number + 1]])
+                weights = torch.cat([c[:, -later:] for c in table.columns[number + 1 - block : number + 1]])
                 claims = (*claims, (first + near, _Claims.apply(weights, False, *waiting)[:-1]))
                 waiting = ()
         return History(table, states, values, claims, waiting, self._begin(states, block))
 
     def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
         """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""
-        row = self.table.rows[number]
-        if self.claims is None or left_to_autograd(self.states[0], self.table.sources):
+        if self.claims is None or (torch.compiler.is_compiling() and left_to_autograd(self.states[0], 1)):
+            row = self.table.rows[number]
             return Mix(self.states[: len(row)], row, (), tuple(added))
+        row = self.table.constants[number]
         claims = tuple(of[number - first] for first, of in self.claims if 0 <= number - first < len(of))
         before, accumulator = 0, None
         if self.begun:
             start = number // self.table.block * self.table.block
             before, accumulator = self.table.first + start, self.begun[number - start]
         values = self.values[before : len(row)]
-        weights = (row[before:] if before else row).detach() if values else None
+        weights = (row[before:] if before else row) if values else None
         return Mix(values, weights, (), tuple(added), claims, accumulator)
 
     def _later(self, number: int, block: int) -> int:
@@ -160,7 +165,8 @@ class _Claims(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, through: bool, *states: Tensor) -> tuple[Tensor | None, ...]:
         ctx.save_for_backward(weights, *states)
         ctx.set_materialize_grads(False)
-        claims = states[0].new_empty(()).expand(weights.shape[1], *states[0].shape).unbind()
+        shape = (weights.shape[1], *states[0].shape)
+        claims = states[0].new_empty_strided(shape, [0] * len(shape)).unbind()  # one element
         return (*claims, states[0].view_as(states[0]) if through else None)
 
     @staticmethod

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rewire.kernels import operators, plain
 from rewire.kernels.norms import Norm, norm_of, normed
+from rewire.kernels.spec import MAX_ADDED
 from rewire.kernels.spec import Norm as NormKind
 
 
@@ -86,7 +87,9 @@ class Mix:
 
     def value(self) -> Tensor:
         """The sum, [..., D]."""
-        if self._left_to_autograd() or not (self.sources or self.claims):
+        if not (self.sources or self.claims):
+            return functools.reduce(torch.add, self.added)
+        if self._left_to_autograd():
             return _by_autograd(self.sources, self.weights, self.scores, self.added)
         total: Tensor = self._computed(None)
         return total
@@ -102,13 +105,15 @@ class Mix:
         return both
 
     def _computed(self, norm: Norm | None) -> Any:
-        shape = self._like.shape
+        shape, added = self._like.shape, self.added
+        if len(added) > MAX_ADDED:
+            added = (*added[: MAX_ADDED - 1], functools.reduce(torch.add, added[MAX_ADDED - 1 :]))
         claimed = len(self.claims) > 0
         groups: tuple[Sequence[Any], ...] = (
             () if claimed else self.sources,
             () if claimed or self.weights is None else (self.weights,),
             self.scores,
-            [f if f.shape == shape else f.expand(shape) for f in self.added],
+            [f if f.shape == shape else f.expand(shape) for f in added],
             self.claims,
             () if norm is None else [x for x in (norm.weight, norm.bias) if x is not None],
         )
@@ -160,8 +165,6 @@ def _by_autograd(
     dtype = _plain_dtype(*sources, *added)
     factors = [] if weights is None else list(weights.unbind() if isinstance(weights, Tensor) else weights)
     terms = [*zip(sources, factors, strict=False), *zip(sources, scores, strict=False)]
-    if not terms:
-        return functools.reduce(torch.add, added)
     precision = torch.promote_types(dtype, torch.float32)
     if torch.compiler.is_compiling():  # in the form that Inductor fuses best, forward and backward
         products = [x.to(precision) * w for x, w in terms]

@@ -57,10 +57,12 @@ def sums(
         float64 or bfloat16, on a CPU), somebody records what torch does, or there is no kernel.
     """
     # This runs with cold caches, between a model's matrix products: each call of torch here costs 10 microseconds.
+    if torch.compiler.is_compiling() or _recorded():
+        return None
     first = (terms or added)[0]
     shape, dtype = first.shape, first.dtype
     function, precision = _function(dtype)
-    if function is None or _recorded():
+    if function is None:
         return None
     pointers = _pointers((*terms, *added, *states), shape, dtype)
     elements = first.numel()
@@ -97,11 +99,7 @@ def _array(pointers: list[int]) -> ctypes.Array[ctypes.c_void_p]:
 
 def _recorded() -> bool:
     """Whether somebody follows what torch does, and would not see the kernel."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or torch.compiler.is_compiling()
-    )
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
 
 
 @functools.cache

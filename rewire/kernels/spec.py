@@ -14,6 +14,8 @@ NormScale = Literal["weight", "offset", "none"]
 FAN_IN = 16
 #: Outputs of one kernel: each holds a tile of float32 in registers.
 MAX_OUTPUTS = 8
+#: Branch outputs that one kernel adds.
+MAX_ADDED = 4
 #: Pairs of an output and a source in a kernel that takes their dot products, by kind of weight: sums per channel hold a
 #: tile of registers for each pair, others a number. More would also take long to compile.
 MAX_DOTS = {"none": 64, "scalar": 64, "channel": 16}
@@ -35,7 +37,7 @@ class MixSpec:
         sources: tensors x_k, [rows, D].
         weights: w_ok is one number ("scalar"), one per channel ("channel"), or absent ("none": 1, or 0 beside scores).
         scores: whether there are weights per row s_ok, too.
-        added: branch outputs f_oj of each output, 0 to 2, [rows, D]; weight 1.
+        added: branch outputs f_oj of each output, 0 to 4, [rows, D]; weight 1.
         outputs: 1 to 8, with weights and scores of their own: what queries, keys and values read, the sums of several
             later sites, or new streams.
         norm: the consumer's norm; outputs share its parameters.
@@ -73,7 +75,7 @@ class MixSpec:
             f"norm_scale={self.norm_scale!r} is none of 'weight', 'offset', 'none'": self.norm_scale
             in ("weight", "offset", "none"),
             f"outputs={self.outputs} is not between 1 and {MAX_OUTPUTS}": 1 <= self.outputs <= MAX_OUTPUTS,
-            f"added={self.added} is not between 0 and 2": 0 <= self.added <= 2,
+            f"added={self.added} is not between 0 and {MAX_ADDED}": 0 <= self.added <= MAX_ADDED,
             f"sources={self.sources} leaves nothing to sum": self.sources >= 0 and self._terms > 0,
             "without sources there is nothing that weights, scores or a probe could belong to": self.sources > 0
             or not (weighted or self.probe),

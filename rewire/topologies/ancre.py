@@ -125,8 +125,9 @@ class ANCRe(Topology):
         return x
 
     def open(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
-        x, history = states
-        return x, (x, history.push(x))
+        history = states[1].push(states[0])
+        x = history.states[-1]
+        return x, (x, history)
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Mix:
         x, history = states

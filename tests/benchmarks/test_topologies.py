@@ -27,10 +27,11 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("name", "held", "eager", "floor"),
     [
         ("residual", 1, 18, 18),  # 6 adds
-        # unit t reads t states and the branch, and writes one; one operator for each state
-        ("ancre-ingoing", 3, 3 * (1 + 2 + 3), 1 + 2 + 3 + 3 + 3),
+        # unit t reads t states and two branches, and writes one; one operator for each state and further branch
+        ("ancre-ingoing", 3, 3 * (2 + 3 + 4), 1 + 2 + 3 + 6 + 3),
         ("rezero", 1, 18, 18),  # product and sum are one operator
-        ("grn-v1", 3, None, 1 + 2 + 3 + 4 + 4),  # each unit and the output read all increments before them
+        # each unit and the output read all increments before them; two branches make an increment
+        ("grn-v1", 3, None, 1 + 2 + 3 + 4 + 4 + 9),
         ("hc-static", 4, None, None),
     ],
 )

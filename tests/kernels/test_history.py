@@ -96,7 +96,7 @@ def test_rows_are_mixes_and_columns_are_states(mixes: int, first: int, channels:
     assert len(table.columns) == first + mixes - 1  # the last mix's result is no state of the table
     for i, column in enumerate(table.columns):
         want = torch.stack([row[i] for row in table.rows if i < len(row)])
-        assert torch.equal(column, want)
+        assert torch.equal(column, want[None])
 
 
 # -- values and gradients ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from rewire.kernels.spec import FAN_IN, MixSpec, Weights
         ({"sources": 2, "weights": "row"}, "weights='row' is none of"),
         ({"sources": 2, "norm": "batch"}, "norm='batch' is none of"),
         ({"sources": 2, "outputs": 9}, "outputs=9 is not between 1 and 8"),
-        ({"sources": 2, "added": 3}, "added=3"),
+        ({"sources": 2, "added": 5}, "added=5"),
         ({"sources": 2, "outputs": 3, "added": 1, "norm": "rms"}, "a norm or added branches, not both"),
         ({"sources": 2, "outputs": 3, "weights": "none"}, "several outputs need"),
         ({"sources": 2, "norm": "rms", "norm_scale": "plus"}, "norm_scale='plus' is none of"),
