@@ -151,6 +151,7 @@ def left_to_autograd(x: Tensor, sources: float) -> bool:
         or x.device.type not in ("cpu", "cuda")
         or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func
         or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace
         or (sources * x.numel() < plain.WORTHWHILE and not operators.uses_kernels(x))
     )
 

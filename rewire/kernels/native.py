@@ -13,8 +13,10 @@ import os
 import platform
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +32,9 @@ VECTORS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
 GRAIN = 1 << 15
 
 _FUNCTIONS = {torch.float32: "sums_float32", torch.float64: "sums_float64", torch.bfloat16: "sums_bfloat16"}
-_ARGUMENTS = [{"n": ctypes.c_int64, "p": ctypes.c_void_p}[kind] for kind in "nnppnpppnpnnn"]  # numbers and pointers
+_ARGUMENTS: list[Any] = [
+    {"n": ctypes.c_int64, "p": ctypes.c_void_p}[kind] for kind in "nnppnpppnpnnn"
+]  # numbers and pointers
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ def sums(
     by_channel: bool,
     added: Sequence[Tensor] = (),
     states: Sequence[Tensor] = (),
-) -> tuple[list[Tensor], Tensor | None] | None:
+) -> list[Tensor] | None:
     """``sum_n w_mn g_n + sum_j a_j``, and the products of states with terms, ``<x_m, g_n>``.
 
     Args:
@@ -52,12 +56,12 @@ def sums(
         states: M tensors x_m [..., D]; without them M = 1.
 
     Returns:
-        M new tensors, and the products in the shape of the weights, in the dtype of accumulation; None without states.
+        M new tensors; with states also the products, in the shape of the weights and the dtype of accumulation.
         None if the kernel does not know such tensors (it knows contiguous ones of one dtype and shape, float32,
-        float64 or bfloat16, on a CPU), somebody records what torch does, or there is no kernel.
+        float64 or bfloat16, on a CPU), a dispatch mode follows what torch does, or there is no kernel.
     """
     # This runs with cold caches, between a model's matrix products: each call of torch here costs 10 microseconds.
-    if torch.compiler.is_compiling() or _recorded():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:  # they would not see the kernel
         return None
     first = (terms or added)[0]
     shape, dtype = first.shape, first.dtype
@@ -70,17 +74,19 @@ def sums(
         return None
     if weights.dtype != precision or not weights.is_contiguous():
         weights = weights.to(precision).contiguous()
-    outs = [torch.empty_like(first) for _ in states or (None,)]
-    dots = torch.empty_like(weights) if states else None
+    results, n, branches = len(states) or 1, len(terms), len(added)
     width = shape[-1] if by_channel else elements
-    results, n, branches = len(outs), len(terms), len(added)
+    if weights.numel() != results * n * (width if by_channel else 1):
+        return None
+    outs = [torch.empty_like(first) for _ in range(results)]
+    dots = [torch.empty_like(weights)] if states else []
     function(
         by_channel, results, _array([x.data_ptr() for x in outs]), _array(pointers[n + branches :]),
-        n, _array(pointers[:n]), weights.data_ptr(), None if dots is None else dots.data_ptr(),
+        n, _array(pointers[:n]), weights.data_ptr(), dots[0].data_ptr() if dots else None,
         branches, _array(pointers[n : n + branches]), elements // width, width,
         min(torch.get_num_threads(), 1 + elements // GRAIN),
     )  # fmt: skip
-    return outs, dots
+    return [*outs, *dots]
 
 
 def _pointers(tensors: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> list[int] | None:
@@ -97,11 +103,6 @@ def _array(pointers: list[int]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(pointers))(*pointers)
 
 
-def _recorded() -> bool:
-    """Whether somebody follows what torch does, and would not see the kernel."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
-
-
 @functools.cache
 def _function(dtype: torch.dtype) -> tuple[Callable[..., None] | None, torch.dtype]:
     """The kernel for such tensors, if there is one, and the dtype it sums in."""
@@ -116,7 +117,7 @@ def _function(dtype: torch.dtype) -> tuple[Callable[..., None] | None, torch.dty
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    if not operators.SWITCHED_ON:
+    if not operators.SWITCHED_ON or sys.platform != "linux":  # compilers elsewhere bring no OpenMP, or another
         return None
     try:
         return ctypes.CDLL(str(_compiled()))

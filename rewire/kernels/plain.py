@@ -42,7 +42,7 @@ def combine(
     if weights is not None and not scores:
         compiled = native.sums(sources, weights, weights.dim() == 2, added)
         if compiled is not None:
-            return compiled[0][0]
+            return compiled[0]
     sources, added, scores = _of_one_shape(sources, added, scores)
     tensors = (*sources, *added)
     result = torch.empty_like(tensors[0], dtype=functools.reduce(torch.promote_types, [x.dtype for x in tensors]))
@@ -79,7 +79,7 @@ def combine_with_dots(
     """
     compiled = native.sums(grads, weights, weights.dim() == 3, added, states)
     if compiled is not None:
-        return compiled
+        return compiled[:-1], compiled[-1]
     results, dots = [torch.empty_like(x) for x in states], []
     factors = _factors(weights, scalar=weights.dim() == 2)
     as_factor, product = (_flat, torch.dot) if weights.dim() == 2 else (_rows, _by_channel)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rewire.kernels import plain
+from rewire.kernels import native, plain
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPE = (5, 3, 8)
@@ -15,6 +15,13 @@ SHAPE = (5, 3, 8)
 @pytest.fixture(params=[1, 1 << 18], ids=["blocks of one row", "one block"], autouse=True)
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain, "PER_THREAD", request.param)
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def lowering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the compiled sums know the tensors, and everywhere else."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "sums", lambda *_: None)
 
 
 def draw(count: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:

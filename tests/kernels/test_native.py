@@ -1,0 +1,197 @@
+"""The compiled sums: against float64, and what is left to torch."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from rewire.kernels import native, plain
+from rewire.kernels.mix import mix
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+#: Rows and channels; tiles are 4096 elements, and compilers take 16 at a time.
+SHAPES = [(1,), (3, 5), (2, 7, 33), (3, 4097), (2, 3, 4096), (1, 9001)]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def draw(count: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype) for _ in range(count)]
+
+
+def exact(terms: list[Tensor], weights: Tensor, added: list[Tensor]) -> Tensor:
+    weighted = [w.double() * g.double() for w, g in zip(weights, terms, strict=True)]
+    return torch.stack([*weighted, *(a.double() for a in added)]).sum(0)
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    slack = 1e-13 if dtype == torch.float64 else 1e-5
+    assert got.dtype == dtype and got.shape == want.shape
+    torch.testing.assert_close(got.double(), want, rtol=max(slack, 0.51 * torch.finfo(dtype).eps), atol=slack)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channel", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_sum(shape: tuple[int, ...], channel: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "GRAIN", 8)  # both threads have something to do
+    for n, branches in ((1, 0), (1, 2), (4, 1), (5, 0), (13, 3)):
+        terms, added = draw(n, dtype, shape), draw(branches, dtype, shape)
+        weights = torch.randn(n, *shape[-1:] * channel)
+        before = [x.clone() for x in (*terms, *added)]
+        found = native.sums(terms, weights, channel, added)
+        assert found is not None
+        (total,) = found
+        close(total, exact(terms, weights, added), dtype)
+        assert all(map(torch.equal, (*terms, *added), before))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channel", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_and_products(
+    shape: tuple[int, ...], channel: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "GRAIN", 8)
+    precision = torch.promote_types(dtype, torch.float32)
+    for n, m, branches in ((1, 3, 0), (6, 1, 1), (4, 2, 0)):
+        terms, states, added = draw(n, dtype, shape), draw(m, dtype, shape), draw(branches, dtype, shape)
+        weights = torch.randn(m, n, *shape[-1:] * channel)
+        found = native.sums(terms, weights, channel, added, states)
+        assert found is not None
+        *totals, dots = found
+        for got, row in zip(totals, weights, strict=True):
+            close(got, exact(terms, row, added), dtype)
+        over = tuple(range(len(shape) - channel))
+        products = [[(x.double() * g.double()).sum(over) if over else x.double() * g for g in terms] for x in states]
+        want = torch.stack([torch.stack(row) for row in products]).double()
+        scale = max(1.0, math.sqrt(math.prod(shape)))
+        torch.testing.assert_close(dots.double(), want, rtol=1e-5, atol=1e-6 * scale)
+        assert dots.dtype == precision and dots.shape == weights.shape
+
+
+def test_every_run_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "GRAIN", 8)
+    terms, states, weights = draw(7, torch.float32, (9, 1001)), draw(1, torch.float32, (9, 1001)), torch.randn(1, 7)
+    first = native.sums(terms, weights, False, (), states)
+    assert first is not None
+    for _ in range(5):
+        again = native.sums(terms, weights, False, (), states)
+        assert again is not None and all(map(torch.equal, again, first))
+
+
+def test_bfloat16_rounds_as_torch_does() -> None:
+    x = torch.cat([torch.randn(1 << 12), torch.tensor([math.inf, -math.inf, math.nan, 3.4e38, 1e-40, 0.0, -0.0])])
+    f = torch.rand_like(x).bfloat16()
+    found = native.sums([x.bfloat16()], torch.tensor([0.5]), False, [f])
+    want = (0.5 * x.bfloat16().float() + f.float()).bfloat16()
+    assert found is not None
+    torch.testing.assert_close(found[0], want, rtol=0, atol=0, equal_nan=True)
+    not_a_number = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)  # rounded up it would be zero
+    found = native.sums([torch.ones(3).bfloat16()], not_a_number, False)
+    assert found is not None and found[0].isnan().all()
+
+
+def test_what_is_left_to_torch() -> None:
+    x, w = torch.randn(4, 6), torch.ones(2)
+    zero = torch._efficientzerotensor(4, 6)
+    for other in (x.double(), x.half(), x[:, :3], torch.randn(6, 4).mT, torch.randn(6).expand(4, 6), zero):
+        assert native.sums([x, other], w, False) is None
+    assert native.sums([x.half()] * 2, w, False) is None
+    assert native.sums([x[:0]] * 2, w, False) is None
+    assert native.sums([x.to("meta")] * 2, w, False) is None
+    assert native.sums([x, x], torch.ones(2, 1), True) is None  # broadcast
+    assert native.sums([x, x], w, False) is not None
+    assert torch.equal(plain.combine([x, zero], w), x)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_those_who_follow_torch_see_every_operation() -> None:
+    x = torch.randn(4, 6)
+
+    weights = torch.ones(2)
+    with FlopCounterMode(display=False):
+        assert native.sums([x, x], weights, False) is None
+
+    def doubled(x: Tensor) -> Tensor:
+        return mix([x, x], weights)
+
+    recorded = make_fx(doubled)(x)
+    compiled = torch.compile(doubled, backend="eager", fullgraph=True)
+    for function in (torch.jit.trace(doubled, x), recorded, compiled):
+        assert torch.equal(function(x + 1), 2 * (x + 1))
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """What was compiled is forgotten, before and after."""
+    caches = (native._library, native._function)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler(
+    compiler: str,
+    forgotten: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("REWIRE_CACHE_DIR", str(tmp_path / "cache"))
+    x = torch.randn(4, 6)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert torch.equal(plain.combine([x, x], torch.ones(2)), 2 * x)
+    (record,) = caplog.records  # said once
+    assert "left to torch" in record.getMessage() and compiler in record.getMessage()
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_switched_off(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.operators, "SWITCHED_ON", False)
+    assert native.sums([torch.randn(3)], torch.ones(1), False) is None
+
+
+def test_is_compiled_once(tmp_path: Path) -> None:
+    """By several processes at once: none sees half a file, and later ones find it."""
+    script = (
+        "import torch; from rewire.kernels import native; print(native.sums([torch.ones(3)], torch.ones(1), False))"
+    )
+    environment = os.environ | {"REWIRE_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", script]
+    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert all("tensor([1., 1., 1.])" in process.communicate()[0] for process in running)
+    (library,) = (tmp_path / "cache").iterdir()
+    assert library.suffix == ".so"
+    made = library.stat().st_mtime_ns
+    later = subprocess.run(command, env=environment | {"CXX": "c++"}, stdout=subprocess.PIPE, text=True, check=True)
+    assert "tensor([1., 1., 1.])" in later.stdout and library.stat().st_mtime_ns == made
+
+
+def test_threads_are_those_of_torch() -> None:
+    """One OpenMP in the process: two would each keep a pool of threads."""
+    assert native.sums([torch.randn(3)], torch.ones(1), False) is not None
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert len({line.split()[-1] for line in maps if "libgomp" in line}) == 1
