@@ -1,6 +1,6 @@
 """The weighted sum of states that topologies are made of.
 
-One operation, three lowerings: generated Triton kernels (`operators`), plain torch with gradients written by hand
+One operation, three lowerings: generated Triton kernels (`operators`), sums and gradients written by hand for CPUs
 (`plain`), and plain torch left to autograd, which torch.compile fuses on a CPU.
 """
 

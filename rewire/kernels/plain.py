@@ -1,7 +1,8 @@
 """Mixes and their gradients in plain torch, without autograd: what eager mode runs where there is no kernel.
 
-A sum goes through one accumulator, a block of rows at a time: the accumulator stays in the cache while the sources
-stream past it, and no copy that a dtype or a stride makes necessary is larger than a block.
+Tensors that the compiled loop of `native` knows are left to it. In torch a sum goes through one accumulator, a block of
+rows at a time: the accumulator stays in the cache while the sources stream past it, and no copy that a dtype or a
+stride makes necessary is larger than a block.
 """
 
 from __future__ import annotations
