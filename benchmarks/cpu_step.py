@@ -3,9 +3,10 @@
     python benchmarks/cpu_step.py [TOPOLOGY ..] [--compiled] [--vocabulary N] [--threads N] [--rounds N] [--out FILE]
 
 A round runs plain, A, B, .., and all of them again in reverse, and adds up the two times of each: what slows down or
-speeds up evenly during a round then counts for all alike. Ratios are taken within rounds. *plain, again* is the plain
-model a second time: what its ratio differs from 1 is noise. A step is forward, backward and AdamW. *in place* is the
-same model with sums that are made in place and left to autograd.
+speeds up evenly during a round then counts for all alike. Ratios are taken within rounds, to the mean of the plain
+model's two times: *plain, again* is that model once more, and what its own ratio to the first differs from 1 is noise.
+*Middle* is the mean of the middle three fifths of the ratios, with its standard error. A step is forward, backward and
+AdamW. *in place* is the same model with sums that are made in place and left to autograd.
 """
 
 from __future__ import annotations
@@ -84,21 +85,27 @@ def there_and_back(todo: Mapping[str, Callable[[], None]]) -> dict[str, float]:
 def measure(todo: Mapping[str, Callable[[], None]], rounds: int, title: str) -> list[dict[str, Any]]:
     there_and_back(todo)
     found = [there_and_back(todo) for _ in track(range(rounds), title)]
-    return [
-        {
-            "mode": title,
-            "model": name,
-            "seconds": [seconds[name] / 2 for seconds in found],
-            "over plain": quartiles([seconds[name] / seconds[PLAIN] for seconds in found]),
-            "fastest half over plain": fastest(found, name) / fastest(found, PLAIN),
-        }
-        for name in todo
-    ]
+    rows = []
+    for name in todo:
+        ratios = [seconds[name] / plain_seconds(seconds, name) for seconds in found]
+        row = {"mode": title, "model": name, "seconds": [seconds[name] / 2 for seconds in found]}
+        rows.append({**row, "over plain": quartiles(ratios), "middle": middle(ratios)})
+    return rows
 
 
-def fastest(found: list[dict[str, float]], name: str) -> float:
-    """Mean of the faster half of the rounds: what else runs on the machine only ever adds time."""
-    return statistics.mean(sorted(seconds[name] for seconds in found)[: (len(found) + 1) // 2])
+def plain_seconds(seconds: Mapping[str, float], name: str) -> float:
+    """What the time of ``name`` is divided by."""
+    return seconds[PLAIN] if name in (PLAIN, AGAIN) else (seconds[PLAIN] + seconds[AGAIN]) / 2
+
+
+def middle(values: list[float]) -> list[float]:
+    """Mean of the middle three fifths, and its standard error (of a trimmed mean: Tukey and McLaughlin, 1963)."""
+    cut = len(values) // 5
+    ordered = sorted(values)
+    kept = ordered[cut : len(values) - cut]
+    winsorized = [min(max(value, kept[0]), kept[-1]) for value in ordered]
+    spread = statistics.stdev(winsorized) if len(values) > 1 else 0.0
+    return [statistics.mean(kept), spread / (1 - 2 * cut / len(values)) / len(values) ** 0.5]
 
 
 def quartiles(values: list[float]) -> list[float]:
@@ -107,12 +114,13 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    result = Table("mode", "model", "step", "over plain", "quartiles", "fastest half over plain")
+    result = Table("mode", "model", "step", "over plain", "quartiles", "middle")
     for row in rows:
         low, median, high = (f"{100 * (ratio - 1):+.1f}%" for ratio in row["over plain"])
         step = f"{1e3 * statistics.median(row['seconds']):.0f} ms"
-        half = f"{100 * (row['fastest half over plain'] - 1):+.1f}%"
-        result.add_row(row["mode"], row["model"], step, median, f"{low} to {high}", half)
+        mean, error = row["middle"]
+        mid = f"{100 * (mean - 1):+.1f}% ± {100 * error:.1f}"
+        result.add_row(row["mode"], row["model"], step, median, f"{low} to {high}", mid)
     return result
 
 
