@@ -207,8 +207,8 @@ def mix_backward(
         | (strided("grad_mix", as_rows(grad_mixes[o])) if grad_mixes else {})
         for o in range(spec.outputs)
     ]
-    narrow = shape[-1] <= MAX_NORM_WIDTH // 2
-    if one and spec.weights != "channel" and spec.sources <= FAN_IN and narrow:
+    few = spec.weights != "channel" and spec.sources <= FAN_IN and shape[-1] <= MAX_NORM_WIDTH // 2
+    if one and (few or not spec.sources):
         normed = dataclasses.replace(normed, added=min(spec.added, 1))
         found = _backward_step(normed, upstream[0], terms, arguments[0], grad_sources, dtype)
         return _shaped(found, grad_sources, whole, shape)

@@ -214,6 +214,13 @@ class TestKernels:
             rounded_once(got, want)
 
     @pytest.mark.parametrize("norm", ["rms", "layer"])
+    @pytest.mark.parametrize("width", [4097, 8192])
+    def test_wide_norms(self, width: int, norm: Any) -> None:
+        """What the gradients of a claimed sum need is that of its norm alone."""
+        Case.of(MixSpec(0, "none", added=4, norm=norm, keep_mix=True), width, lead=(2,)).check()
+        Case.of(MixSpec(3, added=1, norm=norm, keep_mix=True), width, lead=(2,)).check()
+
+    @pytest.mark.parametrize("norm", ["rms", "layer"])
     def test_more_sources_than_one_kernel_takes_before_a_norm(self, norm: Any) -> None:
         Case.of(MixSpec(18, "scalar", True, added=1, norm=norm, keep_mix=True), 40, BF16).check()
 
