@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rewire.kernels import plain
 from rewire.kernels.mix import mix
+from rewire.kernels.spec import MAX_ADDED
 
 
 def naive(sources: list[Tensor], weights: list[Tensor], added: list[Tensor]) -> Tensor:
@@ -48,6 +52,26 @@ def test_low_precision_rounds_once(dtype: torch.dtype) -> None:
 def test_float64_is_not_accumulated_in_float32() -> None:
     sources, weights = draw(5, torch.float64), torch.randn(5)
     torch.testing.assert_close(mix(sources, weights), naive(sources, list(weights), []), rtol=1e-13, atol=1e-13)
+
+
+def test_more_branches_than_a_kernel_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    combine = plain.combine
+
+    def counted(sources: Any, weights: Any, added: Any, scores: Any) -> Tensor:
+        counts.append(len(added))
+        return combine(sources, weights, added, scores)
+
+    monkeypatch.setattr(plain, "combine", counted)
+    (x,), (w,), branches = draw(1, torch.float32), [torch.tensor(0.5, requires_grad=True)], draw(6, torch.float32)
+    branches = [f.detach().requires_grad_() for f in branches]
+    got = mix([x], [w], branches)
+    torch.testing.assert_close(got, 0.5 * x + sum(branches))
+    upstream = torch.randn_like(got)
+    grads = torch.autograd.grad(got, [w, *branches], upstream)
+    assert counts == [MAX_ADDED]
+    torch.testing.assert_close(grads[0], (upstream * x).sum())
+    assert all(torch.equal(grad, upstream) for grad in grads[1:])
 
 
 def test_weight_one_is_a_plain_add() -> None:
