@@ -126,7 +126,7 @@ class History:
 
     def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
         """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""
-        if self.claims is None or (torch.compiler.is_compiling() and left_to_autograd(self.states[0], 1)):
+        if self.claims is None or (torch.compiler.is_compiling() and not operators.uses_kernels(self.states[0])):
             row = self.table.rows[number]
             return Mix(self.states[: len(row)], row, (), tuple(added))
         row = self.table.constants[number]
