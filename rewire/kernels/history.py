@@ -48,11 +48,21 @@ class Table:
     def __init__(self, flat: Tensor, mixes: int, first: int = 1) -> None:
         self.first, self.block, self.sources = first, best_block(mixes, first), first + (mixes - 1) / 2
         counts = [first + s for s in range(mixes)]
-        self.rows, self.constants = flat.split(counts), flat.detach().split(counts)
+        self.rows, self.constants = _parts(flat, counts), flat.detach().split(counts)
         state, mix = torch.triu_indices(first + mixes - 1, mixes, 1 - first, device=flat.device)
         start = mix * (mix - 1) // 2 + mix * first  # of each mix in the flat weights
         counts = [mixes - max(0, i + 1 - first) for i in range(first + mixes - 1)]
-        self.columns = flat.index_select(0, start + state).unsqueeze(0).split(counts, 1)
+        self.columns = _parts(flat.index_select(0, start + state).unsqueeze(0), counts, dim=1)
+
+
+def _parts(x: Tensor, counts: list[int], dim: int = 0) -> tuple[Tensor, ...]:
+    """``x`` split along ``dim``.
+
+    Copies in a compiled region: where one opens the stream, its table goes on to the next, and AOTAutograd cannot hand
+    out several views of one split ("split_with_sizes expects split_sizes to sum exactly to 1").
+    """
+    parts = x.split(counts, dim)
+    return tuple(part.clone() for part in parts) if torch.compiler.is_compiling() else parts
 
 
 class History:
