@@ -94,9 +94,14 @@ def _run(model: nn.Module, inputs: Inputs) -> _Run:
         if differentiable and parameters:
             torch.manual_seed(1)
             # weights that differ per element: a plain sum would hide what a final norm cancels
-            loss = sum((t.float() * torch.rand_like(t, dtype=torch.float32)).sum() / t.numel() for t in differentiable)
+            loss = sum((t.float() * _weights(t)).sum() / t.numel() for t in differentiable)
             gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)  # type: ignore[arg-type]
     return _Run([t.detach() for t in outputs], dict(zip(parameters, gradients, strict=True)), blocks)
+
+
+def _weights(output: Tensor) -> Tensor:
+    """Random weights of the shape of ``output``. Not by `rand_like`, whose values depend on strides, too."""
+    return torch.rand(output.shape, device=output.device)
 
 
 def _compare(expected: _Run, actual: _Run) -> None:

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from models import NanoGPT
+from models import WIDTH, NanoGPT, PreNorm, vectors
 from torch import nn
 
 import rewire
@@ -123,3 +123,25 @@ def test_a_different_number_of_outputs_is_noticed():
 
     with pytest.raises(rewire.ValidationMismatch, match="1 tensors, not 2"):
         validate(Two(), One(), ((torch.ones(1),), {}))
+
+
+class Strided(Residual):
+    """The right values in other strides than the original's."""
+
+    def finish(self, states, weights, dims):
+        return super().finish(states, weights, dims).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def test_strides_of_the_outputs_do_not_matter():
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(PreNorm() for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    rewired = rewire.compile(Body(), Strided(), example_inputs=(vectors(width=WIDTH),))
+    assert rewired(vectors(width=WIDTH)).stride() != vectors(width=WIDTH).stride()
