@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from rewire.compiler import check_choices, has_part, layout_of
+from rewire.compiler import assigned, check_choices, check_names, chosen_topologies, layout_of
 from rewire.connection import CONNECTIONS, Connection, connections
 from rewire.errors import RewireError, UnsupportedCall, UnsupportedTopology
 from rewire.passes.flat import FlatTrunk, find_flat
 from rewire.passes.mixes import LoweredMix, lower_mixes
 from rewire.passes.rewrite import rewrite_chain
-from rewire.topologies import Topology, make_topology
+from rewire.topologies import Topology
 from rewire.topologies.base import Start
 from rewire.trunk import Report, Trunk
 
@@ -61,21 +61,22 @@ class Backend:
     They exist once a graph has been compiled, that is, after the first call of the compiled model.
 
     Args:
-        topology: a name or a `Topology` object, as for `rewire.compile`. None leaves residual adds alone.
-        granularity, start: as for `rewire.compile`.
-        trunks: names of the trunks to rewire, or parts of them; default: all.
+        topology: a name, a `Topology` object, or a dict of these by trunk, as for `rewire.compile`. None leaves
+            residual adds alone.
+        granularity, start, trunks: as for `rewire.compile`.
         inner: the backend that the graphs are handed to: ``"inductor"`` or any that ``torch.compile`` knows.
         inner_options: for Inductor, its options: ``{"triton.cudagraphs": True}``.
         options: options of the named topology.
 
     Raises:
-        UnknownName: no such topology; near names are given.
-        ValueError: another argument is not one of what is said above.
+        UnknownName: no such topology; near names are given. (A trunk that no graph has is one when the last graph of
+            a model is compiled.)
+        TypeError, ValueError: another argument is not one of what is said above.
     """
 
     def __init__(
         self,
-        topology: str | Topology | None = None,
+        topology: str | Topology | Mapping[str, str | Topology] | None = None,
         *,
         granularity: Literal["auto", "block", "sublayer"] = "auto",
         start: Start = "preserve",
@@ -87,12 +88,15 @@ class Backend:
         check_choices(granularity, start)
         if inner_options and inner != "inductor":
             raise ValueError(f"inner_options are options of Inductor; '{inner}' takes none.")
-        self.topology = None if topology is None else make_topology(topology, options)
+        self.topologies = {} if topology is None else chosen_topologies(topology, options, trunks)
+        if not self.topologies and (options or trunks is not None):
+            raise TypeError(f"{sorted([*options, *['trunks'] * (trunks is not None)])} are for a topology: pass one.")
         self.granularity: Literal["auto", "block", "sublayer"] = granularity
-        self.start, self.trunks = start, [trunks] if isinstance(trunks, str) else trunks
+        self.start = start
         self.inner, self.inner_options = inner, dict(inner_options or {})
         self._connections = nn.ModuleDict()
         self._trunks: dict[str, Trunk] = {}
+        self._seen: list[Trunk] = []  # found in any graph of the model that is being compiled
         self._break = ""  # the last graph break
         self.__name__ = "rewire"  # in messages of torch.compile
         self._report = BackendReport(0, Report((), {}), (), {})
@@ -195,29 +199,37 @@ class Backend:
     def _rewrite(self, graph: fx.GraphModule) -> None:
         found = find_flat(graph.graph, graph)
         rewired = []
-        if self.topology is not None:
-            chosen = [flat for flat in found.trunks if self._wanted(flat.trunk)]
-            self._check_whole(graph, chosen)
-            for number, flat in enumerate(chosen):
-                self._connect(graph, flat, f"stream_{number}")
+        if self.topologies:
+            trunks = [flat.trunk for flat in found.trunks]
+            by_name = {flat.trunk.name: flat for flat in found.trunks}
+            chosen = [(by_name[trunk.name], self.topologies[key]) for trunk, key in assigned(trunks, self.topologies)]
+            self._check_names(graph, trunks)
+            self._check_whole(graph, [flat for flat, _ in chosen])
+            for number, (flat, topology) in enumerate(chosen):
+                self._connect(graph, flat, topology, f"stream_{number}")
                 rewired.append(flat.trunk)
         mixes, left = lower_mixes(graph.graph, graph)
         graph.graph.lint()
         graph.recompile()
         self._note(rewired, found.skipped, mixes, left)
 
-    def _wanted(self, trunk: Trunk) -> bool:
-        return self.trunks is None or any(has_part(trunk.name, name) for name in self.trunks)
+    def _check_names(self, graph: fx.GraphModule, trunks: Sequence[Trunk]) -> None:
+        """Refuse names that no graph of the model has, once its last graph is there."""
+        self._seen += trunks
+        reason = getattr(graph, "compile_subgraph_reason", None)
+        if reason is None or not reason.graph_break:
+            seen, self._seen = self._seen, []
+            if seen or reason is None:
+                check_names(self.topologies, seen)
 
-    def _connect(self, graph: fx.GraphModule, flat: FlatTrunk, stream: str) -> None:
+    def _connect(self, graph: fx.GraphModule, flat: FlatTrunk, topology: Topology, stream: str) -> None:
         """Let a trunk go through a stream that this backend's connection opens."""
         trunk, key = flat.trunk, flat.trunk.name.replace(".", "_")
         if key not in self._connections:
-            assert self.topology is not None
-            layout = layout_of(trunk, self.topology, self.granularity)
+            layout = layout_of(trunk, topology, self.granularity)
             if layout.dims.attention:
                 raise UnsupportedTopology(
-                    f"{type(self.topology).__name__} reads queries, keys and values apart, which this backend does not "
+                    f"{type(topology).__name__} reads queries, keys and values apart, which this backend does not "
                     "take apart in a flat graph: use rewire.compile, and torch.compile what it returns."
                 )
             self._connections[key] = Connection(layout, self.start, _device(graph))

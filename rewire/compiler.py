@@ -117,7 +117,7 @@ def compile(
         BadExampleInputs: the original does not run on the example inputs.
         ValidationMismatch: the rewritten model differs from the original.
     """
-    chosen = _chosen(topology, options, trunks)
+    chosen = chosen_topologies(topology, options, trunks)
     check_choices(granularity, start)
     initializer = None if init is None else make_initializer(init, {})
     check_model(model)
@@ -130,7 +130,8 @@ def compile(
         )
 
     def layouts(trunks_found: list[Trunk]) -> list[Layout]:
-        return [layout_of(trunk, chosen[key], granularity) for trunk, key in _assigned(trunks_found, chosen)]
+        check_names(chosen, trunks_found)
+        return [layout_of(trunk, chosen[key], granularity) for trunk, key in assigned(trunks_found, chosen)]
 
     rewired = rewired_copy(model, found, layouts, start)
     if validate:
@@ -277,11 +278,13 @@ def _copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
 
 
-def _chosen(
+def chosen_topologies(
     topology: str | Topology | Mapping[str, str | Topology], options: dict[str, Any], names: Sequence[str] | None
 ) -> dict[str, Topology]:
     """Topology by trunk name, or part of one; the empty key stands for all trunks."""
     if not isinstance(topology, Mapping):
+        if names is not None and len(names) == 0:
+            raise ValueError("trunks is empty: it names no trunk. Leave it out to rewire all of them.")
         chosen = make_topology(topology, options)
         return dict.fromkeys([names] if isinstance(names, str) else names or ("",), chosen)
     if options or names is not None:
@@ -295,21 +298,32 @@ def _chosen(
     return {name: make_topology(value, {}) for name, value in topology.items()}
 
 
-def _assigned(trunks: Sequence[Trunk], keys: Collection[str]) -> list[tuple[Trunk, str]]:
+def named_by(key: str, trunks: Sequence[Trunk]) -> list[Trunk]:
+    """The trunks that ``key`` names: the one of that name, else those of whose name it is a part."""
+    return [trunk for trunk in trunks if trunk.name == key] or [t for t in trunks if has_part(t.name, key)]
+
+
+def assigned(trunks: Sequence[Trunk], keys: Collection[str]) -> list[tuple[Trunk, str]]:
     """Trunks that a key names, with that key."""
-    named: dict[str, list[Trunk]] = {}
-    for key in keys:
-        named[key] = [trunk for trunk in trunks if trunk.name == key] or [t for t in trunks if has_part(t.name, key)]
-        if not named[key] and (key or not trunks):
-            known = ", ".join(trunk.name for trunk in trunks) or "none"
-            raise UnknownName(f"the model has no trunk '{key}'; its trunks are {known}.")
-    assigned = []
+    pairs = []
     for trunk in trunks:
-        own = [key for key in keys if trunk in named[key]]
+        own = [key for key in keys if trunk in named_by(key, trunks)]
         if len(own) > 1:
             raise ValueError(f"trunk '{trunk.name}' is named by several keys: {', '.join(map(repr, own))}.")
-        assigned += [(trunk, key) for key in own]
-    return assigned
+        pairs += [(trunk, key) for key in own]
+    return pairs
+
+
+def check_names(keys: Collection[str], trunks: Sequence[Trunk]) -> None:
+    """Refuse keys that name none of ``trunks``.
+
+    Raises:
+        UnknownName: saying which trunks there are.
+    """
+    for key in keys:
+        if key and not named_by(key, trunks):
+            known = ", ".join(trunk.name for trunk in trunks) or "none"
+            raise UnknownName(f"the model has no trunk '{key}'; its trunks are {known}.")
 
 
 def has_part(name: str, key: str) -> bool:

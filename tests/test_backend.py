@@ -154,6 +154,48 @@ def test_trunks_can_be_chosen() -> None:
     assert list(flat.coefficients()) == ["second.layers.0"]
 
 
+def test_a_dict_names_topologies_by_trunk() -> None:
+    model = nn.ModuleDict({"first": Stack(PreNorm), "second": Stack(PreNorm), "third": Stack(PreNorm)})
+    flat = rewire.Backend({"first": "denseformer", "second": rewire.ANCRe()}, inner="eager")
+    torch.compile(lambda x: model["first"](x) + model["second"](x) + model["third"](x), backend=flat)(vectors())
+    assert {name: list(matrix.shape) for name, matrix in flat.coefficients().items()} == {
+        "first.layers": [3, 4],
+        "second.layers": [3, 3],
+    }
+
+
+def test_a_trunk_that_no_graph_has() -> None:
+    flat = backend(trunks=["layer", "layers"])
+    with pytest.raises(Exception, match="the model has no trunk 'layer'; its trunks are layers"):
+        torch.compile(Stack(PreNorm), backend=flat)(vectors())
+
+
+def test_the_trunks_of_a_model_may_lie_in_several_graphs() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Stack(PreNorm), Stack(PreNorm)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            torch._dynamo.graph_break()
+            return y + self.second(x)
+
+    flat = backend(trunks=["first", "second"])
+    torch.compile(Halves(), backend=flat)(vectors())
+    assert sorted(flat.coefficients()) == ["first.layers", "second.layers"]
+
+
+@pytest.mark.parametrize("make", [lambda **kw: rewire.compile(Stack(PreNorm), **kw), rewire.Backend])
+def test_trunks_mean_the_same_in_both(make: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="trunks is empty: it names no trunk"):
+        make(topology="denseformer", trunks=[])
+    with pytest.raises(ValueError, match="the dict of topologies is empty"):
+        make(topology={})
+    with pytest.raises(TypeError, match="cannot be combined with a dict of topologies"):
+        make(topology={"layers": "denseformer"}, trunks=["layers"])
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
