@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 from rewire.compiler import assigned, check_choices, check_names, chosen_topologies, layout_of
 from rewire.connection import CONNECTIONS, Connection, connections
 from rewire.errors import RewireError, UnsupportedCall, UnsupportedTopology
-from rewire.passes.flat import FlatTrunk, find_flat
+from rewire.passes.find import Found, FoundTrunk, trunks_in
+from rewire.passes.flat import flow_of
 from rewire.passes.mixes import LoweredMix, lower_mixes
 from rewire.passes.rewrite import rewrite_chain
 from rewire.topologies import Topology
@@ -197,7 +198,7 @@ class Backend:
     # -- one graph -----------------------------------------------------------------------------------------------------
 
     def _rewrite(self, graph: fx.GraphModule) -> None:
-        found = find_flat(graph.graph, graph)
+        found = _found(graph)
         rewired = []
         if self.topologies:
             trunks = [flat.trunk for flat in found.trunks]
@@ -205,8 +206,8 @@ class Backend:
             chosen = [(by_name[trunk.name], self.topologies[key]) for trunk, key in assigned(trunks, self.topologies)]
             self._check_names(graph, trunks)
             self._check_whole(graph, [flat for flat, _ in chosen])
-            for number, (flat, topology) in enumerate(chosen):
-                self._connect(graph, flat, topology, f"stream_{number}")
+            for flat, topology in chosen:
+                self._connect(graph, flat, topology)
                 rewired.append(flat.trunk)
         mixes, left = lower_mixes(graph.graph, graph)
         graph.graph.lint()
@@ -222,7 +223,7 @@ class Backend:
             if seen or reason is None:
                 check_names(self.topologies, seen)
 
-    def _connect(self, graph: fx.GraphModule, flat: FlatTrunk, topology: Topology, stream: str) -> None:
+    def _connect(self, graph: fx.GraphModule, flat: FoundTrunk, topology: Topology) -> None:
         """Let a trunk go through a stream that this backend's connection opens."""
         trunk, key = flat.trunk, flat.trunk.name.replace(".", "_")
         if key not in self._connections:
@@ -241,10 +242,10 @@ class Backend:
                 "model needs a Backend of its own; rewire.compile does not depend on graphs."
             )
         gate = f"{CONNECTIONS}.{key}"
-        graph.add_submodule(f"{gate}.enter", self._connections[key])  # what `rewrite_chain` calls
-        rewrite_chain(graph.graph, flat.chain, gate, stream)
+        graph.add_submodule(gate, self._connections[key])  # what `rewrite_chain` calls
+        rewrite_chain(graph.graph, flat.chain, gate)
 
-    def _check_whole(self, graph: fx.GraphModule, trunks: Sequence[FlatTrunk]) -> None:
+    def _check_whole(self, graph: fx.GraphModule, trunks: Sequence[FoundTrunk]) -> None:
         """Refuse trunks that go on outside this graph, as far as one graph of Dynamo's can tell."""
         reason = getattr(graph, "compile_subgraph_reason", None)
         if reason is None:  # not Dynamo's
@@ -256,7 +257,7 @@ class Backend:
                 log.warning("no residual stream was found in a graph that ends in a break: %s.", self._break)
         output = next(iter(reversed(graph.graph.nodes)))
         for flat in trunks:
-            handed_in, handed_out = flat.chain.entry.op == "placeholder", flat.chain.exit in output.all_input_nodes
+            handed_in, handed_out = flat.chain.entry.node.op == "placeholder", flat.chain.adds[-1].result.node in output.all_input_nodes
             what = f"trunk '{flat.trunk.name}', of which this graph holds {_span(flat.trunk)},"
             if (reason.graph_break and handed_out) or (handed_in and self._break):
                 raise UnsupportedCall(
@@ -311,6 +312,18 @@ def by_name(
 _ARGUMENTS = {"topology", "granularity", "start", "trunks", "inner", "inner_options"}
 #: Backends that were made for the options of a call of ``torch.compile``, which hands on the dict that it was given.
 _BY_OPTIONS: list[tuple[Mapping[str, Any], Backend]] = []
+
+
+def _found(graph: fx.GraphModule) -> Found:
+    """The trunks of a graph, without those whose stream is reshaped on its way."""
+    found = trunks_in(flow_of(graph.graph, graph))
+    for linked in list(found.trunks):
+        chain = linked.chain
+        if any(chain.passages) or any(add.shortcut is not add.state for add in chain.adds):
+            found.trunks.remove(linked)
+            why = "its stream is cast or reshaped between the adds, which this backend does not follow"
+            found.skipped[linked.trunk.name] = why
+    return found
 
 
 def _declare_parameters(graph: fx.GraphModule) -> None:

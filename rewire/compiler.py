@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from rewire.connection import CONNECTIONS, Connection, Gate, connections
+from rewire.connection import CONNECTIONS, Connection, connections
 from rewire.errors import (
     AlreadyConnected,
     AlreadyRewired,
@@ -25,12 +26,14 @@ from rewire.errors import (
 )
 from rewire.init import Initializer, initialize, make_initializer
 from rewire.passes import validate as validation
-from rewire.passes.blocks import BlockRewrite, add_gates
+from rewire.passes.apply import apply, undo
 from rewire.passes.connect import StreamsToTensors, convert_collected, register
-from rewire.passes.fuse import unfuse
-from rewire.passes.install import is_rewritten, source_of, uninstall
-from rewire.passes.projections import find_projections
-from rewire.passes.trunks import Finder, LinkedTrunk
+from rewire.passes.copies import own_inputs, private, seeded, shared
+from rewire.passes.find import Found, trunks_in
+from rewire.passes.functions import define
+from rewire.passes.install import edits_of, is_edited
+from rewire.passes.plan import Plans, plan
+from rewire.passes.record import record
 from rewire.patterns import Pattern, first_given, patterns_for
 from rewire.patterns.pattern import Inputs
 from rewire.stream import Layout
@@ -60,8 +63,7 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
     learned = first_given(found, "learned")
     if learned:
         return Report((), {"": f"it already has learned depth connections: {learned}"})
-    finder, trunks = _find(model, found)
-    report = finder.report(trunks)
+    report = find(model, found, inputs_for(model, found, example_inputs))[0].report
     if example_inputs is not None:
         try:
             compile(model, "residual", example_inputs=example_inputs)
@@ -133,9 +135,11 @@ def compile(
         check_names(chosen, trunks_found)
         return [layout_of(trunk, chosen[key], granularity) for trunk, key in assigned(trunks_found, chosen)]
 
-    rewired = rewired_copy(model, found, layouts, start)
+    inputs = inputs_for(model, found, example_inputs)
+    seen = find(model, found, inputs)
+    rewired = rewired_copy(model, found, seen, layouts, start)
     if validate:
-        same = rewired if start == "preserve" else rewired_copy(model, found, _plain(rewired), "preserve")
+        same = rewired if start == "preserve" else rewired_copy(model, found, seen, _plain(rewired), "preserve")
         _validate(model, same, found, example_inputs)
     return rewired if initializer is None else _initialized(rewired, initializer)
 
@@ -148,13 +152,9 @@ def restore(model: nn.Module) -> nn.Module:
     """
     if not connections(model):
         raise RewireError(f"{type(model).__name__} was not rewired: there is nothing to restore.")
-    plain = _copied(model)
+    plain = shared(model)
     for module in plain.modules():
-        if is_rewritten(module):
-            uninstall(module)
-            for name in [n for n, value in vars(module).items() if isinstance(value, Gate)]:
-                del module.__dict__[name]
-            unfuse(module)
+        undo(module)
         module._modules.pop(CONNECTIONS, None)
         for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, StreamsToTensors)]:
             del module._forward_hooks[key]
@@ -172,11 +172,11 @@ def source(model: nn.Module, path: str) -> str:
         module = model.get_submodule(path)
     except AttributeError:
         raise UnknownName(f"{type(model).__name__} has no module '{path}'.") from None
-    if not is_rewritten(module):
-        rewritten = [p for p, m in model.named_modules() if is_rewritten(m)]
+    if not is_edited(module):
+        rewritten = [p for p, m in model.named_modules() if is_edited(m)]
         near = f"; rewritten are {', '.join(rewritten[:5])}{', ...' if len(rewritten) > 5 else ''}" if rewritten else ""
         raise RewireError(f"the forward of '{path}' was not rewritten{near}.")
-    return source_of(module)
+    return "\n".join(textwrap.dedent(edited.source) for edited in edits_of(module).values())
 
 
 def coefficients(model: nn.Module) -> dict[str, Tensor]:
@@ -222,22 +222,10 @@ def check_model(model: nn.Module) -> None:
             raise ShardedModel(f"{where} is already sharded or distributed: rewire the model first, then shard it.")
         if "OptimizedModule" in kind:
             raise ShardedModel(f"{where} is already compiled: rewire the model first, then torch.compile it.")
-        if is_rewritten(module) or isinstance(module, Connection):
+        if is_edited(module) or isinstance(module, Connection):
             raise AlreadyRewired(f"{where} was rewired before: call rewire.restore(model) first.")
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         raise ShardedModel("the model's parameters are already sharded: rewire the model first, then shard it.")
-
-
-def _find(model: nn.Module, found: list[Pattern]) -> tuple[Finder, list[LinkedTrunk]]:
-    forwards = {cls: function for pattern in reversed(found) for cls, function in pattern.forwards.items()}
-    finder = Finder(model, forwards, [leaf for pattern in found for leaf in pattern.leaves])
-    trunks = finder.run()
-    for linked in trunks:
-        sites = linked.trunk.sites
-        for pattern in reversed(found):
-            sites = tuple(dataclasses.replace(site, kind=pattern.kind(site)) for site in sites)
-        linked.trunk = dataclasses.replace(linked.trunk, sites=sites)
-    return finder, trunks
 
 
 def _validate(model: nn.Module, rewired: nn.Module, found: list[Pattern], example_inputs: Any) -> None:
@@ -270,12 +258,6 @@ def inputs_for(model: nn.Module, found: list[Pattern], example_inputs: Any) -> I
     except (AttributeError, KeyError) as error:
         raise BadExampleInputs(f"the registry's inputs do not fit its config: {error}") from error
     return inputs
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """New modules around the same tensors."""
-    tensors = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
 
 
 def chosen_topologies(
@@ -331,32 +313,64 @@ def has_part(name: str, key: str) -> bool:
     return not key or f".{key}." in f".{name}."
 
 
+def find(model: nn.Module, patterns: list[Pattern], inputs: Inputs) -> list[Found]:
+    """What runs of the model, in evaluation and in training mode, show: its residual streams. Nothing is changed."""
+    looked_at = private(prepared(model, patterns))
+    forwards = {cls: function for pattern in reversed(patterns) for cls, function in pattern.forwards.items()}
+    for module in looked_at.modules():
+        if type(module) in forwards:
+            define(module, forwards[type(module)])
+    found = []
+    for training in (False, True):
+        looked_at.train(training)
+        with seeded(0, looked_at), torch.enable_grad():
+            found.append(trunks_in(record(looked_at, own_inputs(inputs))))
+    for one in found:
+        for linked in one.trunks:
+            sites = linked.trunk.sites
+            for pattern in reversed(patterns):
+                sites = tuple(dataclasses.replace(site, kind=pattern.kind(site)) for site in sites)
+            linked.trunk = dataclasses.replace(linked.trunk, sites=sites)
+    return found
+
+
+def prepared(model: nn.Module, patterns: list[Pattern]) -> nn.Module:
+    """A copy of ``model`` around the same tensors, with what patterns switch off switched off."""
+    copied = shared(model)
+    for pattern in patterns:
+        if pattern.prepare:
+            pattern.prepare(copied)
+    return copied
+
+
 def rewired_copy(
-    model: nn.Module, found: list[Pattern], layouts: Callable[[list[Trunk]], list[Layout]], start: Start
+    model: nn.Module,
+    patterns: list[Pattern],
+    found: list[Found],
+    layouts: Callable[[list[Trunk]], list[Layout]],
+    start: Start,
 ) -> nn.Module:
     """A rewired copy of ``model``: ``layouts`` chooses the trunks, and what connects their residual adds."""
-    rewired = _copied(model)
-    for pattern in found:
-        if pattern.prepare:
-            pattern.prepare(rewired)
-    finder, trunks = _find(rewired, found)
+    rewired = prepared(model, patterns)
+    trunks = {linked.trunk.name: linked.trunk for linked in found[0].trunks}
     if not trunks:
-        looked = "".join(f"\n  {path or '(the model)'}: {reason}" for path, reason in finder.skipped.items())
+        looked = "".join(f"\n  {path or '(the model)'}: {reason}" for path, reason in found[0].skipped.items())
         raise NoResidualAdds(
             f"no residual stream was found in {type(model).__name__} ({len(list(model.modules()))} modules were looked "
             f"at)." + (f" Left alone:{looked}" if looked else " No forward in it adds an input to what it computes.")
         )
-    by_name = {linked.trunk.name: linked for linked in trunks}
-    rewrites: dict[int, BlockRewrite] = {}
-    for layout in layouts([linked.trunk for linked in trunks]):
-        linked = by_name[layout.trunk]
-        connection = Connection(layout, start, _device_of(rewired.get_submodule(linked.trunk.owner)))
-        register(rewired, linked.trunk, connection)
-        convert_collected(rewired, linked)
-        add_gates(linked, connection, rewrites)
-        _find_attention(linked, layout, rewrites, found, finder)
-    for rewrite in rewrites.values():
-        rewrite.apply()
+    plans: Plans = {}
+    made: dict[str, Connection] = {}
+    for layout in layouts(list(trunks.values())):
+        trunk = trunks[layout.trunk]
+        for one in found:
+            for linked in one.trunks:
+                if linked.trunk.name == trunk.name:
+                    plan(one, linked, plans)
+        made[trunk.name] = Connection(layout, start, _device_of(rewired.get_submodule(trunk.owner)))
+        register(rewired, trunk, made[trunk.name])
+        convert_collected(rewired, trunk)
+    apply(rewired, found[0].flow.model, plans.values(), made)
     return rewired
 
 
@@ -404,7 +418,8 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
     units = tuple(range(1, len(trunk.sites) + 1)) if separate else trunk.units
     channel_dim = next((site.channel_dim for site in trunk.sites if site.width), -1)
     attention = _attention_units(trunk, topology, units)
-    return Layout(trunk.name, topology, units, next(iter(widths), 0), attention, channel_dim)
+    posts = [number for number, site in enumerate(trunk.sites) if site.post]
+    return Layout(trunk.name, topology, units, next(iter(widths), 0), attention, channel_dim, posts)
 
 
 def _attention_units(trunk: Trunk, topology: Topology, units: Sequence[int]) -> list[int]:
@@ -413,22 +428,6 @@ def _attention_units(trunk: Trunk, topology: Topology, units: Sequence[int]) -> 
         return []
     opening = [n for n in range(len(units)) if n == 0 or units[n] != units[n - 1]]
     return [units[n] for n in opening if trunk.sites[n].kind in ("attention", "parallel")]
-
-
-def _find_attention(
-    linked: LinkedTrunk,
-    layout: Layout,
-    rewrites: dict[int, BlockRewrite],
-    found: list[Pattern],
-    finder: Finder,
-) -> None:
-    """Where the attention branches that read q, k and v apart project them."""
-    for position, step in enumerate(linked.steps):
-        if layout.reads_apart(position):
-            block = step.block
-            rewrites[id(block)].projections[step.chain, step.add] = find_projections(
-                block.traced.module, block.path, step.site.branch, found, finder.leaves, finder.forwards
-            )
 
 
 def _device_of(module: nn.Module) -> torch.device | None:

@@ -1,16 +1,16 @@
-"""The module that holds a trunk's connection weights, and the gate through which blocks use it."""
+"""The module that holds a trunk's connection weights."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rewire.errors import OutOfOrder, RewireError, UnsupportedCall
+from rewire.errors import RewireError
 from rewire.stream import Layout, Stream
 from rewire.topologies.base import Start
 
@@ -129,51 +129,6 @@ def read_recipe(state: Tensor) -> dict[str, Any]:
     """The recipe that `Connection.get_extra_state` wrote."""
     recipe: dict[str, Any] = json.loads(bytes(state.tolist()).decode())
     return recipe
-
-
-class Gate:
-    """What a rewritten block knows of its trunk: where in the stream its residual adds belong.
-
-    A plain attribute of the block: no child, no parameters; copied and pickled along with the block.
-
-    Args:
-        block: path of the block, for messages.
-        connection: opens the stream, for a block that stands at the trunk's start; otherwise None.
-        trunk: name of the trunk.
-        positions: positions of the stream at which the block may be called; several for a shared block.
-    """
-
-    def __init__(self, block: str, connection: Connection | None, trunk: str, positions: Sequence[int]) -> None:
-        self.block, self.connection, self.trunk, self.positions = block, connection, trunk, tuple(positions)
-
-    def enter(self, value: Tensor | Stream) -> Stream:
-        """The stream that ``value`` is, or at the trunk's start the one that it opens.
-
-        Raises:
-            OutOfOrder: the block is called outside the order of its trunk.
-            UnsupportedCall: under re-entrant activation checkpointing, which loses the stream's gradients.
-        """
-        if isinstance(value, Stream):
-            if value.layout.trunk == self.trunk and value.position in self.positions:
-                return value
-            raise OutOfOrder(
-                f"block '{self.block}' was called out of order: it belongs after residual add "
-                f"{' or '.join(map(str, self.positions))} of trunk '{self.trunk}', the stream is at "
-                f"{value.position} of trunk '{value.layout.trunk}'."
-            )
-        if self.connection is None:
-            raise OutOfOrder(
-                f"block '{self.block}' was given a plain tensor, but it belongs after residual add "
-                f"{self.positions[0]} of trunk '{self.trunk}' and needs the stream that the block before it returns. "
-                "Call the blocks in the model's order and hand on what they return."
-            )
-        if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
-            raise UnsupportedCall(
-                f"block '{self.block}' runs under re-entrant activation checkpointing, which loses the gradients of "
-                "the residual stream. Use torch.utils.checkpoint(..., use_reentrant=False)."
-            )
-        stream: Stream = self.connection(value)
-        return stream
 
 
 def connections(model: nn.Module) -> dict[str, Connection]:

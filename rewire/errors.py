@@ -53,6 +53,10 @@ class TraceError(RewireError):
     """A module's forward could not be traced."""
 
 
+class EditError(RewireError):
+    """A forward cannot be edited: there is no source text for it, or an add is written in a way that is not known."""
+
+
 def moved_trunk(trunk: str, model: object, then: str) -> RewireError:
     """The error of a rewired ``model`` in which a trunk is not found again; ``then`` is what was to be done with it."""
     return RewireError(

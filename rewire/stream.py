@@ -8,14 +8,15 @@ disturb each other.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
+from rewire.errors import OutOfOrder, WidthMismatch
+from rewire.kernels.history import History
 from rewire.kernels.mix import Mix
 from rewire.kernels.operators import uses_kernels
 from rewire.topologies.base import Dims, States, Ways, computed, total
@@ -40,6 +41,7 @@ class Layout:
         width: channels of the hidden states, 0 if unknown.
         attention: units that read q, k and v apart.
         channel_dim: dimension of the hidden states' channels; topologies with weights per channel see it last.
+        posts: sites whose sum passes a norm or another operation before it is the new state.
     """
 
     def __init__(
@@ -50,10 +52,12 @@ class Layout:
         width: int = 0,
         attention: Collection[int] = (),
         channel_dim: int = -1,
+        posts: Collection[int] = (),
     ) -> None:
         self.trunk = trunk
         self.topology = topology
         self.units = tuple(units)
+        self.posts = frozenset(posts)
         self.dims = Dims(self.units[-1], width, frozenset(attention))
         # weights of one number per state do not care, and moving would change the order of sums in the backward pass
         self.channel_dim = channel_dim if topology.needs_width else -1
@@ -104,6 +108,7 @@ class Stream:
         position: number of residual adds written so far.
         pending: branch outputs of the last residual add, if the state that they make was not computed yet: it waits
             for the norm of the next read, for one kernel to do both.
+        awaiting: `hidden` is the sum of the last residual add; `push` is to bring the state that is made of it.
     """
 
     states: States
@@ -113,6 +118,7 @@ class Stream:
     layout: Layout
     position: int = 0
     pending: tuple[Tensor, ...] = ()
+    awaiting: bool = False
 
     @classmethod
     def begin(cls, x: Tensor, weights: Any, layout: Layout) -> Stream:
@@ -132,7 +138,7 @@ class Stream:
     @property
     def complete(self) -> bool:
         """Whether every residual add of the trunk has been written."""
-        return self.position == len(self.layout.units)
+        return self.position == len(self.layout.units) and not self.awaiting
 
     @property
     def like(self) -> Tensor:
@@ -151,23 +157,46 @@ class Stream:
     def shape(self) -> torch.Size:
         return self.like.shape
 
+    # -- read as a tensor, a stream is its value -----------------------------------------------------------------------
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called when a stream is handed to a torch function, which only takes the tensor that a trunk ends in."""
+        """What a torch function makes of the value, where a model reads its hidden states between the blocks."""
+        kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile's form of activation checkpointing
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        stream = next(leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_stream) if _is_stream(leaf))
-        if stream.dtype == torch.float16 and getattr(func, "__name__", "") in ("isinf", "clamp"):
-            raise UnsupportedCall(
-                f"the blocks of trunk '{stream.layout.trunk}' clamp their states in float16, between which they are a "
-                "stream: use bfloat16 or float32."
-            )
-        raise OutOfOrder(
-            f"{getattr(func, '__name__', func)} was given the residual stream of trunk '{stream.layout.trunk}' after "
-            f"{stream.position} of its {len(stream.layout.units)} residual adds. Either a block was skipped (layer "
-            "dropping has to be off), or the model uses its hidden states between the blocks: pass trunks=[...] to "
-            "leave this trunk out."
+                return func(*args, **kwargs)
+        streams = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_stream) if _is_stream(leaf)]
+        name = getattr(func, "__name__", str(func))
+        if name.endswith("_") or kwargs.get("inplace") or "out" in kwargs:
+            raise streams[0]._written_to(name)
+        args, kwargs = pytree.tree_map(_value_of, (args, kwargs), is_leaf=_is_stream)
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name.endswith("_"):
+            raise self._written_to(name)
+        return getattr(self.value(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.value()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise self._written_to("an assignment to its elements")
+
+    def __len__(self) -> int:
+        return len(self.value())
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.value())
+
+    def _written_to(self, how: str) -> OutOfOrder:
+        return OutOfOrder(
+            f"the hidden states of trunk '{self.layout.trunk}' were written to in place ({how}) after {self.position} "
+            f"of its {len(self.layout.units)} residual adds, outside its blocks, where a stream stands for them. Make "
+            "a new tensor, or leave the trunk out with trunks=[...]."
         )
 
     def read(self) -> tuple[Tensor | Ways, Stream]:
@@ -217,6 +246,8 @@ class Stream:
         """The hidden state that the model would have here: what the next branch reads, or the trunk's output."""
         if self.complete:
             return self.finish()
+        if self.awaiting:
+            return self.hidden[0]
         value, _ = self.read()
         return value.residual if isinstance(value, Ways) else value
 
@@ -227,11 +258,13 @@ class Stream:
             OutOfOrder: the trunk has no further residual add.
             WidthMismatch: a branch's shape is not the stream's.
         """
-        self._check_room(branches)
+        branches = self._fitted(branches)
         if not self.hidden:
             return self.read()[1].write(*branches)
         layout, site = self.layout, self.position
         outputs = branches if self.branch is None else (self.branch, *branches)
+        if site in layout.posts:
+            return dataclasses.replace(self, hidden=(self._merged(outputs),), awaiting=True, position=site + 1)
         if layout.closes_unit(site):  # the topology adds them up: in the same pass as its states
             return self._written(outputs)
         return self._next(self.states, (*self.hidden, *branches), total(outputs), 1)
@@ -251,28 +284,25 @@ class Stream:
         states = layout.topology.push(self.states, self.weights.value, layout.units[self.position - 1], state)
         return self._next(states, (), None, 0)
 
-    def merge(self, *branches: Tensor) -> Tensor:
-        """First half of a write whose result passes a norm or an activation (post-norm blocks): the sum itself.
-
-        To be followed by `push` with the value that becomes the new state.
-        """
-        self._check_room(branches)
-        if not self.hidden:
-            return self.read()[1].merge(*branches)
-        layout = self.layout
-        unit = layout.units[self.position]
+    def _merged(self, branches: Sequence[Tensor]) -> Tensor:
+        """The sum of the last residual add of a unit, from which `push` gets the new state."""
+        layout, unit = self.layout, self.layout.units[self.position]
         moved = map(layout.channels_last, branches)
         return layout.restored(computed(layout.topology.merge(self.states, self.weights.value, unit, *moved)))
 
     def push(self, state: Tensor) -> Stream:
-        """Second half of a write: append ``state``, what the block made of `merge`'s result."""
-        self._check_room(())
-        if not self.hidden:
-            return self.read()[1].push(state)
+        """The stream after the operations behind a residual add made ``state`` of its sum (post-norm blocks)."""
         layout = self.layout
-        unit = layout.units[self.position]
+        unit = layout.units[self.position - 1]
         states = layout.topology.push(self.states, self.weights.value, unit, layout.channels_last(state))
-        return self._next(states, (), None, 1)
+        return self._next(states, (), None, 0)
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> Stream:
+        """The stream in other dimensions: ``view`` of each tensor that it holds."""
+        states = tuple(s.viewed(view) if isinstance(s, History) else view(s) for s in self.states)
+        hidden, pending = tuple(map(view, self.hidden)), tuple(map(view, self.pending))
+        branch = None if self.branch is None else view(self.branch)
+        return dataclasses.replace(self, states=states, hidden=hidden, branch=branch, pending=pending)
 
     def step(self, states: States, adds: int = 1) -> Stream:
         """The stream after a forward that did ``adds`` residual adds, up to the end of a unit, by itself.
@@ -308,7 +338,8 @@ class Stream:
     def _next(self, states: States, hidden: tuple[Tensor, ...], branch: Tensor | None, adds: int) -> Stream:
         return Stream(states, hidden, branch, self.weights, self.layout, self.position + adds)
 
-    def _check_room(self, branches: Sequence[Tensor]) -> None:
+    def _fitted(self, branches: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """``branches`` in the stream's shape."""
         if self.complete:
             raise OutOfOrder(f"trunk '{self.layout.trunk}' is already complete: a block was called once too often.")
         expected = self.shape
@@ -319,10 +350,26 @@ class Stream:
                     f"{tuple(branch.shape)}, the stream holds {tuple(expected)}. States of one trunk are mixed and "
                     "need one shape; pass trunks=[...] to leave this trunk out."
                 )
+        return tuple(branch if branch.shape == expected else branch.expand(expected) for branch in branches)
 
 
 def _is_stream(value: Any) -> bool:
     return isinstance(value, Stream)
+
+
+def _value_of(value: Any) -> Any:
+    return value.value() if isinstance(value, Stream) else value
+
+
+def _operator(name: str) -> Any:
+    def apply(self: Stream, *others: Any) -> Any:
+        return getattr(torch.Tensor, name)(self.value(), *map(_value_of, others))
+
+    return apply
+
+
+for _name in "add radd sub rsub mul rmul truediv rtruediv pow matmul rmatmul neg eq ne lt le gt ge abs".split():
+    setattr(Stream, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:
@@ -345,13 +392,13 @@ def _may_wait(x: Tensor) -> bool:
 
 def _flatten(stream: Stream) -> tuple[list[Any], Any]:
     leaves = [stream.states, stream.hidden, stream.branch, stream.pending]
-    return leaves, (stream.weights, stream.layout, stream.position)
+    return leaves, (stream.weights, stream.layout, stream.position, stream.awaiting)
 
 
 def _unflatten(leaves: Any, context: Any) -> Stream:
     states, hidden, branch, pending = leaves
-    weights, layout, position = context
-    return Stream(states, hidden, branch, weights, layout, position, pending)
+    weights, layout, position, awaiting = context
+    return Stream(states, hidden, branch, weights, layout, position, pending, awaiting)
 
 
 pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name="rewire.Stream")

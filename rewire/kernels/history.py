@@ -14,7 +14,7 @@ checkpointing, ``retain_graph``, gradients of gradients, and whatever order forw
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -148,6 +148,10 @@ class History:
         values = self.values[before : len(row)]
         weights = (row[before:] if before else row) if values else None
         return Mix(values, weights, (), tuple(added), claims, accumulator)
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> History:
+        """The history in other dimensions; what was arranged for one pass over memory is left to autograd from here."""
+        return History(self.table, tuple(map(view, self.states)), (), None)
 
     def _later(self, number: int, block: int) -> int:
         """Mixes that read state ``number`` and are later than the last state of its block."""

@@ -69,6 +69,12 @@ def mark(module: nn.Module) -> str | None:
     return "it computes neither an RMSNorm nor a LayerNorm"
 
 
+def copy_mark(source: nn.Module, target: nn.Module) -> None:
+    """Let ``target``, a copy of ``source``, be what `mark` found ``source`` to be."""
+    if _MARK in source.__dict__:
+        target.__dict__[_MARK] = source.__dict__[_MARK]
+
+
 def unmark(module: nn.Module) -> None:
     """Forget what `mark` found."""
     module.__dict__.pop(_MARK, None)

@@ -9,7 +9,6 @@ from torch import nn
 
 from rewire.connection import CONNECTIONS, Connection
 from rewire.errors import RewireError
-from rewire.passes.trunks import LinkedTrunk
 from rewire.patterns import is_pretrained
 from rewire.stream import Stream
 from rewire.trunk import Trunk
@@ -42,24 +41,24 @@ class StreamsToTensors:
         return _without_streams(output, self.trunks)
 
 
-def convert_collected(model: nn.Module, linked: LinkedTrunk) -> None:
+def convert_collected(model: nn.Module, trunk: Trunk) -> None:
     """Hook the modules that may return collected hidden states of a trunk.
 
     That is the one that calls its blocks, and in Hugging Face models the nearest model around it, whose decorated
     forward does the collecting.
     """
-    parts = linked.home.split(".") if linked.home else []
+    parts = trunk.owner.split(".") if trunk.owner else []
     above = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
     above = [module for module in above if not isinstance(module, (nn.ModuleList, nn.ModuleDict))]
     collecting = next((module for module in above if is_pretrained(module)), above[0])
     for module in {above[0]: None, collecting: None}:
-        if any(module is step.block.traced.module for step in linked.steps):
+        if any(module is model.get_submodule(site.block) for site in trunk.sites):
             continue
         hook = next((h for h in module._forward_hooks.values() if isinstance(h, StreamsToTensors)), None)
         if hook is None:
             hook = StreamsToTensors()
             module.register_forward_hook(hook)
-        hook.trunks.add(linked.trunk.name)
+        hook.trunks.add(trunk.name)
 
 
 def _without_streams(value: Any, trunks: Collection[str]) -> Any:

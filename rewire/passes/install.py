@@ -1,127 +1,143 @@
-"""Pass: give blocks their new forward.
+"""Pass: give modules their edited functions.
 
-A block keeps its identity: its ``__class__`` becomes a generated subclass of the same name. Parameters, children,
+A module keeps its identity: its ``__class__`` becomes a generated subclass of the same name. Parameters, children,
 hooks, checkpointing and ``isinstance`` stay as they were.
 
-Each block gets a class and a code object of its own. torch.compile counts the versions of one code object, and after
+Each module gets a class and code objects of its own. torch.compile counts the versions of one code object, and after
 ``recompile_limit`` (8) of them runs the rest eagerly, without an error. Streams differ from block to block, so that
-each needs a version; eight blocks that share their code would use up the limit. Modules that get no stream share one
-class, and one version.
+each needs a version; eight blocks that share their code would use up the limit.
 """
 
 from __future__ import annotations
 
-import functools
-import linecache
-from types import FunctionType
+import dataclasses
+import weakref
+from types import CodeType, FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 
-from rewire.tracing.forwards import plain_forward
+from rewire.errors import EditError
+from rewire.passes.functions import Decorated, clone, redecorated, undecorated
+from rewire.passes.text import compiled, shown
 
-#: Attribute of generated classes that holds their forward's source.
-SOURCE = "_rewire_source"
-_TABLE = "_rewire_table"
-_SHARED = "_rewire_shared"
+#: Attribute of generated classes that holds what was edited: name -> `Edited`.
+EDITED = "_rewire_edited"
 
 
-def install(block: nn.Module, source: str, table: dict[str, Any], shared: bool = False) -> None:
-    """Make ``source`` the forward of ``block``.
+@dataclasses.dataclass(frozen=True)
+class Edited:
+    """The new text of a method.
 
-    Args:
-        block: changed in place.
-        source: one function definition, ``forward``.
-        table: the globals that it uses.
-        shared: equal modules get the same class: for those that get no stream.
+    Attributes:
+        name: of the method.
+        source: its text.
+        definition: the function that was edited, where that is not the class's own method of this name.
     """
-    block.__class__ = _class(type(block), source, tuple(sorted(table.items())), shared)
+
+    name: str
+    source: str
+    definition: FunctionType | None = None
+
+    def original(self, cls: type) -> Decorated:
+        """The method as it was."""
+        return Decorated(self.definition) if self.definition is not None else undecorated(getattr(cls, self.name))
 
 
-def uninstall(block: nn.Module) -> None:
-    """Give ``block`` its original forward back."""
-    block.__class__ = type(block).__mro__[1]
+def install(module: nn.Module, methods: dict[str, Edited]) -> None:
+    """Make the texts the methods of ``module``.
+
+    Raises:
+        EditError: the class cannot be derived from.
+    """
+    module.__class__ = _generated(type(module), tuple(methods.values()))
 
 
-def is_rewritten(module: nn.Module) -> bool:
-    """Whether the module's forward was rewritten (by FSDP's subclass of the generated class, too)."""
-    return hasattr(type(module), SOURCE)
+def uninstall(module: nn.Module) -> None:
+    """Give ``module`` its original methods back."""
+    module.__class__ = type(module).__mro__[1]
 
 
-def source_of(module: nn.Module) -> str:
-    source: str = getattr(type(module), SOURCE)
-    return source
+def is_edited(module: nn.Module) -> bool:
+    """Whether methods of the module were edited (in FSDP's subclass of the generated class, too)."""
+    return hasattr(type(module), EDITED)
 
 
-def _class(base: type, source: str, table: tuple[tuple[str, Any], ...], shared: bool) -> type:
-    return generated_class(base, source, table) if shared else own_class(base, source, table)
+def edits_of(module: nn.Module) -> dict[str, Edited]:
+    edits: dict[str, Edited] = getattr(type(module), EDITED)
+    return edits
 
 
-@functools.cache
-def generated_class(base: type, source: str, table: tuple[tuple[str, Any], ...]) -> type:
-    """The subclass of ``base`` whose forward is ``source``; the same one for equal arguments."""
-    return _subclass(base, source, table, {_SHARED: True})
+def original_class(module: nn.Module) -> type:
+    """The class of an edited module, as the user wrote it."""
+    mro = type(module).__mro__
+    return mro[next(n for n, cls in enumerate(mro) if EDITED in vars(cls)) + 1]
 
 
-def own_class(base: type, source: str, table: tuple[tuple[str, Any], ...]) -> type:
-    """A new subclass of ``base`` whose forward is ``source``, and whose code torch.compile tells from all others'."""
+def edited_function(original: FunctionType, source: str) -> FunctionType:
+    """``original`` with another text; its globals, closure and defaults."""
+    code = _compiled(original, source)
+    cells = dict(zip(original.__code__.co_freevars, original.__closure__ or (), strict=True))
+    return clone(original, code.replace(), tuple(cells[name] for name in code.co_freevars))
+
+
+_CODES: weakref.WeakKeyDictionary[FunctionType, dict[str, CodeType]] = weakref.WeakKeyDictionary()
+
+
+def _compiled(original: FunctionType, source: str) -> CodeType:
+    known = _CODES.setdefault(original, {})
+    if source not in known:
+        first = original.__code__.co_firstlineno
+        name = f"{original.__code__.co_filename} (rewired {abs(hash(source)):x})"
+        shown(name, source, first)  # tracebacks, inspect.getsource and debuggers find the text here
+        known[source] = compiled(original, source, first, name)
+    return known[source]
+
+
+def _generated(base: type, methods: tuple[Edited, ...]) -> type:
+    """A new subclass of ``base`` with these methods."""
 
     def init_subclass(cls: type, **kwargs: Any) -> None:
-        super(own, cls).__init_subclass__(**kwargs)
+        super(generated, cls).__init_subclass__(**kwargs)  # type: ignore[misc]
         _own_code(cls)
 
-    own: Any = _subclass(base, source, table, {_SHARED: False, "__init_subclass__": classmethod(init_subclass)})
-    _own_code(own)
-    return own
+    members = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": _reduce,
+        "__init_subclass__": classmethod(init_subclass),
+        EDITED: {edited.name: edited for edited in methods},
+    }
+    metaclass: Any = type(base)
+    try:
+        generated: type = metaclass(base.__name__, (base,), members)
+    except Exception as error:
+        raise EditError(f"{base.__name__} cannot be derived from ({type(error).__name__}: {error})") from error
+    for edited in methods:  # afterwards: bases may decorate the methods of new subclasses, and ours are decorated
+        original = edited.original(base)
+        assert original.function is not None
+        setattr(generated, edited.name, redecorated(original, edited_function(original.function, edited.source)))
+    return generated
 
 
 def _own_code(cls: type) -> None:
-    """Give the forward that ``cls`` defines a code object of its own.
+    """Give the forward that a subclass of a generated class gets a code object of its own.
 
-    That may be a wrapper around the generated one: transformers wraps the forward of each subclass of its layers,
-    FSDP2's too, and all these wrappers share their code.
+    transformers wraps the forward of each subclass of its layers, FSDP2's too, and all these wrappers share their code.
     """
     forward = vars(cls).get("forward")
     if isinstance(forward, FunctionType):
         forward.__code__ = forward.__code__.replace()
 
 
-def _subclass(base: type, source: str, table: tuple[tuple[str, Any], ...], more: dict[str, Any]) -> type:
-    namespace: dict[str, Any] = dict(table)  # without a module's name, under which torch.compile would look it up
-    filename = f"<rewire {base.__module__}.{base.__qualname__} {abs(hash((source, base))):x}>"
-    # tracebacks, inspect.getsource and debuggers find the source here
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    exec(compile(source, filename, "exec"), namespace)
-    forward = namespace["forward"]
-    forward.__doc__ = plain_forward(base)[0].__doc__
-    forward.__module__ = base.__module__
-    forward.__qualname__ = f"{base.__qualname__}.forward"
-    members = {
-        "forward": forward,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "__reduce_ex__": _reduce,
-        SOURCE: source,
-        _TABLE: table,
-        **more,
-    }
-    metaclass: Any = type(base)
-    generated: type = metaclass(base.__name__, (base,), members)
-    return generated
-
-
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Pickle and copy by rebuilding the class: a generated class cannot be imported."""
-    cls = next(cls for cls in type(self).__mro__ if SOURCE in vars(cls))
-    made = vars(cls)
-    names = tuple((name, None if value is torch else value) for name, value in made[_TABLE])
+    """Pickle and copy by making the class anew: a generated class cannot be imported."""
     state = self.__getstate__()  # without what `self.compile()` made: it calls this module, not the copy
-    return _rebuild, (cls.__mro__[1], made[SOURCE], names, made[_SHARED]), state
+    return _rebuild, (original_class(self), tuple(edits_of(self).values())), state
 
 
-def _rebuild(base: type, source: str, names: tuple[tuple[str, Any], ...], shared: bool) -> nn.Module:
-    table = tuple((name, torch if name == "torch" else value) for name, value in names)
-    module: nn.Module = object.__new__(_class(base, source, table, shared))
+def _rebuild(base: type, methods: tuple[Edited, ...]) -> nn.Module:
+    module: nn.Module = object.__new__(_generated(base, methods))
     return module
+

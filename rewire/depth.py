@@ -1,0 +1,366 @@
+"""What an edited forward talks to.
+
+The variables of an edited forward hold tensors, as in the original. The residual streams behind them are held by one
+`Depth`, made anew for each call of the forward::
+
+    depth = self._depth.enter()
+    hidden_states = depth.open(hidden_states)            # a stream came in; here is its value
+    ...
+    hidden_states = depth.add(residual, hidden_states)   # was: residual + hidden_states
+    ...
+    return depth.leave(hidden_states)                    # the stream goes on to the next block
+
+A tensor is known to be a stream's value by being the same object, so that every add checks that its shortcut is the
+stream that it was found to be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rewire.connection import Connection
+from rewire.errors import OutOfOrder, UnsupportedCall
+from rewire.stream import Stream
+from rewire.topologies.base import Ways
+
+
+@dataclasses.dataclass
+class Entry:
+    """What one function knows of one trunk.
+
+    Attributes:
+        trunk: its name.
+        connection: opens the stream, if the function stands at its start; otherwise None.
+        adds: for each position of the stream at which the function may be called, the adds that it makes then.
+    """
+
+    trunk: str
+    connection: Connection | None
+    adds: dict[int, int]
+
+
+class Gate:
+    """What an edited function knows of its trunks.
+
+    A plain attribute of its module: no child, no parameters; copied and pickled along with it.
+
+    Args:
+        block: path of the module, for messages.
+        where: file and line of the function, for messages.
+        entries: one for each stream that runs through the function.
+        function: of a helper that is no method: the edited function, which is called with the gate first.
+    """
+
+    def __init__(
+        self, block: str, where: str, entries: Sequence[Entry], function: Callable[..., Any] | None = None
+    ) -> None:
+        self.block, self.where, self.entries, self.function = block, where, list(entries), function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.function is not None
+        return self.function(self, *args, **kwargs)
+
+    def enter(self) -> Depth:
+        """What one call of the function talks to."""
+        return Depth(self)
+
+    def __repr__(self) -> str:
+        return f"Gate({self.block!r}, {', '.join(entry.trunk for entry in self.entries)})"
+
+
+class Live:
+    """A stream inside a function.
+
+    Attributes:
+        stream: after what was read last.
+        values: tensors that are its value: what was read, and casts of it.
+        version: of the first of them, when it was read.
+        norm, normed: a module, and what it makes of the value, if both were computed together.
+        entry: what the function knows of the trunk; None if a function that it called opened the stream.
+        start: position of the stream when it came in.
+        ways: what an attention reads, where queries, keys and values are read apart.
+        given: whether a function that was called has the stream now.
+    """
+
+    def __init__(self, stream: Stream, entry: Entry | None) -> None:
+        self.stream, self.entry, self.start = stream, entry, stream.position
+        self.values: list[Tensor] = []
+        self.version = 0
+        self.norm: nn.Module | None = None
+        self.normed: Tensor | None = None
+        self.ways: Ways | None = None
+        self.given = False
+
+    def read(self, norm: nn.Module | None) -> Tensor:
+        """The value; with a norm, what that makes of it is computed, too."""
+        stream = self.stream
+        self.norm = self.normed = self.ways = None
+        if stream.complete:
+            value = stream.finish()
+        elif stream.awaiting:
+            value = stream.hidden[0]
+        elif norm is not None and not stream.layout.reads_apart(stream.position):
+            value, self.normed, self.stream = stream.read_normed(norm)
+            self.norm = norm
+        else:
+            read, self.stream = stream.read()
+            value = read
+            if isinstance(read, Ways):
+                self.ways, value = read, read.residual
+        self.values, self.version = [value], _version(value)
+        return value
+
+
+class Depth:
+    """The residual streams of one call of an edited forward."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.live: list[Live] = []
+
+    # -- in and out ----------------------------------------------------------------------------------------------------
+
+    def open(self, value: Any, norm: nn.Module | None = None, trunk: int = 0) -> Any:
+        """The tensor behind an argument, or behind what an expression made.
+
+        Args:
+            value: a stream; at the start of a trunk a tensor; or a list or tuple of these.
+            norm: what reads the value first, to be computed with it.
+            trunk: which of the function's trunks starts here, if one does.
+
+        Raises:
+            OutOfOrder: the function is called outside the order of its trunk.
+            UnsupportedCall: under re-entrant activation checkpointing, which loses the stream's gradients.
+        """
+        if isinstance(value, (list, tuple)):
+            return type(value)([self.open(item, norm, trunk) for item in value])
+        if isinstance(value, Stream):
+            return self._came(value, norm)
+        if isinstance(value, Tensor):
+            return self._began(value, norm, self.gate.entries[trunk])
+        return value
+
+    def _came(self, stream: Stream, norm: nn.Module | None) -> Tensor:
+        for live in self.live:
+            if live.stream is stream:  # the same argument twice
+                return live.values[0]
+        entry = next((entry for entry in self.gate.entries if entry.trunk == stream.layout.trunk), None)
+        if entry is None:
+            return stream.value()  # it reads another trunk
+        if stream.position not in entry.adds:
+            raise OutOfOrder(
+                f"block '{self.gate.block}' was called out of order: it belongs after residual add "
+                f"{' or '.join(map(str, entry.adds))} of trunk '{entry.trunk}', the stream is at {stream.position}."
+            )
+        return self._added(Live(stream, entry), norm)
+
+    def _began(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
+        if entry.connection is None:
+            raise OutOfOrder(
+                f"block '{self.gate.block}' was given a plain tensor, but it belongs after residual add "
+                f"{next(iter(entry.adds))} of trunk '{entry.trunk}' and needs the stream that the block before it "
+                "returns. Call the blocks in the model's order and hand on what they return."
+            )
+        if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
+            raise UnsupportedCall(
+                f"block '{self.gate.block}' runs under re-entrant activation checkpointing, which loses the gradients "
+                "of the residual stream. Use torch.utils.checkpoint(..., use_reentrant=False)."
+            )
+        return self._added(Live(entry.connection(value), entry), norm)
+
+    def _added(self, live: Live, norm: nn.Module | None) -> Tensor:
+        self.live.append(live)
+        return live.read(norm)
+
+    def give(self, value: Any) -> Any:
+        """An argument for a function that the stream goes through: the stream, where ``value`` is its value."""
+        return _mapped(value, self._stream_of)
+
+    def _stream_of(self, value: Any) -> Any:
+        live = self._find(value) if isinstance(value, Tensor) else None
+        if live is None or live.stream.complete:
+            return value
+        self._check_unchanged(live)
+        live.given = True
+        return live.stream
+
+    def take(self, result: Any, norm: nn.Module | None = None) -> Any:
+        """What such a function returned, with tensors in place of streams."""
+
+        def value_of(item: Any) -> Any:
+            if not isinstance(item, Stream):
+                return item
+            live = next((live for live in self.live if live.stream.layout.trunk == item.layout.trunk), None)
+            if live is None:
+                entry = next((entry for entry in self.gate.entries if entry.trunk == item.layout.trunk), None)
+                return self._added(Live(item, entry), norm)
+            live.stream, live.given = item, False
+            return live.read(norm)
+
+        result = _mapped(result, value_of)
+        self.live = [live for live in self.live if not live.given]  # what did not come back has ended there
+        return result
+
+    def leave(self, result: Any) -> Any:
+        """What the function returns: streams in place of their values.
+
+        Raises:
+            OutOfOrder: other residual adds ran than those that were found, or the stream is not returned.
+        """
+        left: list[Live] = []
+
+        def stream_of(item: Any) -> Any:
+            live = self._find(item) if isinstance(item, Tensor) else None
+            if live is None or live.stream.complete:
+                return item
+            self._check_unchanged(live)
+            left.append(live)
+            return live.stream
+
+        result = _mapped(result, stream_of)
+        for live in self.live:
+            self._check_count(live, live in left)
+        return result
+
+    # -- adds ----------------------------------------------------------------------------------------------------------
+
+    def add(self, shortcut: Tensor, *branches: Tensor, alpha: float = 1, norm: nn.Module | None = None) -> Tensor:
+        """A residual add, ``shortcut + sum(branches)`` in the original: the stream's new value.
+
+        Where a norm or another operation follows before the state is complete (`push`), that is the sum by itself.
+
+        Raises:
+            OutOfOrder: ``shortcut`` is not the value of a stream of this function.
+            WidthMismatch: a branch has another shape than the stream.
+        """
+        live = self._written(shortcut, branches, alpha)
+        return live.read(norm)
+
+    def write(self, shortcut: Tensor, *branches: Tensor, alpha: float = 1) -> Any:
+        """`add`, where the function returns the result at once: the stream itself, for the next block to read."""
+        live = self._written(shortcut, branches, alpha)
+        if live.stream.complete or live.stream.awaiting:
+            return live.read(None)
+        self.live.remove(live)
+        self._check_count(live, True)
+        return live.stream
+
+    def _written(self, shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Live:
+        live = self._find(shortcut)
+        if live is None:
+            raise OutOfOrder(
+                f"a residual add of block '{self.gate.block}' ({self.gate.where}) has another shortcut than the value "
+                "of its residual stream: something between the adds made a new tensor of it when the model was called "
+                "with these arguments. Pass example_inputs that take the same way through the model, or leave the "
+                "trunk out with trunks=[...]."
+            )
+        self._check_unchanged(live)
+        if alpha != 1:
+            branches = [branch * alpha for branch in branches]
+        if shortcut.dtype != live.values[0].dtype:  # a shortcut in another precision
+            branches = [branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches]
+        live.stream = live.stream.write(*branches)
+        return live
+
+    def push(self, state: Tensor, norm: nn.Module | None = None, trunk: int = 0) -> Tensor:
+        """The state that the operations behind an add have made of its sum."""
+        name = self.gate.entries[trunk].trunk
+        live = next((live for live in self.live if live.stream.layout.trunk == name), None)
+        if live is None or not live.stream.awaiting:
+            return state
+        live.stream = live.stream.push(state)
+        return live.read(norm)
+
+    def copy(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        """``function(value)``, a cast or a clone: of a stream's value it is the stream's value, too."""
+        result = function(value)
+        live = self._find(value)
+        if live is not None and result is not value:
+            live.values.append(result)
+        return result
+
+    def view(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        """``function(value)``, other dimensions of the same numbers: the stream goes on in these."""
+        live = self._find(value)
+        if live is None:
+            return function(value)
+        live.stream = live.stream.viewed(function)
+        return live.read(None)
+
+    def normed(self, norm: nn.Module, value: Tensor) -> Tensor:
+        """``norm(value)``; computed with the value, if that is a stream's and was read for this norm."""
+        live = self._find(value)
+        if live is not None and live.normed is not None and live.norm is norm and _version(value) == live.version:
+            return live.normed
+        normed: Tensor = norm(value)
+        return normed
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def _find(self, value: Tensor) -> Live | None:
+        """The stream whose value is this very tensor."""
+        for live in self.live:
+            for known in live.values:
+                if known is value:
+                    return live
+        return None
+
+    def _check_unchanged(self, live: Live) -> None:
+        if not live.stream.awaiting and _version(live.values[0]) != live.version:
+            raise OutOfOrder(
+                f"the value of trunk '{live.stream.layout.trunk}' was written to in place in block "
+                f"'{self.gate.block}' ({self.gate.where}), after the stream was read: earlier states that other blocks "
+                "read would not change with it. Write `x = x.masked_fill(..)`, without the underscore, or pass "
+                "example_inputs for which this happens."
+            )
+
+    def _check_count(self, live: Live, leaves: bool) -> None:
+        entry, stream = live.entry, live.stream
+        ran = stream.position - live.start
+        if entry is not None and ran != entry.adds.get(live.start, ran):
+            raise OutOfOrder(
+                f"block '{self.gate.block}' ({self.gate.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
+                f"this call, and {entry.adds[live.start]} when it was rewired: a branch was skipped, or the call takes "
+                "another way through its code. Layer dropping has to be off; example_inputs have to take the way that "
+                "training does."
+            )
+        if not leaves and not stream.complete:
+            raise OutOfOrder(
+                f"block '{self.gate.block}' ({self.gate.where}) returned without the value of trunk "
+                f"'{stream.layout.trunk}' after {stream.position} of its {len(stream.layout.units)} residual adds."
+            )
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with tensors and streams in it changed; the same object if none is."""
+    if isinstance(value, (Tensor, Stream)):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        items = [_mapped(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        for key in list(value):
+            new = _mapped(value[key], change)
+            if new is not value[key]:
+                value[key] = new
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        changed = {name: _mapped(item, change) for name, item in fields.items()}
+        changed = {name: new for name, new in changed.items() if new is not fields[name]}
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
+
+
+def _version(value: Tensor) -> int:
+    """How often a tensor was written to; always 0 where nobody counts."""
+    if torch.compiler.is_compiling() or value.is_inference():
+        return 0
+    return value._version

@@ -1,0 +1,203 @@
+"""Finder: which additions of a flow are residual adds.
+
+A residual add is ``x + f`` where ``f`` is computed from ``x`` through weights. Polynomials of an activation, rotary
+embeddings, masks and position embeddings fail that test, or are told by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+from rewire.passes.flow import Flow, Op, Scope, common
+
+#: Operations whose result is the same values: in another dtype, in other memory, or as other dimensions.
+CASTS = frozenset("to type type_as float double half bfloat16 clone contiguous".split())
+VIEWS = frozenset("view reshape flatten unflatten transpose permute squeeze unsqueeze movedim t swapaxes".split())
+_POSITIONAL = re.compile(
+    r"(^|[._])(pos|positions?|positional|rel_pos|pe|ppeg|peg|cpe)([._0-9]|$|_?emb|_?conv|_?enc)", re.I
+)
+
+
+@dataclasses.dataclass(eq=False)
+class Add:
+    """One residual add.
+
+    Attributes:
+        op: the addition (the outermost, when parallel branches are added one by one).
+        inner: the additions inside it, in that case.
+        shortcut: the operand that is the stream's value.
+        state: what the shortcut is a cast or a view of: the value that the branch reads, too.
+        source: what the branches are computed from: the state, or what a projection makes the state from.
+        branches: what is added to the shortcut, in order.
+        post: operations between the addition and the next state.
+        region: the operations that the branches are: between the source (excluded) and their ends.
+    """
+
+    op: Op
+    shortcut: Op
+    state: Op
+    source: Op
+    branches: list[Op]
+    region: frozenset[Op]
+    inner: list[Op] = dataclasses.field(default_factory=list)
+    post: list[Op] = dataclasses.field(default_factory=list)
+
+    @property
+    def result(self) -> Op:
+        """The value that the stream has after this add."""
+        return self.post[-1] if self.post else self.op
+
+    def block(self) -> list[Scope]:
+        """The calls of modules around the addition and all that its branches do with weights."""
+        scopes = self.op.calls()
+        for op in self.region:
+            if op.weighted:
+                scopes = common(scopes, op.calls())
+        return scopes
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejected:
+    """An addition that looked like a residual add, and why it is none.
+
+    Attributes:
+        op: the addition.
+        why: the reason.
+        add: what it would have been.
+    """
+
+    op: Op
+    why: str
+    add: Add | None = None
+
+
+def residual_adds(flow: Flow) -> tuple[list[Add], list[Rejected]]:
+    """The residual adds of a flow, in order; and what was rejected."""
+    found: dict[Op, Add] = {}  # by the operation, that of the outermost addition
+    rejected: list[Rejected] = []
+    for op in flow:
+        if not _is_sum(op):
+            continue
+        add = _parallel(op, found, flow) or _plain(op) or _projected(op)
+        if add is None:
+            continue
+        why = _false_friend(add)
+        if why:
+            rejected.append(Rejected(op, why, add))
+        else:
+            found[op] = add
+    return list(found.values()), rejected
+
+
+def _is_sum(op: Op) -> bool:
+    if op.name != "add" or len(op.inputs) != 2 or op.inputs[0] is op.inputs[1]:
+        return False
+    return op.dtype is None or op.dtype.is_floating_point or op.dtype.is_complex
+
+
+def _plain(op: Op) -> Add | None:
+    """``x + f``, where ``x`` may be a cast or a view of what ``f`` is computed from."""
+    for shortcut, branch in (op.inputs, op.inputs[::-1]):
+        if op.shape is not None and shortcut.shape is not None and shortcut.shape != op.shape:
+            continue  # it is broadcast: no stream
+        state = shortcut
+        while True:
+            region = between(state, branch) - {state}
+            if any(o.weighted for o in region):
+                return Add(op, shortcut, state, state, [branch], region)
+            if state.name not in CASTS | VIEWS or not state.inputs:
+                break
+            state = state.inputs[0]
+    return None
+
+
+def _parallel(op: Op, found: dict[Op, Add], flow: Flow) -> Add | None:
+    """``(x + attn) + mlp``: one residual add with two branches, if nothing else uses the first sum."""
+    for inner, branch in (op.inputs, op.inputs[::-1]):
+        first = found.get(inner)
+        if first is None or len(flow.users[inner]) != 1 or inner.scope is not op.scope:
+            continue
+        if any(o is not inner for o in between(inner, branch)):
+            continue  # the branch reads the sum: the next residual add
+        region = between(first.source, branch) - {first.source}
+        del found[inner]
+        branches, inside = [*first.branches, branch], [*first.inner, inner]
+        return Add(op, first.shortcut, first.state, first.source, branches, first.region | region, inside)
+    return None
+
+
+def _projected(op: Op) -> Add | None:
+    """``downsample(x) + f(x)``: the shortcut holds one weight matrix, the branch more. A stream begins there."""
+    for shortcut, branch in (op.inputs, op.inputs[::-1]):
+        source, weights = shortcut, 0
+        while True:
+            live = [o for o in source.inputs if not o.constant]
+            if len(live) != 1 or not _inside(source, op):
+                break
+            weights += source.matrices
+            source = live[0]
+            if weights > 1:
+                break
+            region = between(source, branch) - {source}
+            if weights == 1 and sum(o.matrices for o in region) > 1:
+                return Add(op, shortcut, shortcut, source, [branch], region)
+    return None
+
+
+def _inside(op: Op, add: Op) -> bool:
+    """Whether ``op`` runs in the function of ``add``, or in what it calls."""
+    return add.scope.holds(op.scope)
+
+
+def _false_friend(add: Add) -> str:
+    depth = len(add.block())
+    names = {called(op, depth) for op in add.region}
+    named = [name for name in names if name]
+    if named and all(_POSITIONAL.search(name) for name in named):
+        return "adds a position embedding"
+    return ""
+
+
+def called(op: Op, depth: int) -> str:
+    """Path, below the module call number ``depth`` around ``op``, of the child in which it runs; empty if in none."""
+    scopes = op.calls()
+    above = scopes[depth - 1].path if depth else ""
+    if len(scopes) > depth:
+        return _below(scopes[depth].path, above)
+    return _below(f"{above}.{op.name}", above) if op.leaf is not None else ""
+
+
+def _below(path: str, above: str) -> str:
+    return path.removeprefix(above).lstrip(".")
+
+
+def between(start: Op, end: Op) -> frozenset[Op]:
+    """All operations on ways from ``start`` to ``end``, both included; empty if there is none."""
+    if start is end:
+        return frozenset([start])
+    if start.index > end.index:
+        return frozenset()
+    # backwards from the end, as far as the start; then forwards among what was met
+    before: list[Op] = []
+    seen: set[Op] = {end}
+    todo = [end]
+    while todo:
+        op = todo.pop()
+        before.append(op)
+        for source in op.inputs:
+            if source.index >= start.index and source not in seen:
+                seen.add(source)
+                todo.append(source)
+    if start not in seen:
+        return frozenset()
+    return _reached(start, before)
+
+
+def _reached(start: Op, ops: Iterable[Op]) -> frozenset[Op]:
+    reached = {start}
+    for op in sorted(ops, key=lambda op: op.index):
+        if not reached.isdisjoint(op.inputs):
+            reached.add(op)
+    return frozenset(reached)

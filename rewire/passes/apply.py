@@ -1,0 +1,79 @@
+"""Pass: carry out the plans on a copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from rewire.connection import Connection
+from rewire.depth import Entry, Gate
+from rewire.errors import EditError
+from rewire.kernels.norms import copy_mark, unmark
+from rewire.passes.edit import edited
+from rewire.passes.install import Edited, edited_function, install, is_edited, uninstall
+from rewire.passes.plan import FunctionPlan
+
+#: Attribute of rewritten modules: paths of norms below them that follow a read, and why one cannot be fused.
+NORMS = "_depth_norms"
+
+
+def apply(model: nn.Module, looked_at: nn.Module, plans: Iterable[FunctionPlan], connections: Mapping[str, Connection]) -> None:
+    """Give the modules of ``model`` their edited functions and the gates that these talk to.
+
+    Args:
+        model: changed in place.
+        looked_at: the copy that the plans were made of.
+        plans: what changes.
+        connections: of each trunk.
+
+    Raises:
+        EditError: a function cannot be changed as planned.
+    """
+    by_module: dict[str, list[FunctionPlan]] = {}
+    for plan in plans:
+        by_module.setdefault(plan.path, []).append(plan)
+    for path, of_module in by_module.items():
+        module, methods = model.get_submodule(path), dict[str, Edited]()
+        for plan in of_module:
+            if hasattr(module, plan.gate):
+                raise EditError(f"'{path}' has an attribute '{plan.gate}' of its own, which rewire needs")
+            source = edited(plan)
+            if plan.method:
+                definition = plan.decorated.function if plan.substituted else None
+                methods[plan.name] = Edited(plan.name, source, definition)
+            module.__dict__[plan.gate] = _gate(plan, source, connections)
+        if methods:
+            install(module, methods)
+        _mark_norms(module, looked_at.get_submodule(path), of_module)
+
+
+def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection]) -> Gate:
+    entries = [
+        Entry(trunk, connections[trunk] if trunk in plan.opens else None, adds) for trunk, adds in plan.adds.items()
+    ]
+    function = None
+    if not plan.method:
+        assert plan.decorated.function is not None
+        function = edited_function(plan.decorated.function, source)
+    return Gate(plan.path, plan.text.where(), entries, function)
+
+
+def _mark_norms(module: nn.Module, looked_at: nn.Module, plans: Iterable[FunctionPlan]) -> None:
+    norms: dict[str, str | None] = {}
+    for plan in plans:
+        norms |= plan.norms
+    for path, obstacle in norms.items():
+        if obstacle is None:
+            copy_mark(looked_at.get_submodule(path), module.get_submodule(path))
+    module.__dict__[NORMS] = norms
+
+
+def undo(module: nn.Module) -> None:
+    """Make a rewritten module what it was."""
+    if is_edited(module):
+        uninstall(module)
+    for path in module.__dict__.pop(NORMS, {}):
+        unmark(module.get_submodule(path))
+    for name in [name for name, value in vars(module).items() if isinstance(value, Gate)]:
+        del module.__dict__[name]

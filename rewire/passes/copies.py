@@ -1,0 +1,111 @@
+"""Copies of a model: modules of their own around the caller's tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map
+
+from rewire.errors import RewireError
+from rewire.passes.functions import clone, contents
+from rewire.patterns.pattern import Inputs
+
+
+def shared(model: nn.Module) -> nn.Module:
+    """New modules around the same parameters and buffers."""
+    return _copied(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def private(model: nn.Module) -> nn.Module:
+    """A copy that can be run without leaving a trace in ``model``.
+
+    Parameters are leaves of their own around the same memory: gradients stay with the copy. Buffers are copies.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        own = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        memo[id(parameter)] = own if type(own) is type(parameter) else parameter
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().clone()
+    return _copied(model, memo)
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy, functions that hold modules in their closures included."""
+    lazy = next((name for name, tensor in _tensors_of(model) if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise RewireError(
+            f"'{lazy}' is not initialised yet: {type(model).__name__} has lazy modules. Call the model once on an "
+            "input, so that they know their sizes, and rewire it then."
+        )
+    bound = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType) and value.__closure__
+    ]
+    try:
+        copied: nn.Module = copy.deepcopy(model, memo)
+        for module, name, function in bound:
+            cells = tuple(CellType(copy.deepcopy(contents(cell), memo)) for cell in function.__closure__ or ())
+            memo[id(module)].__dict__[name] = clone(function, function.__code__, cells)
+    except RewireError:
+        raise
+    except Exception as error:
+        raise RewireError(
+            f"{type(model).__name__} cannot be copied, and rewire works on a copy: {type(error).__name__}: {error}. "
+            "copy.deepcopy(model) has to work; look for attributes that are files, locks or tensors with a history."
+        ) from error
+    return copied
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def own_inputs(inputs: Inputs) -> Inputs:
+    """A copy of example inputs: a model may write to them."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        return copy.deepcopy(value)
+
+    args, kwargs = tree_map(own, inputs)
+    return args, kwargs
+
+
+@contextlib.contextmanager
+def seeded(seed: int, model: nn.Module) -> Iterator[None]:
+    """Random numbers of this seed, in torch, ``random`` and NumPy; afterwards all go on as if nothing had been drawn."""
+    devices = {t.device for _, t in _tensors_of(model) if t.device.type not in ("cpu", "meta")}
+    numpy: Any = sys.modules.get("numpy")
+    state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([]))
+        for kind in {device.type for device in devices}:
+            of_kind = [device for device in devices if device.type == kind]
+            stack.enter_context(torch.random.fork_rng(of_kind, device_type=kind))
+        try:
+            torch.default_generator.manual_seed(seed)
+            for device in devices:
+                seeded_state = torch.Generator(device).manual_seed(seed).get_state()
+                torch.get_device_module(device).set_rng_state(seeded_state, device)
+            random.seed(seed)
+            if numpy:
+                numpy.random.seed(seed)
+            yield
+        finally:
+            random.setstate(state)
+            if numpy:
+                numpy.random.set_state(numpy_state)

@@ -1,0 +1,299 @@
+"""Pass: write the planned changes into the text of a function."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+from rewire.errors import EditError
+from rewire.passes.plan import FunctionPlan, Normed, Parameter, Push, Reshape, Sum, Through, Value
+from rewire.passes.text import Place, Text
+
+#: Writes the text between two characters, with the changes inside it.
+Render = Callable[[int, int], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A stretch of the text, and what to write in its place."""
+
+    start: int
+    end: int
+    write: Callable[[Render], str]
+
+
+def edited(plan: FunctionPlan) -> str:
+    """The text of the function with all changes in it; its first lines, up to ``def``, as they were.
+
+    Raises:
+        EditError: an expression is written in a way that cannot be changed.
+    """
+    return _Editor(plan).run()
+
+
+class _Editor:
+    def __init__(self, plan: FunctionPlan) -> None:
+        self.plan, self.text = plan, plan.text
+        self.globals = plan.decorated.function.__globals__ if plan.decorated.function else {}
+        self.depth = "depth"
+        while self.depth in self.text.names:
+            self.depth += "_"
+        self.parents = {child: node for node in ast.walk(self.text.tree) for child in ast.iter_child_nodes(node)}
+
+    def run(self) -> str:
+        changes = [self._entry()]
+        changes += [self._leave(node) for node in ast.walk(self.text.tree) if self._is_own_return(node)]
+        for kind, writer in _WRITERS.items():  # of several changes of one expression, the outermost first
+            changes += [writer(self, edit) for edit in self.plan.edits.values() if type(edit) is kind]
+        if not self.plan.method:
+            changes.append(self._gate_parameter())
+        return _rendered(self.text.text, changes)
+
+    # -- lines at the start and at the end -----------------------------------------------------------------------------
+
+    def _entry(self) -> Change:
+        """The lines in front of the function's body."""
+        tree, text = self.text.tree, self.text.text
+        arguments = [*tree.args.posonlyargs, *tree.args.args]
+        gate = f"{arguments[0].arg}.{self.plan.gate}" if self.plan.method else "gate"
+        lines = [f"{self.depth} = {gate}.enter()"]
+        for edit in self.plan.edits.values():
+            if isinstance(edit, Parameter):
+                lines.append(f"{edit.name} = {self.depth}.open({', '.join([edit.name, *self._how(edit)])})")
+        body = tree.body[1:] if ast.get_docstring(tree, clean=False) is not None and len(tree.body) > 1 else tree.body
+        start, _ = self.text.span(body[0])
+        line = text.rfind("\n", 0, start) + 1
+        indent = text[line:start]
+        if indent.strip():  # on the line of the ``def``
+            return Change(start, start, lambda _: "".join(f"{statement}; " for statement in lines))
+        return Change(line, line, lambda _: "".join(f"{indent}{statement}\n" for statement in lines))
+
+    def _how(self, edit: Parameter | Value | Push | Sum | Through) -> list[str]:
+        """Keyword arguments of a read."""
+        how = [] if edit.norm is None else [f"norm={edit.norm}"]
+        trunk = getattr(edit, "trunk", 0)
+        return [*how, f"trunk={trunk}"] if trunk else how
+
+    def _gate_parameter(self) -> Change:
+        """The first parameter of a helper that is no method."""
+        header = self.text.text.index("(", self.text.span(self.text.tree)[0]) + 1
+        return Change(header, header, lambda _: "gate, ")
+
+    def _is_own_return(self, node: ast.AST) -> bool:
+        if not isinstance(node, ast.Return) or node.value is None:
+            return False
+        while node in self.parents:
+            node = self.parents[node]
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                return node is self.text.tree
+        return False
+
+    def _leave(self, node: ast.AST) -> Change:
+        assert isinstance(node, ast.Return) and node.value is not None
+        start, end = self.text.span(node)
+        start += len("return")
+        bare = isinstance(node.value, ast.Tuple) and self.text.text[self.text.span(node.value)[0]] != "("
+
+        def write(render: Render) -> str:
+            value = render(start, end).strip()
+            return f" {self.depth}.leave({f'({value})' if bare else value})"
+
+        return Change(start, end, write)
+
+    # -- expressions ---------------------------------------------------------------------------------------------------
+
+    def _value(self, edit: Value) -> Change:
+        node = self._expression(edit.at)
+        return self._wrapped(node, "open", self._how(edit))
+
+    def _push(self, edit: Push) -> Change:
+        nodes = self.text.nodes.get(edit.at, [])
+        assignment = next((node for node in nodes if isinstance(node, ast.AugAssign)), None)
+        if assignment is None:
+            return self._wrapped(self._expression(edit.at), "push", self._how(edit))
+        how = "".join(f", {argument}" for argument in self._how(edit))
+
+        def write(render: Render) -> str:
+            target, value = render(*self.text.span(assignment.target)), render(*self.text.span(assignment.value))
+            return f"{target} = {self.depth}.push({target} {_symbol(assignment.op)} ({value}){how})"
+
+        return Change(*self.text.span(assignment), write)
+
+    def _through(self, edit: Through) -> Change:
+        call = self._expression(edit.at)
+        if not isinstance(call, ast.Call):
+            raise EditError(f"it is not a call that stands at {self.text.where(call)}")
+        how = "".join(f", {argument}" for argument in self._how(edit))
+        arguments = [argument for number, argument in enumerate(call.args) if number in edit.given]
+        arguments += [keyword.value for keyword in call.keywords if keyword.arg in edit.given]
+        values = [argument.value if isinstance(argument, ast.Starred) else argument for argument in arguments]
+        given = sorted(self.text.span(value) for value in values)
+
+        def write(render: Render) -> str:
+            written, position = [], self.text.span(call)[0]
+            if edit.callee is not None:
+                written.append(edit.callee)
+                position = self.text.span(call.func)[1]
+            for start, end in given:
+                written += [render(position, start), f"{self.depth}.give({render(start, end)})"]
+                position = end
+            return f"{self.depth}.take({''.join(written)}{render(position, self.text.span(call)[1])}{how})"
+
+        return Change(*self.text.span(call), write)
+
+    def _normed(self, edit: Normed) -> Change:
+        call = self._expression(edit.at)
+        assert isinstance(call, ast.Call)
+        norm, argument = self.text.span(call.func), self.text.span(call.args[0])
+        return Change(*self.text.span(call), lambda r: f"{self.depth}.normed({r(*norm)}, {r(*argument)})")
+
+    def _reshape(self, edit: Reshape) -> Change:
+        node = self._expression(edit.at)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not self._is_module(node.func):
+            operand: ast.expr = node.func.value
+        elif isinstance(node, ast.Call) and node.args:
+            operand = node.args[0]
+        elif isinstance(node, ast.Attribute):
+            operand = node.value
+        else:
+            raise EditError(f"the reshape of the residual stream at {self.text.where(node)} is written in an unknown way")
+        (start, end), (first, last) = self.text.span(node), self.text.span(operand)
+        method = "copy" if edit.cast else "view"
+
+        def write(render: Render) -> str:
+            body = f"{render(start, first)}value{render(last, end)}"
+            return f"{self.depth}.{method}(lambda value: {body}, {render(first, last)})"
+
+        return Change(start, end, write)
+
+    def _is_module(self, node: ast.Attribute) -> bool:
+        """Whether ``torch.flatten`` is a function of a module, rather than a method of a tensor."""
+        inner: ast.expr = node
+        while isinstance(inner, ast.Attribute):
+            inner = inner.value
+        if not isinstance(inner, ast.Name):
+            return False
+        arguments = [*self.text.tree.args.posonlyargs, *self.text.tree.args.args]
+        is_self = self.plan.method and bool(arguments) and inner.id == arguments[0].arg
+        return is_self or isinstance(self.globals.get(inner.id), ModuleType)
+
+    def _wrapped(self, node: ast.expr, method: str, how: Sequence[str] = ()) -> Change:
+        start, end = self.text.span(node)
+        more = "".join(f", {argument}" for argument in how)
+        return Change(start, end, lambda render: f"{self.depth}.{method}({render(start, end)}{more})")
+
+    def _expression(self, at: Place) -> ast.expr:
+        nodes = [node for node in self.text.nodes.get(at, []) if isinstance(node, ast.expr)]
+        if not nodes:
+            raise EditError(f"no expression stands at {self.text.file}:{at[0]}, where the residual stream passes")
+        return nodes[0]
+
+    # -- residual adds -------------------------------------------------------------------------------------------------
+
+    def _sum(self, edit: Sum) -> Change:
+        node = self._addition(edit.at)
+        shortcut, branches, options = self._operands(node, edit.first)
+        for at, first in reversed(edit.inner):
+            inner = self._addition(at)
+            if shortcut is not inner:
+                raise EditError(f"parallel branches are added up in several statements at {self.text.where(node)}")
+            shortcut, more, _ = self._operands(inner, first)
+            branches = [*more, *branches]
+        method = "write" if edit.last else "add"
+        how = [*options, *self._how(edit)]
+
+        def write(render: Render) -> str:
+            operands = [render(*self.text.span(operand)) for operand in (shortcut, *branches)]
+            call = f"{self.depth}.{method}({', '.join([*operands, *how])})"
+            return self._assigned(node, call, render)
+
+        return Change(*self.text.span(node), write)
+
+    def _addition(self, at: Place) -> ast.AST:
+        nodes = self.text.nodes.get(at, [])
+        for node in nodes:
+            if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.Add):
+                return node
+            if isinstance(node, ast.Call) and self._added(node) is not None:
+                return node
+        written = ast.unparse(nodes[-1]) if nodes else "?"
+        raise EditError(f"the residual add at {self.text.file}:{at[0]} is written as `{written}`: write it as `x + f`")
+
+    def _added(self, call: ast.Call) -> list[ast.expr] | None:
+        """The operands of ``torch.add(a, b)`` and ``a.add(b)``; None if the call is another."""
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        arguments = [*call.args, *(k.value for k in call.keywords if k.arg in ("input", "other"))]
+        if name in ("add", "add_", "iadd", "__add__") and len(arguments) == 2:
+            return arguments
+        if name in ("add", "add_", "__add__") and len(arguments) == 1 and isinstance(call.func, ast.Attribute):
+            return [call.func.value, *arguments]
+        return None
+
+    def _operands(self, node: ast.AST, first: bool) -> tuple[ast.expr, list[ast.expr], list[str]]:
+        """Shortcut, branch and options of an addition."""
+        options: list[str] = []
+        if isinstance(node, ast.BinOp):
+            pair = [node.left, node.right]
+        elif isinstance(node, ast.AugAssign):
+            pair = [node.target, node.value]  # type: ignore[list-item]
+        else:
+            assert isinstance(node, ast.Call)
+            pair = self._added(node) or []
+            for keyword in node.keywords:
+                if keyword.arg == "alpha":
+                    options.append(self.text.text[slice(*self.text.span(keyword))])
+        return (pair[0], [pair[1]], options) if first else (pair[1], [pair[0]], options)
+
+    def _assigned(self, node: ast.AST, call: str, render: Render) -> str:
+        """The call in place of ``node``; what an in-place add has changed gets its result."""
+        if isinstance(node, ast.AugAssign):
+            return f"{render(*self.text.span(node.target))} = {call}"
+        changed = node.func.value if isinstance(node, ast.Call) and self._in_place(node) else None  # type: ignore[attr-defined]
+        if changed is None:
+            return call
+        statement = isinstance(self.parents[node], ast.Expr)
+        if isinstance(changed, ast.Name):
+            return f"{changed.id} = {call}" if statement else f"({changed.id} := {call})"
+        if statement:
+            return f"{render(*self.text.span(changed))} = {call}"
+        return call
+
+    @staticmethod
+    def _in_place(call: ast.Call) -> bool:
+        return isinstance(call.func, ast.Attribute) and call.func.attr == "add_" and len(call.args) == 1
+
+
+#: How each kind of edit is written.
+_WRITERS: dict[type, Callable[..., Change]] = {
+    Push: _Editor._push,
+    Value: _Editor._value,
+    Reshape: _Editor._reshape,
+    Through: _Editor._through,
+    Normed: _Editor._normed,
+    Sum: _Editor._sum,
+}
+
+
+def _symbol(operator: ast.operator) -> str:
+    return ast.unparse(ast.BinOp(ast.Name("a"), operator, ast.Name("b")))[2:-2]
+
+
+def _rendered(text: str, changes: Sequence[Change]) -> str:
+    """The text with all changes, those inside others included."""
+
+    def render(start: int, end: int, among: Sequence[Change]) -> str:
+        rest = [change for change in among if start <= change.start and change.end <= end]
+        rest.sort(key=lambda change: (change.start, change.end > change.start, -change.end))
+        written, position = [], start
+        while rest:
+            change, *rest = rest
+            inside = [c for c in rest if c.end <= change.end and change.start < change.end]
+            rest = [c for c in rest if c not in inside]
+            written += [text[position : change.start], change.write(functools.partial(render, among=inside))]
+            position = change.end
+        return "".join([*written, text[position:end]])
+
+    return render(0, len(text), list(changes))

@@ -1,0 +1,185 @@
+"""What a model computes, as the finder sees it: operations on tensors, and the calls of functions that they run in.
+
+Both ways of looking at a model give this form: a run under the recorder (`record`) and block-local tracing (`follow`);
+so do flat graphs of torch.compile and torch.export (`flat`). An operation says what it is computed from, how many
+weight matrices it reads, and, where the code is known, which expression of the source it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+#: Operations on each element by itself: a table of weights that takes part in one (a position embedding, a mask) mixes
+#: nothing.
+ELEMENTWISE = frozenset(
+    "add sub rsub mul div true_divide floor_divide where masked_fill maximum minimum pow lerp addcmul addcdiv copy cat "
+    "concat stack clamp eq ne lt gt le ge index_select getitem setitem gather expand expand_as repeat to type_as float "
+    "contiguous clone detach requires_grad_ view reshape flatten unflatten transpose permute squeeze unsqueeze t chunk "
+    "split unbind narrow roll mean sum softmax norm layer_norm rms_norm group_norm batch_norm instance_norm".split()
+)
+#: Operations that mix positions without a weight: what passes one is a branch, too (FNet, PoolFormer).
+MIXING = ("fft", "pool")
+
+#: An instruction: the code of a function, or of one inside it (a comprehension), and the offset in it.
+Place: TypeAlias = tuple[CodeType, int]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Scope:
+    """One call of a function: a module's forward, or a function or method that it calls.
+
+    Attributes:
+        parent: the call that it was made from; None for the model's own forward.
+        path: of the module whose forward it is, or is part of, from the model's root.
+        module: that module; None where only its path is known.
+        kind: class of that module, as text.
+        code: of the function; None if it is no Python function, or not known.
+        call: where in the parent's code it was called; None if that is not known.
+        helper: whether it is a function that a forward calls, rather than a forward.
+        arguments: its parameters that hold tensors: name -> the operations that made them.
+        key: tells calls of one parent apart.
+    """
+
+    parent: Scope | None
+    path: str
+    module: nn.Module | None = None
+    kind: str = ""
+    code: CodeType | None = None
+    call: Place | None = None
+    helper: bool = False
+    arguments: dict[str, list[Op]] = dataclasses.field(default_factory=dict)
+    key: Any = None
+
+    def chain(self) -> list[Scope]:
+        """This call and those around it, outermost first."""
+        scopes: list[Scope] = []
+        scope: Scope | None = self
+        while scope is not None:
+            scopes.append(scope)
+            scope = scope.parent
+        return scopes[::-1]
+
+    def modules(self) -> list[Scope]:
+        """The calls of modules among `chain`."""
+        return [scope for scope in self.chain() if not scope.helper]
+
+    def holds(self, other: Scope) -> bool:
+        """Whether ``other`` is this call, or was made from within it."""
+        scope: Scope | None = other
+        while scope is not None:
+            if scope is self:
+                return True
+            scope = scope.parent
+        return False
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Op:
+    """One tensor, and the operation that made it.
+
+    Attributes:
+        index: order in which it ran.
+        name: what it is: ``add``, ``linear``; of a leaf the path of the module below its caller.
+        inputs: what it is computed from; parameters and buffers aside.
+        scope: the call that it runs in.
+        place: where it stands in the scope's code; None if that is not known.
+        matrices: number of weight matrices that it reads.
+        overwrites: whether it is an in-place operation.
+        leaf: the module, for the call of one that was not looked into.
+        constant: whether it is made of parameters, buffers and numbers only.
+        shape, dtype: of the tensor; None if they are not known.
+        scale: factor of an ``add(x, f, alpha=scale)``'s second operand, if there is one that is not 1.
+        node: of a torch.fx graph, if it is from one.
+    """
+
+    index: int
+    name: str
+    inputs: tuple[Op, ...]
+    scope: Scope
+    place: Place | None = None
+    matrices: int = 0
+    overwrites: bool = False
+    leaf: nn.Module | None = None
+    constant: bool = False
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
+    scale: Any = None
+    node: Any = None
+
+    def __repr__(self) -> str:
+        return f"%{self.index} = {self.name}({', '.join(f'%{op.index}' for op in self.inputs)}) in {self.scope.path}"
+
+    @property
+    def weighted(self) -> bool:
+        """Whether what passes it goes through weights, or is mixed across positions."""
+        return self.matrices > 0 or self.name.startswith(MIXING[0]) or MIXING[1] in self.name
+
+    def calls(self) -> list[Scope]:
+        """The calls of modules that it runs in, outermost first."""
+        return self.scope.modules()
+
+
+@dataclasses.dataclass(eq=False)
+class Flow:
+    """All operations of one pass through a model, in order.
+
+    Attributes:
+        model: what was looked at.
+        ops: the operations.
+        unread: module path -> why it could not be looked into.
+        containers: whether the module at a path is a list, a dict or a sequence of modules.
+    """
+
+    model: nn.Module
+    ops: list[Op]
+    unread: dict[str, str] = dataclasses.field(default_factory=dict)
+    containers: Callable[[str], bool] = lambda path: False
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self.ops)
+
+    @functools.cached_property
+    def users(self) -> dict[Op, list[Op]]:
+        """For each operation those that read what it made, in order."""
+        users: dict[Op, list[Op]] = {op: [] for op in self.ops}
+        for op in self.ops:
+            for source in dict.fromkeys(op.inputs):
+                users[source].append(op)
+        return users
+
+
+def matrices(module: nn.Module) -> int:
+    """Number of weight matrices and convolution kernels in a module."""
+    return sum(is_matrix(parameter.shape) for parameter in module.parameters())
+
+
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Whether a weight of this shape mixes channels: more than one of its dimensions is long."""
+    return sum(size != 1 for size in shape) >= 2
+
+
+def plain_name(name: str) -> str:
+    """``add`` for every way of writing an addition: ``__add__``, ``add_``, ``iadd``, ``add.Tensor``."""
+    name = name.partition(".")[0].strip("_")
+    return name[1:] if name in ("iadd", "imul", "isub", "itruediv") else name
+
+
+def common(first: list[Any], second: list[Any]) -> list[Any]:
+    """The longest list that both begin with."""
+    count = 0
+    for a, b in zip(first, second, strict=False):
+        if a is not b and a != b:
+            break
+        count += 1
+    return first[:count]
+
+
+#: Modules that hold others in a row, and call them in it at most.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -1,0 +1,110 @@
+"""The Python functions behind a module's forward, under the decorators around them."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from rewire.errors import EditError
+
+_DEFINED = "_rewire_defined"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decorated:
+    """A function under its decorators.
+
+    Attributes:
+        function: the innermost one, whose text says what it does; None if that is no Python function.
+        wrappers: those around it, outermost first.
+    """
+
+    function: FunctionType | None
+    wrappers: tuple[Any, ...] = ()
+
+    @property
+    def code(self) -> CodeType | None:
+        return None if self.function is None else self.function.__code__
+
+
+def forward_of(module: nn.Module) -> Decorated:
+    """The forward that runs when ``module`` is called: its class's, or one that somebody gave to this module alone."""
+    own = vars(module).get("forward")
+    return undecorated(getattr(own, "__func__", own) if own is not None else type(module).forward)
+
+
+def define(module: nn.Module, function: FunctionType) -> None:
+    """Let ``function`` be the forward of this one module, as what its class's forward means."""
+    vars(module)["forward"] = MethodType(function, module)
+    vars(module)[_DEFINED] = True
+
+
+def is_definition(module: nn.Module | None) -> bool:
+    """Whether the module's forward is one that `define` gave to it."""
+    return module is not None and _DEFINED in vars(module)
+
+
+def undecorated(function: Any) -> Decorated:
+    """``function``, taken apart into what it decorates and its decorators."""
+    wrappers: list[Any] = []
+    while True:
+        inner = getattr(function, "__wrapped__", None) or _closed_over(function)
+        if inner is None:
+            return Decorated(function if isinstance(function, FunctionType) else None, tuple(wrappers))
+        wrappers.append(function)
+        function = inner
+
+
+def _closed_over(function: Any) -> Any:
+    """The forward that a decorator without ``__wrapped__`` holds in its closure."""
+    for cell in getattr(function, "__closure__", None) or ():
+        value = contents(cell)
+        if isinstance(value, FunctionType) and value.__name__ == "forward" and value is not function:
+            return value
+    return None
+
+
+def redecorated(decorated: Decorated, function: FunctionType) -> FunctionType:
+    """``function`` under copies of the decorators, each with a code object of its own.
+
+    Raises:
+        EditError: a decorator holds what it decorates where a copy cannot hold another function.
+    """
+    old: Any = decorated.function
+    new = function
+    for wrapper in reversed(decorated.wrappers):
+        cells = getattr(wrapper, "__closure__", None) or ()
+        if not isinstance(wrapper, FunctionType) or not any(contents(cell) is old for cell in cells):
+            name = f"{getattr(wrapper, '__module__', '?')}.{getattr(wrapper, '__qualname__', type(wrapper).__name__)}"
+            raise EditError(f"it is decorated by something ({name}) that hides the function that it decorates")
+        itself = CellType()  # transformers' layers ask whether they are the outermost wrapper
+        copies = tuple(
+            CellType(new) if contents(cell) is old else itself if contents(cell) is wrapper else cell for cell in cells
+        )
+        copy = clone(wrapper, wrapper.__code__.replace(), copies)
+        itself.cell_contents = copy
+        if hasattr(wrapper, "__wrapped__"):
+            copy.__wrapped__ = new  # type: ignore[attr-defined]
+        old, new = wrapper, copy
+    return new
+
+
+def clone(function: FunctionType, code: CodeType, closure: tuple[CellType, ...]) -> FunctionType:
+    """``function`` with other code: the same globals, defaults and attributes."""
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    vars(copy).update(vars(function))
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__doc__, copy.__module__ = function.__doc__, function.__module__
+    copy.__qualname__, copy.__annotations__ = function.__qualname__, function.__annotations__
+    return copy
+
+
+def contents(cell: CellType) -> Any:
+    """What a closure's cell holds; None if it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

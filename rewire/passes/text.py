@@ -1,0 +1,233 @@
+"""The source of a function: its text, its syntax tree, and which expression an instruction belongs to."""
+
+from __future__ import annotations
+
+import __future__
+
+import ast
+import dataclasses
+import dis
+import functools
+import inspect
+import linecache
+import weakref
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import TypeAlias
+
+from rewire.errors import EditError
+
+#: A place in a source: first line, last line, first column, last column (in bytes).
+Place: TypeAlias = tuple[int | None, int | None, int | None, int | None]
+
+_FUTURE = functools.reduce(int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Text:
+    """The source text of one function, as it stands in its file.
+
+    Attributes:
+        file: where it stands.
+        first: number of its first line there, decorators included.
+        text: its lines, with their indentation.
+        tree: its definition, with the line numbers of the file.
+    """
+
+    file: str
+    first: int
+    text: str
+    tree: ast.FunctionDef | ast.AsyncFunctionDef
+
+    @functools.cached_property
+    def offsets(self) -> list[int]:
+        """For each line of the text, the index of its first character."""
+        offsets = [0]
+        for line in self.text.splitlines(keepends=True):
+            offsets.append(offsets[-1] + len(line))
+        return offsets
+
+    @functools.cached_property
+    def lines(self) -> list[bytes]:
+        return [line.encode() for line in self.text.splitlines(keepends=True)]
+
+    def index(self, line: int, column: int) -> int:
+        """The character of the text that stands at this line of the file and this column, in bytes."""
+        row = line - self.first
+        return self.offsets[row] + len(self.lines[row][:column].decode())
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """First and last character of a node."""
+        start = self.index(node.lineno, node.col_offset)  # type: ignore[attr-defined]
+        return start, self.index(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+
+    @functools.cached_property
+    def nodes(self) -> dict[Place, list[ast.AST]]:
+        """Nodes by their place; the outermost first."""
+        found: dict[Place, list[ast.AST]] = {}
+        for node in ast.walk(self.tree):
+            if hasattr(node, "lineno"):
+                found.setdefault((node.lineno, node.end_lineno, node.col_offset, node.end_col_offset), []).append(node)
+        return found
+
+    @functools.cached_property
+    def names(self) -> set[str]:
+        """Names of variables that the function uses."""
+        arguments = {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
+        return arguments | {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+
+    def where(self, node: ast.AST | None = None) -> str:
+        """File and line, for messages."""
+        return f"{self.file}:{self.tree.lineno if node is None else node.lineno}"  # type: ignore[attr-defined]
+
+    def at(self, code: CodeType, instruction: int) -> list[ast.AST]:
+        """The nodes of the expression or statement that an instruction belongs to, outermost first.
+
+        Args:
+            code: of the function, or of a function inside it.
+            instruction: ``f_lasti`` of a frame.
+        """
+        return self.nodes.get(place_of(code, instruction), [])
+
+
+def place_of(code: CodeType, instruction: int) -> Place:
+    """Where the expression of an instruction stands."""
+    return positions(code)[instruction // 2]
+
+
+@functools.lru_cache(maxsize=1024)
+def positions(code: CodeType) -> list[Place]:
+    return list(code.co_positions())
+
+
+_TEXTS: weakref.WeakKeyDictionary[FunctionType, Text] = weakref.WeakKeyDictionary()
+
+
+def text_of(function: FunctionType) -> Text:
+    """The source of ``function``, undecorated; checked to be what it was compiled from.
+
+    Raises:
+        EditError: there is none, or the file says something else by now.
+    """
+    if function not in _TEXTS:
+        _TEXTS[function] = _read(function)
+    return _TEXTS[function]
+
+
+def _read(function: FunctionType) -> Text:
+    name = function.__qualname__
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except (OSError, TypeError, IndexError, SyntaxError) as error:
+        raise EditError(
+            f"there is no source text for {name} ({function.__code__.co_filename}): rewire edits the text of forwards, "
+            "so that it has to be in a file (or a notebook's cell)"
+        ) from error
+    source, file = "".join(lines), function.__code__.co_filename
+    try:
+        tree = _parsed(source, first)
+    except SyntaxError as error:
+        raise EditError(f"the source of {name} at {file}:{first} does not parse by itself: {error}") from error
+    text = Text(file, first, source, tree)
+    if not _same(compiled(function, source, first), function.__code__):
+        raise EditError(
+            f"the text at {text.where()} is not what {name} was compiled from: the file has changed since it was "
+            "imported, or something rewrote the function (coverage, pytest's assertions). Import the model again"
+        )
+    return text
+
+
+def _parsed(source: str, first: int) -> ast.FunctionDef | ast.AsyncFunctionDef:
+    """The definition in ``source``, which may be indented; with line numbers that start at ``first``."""
+    indented = source[:1].isspace()
+    module = ast.parse(f"if 1:\n{source}" if indented else source)
+    node = module.body[0]
+    definition = node.body[0] if isinstance(node, ast.If) else node
+    if not isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        raise SyntaxError("it is no function definition")
+    ast.increment_lineno(definition, first - 1 - indented)
+    return definition
+
+
+def compiled(function: FunctionType, source: str, first: int, file: str = "") -> CodeType:
+    """The code of ``function`` with the text ``source``, of which the first line has the number ``first``.
+
+    Compiled in the surroundings that the function has: names with two underscores are mangled as in its class, and its
+    free variables are free.
+    """
+    code, qualname = function.__code__, function.__qualname__.split(".")
+    definition = _parsed(source, first)
+    definition.decorator_list = []
+    cls = qualname[-2] if len(qualname) > 1 and qualname[-2] != "<locals>" else None
+    body: list[ast.stmt] = [definition]
+    if cls is not None:
+        body = [ast.ClassDef(cls, [], [], body, [], **({"type_params": []} if "type_params" in ast.ClassDef._fields else {}))]
+    free = [name for name in code.co_freevars if cls is None or name != "__class__"]
+    if free:  # a function around it that has them as its own variables
+        outer = ast.parse(f"def _outer({', '.join(free)}): pass").body[0]
+        assert isinstance(outer, ast.FunctionDef)
+        outer.body = body
+        body = [outer]
+    # Calls of an imported name's methods compile to other instructions.
+    known = [name for name in code.co_names if isinstance(function.__globals__.get(name), ModuleType)]
+    imports: list[ast.stmt] = [ast.Import([ast.alias(name)]) for name in known]
+    module = ast.fix_missing_locations(ast.Module([*imports, *body], []))
+    flags = code.co_flags & _FUTURE
+    whole = compile(module, file or code.co_filename, "exec", flags, dont_inherit=True)
+    return next(inner for inner in _inside(whole) if inner.co_name == code.co_name)
+
+
+def _inside(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _inside(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def holds(code: CodeType, other: CodeType) -> bool:
+    """Whether ``other`` is the code of a function (or comprehension) that stands inside that of ``code``."""
+    return any(inner is other for inner in _inside(code))
+
+
+def _same(a: CodeType, b: CodeType) -> bool:
+    """Whether two functions do the same, wherever they stand."""
+    if any(getattr(a, name) != getattr(b, name) for name in _COMPARED) or len(a.co_consts) != len(b.co_consts):
+        return False
+    if a.co_code != b.co_code and _instructions(a) != _instructions(b):
+        return False
+    return all(
+        _same(x, y) if isinstance(x, CodeType) and isinstance(y, CodeType) else type(x) is type(y) and x == y
+        for x, y in zip(a.co_consts, b.co_consts, strict=True)
+    )
+
+
+_COMPARED = (
+    "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount",
+    "co_flags",
+)  # fmt: skip
+
+
+def _instructions(code: CodeType) -> list[tuple[str, object]]:
+    """What a function does, step by step.
+
+    Without how methods are looked up: that depends on whether the file imports the name of their object, too.
+    """
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("PUSH_NULL", "NOP")]
+    number = {step.offset: n for n, step in enumerate(steps)}
+    jumps = {dis.opname[op] for op in (*dis.hasjrel, *dis.hasjabs)}
+    found: list[tuple[str, object]] = []
+    for step in steps:
+        value = step.argval
+        if step.opname in jumps:  # to the next step that counts
+            value = next(number[offset] for offset in range(value, value + 1000, 2) if offset in number)
+        elif isinstance(value, CodeType):
+            value = value.co_name
+        found.append((step.opname.replace("LOAD_METHOD", "LOAD_ATTR"), value))
+    return found
+
+
+def shown(file: str, source: str, first: int) -> None:
+    """Let tracebacks and debuggers find the edited text of a function under the name ``file``."""
+    lines = ["\n"] * (first - 1) + source.splitlines(keepends=True)
+    linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
