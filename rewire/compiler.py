@@ -22,10 +22,10 @@ from rewire.errors import (
     ShardedModel,
     UnknownName,
     UnsupportedTopology,
+    ValidationMismatch,
     WidthMismatch,
 )
 from rewire.init import Initializer, initialize, make_initializer
-from rewire.passes import validate as validation
 from rewire.passes.apply import apply, undo
 from rewire.passes.connect import StreamsToTensors, convert_collected, register
 from rewire.passes.copies import own_inputs, private, seeded, shared
@@ -33,7 +33,9 @@ from rewire.passes.find import Found, trunks_in
 from rewire.passes.functions import define
 from rewire.passes.install import edits_of, is_edited
 from rewire.passes.plan import Plans, plan
+from rewire.passes.projections import find_projections
 from rewire.passes.record import record
+from rewire.passes.validate import TOLERANCES, compare, normalise_inputs, outputs, relative_error
 from rewire.patterns import Pattern, first_given, patterns_for
 from rewire.patterns.pattern import Inputs
 from rewire.stream import Layout
@@ -139,8 +141,7 @@ def compile(
     seen = find(model, found, inputs)
     rewired = rewired_copy(model, found, seen, layouts, start)
     if validate:
-        same = rewired if start == "preserve" else rewired_copy(model, found, seen, _plain(rewired), "preserve")
-        _validate(model, same, found, example_inputs)
+        _validate(model, rewired, inputs, start)
     return rewired if initializer is None else _initialized(rewired, initializer)
 
 
@@ -228,18 +229,29 @@ def check_model(model: nn.Module) -> None:
         raise ShardedModel("the model's parameters are already sharded: rewire the model first, then shard it.")
 
 
-def _validate(model: nn.Module, rewired: nn.Module, found: list[Pattern], example_inputs: Any) -> None:
-    """Validate on the given inputs, else on inputs that the registry makes; log why if that is not possible."""
-    name = type(model).__name__
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        log.warning("%s was rewired but not validated: its parameters are on the meta device.", name)
-        return
-    try:
-        validation.validate(model, rewired, inputs_for(model, found, example_inputs))
-    except BadExampleInputs as error:
-        if example_inputs is not None:
-            raise
-        log.warning("%s was rewired but not validated (%s): pass example_inputs.", name, error)
+def _validate(model: nn.Module, rewired: nn.Module, inputs: Inputs, start: Start) -> None:
+    """Compare the same rewrite with plain connections in it; and at a preserving start the learned ones, too."""
+    compare(model, with_plain_connections(rewired), inputs)
+    if start == "preserve":
+        expected, actual = outputs(model, inputs), outputs(rewired, inputs)
+        error = max((relative_error(a, b) for a, b in zip(expected, actual, strict=True)), default=0.0)
+        tolerance = max((TOLERANCES.get(a.dtype, 1e-5) for a in expected), default=0.0)
+        if error > tolerance:
+            raise ValidationMismatch(
+                f"with plain connections the rewritten {type(model).__name__} is the original, but at the start of its "
+                f"topology the outputs differ by {error:.1e} (relative): more than {tolerance:.0e}."
+            )
+
+
+def with_plain_connections(rewired: nn.Module) -> nn.Module:
+    """A copy of a rewired model with plain residual connections in place of the learned ones; q, k, v stay apart."""
+    plain = shared(rewired)
+    for connection in connections(plain).values():
+        old, sites = connection.layout, range(len(connection.layout.units))
+        apart = [site + 1 for site in sites if old.reads_apart(site)]
+        units = [site + 1 for site in sites]
+        connection.become(Layout(old.trunk, Residual(), units, old.dims.width, apart, old.channel_dim, old.posts))
+    return plain
 
 
 def inputs_for(model: nn.Module, found: list[Pattern], example_inputs: Any) -> Inputs:
@@ -249,7 +261,7 @@ def inputs_for(model: nn.Module, found: list[Pattern], example_inputs: Any) -> I
         BadExampleInputs: what was given is none, or nothing was and the registry has none.
     """
     if example_inputs is not None:
-        return validation.normalise_inputs(example_inputs)
+        return normalise_inputs(example_inputs)
     make = first_given(found, "example_inputs")
     if make is None:
         raise BadExampleInputs("the registry of architectures knows no inputs for it")
@@ -366,27 +378,13 @@ def rewired_copy(
         for one in found:
             for linked in one.trunks:
                 if linked.trunk.name == trunk.name:
-                    plan(one, linked, plans)
+                    apart = [number for number in range(len(trunk.sites)) if layout.reads_apart(number)]
+                    plan(one, linked, plans, {n: find_projections(one.flow, trunk.sites[n], patterns) for n in apart})
         made[trunk.name] = Connection(layout, start, _device_of(rewired.get_submodule(trunk.owner)))
         register(rewired, trunk, made[trunk.name])
         convert_collected(rewired, trunk)
     apply(rewired, found[0].flow.model, plans.values(), made)
     return rewired
-
-
-def _plain(rewired: nn.Module) -> Callable[[list[Trunk]], list[Layout]]:
-    """The layouts of the trunks of ``rewired``, with plain residual connections in place of the learned ones.
-
-    What a start that is not the original network is validated with: the same rewrite, q, k and v apart where they are.
-    """
-
-    def plain(layout: Layout) -> Layout:
-        sites = range(len(layout.units))
-        apart = [site + 1 for site in sites if layout.reads_apart(site)]
-        return Layout(layout.trunk, Residual(), range(1, len(sites) + 1), attention=apart)
-
-    known = [plain(connection.layout) for connection in connections(rewired).values()]
-    return lambda _trunks: known
 
 
 def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:

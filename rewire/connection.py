@@ -38,6 +38,13 @@ class Connection(nn.Module):
         for name, value in layout.topology.constants(layout.dims).items():
             self.register_buffer(name, value.to(device=device, dtype=torch.float32))
 
+    def become(self, layout: Layout) -> None:
+        """Take another layout, with weights at its preserving start, in place of this one."""
+        device = next((p.device for p in (*self.parameters(), *self.buffers())), None)
+        for name in [*self._parameters, *self._buffers]:
+            delattr(self, name)
+        self.__init__(layout, "preserve", device)  # type: ignore[misc]
+
     def reset_parameters(self) -> None:
         """Set the start values again (after ``to_empty``, say)."""
         with torch.no_grad():

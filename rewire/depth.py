@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from rewire.connection import Connection
 from rewire.errors import OutOfOrder, UnsupportedCall
+from rewire.kernels.fused_qkv import project_fused
 from rewire.stream import Stream
 from rewire.topologies.base import Ways
 
@@ -122,6 +123,7 @@ class Depth:
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
         self.live: list[Live] = []
+        self.read_apart: list[tuple[Tensor, Ways]] = []  # what stands for them, and values for queries, keys, values
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
@@ -299,6 +301,71 @@ class Depth:
             return live.normed
         normed: Tensor = norm(value)
         return normed
+
+    # -- queries, keys and values apart --------------------------------------------------------------------------------
+
+    def ways(self, value: Any) -> Any:
+        """The tensor that stands for the values of queries, keys and values in a function that projects them."""
+        if not isinstance(value, Ways):
+            return value
+        self.read_apart.append((value.q, value))
+        return value.q
+
+    def each(self, function: Callable[[Tensor], Any], value: Tensor) -> Any:
+        """``function(value)``, computed for queries, keys and values each."""
+        ways = self._ways(value)
+        if ways is None:
+            return function(value)
+        inputs = (ways.q, ways.k, ways.v, ways.residual)
+        made: list[Any] = []
+        for number, x in enumerate(inputs):
+            same = next((earlier for earlier in range(number) if inputs[earlier] is x), None)
+            made.append(function(x) if same is None else made[same])
+        number = 0 if value is ways.q else 3
+        if isinstance(made[0], tuple):
+            for items in zip(*made, strict=True):
+                if isinstance(items[0], Tensor):
+                    self.read_apart.append((items[number], Ways(*items)))
+        else:
+            self.read_apart.append((made[number], Ways(*made)))
+        return made[number]
+
+    def apart(self, value: Any) -> Any:
+        """An argument of what holds an attention's projections: the values for all three."""
+        ways = self._ways(value)
+        return value if ways is None else ways
+
+    def q(self, value: Tensor) -> Tensor:
+        """What queries are projected from."""
+        ways = self._ways(value)
+        return value if ways is None else ways.q
+
+    def k(self, value: Tensor) -> Tensor:
+        """What keys are projected from."""
+        ways = self._ways(value)
+        return value if ways is None else ways.k
+
+    def v(self, value: Tensor) -> Tensor:
+        """What values are projected from."""
+        ways = self._ways(value)
+        return value if ways is None else ways.v
+
+    def fused(self, projection: nn.Module, groups: int, sizes: tuple[int, int, int], value: Tensor) -> Tensor:
+        """``projection(value)``, with the features of each of the three from its own value; layout: see `Fused`."""
+        ways = self._ways(value)
+        if ways is None:
+            projected: Tensor = projection(value)
+            return projected
+        return project_fused(projection, groups, sizes, ways.q, ways.k, ways.v)
+
+    def _ways(self, value: Any) -> Ways | None:
+        for stands, ways in self.read_apart:
+            if stands is value:
+                return ways
+        for live in self.live:
+            if live.ways is not None and live.values[0] is value:
+                return live.ways
+        return None
 
     # -- checks --------------------------------------------------------------------------------------------------------
 

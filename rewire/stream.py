@@ -108,6 +108,7 @@ class Stream:
         position: number of residual adds written so far.
         pending: branch outputs of the last residual add, if the state that they make was not computed yet: it waits
             for the norm of the next read, for one kernel to do both.
+        ways: where queries, keys and values are read apart, what was read, beside `hidden`.
         awaiting: `hidden` is the sum of the last residual add; `push` is to bring the state that is made of it.
     """
 
@@ -119,6 +120,7 @@ class Stream:
     position: int = 0
     pending: tuple[Tensor, ...] = ()
     awaiting: bool = False
+    ways: Ways | None = None
 
     @classmethod
     def begin(cls, x: Tensor, weights: Any, layout: Layout) -> Stream:
@@ -205,12 +207,15 @@ class Stream:
         That is ``r_t`` of the topology, or inside a unit its running value. An attention may get `Ways`, one value
         each for its queries, keys and values.
         """
+        if self.ways is not None:
+            return self.ways, self
         value, stream = self._due()
-        if isinstance(value, Ways):
-            return value, stream._opened(value.residual)
-        value = computed(value)
-        read = Ways(value, value, value, value) if self.layout.reads_apart(self.position) else value
-        return read, stream._opened(value)
+        if not isinstance(value, Ways):
+            value = computed(value)
+            if not self.layout.reads_apart(self.position):
+                return value, stream._opened(value)
+            value = Ways(value, value, value, value)
+        return value, dataclasses.replace(stream._opened(value.residual), ways=value)
 
     def read_normed(self, norm: nn.Module) -> tuple[Tensor, Tensor, Stream]:
         """`read`, and what ``norm`` makes of the value: by one kernel, if the value is a sum yet to be computed.
@@ -302,7 +307,9 @@ class Stream:
         states = tuple(s.viewed(view) if isinstance(s, History) else view(s) for s in self.states)
         hidden, pending = tuple(map(view, self.hidden)), tuple(map(view, self.pending))
         branch = None if self.branch is None else view(self.branch)
-        return dataclasses.replace(self, states=states, hidden=hidden, branch=branch, pending=pending)
+        read = self.ways
+        ways = None if read is None else Ways(*map(view, (read.q, read.k, read.v, read.residual)))
+        return dataclasses.replace(self, states=states, hidden=hidden, branch=branch, pending=pending, ways=ways)
 
     def step(self, states: States, adds: int = 1) -> Stream:
         """The stream after a forward that did ``adds`` residual adds, up to the end of a unit, by itself.
@@ -391,14 +398,16 @@ def _may_wait(x: Tensor) -> bool:
 
 
 def _flatten(stream: Stream) -> tuple[list[Any], Any]:
-    leaves = [stream.states, stream.hidden, stream.branch, stream.pending]
+    read = stream.ways
+    ways = None if read is None else (read.q, read.k, read.v, read.residual)
+    leaves = [stream.states, stream.hidden, stream.branch, stream.pending, ways]
     return leaves, (stream.weights, stream.layout, stream.position, stream.awaiting)
 
 
 def _unflatten(leaves: Any, context: Any) -> Stream:
-    states, hidden, branch, pending = leaves
+    states, hidden, branch, pending, ways = leaves
     weights, layout, position, awaiting = context
-    return Stream(states, hidden, branch, weights, layout, position, pending, awaiting)
+    return Stream(states, hidden, branch, weights, layout, position, pending, awaiting, ways and Ways(*ways))
 
 
 pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name="rewire.Stream")

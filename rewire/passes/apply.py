@@ -44,7 +44,7 @@ def apply(model: nn.Module, looked_at: nn.Module, plans: Iterable[FunctionPlan],
                 methods[plan.name] = Edited(plan.name, source, definition)
             module.__dict__[plan.gate] = _gate(plan, source, connections)
         if methods:
-            install(module, methods)
+            install(module, methods, shared=not any(plan.adds for plan in of_module))
         _mark_norms(module, looked_at.get_submodule(path), of_module)
 
 

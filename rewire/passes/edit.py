@@ -7,9 +7,22 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 from rewire.errors import EditError
-from rewire.passes.plan import FunctionPlan, Normed, Parameter, Push, Reshape, Sum, Through, Value
+from rewire.passes.plan import (
+    Apart,
+    Each,
+    FunctionPlan,
+    Normed,
+    Parameter,
+    Projected,
+    Push,
+    Reshape,
+    Sum,
+    Through,
+    Value,
+)
 from rewire.passes.text import Place, Text
 
 #: Writes the text between two characters, with the changes inside it.
@@ -18,11 +31,18 @@ Render = Callable[[int, int], str]
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A stretch of the text, and what to write in its place."""
+    """A stretch of the text, and what to write in its place.
+
+    Attributes:
+        start, end: its first character, and the one behind its last.
+        write: makes the new text, from a function that renders what is inside.
+        argument: whether it is around an argument of a call.
+    """
 
     start: int
     end: int
     write: Callable[[Render], str]
+    argument: bool = False
 
 
 def edited(plan: FunctionPlan) -> str:
@@ -45,9 +65,17 @@ class _Editor:
 
     def run(self) -> str:
         changes = [self._entry()]
-        changes += [self._leave(node) for node in ast.walk(self.text.tree) if self._is_own_return(node)]
-        for kind, writer in _WRITERS.items():  # of several changes of one expression, the outermost first
-            changes += [writer(self, edit) for edit in self.plan.edits.values() if type(edit) is kind]
+        if self.plan.adds:
+            changes += [self._leave(node) for node in ast.walk(self.text.tree) if self._is_own_return(node)]
+        # Of several changes of one expression, the outermost first: those of an argument, then the kinds in turn.
+        own = [
+            change
+            for kind, writer in _WRITERS.items()
+            for edit in self.plan.edits.values()
+            if type(edit) is kind
+            for change in writer(self, edit)
+        ]
+        changes += sorted(own, key=lambda change: not change.argument)
         if not self.plan.method:
             changes.append(self._gate_parameter())
         return _rendered(self.text.text, changes)
@@ -62,7 +90,8 @@ class _Editor:
         lines = [f"{self.depth} = {gate}.enter()"]
         for edit in self.plan.edits.values():
             if isinstance(edit, Parameter):
-                lines.append(f"{edit.name} = {self.depth}.open({', '.join([edit.name, *self._how(edit)])})")
+                method = "ways" if edit.ways else "open"
+                lines.append(f"{edit.name} = {self.depth}.{method}({', '.join([edit.name, *self._how(edit)])})")
         body = tree.body[1:] if ast.get_docstring(tree, clean=False) is not None and len(tree.body) > 1 else tree.body
         start, _ = self.text.span(body[0])
         line = text.rfind("\n", 0, start) + 1
@@ -105,69 +134,92 @@ class _Editor:
 
     # -- expressions ---------------------------------------------------------------------------------------------------
 
-    def _value(self, edit: Value) -> Change:
-        node = self._expression(edit.at)
-        return self._wrapped(node, "open", self._how(edit))
+    def _value(self, edit: Value) -> list[Change]:
+        return [self._wrapped(self._expression(edit.at), "open", self._how(edit))]
 
-    def _push(self, edit: Push) -> Change:
+    def _push(self, edit: Push) -> list[Change]:
         nodes = self.text.nodes.get(edit.at, [])
         assignment = next((node for node in nodes if isinstance(node, ast.AugAssign)), None)
         if assignment is None:
-            return self._wrapped(self._expression(edit.at), "push", self._how(edit))
+            return [self._wrapped(self._expression(edit.at), "push", self._how(edit))]
         how = "".join(f", {argument}" for argument in self._how(edit))
 
         def write(render: Render) -> str:
             target, value = render(*self.text.span(assignment.target)), render(*self.text.span(assignment.value))
             return f"{target} = {self.depth}.push({target} {_symbol(assignment.op)} ({value}){how})"
 
-        return Change(*self.text.span(assignment), write)
+        return [Change(*self.text.span(assignment), write)]
 
-    def _through(self, edit: Through) -> Change:
-        call = self._expression(edit.at)
-        if not isinstance(call, ast.Call):
-            raise EditError(f"it is not a call that stands at {self.text.where(call)}")
-        how = "".join(f", {argument}" for argument in self._how(edit))
-        arguments = [argument for number, argument in enumerate(call.args) if number in edit.given]
-        arguments += [keyword.value for keyword in call.keywords if keyword.arg in edit.given]
-        values = [argument.value if isinstance(argument, ast.Starred) else argument for argument in arguments]
-        given = sorted(self.text.span(value) for value in values)
+    def _through(self, edit: Through) -> list[Change]:
+        call = self._call(edit.at)
+        changes = [self._wrapped(call, "take", self._how(edit))]
+        if edit.callee is not None:
+            callee = edit.callee
+            changes.append(Change(*self.text.span(call.func), lambda _: callee))
+        return [*changes, *self._arguments(call, dict.fromkeys(edit.given, "give"))]
 
-        def write(render: Render) -> str:
-            written, position = [], self.text.span(call)[0]
-            if edit.callee is not None:
-                written.append(edit.callee)
-                position = self.text.span(call.func)[1]
-            for start, end in given:
-                written += [render(position, start), f"{self.depth}.give({render(start, end)})"]
-                position = end
-            return f"{self.depth}.take({''.join(written)}{render(position, self.text.span(call)[1])}{how})"
+    def _arguments(self, call: ast.Call, methods: dict[Any, str]) -> list[Change]:
+        """Arguments handed to a method of `Depth` first; by position or keyword."""
+        arguments: list[tuple[Any, ast.expr]] = [*enumerate(call.args), *((k.arg, k.value) for k in call.keywords)]
+        wrapped = [
+            self._wrapped(node.value if isinstance(node, ast.Starred) else node, methods[key])
+            for key, node in arguments
+            if key in methods
+        ]
+        return [dataclasses.replace(change, argument=True) for change in wrapped]
 
-        return Change(*self.text.span(call), write)
+    def _call(self, at: Place) -> ast.Call:
+        node = self._expression(at)
+        if not isinstance(node, ast.Call):
+            raise EditError(f"it is not a call that stands at {self.text.where(node)}")
+        return node
 
-    def _normed(self, edit: Normed) -> Change:
-        call = self._expression(edit.at)
-        assert isinstance(call, ast.Call)
-        norm, argument = self.text.span(call.func), self.text.span(call.args[0])
-        return Change(*self.text.span(call), lambda r: f"{self.depth}.normed({r(*norm)}, {r(*argument)})")
+    def _each(self, edit: Each) -> list[Change]:
+        return [self._as_function(edit.at, "each")]
 
-    def _reshape(self, edit: Reshape) -> Change:
-        node = self._expression(edit.at)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not self._is_module(node.func):
-            operand: ast.expr = node.func.value
-        elif isinstance(node, ast.Call) and node.args:
-            operand = node.args[0]
-        elif isinstance(node, ast.Attribute):
-            operand = node.value
-        else:
-            raise EditError(f"the reshape of the residual stream at {self.text.where(node)} is written in an unknown way")
-        (start, end), (first, last) = self.text.span(node), self.text.span(operand)
-        method = "copy" if edit.cast else "view"
+    def _reshape(self, edit: Reshape) -> list[Change]:
+        return [self._as_function(edit.at, "copy" if edit.cast else "view")]
+
+    def _as_function(self, at: Place, method: str) -> Change:
+        """``depth.view(lambda value: value.flatten(2), x)`` for ``x.flatten(2)``."""
+        node = self._expression(at)
+        (start, end), (first, last) = self.text.span(node), self.text.span(self._operand(node))
 
         def write(render: Render) -> str:
             body = f"{render(start, first)}value{render(last, end)}"
             return f"{self.depth}.{method}(lambda value: {body}, {render(first, last)})"
 
         return Change(start, end, write)
+
+    def _apart(self, edit: Apart) -> list[Change]:
+        return self._arguments(self._call(edit.at), dict.fromkeys(edit.given, "apart"))
+
+    def _projected(self, edit: Projected) -> list[Change]:
+        call = self._call(edit.at)
+        if edit.way == "multihead":
+            methods = {0: "q", 1: "k", 2: "v", "query": "q", "key": "k", "value": "v"}
+            return self._arguments(call, methods)
+        if edit.way != "fused":
+            return self._arguments(call, dict.fromkeys((0, *(k.arg for k in call.keywords)), edit.way))
+        return self._function_first(call, f"{self.depth}.fused(", f", {edit.groups}, {edit.sizes}, ")
+
+    def _function_first(self, call: ast.Call, before: str, between: str) -> list[Change]:
+        """``before``, the function that is called, ``between``, and its argument."""
+        (start, end), (argument, _) = self.text.span(call.func), self.text.span(call.args[0])
+        return [Change(start, start, lambda _: before), Change(end, argument, lambda _: between)]
+
+    def _normed(self, edit: Normed) -> list[Change]:
+        return self._function_first(self._call(edit.at), f"{self.depth}.normed(", ", ")
+
+    def _operand(self, node: ast.expr) -> ast.expr:
+        """What an operation on one value works on: ``x`` of ``x.flatten(2)``, ``torch.flatten(x, 2)``, ``x.T``."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not self._is_module(node.func):
+            return node.func.value
+        if isinstance(node, ast.Call) and node.args:
+            return node.args[0]
+        if isinstance(node, ast.Attribute):
+            return node.value
+        raise EditError(f"what is done to the residual stream at {self.text.where(node)} is written in an unknown way")
 
     def _is_module(self, node: ast.Attribute) -> bool:
         """Whether ``torch.flatten`` is a function of a module, rather than a method of a tensor."""
@@ -193,7 +245,7 @@ class _Editor:
 
     # -- residual adds -------------------------------------------------------------------------------------------------
 
-    def _sum(self, edit: Sum) -> Change:
+    def _sum(self, edit: Sum) -> list[Change]:
         node = self._addition(edit.at)
         shortcut, branches, options = self._operands(node, edit.first)
         for at, first in reversed(edit.inner):
@@ -210,7 +262,7 @@ class _Editor:
             call = f"{self.depth}.{method}({', '.join([*operands, *how])})"
             return self._assigned(node, call, render)
 
-        return Change(*self.text.span(node), write)
+        return [Change(*self.text.span(node), write)]
 
     def _addition(self, at: Place) -> ast.AST:
         nodes = self.text.nodes.get(at, [])
@@ -267,11 +319,14 @@ class _Editor:
 
 
 #: How each kind of edit is written.
-_WRITERS: dict[type, Callable[..., Change]] = {
+_WRITERS: dict[type, Callable[..., list[Change]]] = {
     Push: _Editor._push,
     Value: _Editor._value,
     Reshape: _Editor._reshape,
     Through: _Editor._through,
+    Each: _Editor._each,
+    Apart: _Editor._apart,
+    Projected: _Editor._projected,
     Normed: _Editor._normed,
     Sum: _Editor._sum,
 }
@@ -282,7 +337,12 @@ def _symbol(operator: ast.operator) -> str:
 
 
 def _rendered(text: str, changes: Sequence[Change]) -> str:
-    """The text with all changes, those inside others included."""
+    """The text with all changes, those inside others included.
+
+    Raises:
+        EditError: two changes exclude each other.
+    """
+    done: set[int] = set()
 
     def render(start: int, end: int, among: Sequence[Change]) -> str:
         rest = [change for change in among if start <= change.start and change.end <= end]
@@ -292,8 +352,12 @@ def _rendered(text: str, changes: Sequence[Change]) -> str:
             change, *rest = rest
             inside = [c for c in rest if c.end <= change.end and change.start < change.end]
             rest = [c for c in rest if c not in inside]
+            done.add(id(change))
             written += [text[position : change.start], change.write(functools.partial(render, among=inside))]
             position = change.end
         return "".join([*written, text[position:end]])
 
-    return render(0, len(text), list(changes))
+    result = render(0, len(text), list(changes))
+    if len(done) != len(changes):
+        raise EditError("the residual stream passes one expression in two ways that cannot be written together")
+    return result

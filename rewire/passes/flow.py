@@ -95,6 +95,7 @@ class Op:
         leaf: the module, for the call of one that was not looked into.
         constant: whether it is made of parameters, buffers and numbers only.
         shape, dtype: of the tensor; None if they are not known.
+        sizes: the numbers among the arguments of a view, a split or a chunk.
         scale: factor of an ``add(x, f, alpha=scale)``'s second operand, if there is one that is not 1.
         node: of a torch.fx graph, if it is from one.
     """
@@ -110,6 +111,7 @@ class Op:
     constant: bool = False
     shape: torch.Size | None = None
     dtype: torch.dtype | None = None
+    sizes: tuple[Any, ...] = ()
     scale: Any = None
     node: Any = None
 

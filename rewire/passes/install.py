@@ -5,7 +5,8 @@ hooks, checkpointing and ``isinstance`` stay as they were.
 
 Each module gets a class and code objects of its own. torch.compile counts the versions of one code object, and after
 ``recompile_limit`` (8) of them runs the rest eagerly, without an error. Streams differ from block to block, so that
-each needs a version; eight blocks that share their code would use up the limit.
+each needs a version; eight blocks that share their code would use up the limit. Modules that get no stream share one
+class, and one version.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rewire.passes.text import compiled, shown
 
 #: Attribute of generated classes that holds what was edited: name -> `Edited`.
 EDITED = "_rewire_edited"
+_IS_SHARED = "_rewire_shared"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +46,18 @@ class Edited:
         return Decorated(self.definition) if self.definition is not None else undecorated(getattr(cls, self.name))
 
 
-def install(module: nn.Module, methods: dict[str, Edited]) -> None:
+def install(module: nn.Module, methods: dict[str, Edited], shared: bool = False) -> None:
     """Make the texts the methods of ``module``.
+
+    Args:
+        module: changed in place.
+        methods: by name.
+        shared: equal modules get the same class: for those that get no stream.
 
     Raises:
         EditError: the class cannot be derived from.
     """
-    module.__class__ = _generated(type(module), tuple(methods.values()))
+    module.__class__ = _class(type(module), tuple(methods.values()), shared)
 
 
 def uninstall(module: nn.Module) -> None:
@@ -94,7 +101,20 @@ def _compiled(original: FunctionType, source: str) -> CodeType:
     return known[source]
 
 
-def _generated(base: type, methods: tuple[Edited, ...]) -> type:
+_SHARED: weakref.WeakValueDictionary[tuple[type, tuple[Edited, ...]], type] = weakref.WeakValueDictionary()
+
+
+def _class(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
+    """The subclass of ``base`` with these methods; ``shared``: the same one for equal arguments."""
+    if not shared:
+        return _generated(base, methods, shared)
+    known = _SHARED.get((base, methods))
+    if known is None:
+        known = _SHARED[base, methods] = _generated(base, methods, shared)
+    return known
+
+
+def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
     """A new subclass of ``base`` with these methods."""
 
     def init_subclass(cls: type, **kwargs: Any) -> None:
@@ -108,6 +128,7 @@ def _generated(base: type, methods: tuple[Edited, ...]) -> type:
         "__reduce_ex__": _reduce,
         "__init_subclass__": classmethod(init_subclass),
         EDITED: {edited.name: edited for edited in methods},
+        _IS_SHARED: shared,
     }
     metaclass: Any = type(base)
     try:
@@ -134,10 +155,10 @@ def _own_code(cls: type) -> None:
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """Pickle and copy by making the class anew: a generated class cannot be imported."""
     state = self.__getstate__()  # without what `self.compile()` made: it calls this module, not the copy
-    return _rebuild, (original_class(self), tuple(edits_of(self).values())), state
+    return _rebuild, (original_class(self), tuple(edits_of(self).values()), getattr(type(self), _IS_SHARED)), state
 
 
-def _rebuild(base: type, methods: tuple[Edited, ...]) -> nn.Module:
-    module: nn.Module = object.__new__(_generated(base, methods))
+def _rebuild(base: type, methods: tuple[Edited, ...], shared: bool) -> nn.Module:
+    module: nn.Module = object.__new__(_class(base, methods, shared))
     return module
 

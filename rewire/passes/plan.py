@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Iterable, Sequence
-from types import CodeType, FunctionType
+from collections.abc import Iterable, Mapping, Sequence
+from types import CodeType, MappingProxyType
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from rewire.errors import EditError
 from rewire.kernels.norms import mark
-from rewire.passes.adds import CASTS, Add
+from rewire.passes.adds import CASTS, Add, between
 from rewire.passes.find import Found, FoundTrunk
 from rewire.passes.flow import Flow, Op, Place, Scope, common
 from rewire.passes.functions import Decorated, forward_of, is_definition, undecorated
+from rewire.passes.projections import Projections
 from rewire.passes.text import Text, place_of, text_of
 from rewire.passes.text import Place as Span
 
@@ -32,11 +33,12 @@ Written: TypeAlias = str
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter that brings the stream."""
+    """A parameter that brings the stream; or values for queries, keys and values."""
 
     name: str
     trunk: int = 0
     norm: Written | None = None
+    ways: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,38 @@ class Normed:
     at: Span
 
 
-Edit: TypeAlias = Parameter | Value | Sum | Push | Reshape | Through | Normed
+@dataclasses.dataclass(frozen=True)
+class Each:
+    """A call on the way to an attention's projections, made for each of the three."""
+
+    at: Span
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """A call of what holds projections: some arguments are the values for all three."""
+
+    at: Span
+    given: frozenset[int | str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Projected:
+    """A call of a projection.
+
+    Attributes:
+        at: the call.
+        way: ``q``, ``k`` or ``v``; ``fused``, or ``multihead`` for a torch.nn.MultiheadAttention.
+        groups, sizes: of a fused one.
+    """
+
+    at: Span
+    way: str
+    groups: int = 0
+    sizes: tuple[int, ...] = ()
+
+
+Edit: TypeAlias = Parameter | Value | Sum | Push | Reshape | Through | Normed | Each | Apart | Projected
 
 
 @dataclasses.dataclass(eq=False)
@@ -170,7 +203,7 @@ def _merged(a: Any, b: Any) -> Any:
     """One edit that serves for both; None if there is none."""
     if type(a) is not type(b):
         return None
-    if isinstance(a, Through):
+    if isinstance(a, (Through, Apart)):
         given = a.given | b.given
         a, b = dataclasses.replace(a, given=given), dataclasses.replace(b, given=given)
     loose = {"norm": None} | ({"last": False} if isinstance(a, Sum) else {})
@@ -181,18 +214,25 @@ def _merged(a: Any, b: Any) -> Any:
 Plans: TypeAlias = dict[tuple[str, CodeType], FunctionPlan]
 
 
-def plan(found: Found, trunk: FoundTrunk, plans: Plans) -> None:
+def plan(found: Found, trunk: FoundTrunk, plans: Plans, apart: Mapping[int, Projections] = MappingProxyType({})) -> None:
     """Add what changes for one trunk of one flow to ``plans``.
+
+    Args:
+        found: what was found in the flow.
+        trunk: the trunk.
+        plans: by path of a module and code of a function.
+        apart: for residual adds whose attention reads q, k and v apart: where it projects them.
 
     Raises:
         EditError: a function that would have to change cannot be edited.
+        UnsupportedTopology: q, k and v of an attention cannot be taken apart.
     """
-    _Planner(found.flow, trunk, plans).run()
+    _Planner(found.flow, trunk, plans, apart).run()
 
 
 class _Planner:
-    def __init__(self, flow: Flow, found: FoundTrunk, plans: Plans) -> None:
-        self.flow, self.plans = flow, plans
+    def __init__(self, flow: Flow, found: FoundTrunk, plans: Plans, apart: Mapping[int, Projections]) -> None:
+        self.flow, self.plans, self.apart = flow, plans, apart
         self.name, self.chain = found.trunk.name, found.chain
         self.adds = found.chain.adds
         self.stage: dict[Op, int] = {}  # for values of the stream, the number of adds before
@@ -213,6 +253,8 @@ class _Planner:
         for number, add in enumerate(self.adds):
             self._add(number, add)
         self._passages()
+        for number, projections in self.apart.items():
+            self._attention(number, projections)
 
     # -- what the stream is --------------------------------------------------------------------------------------------
 
@@ -392,8 +434,13 @@ class _Planner:
 
     def _given(self, child: Scope, call: ast.Call) -> frozenset[int | str | None]:
         """The arguments of a call that hold the stream."""
+        return self._arguments_of(
+            child, call, {name for name, ops in child.arguments.items() if not self.stage.keys().isdisjoint(ops)}
+        )
+
+    def _arguments_of(self, child: Scope, call: ast.Call, names: set[str]) -> frozenset[int | str | None]:
+        """Positions and keywords of a call that become these parameters."""
         code = child.code
-        names = {name for name, ops in child.arguments.items() if not self.stage.keys().isdisjoint(ops)}
         written = {k.arg for k in call.keywords}
         given: set[int | str | None] = set(names & written)
         if code is not None:
@@ -444,7 +491,7 @@ class _Planner:
 
     def _norm(self, scope: Scope, stage: int, value: Op | None) -> Written | None:
         """The norm that reads the stream's value first in ``scope``, if a kernel may compute both together."""
-        if stage >= len(self.adds):
+        if stage >= len(self.adds) or stage in self.apart:
             return None
         values = [value or self.adds[stage].state]
         readers = sorted((user for op in values for user in self.flow.users[op]), key=lambda op: op.index)
@@ -469,6 +516,85 @@ class _Planner:
                 return written
             return None
         return None
+
+    # -- queries, keys and values --------------------------------------------------------------------------------------
+
+    def _attention(self, number: int, projections: Projections) -> None:
+        """Let each projection of an attention have its own read."""
+        add = self.adds[number]
+        try:
+            calls = self._projection_calls(add, projections)
+            ways = {op for _, entries in calls for op in entries}
+            way: set[Op] = set().union(*(between(add.state, op) for op in ways))
+            if any(op.weighted for op in way - {add.state}):
+                raise EditError("what it projects passes other weights first")
+            reads = self._reader(add, way)
+            for scope, entries in calls:
+                self._hand_down(reads, scope, {add.state, *way})
+                self._project(scope, projections)
+            functions = {scope for call, _ in calls for scope in call.chain()[:-1] if reads.holds(scope)}
+            for op in sorted(way - {add.state}, key=lambda op: op.index):
+                scope = next(scope for scope in reversed(op.scope.chain()) if scope in functions)
+                function, at = self._function(scope), self._span(scope, op)
+                function.edits.pop(("normed", at), None)
+                function.put(("each", at), Each(at))
+        except EditError as error:
+            raise projections.error(str(error)) from error
+
+    def _projection_calls(self, add: Add, projections: Projections) -> list[tuple[Scope, list[Op]]]:
+        """The calls of projections in a branch, with what they project of the stream's value."""
+        found: dict[Scope, list[Op]] = {}
+        for op in add.region:
+            scope: Scope | None = op.scope
+            while scope is not None and (scope.helper or scope.path not in projections.paths):
+                scope = scope.parent
+            if scope is not None:
+                entries = [source for source in op.inputs if not scope.holds(source.scope)]
+                found.setdefault(scope, []).extend(o for o in entries if o is add.state or o in add.region)
+        missing = [path for path in projections.paths if not any(s.path == path and e for s, e in found.items())]
+        if missing:
+            raise EditError(f"its block does not hand what it reads to {', '.join(missing)}")
+        return [(scope, entries) for scope, entries in found.items() if entries]
+
+    def _reader(self, add: Add, way: set[Op]) -> Scope:
+        """The function in which the stream is read for an attention."""
+        users = [user for user in self.flow.users[add.state] if user in add.region]
+        scopes = users[0].scope.chain()
+        for user in users[1:]:
+            scopes = common(scopes, user.scope.chain())
+        while scopes[-1] not in self._carrier_set:
+            scopes.pop()
+        return scopes[-1]
+
+    def _hand_down(self, reads: Scope, projection: Scope, values: set[Op]) -> None:
+        """Hand what was read to the function that calls a projection."""
+        scope = projection.parent
+        while scope is not None and scope is not reads:
+            function = self._function(scope)
+            brought = {op for ops in scope.arguments.values() for op in ops} & values
+            if not brought or scope.parent is None:
+                raise EditError(f"what it reads does not come into {function.text.where()} as an argument")
+            last = max(brought, key=lambda op: op.index)  # not the shortcut, which comes along in some
+            names = [name for name, ops in scope.arguments.items() if last in ops]
+            for name in names:
+                function.put(("parameter", name), Parameter(name, ways=True))
+            above, call = self._function(scope.parent), self._call(scope)
+            at = _span(call)
+            above.put(("apart", at), Apart(at, self._arguments_of(scope, call, set(names))))
+            scope = scope.parent
+
+    def _project(self, scope: Scope, projections: Projections) -> None:
+        assert scope.parent is not None
+        function, at = self._function(scope.parent), _span(self._call(scope))
+        if isinstance(scope.module, nn.MultiheadAttention):
+            edit = Projected(at, "multihead")
+        elif projections.fused is not None:
+            edit = Projected(at, "fused", projections.fused.groups, projections.fused.sizes)
+        else:
+            edit = Projected(at, "qkv"[projections.paths.index(scope.path)])
+        function.put(("projected", at), edit)
+
+    # -- where ---------------------------------------------------------------------------------------------------------
 
     def _span(self, scope: Scope, op: Op) -> Span:
         """The expression of ``scope`` that ``op`` is part of."""

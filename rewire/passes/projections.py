@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FunctionType
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
-import torch
-from torch import fx, nn
+from torch import nn
 
-from rewire.errors import TraceError, UnsupportedTopology
+from rewire.errors import UnsupportedTopology
 from rewire.kernels.fused_qkv import Fused
+from rewire.passes.flow import Flow, Op
 from rewire.patterns import Pattern
-from rewire.tracing import Leaf, trace
+from rewire.trunk import Site
 
 #: Usual names of the three projections.
 _NAMES = (
@@ -30,7 +29,7 @@ _NAMES = (
 #: And of one that is fused.
 _FUSED = re.compile(r"qkv|(^|_)(c_attn|in_proj|query_key_value)(_|$)", re.I)
 
-#: Paths below the block, and the layout of a fused projection where it is known.
+#: Paths from the model's root, and the layout of a fused projection where it is known.
 _Candidate: TypeAlias = tuple[tuple[str, ...], Fused | None]
 
 
@@ -39,20 +38,14 @@ class Projections:
     """Where an attention projects its input.
 
     Attributes:
-        block: the module whose forward holds the residual add.
-        where: path of the attention from the model's root, for messages.
-        paths: below the block, the three projections (q, k, v), or one that is fused, or a torch.nn.MultiheadAttention.
+        where: path of the attention from the model's root.
+        paths: the three projections (q, k, v), or one that is fused, or a torch.nn.MultiheadAttention.
         fused: layout of a fused projection's output; None for three apart.
-        leaves: library attributes that tracing replaces.
-        forwards: module class -> function that is traced in place of its forward.
     """
 
-    block: nn.Module
     where: str
     paths: tuple[str, ...]
     fused: Fused | None
-    leaves: Sequence[Leaf]
-    forwards: Mapping[type[nn.Module], FunctionType]
 
     def error(self, why: str) -> UnsupportedTopology:
         return UnsupportedTopology(
@@ -61,68 +54,70 @@ class Projections:
         )
 
 
-def find_projections(
-    block: nn.Module,
-    path: str,
-    branch: str,
-    found: Iterable[Pattern],
-    leaves: Sequence[Leaf],
-    forwards: Mapping[type[nn.Module], FunctionType],
-) -> Projections:
+def find_projections(flow: Flow, site: Site, found: Iterable[Pattern]) -> Projections:
     """The projections of one attention, by what the patterns say, else by their usual names and use.
 
     Args:
-        block: the module whose forward holds the attention's residual add.
-        path: its path from the model's root.
-        branch: path of the attention below the block.
+        flow: what the model computes.
+        site: the attention's residual add.
         found: patterns of the model, the most special first.
-        leaves: see `Projections`.
-        forwards: see `Projections`.
 
     Raises:
         UnsupportedTopology: they were not found; the message says what a pattern would have to name.
     """
-    where = f"{path}.{branch}" if path else branch
-    for paths, fused in itertools.chain(_declared(block, branch, found), _usual(block, branch, leaves, forwards)):
-        if fused is not None or not _needs_layout(block, paths):
-            return Projections(block, where, paths, fused, leaves, forwards)
+    model = flow.model
+    candidates = itertools.chain(_declared(model, site, found), _usual(flow, site))
+    for paths, fused in candidates:
+        if fused is not None or not _needs_layout(model, paths):
+            return Projections(site.name, paths, fused)
+    block = model.get_submodule(site.block)
     below = [name for name, child in block.named_modules() if name and isinstance(child, nn.Linear)]
     raise UnsupportedTopology(
-        f"the attention '{where}' cannot read its queries, keys and values apart: no projections with usual names were "
-        f"found (linear maps of '{path}': {', '.join(below) or 'none'}). Use a topology that reads one value, or "
-        "register a pattern with `qkv` set to the paths of the three below the block (or of a fused one, and `fused` "
-        "to the layout of its output)."
+        f"the attention '{site.name}' cannot read its queries, keys and values apart: no projections with usual names "
+        f"were found (linear maps of '{site.block}': {', '.join(below) or 'none'}). Use a topology that reads one "
+        "value, or register a pattern with `qkv` set to the paths of the three below the block (or of a fused one, and "
+        "`fused` to the layout of its output)."
     )
 
 
-def _declared(block: nn.Module, branch: str, found: Iterable[Pattern]) -> Iterator[_Candidate]:
-    """Paths that patterns name and the block has, and the layout that they give for a fused one."""
+def _declared(model: nn.Module, site: Site, found: Iterable[Pattern]) -> Iterator[_Candidate]:
+    """Paths that patterns name and the model has, and the layout that they give for a fused one."""
     for pattern in found:
-        paths = tuple(text.format(branch=branch) for text in pattern.qkv)
-        if not paths or any(_submodule(block, path) is None for path in paths):
-            continue
-        fused = None
-        if pattern.fused and len(paths) == 1:
-            holder = block.get_submodule(paths[0].rpartition(".")[0])
-            fused = pattern.fused(block.get_submodule(paths[0]), holder)
-        yield paths, fused
+        for block in _blocks(site) if pattern.qkv else ():
+            branch = site.name.removeprefix(block).lstrip(".")
+            paths = tuple(_join(block, text.format(branch=branch)) for text in pattern.qkv)
+            if any(_submodule(model, path) is None for path in paths):
+                continue
+            fused = None
+            if pattern.fused and len(paths) == 1:
+                holder = model.get_submodule(paths[0].rpartition(".")[0])
+                fused = pattern.fused(model.get_submodule(paths[0]), holder)
+            yield paths, fused
+            break
 
 
-def _usual(
-    block: nn.Module, branch: str, leaves: Sequence[Leaf], forwards: Mapping[type[nn.Module], FunctionType]
-) -> Iterator[_Candidate]:
+def _blocks(site: Site) -> Iterator[str]:
+    """The block of a residual add, and the modules around it."""
+    path = site.block
+    yield path
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _usual(flow: Flow, site: Site) -> Iterator[_Candidate]:
     """Paths of modules with the usual names, and the layout of a fused one by its use."""
-    for paths in _usual_paths(block, branch):
-        yield paths, _fused_by_use(block, paths[0], leaves, forwards) if _needs_layout(block, paths) else None
+    for paths in _usual_paths(flow.model, site):
+        yield paths, _fused_by_use(flow, paths[0]) if _needs_layout(flow.model, paths) else None
 
 
-def _usual_paths(block: nn.Module, branch: str) -> list[tuple[str, ...]]:
-    """Paths below the block of modules with the usual names, those in the branch first."""
-    modules = dict(block.named_modules())
+def _usual_paths(model: nn.Module, site: Site) -> list[tuple[str, ...]]:
+    """Paths of modules with the usual names, those in the branch first."""
+    modules = dict(model.get_submodule(site.block).named_modules())
     linear = [path for path, child in modules.items() if getattr(child, "weight", None) is not None]
-    parents = [path for path in modules if path == branch or path.startswith(f"{branch}.")]
-    parents.append(branch.rpartition(".")[0])  # the branch is a projection itself
-    found: list[tuple[str, ...]] = [(path,) for path in parents if _is_multihead(block, path)]
+    parents = [path for path in modules if path == site.branch or path.startswith(f"{site.branch}.")]
+    parents.append(site.branch.rpartition(".")[0])  # the branch is a projection itself
+    found: list[tuple[str, ...]] = [(path,) for path in parents if isinstance(modules.get(path), nn.MultiheadAttention)]
     for parent in parents:
         prefix = f"{parent}." if parent else ""
         for names in _NAMES:
@@ -131,16 +126,16 @@ def _usual_paths(block: nn.Module, branch: str) -> list[tuple[str, ...]]:
                 found.append(paths)
         children = [path for path in linear if path.startswith(prefix) and "." not in path[len(prefix) :]]
         found += [(path,) for path in children if _FUSED.search(path[len(prefix) :])]
-    return found
+    return [tuple(_join(site.block, path) for path in paths) for paths in found]
 
 
-def _needs_layout(block: nn.Module, paths: tuple[str, ...]) -> bool:
+def _join(*paths: str) -> str:
+    return ".".join(filter(None, paths))
+
+
+def _needs_layout(model: nn.Module, paths: tuple[str, ...]) -> bool:
     """Whether ``paths`` name one fused projection, which can be fed only if the layout of its output is known."""
-    return len(paths) != 3 and not _is_multihead(block, paths[0])
-
-
-def _is_multihead(block: nn.Module, path: str) -> bool:
-    return isinstance(_submodule(block, path), nn.MultiheadAttention)
+    return len(paths) != 3 and not isinstance(_submodule(model, paths[0]), nn.MultiheadAttention)
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module | None:
@@ -150,22 +145,20 @@ def _submodule(root: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def _fused_by_use(
-    block: nn.Module, path: str, leaves: Sequence[Leaf], forwards: Mapping[type[nn.Module], FunctionType]
-) -> Fused | None:
+def _fused_by_use(flow: Flow, path: str) -> Fused | None:
     """Layout of a fused projection's output, from how the forward that calls it takes it apart."""
-    parent, _, name = path.rpartition(".")
-    attention = block.get_submodule(parent)
-    width = _rows(block.get_submodule(path))
+    width = _rows(flow.model.get_submodule(path))
     if width is None:
         return None
-    try:
-        traced = trace(attention, function=forwards.get(type(attention)), leaves=leaves)
-    except TraceError:
-        return None
-    calls = [n for p in traced.paths if p.graph is not None for n in p.graph.nodes if n.target == name]
-    layouts = {_layout(user, node, width) for node in calls for user in node.users}
+    made = [op for op in flow if called_path(op) == path]
+    users = [user for op in made for user in flow.users[op] if called_path(user) != path]
+    layouts = {_layout(user, width) for user in users}
     return layouts.pop() if len(layouts) == 1 else None
+
+
+def called_path(op: Op) -> str:
+    """Path of the innermost module that ``op`` runs in, or that it is the call of."""
+    return _join(op.scope.path, op.name) if op.leaf is not None else op.scope.path
 
 
 def _rows(projection: nn.Module) -> int | None:
@@ -174,16 +167,14 @@ def _rows(projection: nn.Module) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
-def _layout(user: fx.Node, node: fx.Node, width: int) -> Fused | None:
-    """How ``user`` takes the fused projection ``node`` apart; None if it does not say."""
-    if user.args[:1] != (node,):
-        return None
-    arguments: list[Any] = [*user.args[1:], *user.kwargs.values()]
-    if user.target in ("split", torch.split):
+def _layout(user: Op, width: int) -> Fused | None:
+    """How ``user`` takes the fused projection apart; None if it does not say."""
+    arguments: list[Any] = list(user.sizes)
+    if user.name == "split":
         return _by_sizes(arguments[0], width)
-    if user.target in ("chunk", torch.chunk):
+    if user.name == "chunk":
         return _thirds(width) if arguments[0] == 3 else None
-    if user.target in ("view", "reshape"):
+    if user.name in ("view", "reshape"):
         flat = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], (list, tuple)) else arguments
         return _by_shape(list(flat), width)
     return None

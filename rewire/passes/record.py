@@ -27,6 +27,7 @@ from rewire.patterns.pattern import Inputs
 #: Where frames are not the user's: torch's own functions between a forward and an operation.
 _LIBRARY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _REFLECTED = {"radd", "rmul"}
+_SIZED = {"view", "reshape", "unflatten", "split", "chunk", "split_with_sizes", "tensor_split"}
 
 
 def record(model: nn.Module, inputs: Inputs) -> Flow:
@@ -120,6 +121,8 @@ class Recorder(TorchFunctionMode):
             op = self._new(tensor, name, tuple(inputs), scope, place)
             op.matrices, op.constant, op.overwrites = count, constant, overwrites
             op.scale = kwargs.get("alpha") if name == "add" else None
+            if name in _SIZED:
+                op.sizes = (*args[1:], *kwargs.values())
             base = tensor._base if overwrites else None
             if base is not None and id(base) in self.known:  # a view: what it is a view of has changed
                 whole = self._new(base, name, (self.known[id(base)], op), scope, place)
@@ -155,7 +158,7 @@ class Recorder(TorchFunctionMode):
         scope = self.stack[-1]
         frames: list[FrameType] = []
         while frame is not None and frame.f_code is not scope.code and scope.code is not None:
-            if not frame.f_code.co_filename.startswith(_LIBRARY):
+            if not frame.f_code.co_filename.startswith(_LIBRARY) or _is_method(scope, frame.f_code):
                 frames.append(frame)
             frame = frame.f_back
         if frame is None or scope.code is None:  # its forward is no Python function
@@ -176,6 +179,13 @@ class Recorder(TorchFunctionMode):
             self.helpers[key] = helper
             helper.arguments = {name: self._ops(value) for name, value in _locals(frame)}
         return self.helpers[key]
+
+
+def _is_method(scope: Scope, code: CodeType) -> bool:
+    """Whether a function of torch's is a method of the module whose forward calls it (`_sa_block`)."""
+    if hasattr(nn.Module, code.co_name):
+        return False
+    return getattr(getattr(type(scope.module), code.co_name, None), "__code__", None) is code
 
 
 def _bound(
