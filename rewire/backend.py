@@ -18,7 +18,7 @@ from rewire.compiler import assigned, check_choices, check_names, chosen_topolog
 from rewire.connection import CONNECTIONS, Connection, connections
 from rewire.errors import RewireError, UnsupportedCall, UnsupportedTopology
 from rewire.passes.find import Found, FoundTrunk, trunks_in
-from rewire.passes.flat import flow_of
+from rewire.passes.graphs import flow_of
 from rewire.passes.mixes import LoweredMix, lower_mixes
 from rewire.passes.rewrite import rewrite_chain
 from rewire.topologies import Topology

@@ -80,7 +80,7 @@ def residual_adds(flow: Flow) -> tuple[list[Add], list[Rejected]]:
     for op in flow:
         if not _is_sum(op):
             continue
-        add = _parallel(op, found, flow) or _plain(op) or _projected(op)
+        add = _parallel(op, found, flow) or _plain(op, flow) or _projected(op)
         if add is None:
             continue
         why = _false_friend(add)
@@ -97,20 +97,56 @@ def _is_sum(op: Op) -> bool:
     return op.dtype is None or op.dtype.is_floating_point or op.dtype.is_complex
 
 
-def _plain(op: Op) -> Add | None:
+def _plain(op: Op, flow: Flow) -> Add | None:
     """``x + f``, where ``x`` may be a cast or a view of what ``f`` is computed from."""
     for shortcut, branch in (op.inputs, op.inputs[::-1]):
         if op.shape is not None and shortcut.shape is not None and shortcut.shape != op.shape:
             continue  # it is broadcast: no stream
+        if op.scale is not None and op.scale != 1 and shortcut is op.inputs[1]:
+            continue  # it is scaled
         state = shortcut
         while True:
-            region = between(state, branch) - {state}
-            if any(o.weighted for o in region):
+            region = _branch(op, state, branch, flow)
+            if region:
                 return Add(op, shortcut, state, state, [branch], region)
             if state.name not in CASTS | VIEWS or not state.inputs:
                 break
             state = state.inputs[0]
     return None
+
+
+def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
+    """The operations by which ``branch`` is made from ``state``, if they hold weights; empty if it is not.
+
+    They have to run in the function of the addition, or in what it calls; in a function further out only if this one
+    returns the sum (``BertSelfOutput(hidden, input_tensor)``). So a mask that is added in each block is not taken for a
+    stream from one block to the next.
+    """
+    if not any(op.weighted for op in between(state, branch) - {state}):
+        return frozenset()
+    for scope in reversed(add.scope.chain()):
+        region = between(state, branch, scope) - {state}
+        if any(op.weighted for op in region):
+            return region
+        if not _returned(add, scope, flow):
+            break
+    return frozenset()
+
+
+def _returned(add: Op, scope: Scope, flow: Flow) -> bool:
+    """Whether a function returns a sum, or what operations on the sum alone make of it."""
+    reached, todo = {add}, [add]
+    while todo:
+        op = todo.pop()
+        users = flow.users[op]
+        if not users or any(not scope.holds(user.scope) for user in users):
+            return True
+        for user in users:
+            live = {source for source in user.inputs if not source.constant}
+            if user not in reached and not user.weighted and live <= reached:
+                reached.add(user)
+                todo.append(user)
+    return False
 
 
 def _parallel(op: Op, found: dict[Op, Add], flow: Flow) -> Add | None:
@@ -163,6 +199,8 @@ def _false_friend(add: Add) -> str:
 def called(op: Op, depth: int) -> str:
     """Path, below the module call number ``depth`` around ``op``, of the child in which it runs; empty if in none."""
     scopes = op.calls()
+    if len(scopes) < depth:
+        return ""
     above = scopes[depth - 1].path if depth else ""
     if len(scopes) > depth:
         return _below(scopes[depth].path, above)
@@ -173,8 +211,13 @@ def _below(path: str, above: str) -> str:
     return path.removeprefix(above).lstrip(".")
 
 
-def between(start: Op, end: Op) -> frozenset[Op]:
-    """All operations on ways from ``start`` to ``end``, both included; empty if there is none."""
+def between(start: Op, end: Op, inside: Scope | None = None) -> frozenset[Op]:
+    """All operations on ways from ``start`` to ``end``, both included; empty if there is none.
+
+    Args:
+        start, end: operations.
+        inside: a call of a function that the ways must not leave behind ``start``.
+    """
     if start is end:
         return frozenset([start])
     if start.index > end.index:
@@ -187,7 +230,9 @@ def between(start: Op, end: Op) -> frozenset[Op]:
         op = todo.pop()
         before.append(op)
         for source in op.inputs:
-            if source.index >= start.index and source not in seen:
+            if source.index < start.index or source in seen:
+                continue
+            if source is start or inside is None or inside.holds(source.scope):
                 seen.add(source)
                 todo.append(source)
     if start not in seen:

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from rewire.kernels.mix import mix
 from rewire.kernels.several import combine, mixes
-from rewire.passes.flat import tensor_of
+from rewire.passes.graphs import tensor_of
 from rewire.passes.values import is_add
 
 #: Contractions of more are taken for matrix products: streams in a tensor, sums of them, and states that are stacked.

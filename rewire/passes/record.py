@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 import sys
 from collections.abc import Iterator
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -20,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from rewire.passes.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Place, Scope, is_matrix, matrices, plain_name
+from rewire.passes.frames import Frames
 from rewire.passes.functions import forward_of
-from rewire.passes.text import holds
 from rewire.patterns.pattern import Inputs
 
-#: Where frames are not the user's: torch's own functions between a forward and an operation.
-_LIBRARY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _REFLECTED = {"radd", "rmul"}
+#: What asks for the value of a tensor.
+_DECIDED: dict[str, type] = {"item": int, "__bool__": bool, "__int__": int, "__float__": float, "__index__": int}
 _SIZED = {"view", "reshape", "unflatten", "split", "chunk", "split_with_sizes", "tensor_split"}
 
 
@@ -65,8 +64,7 @@ class Recorder(TorchFunctionMode):
         weights = (*model.parameters(), *model.buffers())
         self.weights = {id(tensor): tensor for tensor in weights}
         self.stack: list[Scope] = []
-        self.helpers: dict[tuple[Scope, int], Scope] = {}  # by the frame's id
-        self.frames: list[FrameType] = []  # so that those are not used again either
+        self.frames = Frames(self._ops)
 
     def attach(self) -> list[Any]:
         """Hook the modules: what follows `__enter__` is recorded; the handles undo it."""
@@ -79,11 +77,11 @@ class Recorder(TorchFunctionMode):
     # -- calls of modules ----------------------------------------------------------------------------------------------
 
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        parent, place = self._caller(sys._getframe(1))
+        parent, place = self.frames.caller(self.stack, sys._getframe(1))
+        parent = parent if self.stack else None
         code = forward_of(module).code
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        scope = Scope(parent, self.paths[module], module, kind, code, place, key=len(self.helpers))
-        self.helpers[scope, 0] = scope  # counts the calls
+        scope = Scope(parent, self.paths[module], module, kind, code, place, key=object())
         self.stack.append(scope)
         scope.arguments = {name: self._ops(value) for name, value in _bound(code, module, args, kwargs)}
 
@@ -102,6 +100,9 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = _tensors(args) + _tensors(kwargs)
+        decided = _DECIDED.get(getattr(func, "__name__", ""))
+        if decided is not None and given and given[0].is_meta:  # a number that nobody knows
+            return decided(0)
         before = [_version(tensor) for tensor in given]
         result = func(*args, **kwargs)
         name = plain_name(str(getattr(func, "__name__", func)))
@@ -109,7 +110,7 @@ class Recorder(TorchFunctionMode):
         made = [t for t in _tensors(result) if id(t) not in self.known and id(t) not in self.weights]
         if not written and not made:
             return result
-        scope, place = self._caller(sys._getframe(1))
+        scope, place = self.frames.caller(self.stack, sys._getframe(1))
         inputs = [self._op(tensor) for tensor in given]
         weights = sum(op.constant and is_matrix(t.shape) for op, t in zip(inputs, given, strict=True))
         constant = bool(inputs) and all(op.constant for op in inputs)
@@ -149,44 +150,6 @@ class Recorder(TorchFunctionMode):
     def _ops(self, value: Any) -> list[Op]:
         return [self._op(tensor) for tensor in _tensors(value)]
 
-    # -- where ---------------------------------------------------------------------------------------------------------
-
-    def _caller(self, frame: FrameType | None) -> tuple[Scope, Place | None]:
-        """The call of a function that ``frame`` was called from, and where in that function."""
-        if not self.stack:
-            return Scope(None, ""), None
-        scope = self.stack[-1]
-        frames: list[FrameType] = []
-        while frame is not None and frame.f_code is not scope.code and scope.code is not None:
-            if not frame.f_code.co_filename.startswith(_LIBRARY) or _is_method(scope, frame.f_code):
-                frames.append(frame)
-            frame = frame.f_back
-        if frame is None or scope.code is None:  # its forward is no Python function
-            return scope, None
-        place = frame.f_code, frame.f_lasti
-        for inner in reversed(frames):
-            if scope.code is None or not holds(scope.code, inner.f_code):  # else it is a comprehension, or a closure
-                scope = self._helper(scope, place, inner)
-            place = inner.f_code, inner.f_lasti
-        return scope, place
-
-    def _helper(self, scope: Scope, place: Place, frame: FrameType) -> Scope:
-        """The call of a function that a forward calls."""
-        key = scope, id(frame)
-        if key not in self.helpers:
-            self.frames.append(frame)
-            helper = Scope(scope, scope.path, scope.module, scope.kind, frame.f_code, place, True, key=len(self.helpers))
-            self.helpers[key] = helper
-            helper.arguments = {name: self._ops(value) for name, value in _locals(frame)}
-        return self.helpers[key]
-
-
-def _is_method(scope: Scope, code: CodeType) -> bool:
-    """Whether a function of torch's is a method of the module whose forward calls it (`_sa_block`)."""
-    if hasattr(nn.Module, code.co_name):
-        return False
-    return getattr(getattr(type(scope.module), code.co_name, None), "__code__", None) is code
-
 
 def _bound(
     code: CodeType | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -200,14 +163,6 @@ def _bound(
     if len(args) > len(names) and code.co_flags & inspect.CO_VARARGS:
         yield code.co_varnames[code.co_argcount + code.co_kwonlyargcount], args[len(names) :]
     yield from kwargs.items()
-
-
-def _locals(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """The parameters of a function that has just been entered."""
-    code, values = frame.f_code, frame.f_locals
-    count = code.co_argcount + code.co_kwonlyargcount
-    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    yield from ((name, values[name]) for name in code.co_varnames[:count] if name in values)
 
 
 def _tensors(value: Any) -> list[Tensor]:

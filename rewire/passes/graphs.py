@@ -1,18 +1,20 @@
 """Finder's front end: a flat graph of torch.compile, torch.export or torch.fx, as operations and the modules they are in.
 
-``nn_module_stack``, which such graphs keep for each operation, says which module's forward it was written in.
+Where an operation was written is told by ``nn_module_stack``, which such graphs keep; in traces of our own (`follow`)
+by the calls themselves.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from rewire.passes.flow import ELEMENTWISE, Flow, Op, Scope, is_matrix, matrices, plain_name
+from rewire.passes.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Scope, is_matrix, matrices, plain_name
 
 #: How Dynamo writes the module that it compiles: a local or a global variable.
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
@@ -20,12 +22,13 @@ _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _METADATA = {"size", "dim", "numel", "shape", "dtype", "device", "ndim", "is_cuda", "stride"}
 
 
-def flow_of(graph: fx.Graph, root: nn.Module) -> Flow:
+def flow_of(graph: fx.Graph, root: nn.Module, constants: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Flow:
     """The operations of a flat graph.
 
     Args:
-        graph: with shapes in the ``meta`` of its nodes (see `tensor_of`).
+        graph: with shapes in the ``meta`` of its nodes, where they are known (see `tensor_of`).
         root: the module that its attributes belong to.
+        constants: further tensors, by the names of nodes that get them.
     """
     outside = Scope(None, "")
     scopes: dict[tuple[str, ...], Scope] = {(): outside}
@@ -35,10 +38,12 @@ def flow_of(graph: fx.Graph, root: nn.Module) -> Flow:
         if node.op == "output" or _is_metadata(node):
             continue
         inputs = tuple(made[source] for source in node.all_input_nodes if source in made)
-        value = tensor_of(node, root)
-        op = Op(len(flow.ops), _name(node), inputs, _scope(node, scopes), node=node)
+        value = constants.get(str(node.target)) if node.op == "get_attr" else None
+        value = tensor_of(node, root) if value is None else value
+        op = Op(len(flow.ops), _name(node), inputs, _scope(node, scopes), node.meta.get("place"), node=node)
         op.shape, op.dtype = (None, None) if value is None else (value.shape, value.dtype)
-        op.constant = _is_weight(node, root) or (bool(inputs) and all(source.constant for source in inputs))
+        weight = _is_weight(node, root) or str(node.target) in constants
+        op.constant = weight or (bool(inputs) and all(source.constant for source in inputs))
         if node.op == "call_module":
             op.leaf = _attribute(root, str(node.target))
             op.matrices = matrices(op.leaf) if isinstance(op.leaf, nn.Module) else 0
@@ -48,12 +53,25 @@ def flow_of(graph: fx.Graph, root: nn.Module) -> Flow:
         op.overwrites = str(getattr(node.target, "__name__", node.target)).partition(".")[0].endswith("_")
         made[node] = op
         flow.ops.append(op)
-    kinds = {scope.path: scope.kind.rpartition(".")[-1] for scope in scopes.values()}
-    flow.containers = lambda path: kinds.get(path, "ModuleList") in ("ModuleList", "ModuleDict", "Sequential")
+    if isinstance(root, fx.GraphModule):
+        flow.containers = _by_kind(scopes.values())
+    else:
+        known = dict(root.named_modules())
+        flow.containers = lambda path: isinstance(known.get(path), CONTAINERS)
     return flow
 
 
+def _by_kind(scopes: Iterable[Scope]) -> Callable[[str], bool]:
+    """Which paths are those of containers, as the calls say; modules that are not called are."""
+    kinds = {scope.path: scope.kind.rpartition(".")[-1] for scope in scopes}
+    return lambda path: kinds.get(path, "ModuleList") in ("ModuleList", "ModuleDict", "Sequential")
+
+
 def _scope(node: fx.Node, scopes: dict[tuple[str, ...], Scope]) -> Scope:
+    if "scope" in node.meta:
+        scopes[(str(node),)] = node.meta["scope"]
+        own: Scope = node.meta["scope"]
+        return own
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     keys: tuple[str, ...] = ()
     scope = scopes[()]
@@ -70,7 +88,8 @@ def _name(node: fx.Node) -> str:
     if node.op in ("placeholder", "get_attr"):
         return "input"
     if node.op == "call_module":
-        return str(node.target)
+        above = node.meta["scope"].path if "scope" in node.meta else ""
+        return str(node.target).removeprefix(above).lstrip(".")
     return plain_name(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
 
 

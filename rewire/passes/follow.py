@@ -1,0 +1,484 @@
+"""Finder's front end: trace a model symbolically with torch.fx, where it cannot be run.
+
+Forwards are called with stand-ins: for tensors, torch.fx proxies; for modules, views whose calls are traced, too. A
+forward that cannot be traced becomes one operation; if it is one that calls blocks in a row, the blocks are followed by
+themselves. No class and no global is patched, so that other threads notice nothing, and the modules stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import inspect
+import operator
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rewire.errors import TraceError
+from rewire.passes.flow import CONTAINERS, Flow, Op, Place, Scope, is_matrix
+from rewire.passes.frames import Frames
+from rewire.passes.functions import forward_of
+from rewire.passes.graphs import flow_of
+
+#: Creation functions: the only torch functions that ignore a proxy among their arguments.
+_CREATION = frozenset("arange empty finfo full linspace ones tensor zeros".split())
+_ATTEMPTS = 12  # at tracing one forward
+#: What a weight is asked for that is no tensor.
+_SIZES = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad", "is_meta", "__len__"}
+#: Parts of a result that a tensor is taken apart into, where the arguments say how many.
+_PARTS = {"chunk", "split"}
+
+
+def follow(model: nn.Module, everything: bool = False) -> Flow:
+    """What ``model`` computes, as far as its forwards can be traced without running them.
+
+    Args:
+        model: any module; parameters may be on the meta device.
+        everything: look into all modules, not only into those that may hold residual adds.
+    """
+    return _Follower(model, everything).run()
+
+
+class _Follower(fx.Tracer):
+    def __init__(self, model: nn.Module, everything: bool) -> None:
+        super().__init__()
+        self.model, self.everything = model, everything
+        self.root = model
+        self.graph = fx.Graph(tracer_cls=_Follower)
+        self.paths: dict[nn.Module, str] = {}
+        for path, module in model.named_modules():
+            self.paths.setdefault(module, path)
+        self.tensors = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.views: dict[nn.Module, nn.Module] = {}
+        self.classes: dict[type, type] = {}
+        self.namespaces: dict[int, _Globals] = {}
+        self.unread: dict[str, str] = {}
+        self.scopes: list[Scope] = []
+        self.frames = Frames(self._nodes)
+        self.decisions: list[list[bool]] = []  # of the forwards that are being traced: outcomes of tests
+        self.tested: list[int] = []
+
+    def run(self) -> Flow:
+        view = self.view(self.model)
+        for arguments in _root_arguments(self.model):
+            args = [self.create_proxy("placeholder", name, (), {}) for name in arguments]
+            try:
+                self._inside(view, (), dict(zip(arguments, args, strict=True)), None)
+                break
+            except TraceError as error:
+                self.unread[""] = f"its forward cannot be traced: {error}"
+                for node in reversed(list(self.graph.nodes)):
+                    self.graph.erase_node(node)
+        else:
+            self._rows(view)
+        if len(self.graph.nodes) and any(node.meta["scope"].path == "" for node in self.graph.nodes):
+            self.unread.pop("", None)
+        return self._flow()
+
+    def _flow(self) -> Flow:
+        flow = flow_of(self.graph, self.model, self.constants)
+        made = {op.node: op for op in flow.ops}
+        for scope in {op.scope for op in flow.ops}:
+            for one in scope.chain():
+                one.arguments = {
+                    name: [made.get(node, node) for node in nodes]  # type: ignore[call-overload]
+                    for name, nodes in one.arguments.items()
+                }
+        flow.unread = self.unread
+        return flow
+
+    # -- modules -------------------------------------------------------------------------------------------------------
+
+    def view(self, module: nn.Module) -> nn.Module:
+        """A stand-in for a module: its own attributes, but children whose calls are traced."""
+        if module not in self.views:
+            cls = type(module)
+            if cls not in self.classes:
+                members = {"__call__": _call, "__getattr__": _attribute}
+                metaclass: Any = type(cls)
+                self.classes[cls] = metaclass(cls.__name__, (_Quiet, cls), members)
+            view: nn.Module = object.__new__(self.classes[cls])
+            self.views[module] = view
+            vars(view).update({k: _own(v) for k, v in vars(module).items()}, _rewire_module=module, _rewire_tracer=self)
+            vars(view)["_modules"] = {k: m and self.view(m) for k, m in module._modules.items()}
+        return self.views[module]
+
+    def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module: nn.Module = view._rewire_module
+        if isinstance(module, nn.Identity) or (type(module).forward is nn.Sequential.forward and not module._modules):
+            return args[0] if args else None
+        place = self._here()
+        if self._enters(module, args, kwargs):
+            try:
+                return self._inside(view, args, kwargs, place[1])
+            except TraceError as error:
+                self.unread[self.paths[module]] = f"its forward cannot be traced: {error}"
+                self._rows(view)
+        return self.create_proxy("call_module", self.paths[module], args, kwargs)
+
+    def _enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether residual adds may stand in a module: a ``+``, and weights; or a second tensor to be added."""
+        if type(module).forward in (nn.Sequential.forward, nn.ModuleList.forward):
+            return True
+        if self.everything:
+            return not type(module).__module__.startswith("torch.nn.")
+        given = sum(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values()))
+        weighty = any(is_matrix(parameter.shape) for parameter in module.parameters())
+        return (weighty or given > 1) and any(_adds(type(part)) for part in module.modules())
+
+    def _inside(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Place | None) -> Any:
+        """What the forward of a module returns; its operations are recorded.
+
+        Raises:
+            TraceError: it cannot be traced.
+        """
+        module: nn.Module = view._rewire_module
+        function = forward_of(module).function
+        if function is None:
+            raise TraceError(f"forward of {type(module).__name__} is not a Python function")
+        opaque: set[str] = set()
+        decisions: list[bool] = []
+        last = next(reversed(self.graph.nodes), None)
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._attempt(view, function, args, kwargs, call, opaque, decisions)
+            except Exception as error:
+                self._forget_since(last)
+                callee = next((name for name in _failed_in(function, view, error) if name not in opaque), None)
+                if callee is not None:
+                    opaque.add(callee)
+                    continue
+                while decisions and decisions[-1]:
+                    decisions.pop()
+                if not decisions:
+                    first = str(error).splitlines()[0] if str(error) else ""
+                    raise TraceError(first if isinstance(error, TraceError) else f"{type(error).__name__}: {first}") from error
+                decisions[-1] = True
+        raise TraceError("its code branches too often on traced values")
+
+    def _attempt(
+        self, view: Any, function: FunctionType, args: Any, kwargs: Any, call: Place | None, opaque: set[str], decisions: list[bool]
+    ) -> Any:
+        module: nn.Module = view._rewire_module
+        parent = self._here()[0] if self.scopes else None
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        scope = Scope(parent, self.paths[module], module, kind, function.__code__, call, key=object())
+        globals_ = _Globals(function.__globals__, self, frozenset(opaque))
+        traced = FunctionType(function.__code__, globals_, function.__name__, function.__defaults__, function.__closure__)
+        traced.__kwdefaults__ = function.__kwdefaults__
+        bound = inspect.signature(traced).bind(view, *args, **kwargs)
+        scope.arguments = {n: self._nodes(v) for n, v in list(bound.arguments.items())[1:]}
+        hidden = {name: vars(view).get(name) for name in opaque if hasattr(type(module), name)}
+        for name in hidden:
+            vars(view)[name] = functools.partial(self._opaque_method, self.paths[module], name)
+        self.scopes.append(scope)
+        self.decisions.append(decisions)
+        self.tested.append(0)
+        try:
+            return traced(view, *args, **kwargs)
+        finally:
+            del decisions[self.tested.pop() :]
+            self.decisions.pop()
+            self.scopes.pop()
+            for name, value in hidden.items():
+                vars(view).pop(name)
+                if value is not None:
+                    vars(view)[name] = value
+
+    def _opaque_method(self, path: str, name: str, *args: Any, **kwargs: Any) -> fx.Proxy:
+        return self.create_proxy("call_method", name, (self.create_proxy("get_attr", path, (), {}), *args), kwargs)
+
+    def _forget_since(self, last: fx.Node | None) -> None:
+        """Erase the nodes behind ``last``."""
+        for node in reversed(list(self.graph.nodes)):
+            if node is last:
+                return
+            self.graph.erase_node(node)
+
+    def _rows(self, view: Any) -> None:
+        """Follow the blocks of a module whose own forward cannot be traced: each takes what the one before returns."""
+        module: nn.Module = view._rewire_module
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        scope = Scope(self._here()[0] if self.scopes else None, self.paths[module], module, kind, key=object())
+        self.scopes.append(scope)
+        try:
+            for child in module._modules.values():
+                if child is None:
+                    continue
+                if not isinstance(child, CONTAINERS):
+                    if any(isinstance(below, CONTAINERS) for below in child.modules()):
+                        self._first_of(self.view(child), None)
+                    continue
+                value: Any = None
+                for element in child._modules.values():
+                    value = element and self._first_of(self.view(element), value)
+        finally:
+            self.scopes.pop()
+
+    def _first_of(self, view: Any, value: Any) -> Any:
+        """The first value that a module returns for ``value`` and made-up other arguments."""
+        module: nn.Module = view._rewire_module
+        function = forward_of(module).function
+        if function is None or not self._enters(module, (), {}):
+            self._rows(view)
+            return None
+        names = [p.name for p in list(inspect.signature(function).parameters.values())[1:] if p.default is p.empty
+                 and p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]  # fmt: skip
+        if value is None:
+            value = self.create_proxy("placeholder", names[0] if names else "x", (), {})
+        others = [self.create_proxy("placeholder", name, (), {}) for name in names[1:]]
+        try:
+            result = self._inside(view, (value, *others), {}, None)
+        except TraceError as error:
+            self.unread[self.paths[module]] = f"its forward cannot be traced: {error}"
+            self._rows(view)
+            return None
+        while isinstance(result, (tuple, list)) and result:
+            result = result[0]
+        return result if isinstance(result, fx.Proxy) else None
+
+    # -- torch.fx ------------------------------------------------------------------------------------------------------
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        scope, place = self._here()
+        node = super().create_node(*args, **kwargs)
+        node.meta["scope"], node.meta["place"] = scope, place
+        return node
+
+    def _here(self) -> tuple[Scope, Place | None]:
+        """The call that is being traced, and where in its code."""
+        return self.frames.caller(self.scopes, sys._getframe(2))
+
+    def _nodes(self, value: Any) -> list[Any]:
+        if isinstance(value, fx.Proxy):
+            return [value.node]
+        if isinstance(value, (tuple, list)):
+            return [node for item in value for node in self._nodes(item)]
+        if isinstance(value, dict):
+            return [node for item in value.values() for node in self._nodes(item)]
+        return []
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def weight(self, tensor: torch.Tensor) -> fx.Proxy:
+        return _Weight(self.create_arg(tensor), self, tensor)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """The outcome of a test on a traced value: no, until that turns out to lead nowhere."""
+        if not self.decisions:
+            raise TraceError("it tests a traced value")
+        decisions, number = self.decisions[-1], self.tested[-1]
+        self.tested[-1] += 1
+        if number == len(decisions):
+            decisions.append(False)
+        return decisions[number]
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, fx.Proxy):
+            return a.node
+        if a is None or isinstance(a, (bool, int, float, str)):
+            return a
+        if isinstance(a, torch.Tensor):
+            name = self.tensors.get(id(a))
+            if name is None:
+                name = f"_constant_{len(self.constants)}"
+                self.constants[name] = a
+            return self.create_node("get_attr", name, (), {})
+        if isinstance(a, (tuple, list)):
+            return type(a)([self.create_arg(item) for item in a]) if not hasattr(a, "_fields") else tuple(map(self.create_arg, a))
+        if isinstance(a, dict):
+            return {str(key): self.create_arg(value) for key, value in a.items()}
+        if isinstance(a, slice):
+            return slice(*map(self.create_arg, (a.start, a.stop, a.step)))
+        return None  # whatever it is, no tensor comes out of it
+
+
+class _Proxy(fx.Proxy):
+    """A traced tensor; or a tuple of tensors, which is taken apart where the code says into how many."""
+
+    def __iter__(self) -> Iterator[Any]:
+        frame = sys._getframe(1)
+        current = _instructions(frame).get(frame.f_lasti)
+        if current is not None and current.opname == "UNPACK_SEQUENCE":
+            return iter([self[index] for index in range(current.argval)])
+        count = self._count()
+        if current is not None and current.opname in ("LIST_EXTEND", "CALL_FUNCTION_EX"):
+            return iter([self])  # (*shape, -1): how many sizes there are does not matter here
+        if not count:
+            raise TraceError("it loops over a traced value")
+        return iter([self[index] for index in range(count)])
+
+    def __radd__(self, other: Any) -> Any:
+        if isinstance(other, (tuple, list)):  # (x,) + more: the traced value stands for all of them
+            return type(other)([*other, self])
+        return self.tracer.create_proxy("call_function", operator.add, (other, self), {})
+
+    def _count(self) -> int:
+        node = self.node
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if name not in _PARTS or len(node.args) < 2:
+            return 0
+        parts = node.args[1]
+        return len(parts) if isinstance(parts, (list, tuple)) else parts if name == "chunk" and isinstance(parts, int) else 0
+
+    def __len__(self) -> int:
+        raise TypeError("the length of a traced value is not known")
+
+
+class _Weight(_Proxy):
+    """A parameter or buffer."""
+
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: torch.Tensor) -> None:
+        super().__init__(node, tracer)
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name) if name in _SIZES else super().__getattr__(name)
+
+    def __len__(self) -> int:
+        return len(self._tensor)
+
+
+def _instructions(frame: FrameType) -> dict[int, dis.Instruction]:
+    return {instruction.offset: instruction for instruction in dis.get_instructions(frame.f_code)}
+
+
+class _Quiet:
+    """Keeps base classes' ``__init_subclass__`` from acting on the classes of views."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+def _call(view: Any, *args: Any, **kwargs: Any) -> Any:
+    return view._rewire_tracer.call_view(view, args, kwargs)
+
+
+def _attribute(view: Any, name: str) -> Any:
+    """Attribute lookup of a view: its parameters and buffers are traced values that know their sizes."""
+    for table in ("_parameters", "_buffers"):
+        tensor = view.__dict__.get(table, {}).get(name)
+        if tensor is not None:
+            return view._rewire_tracer.weight(tensor)
+    return nn.Module.__getattr__(view, name)
+
+
+def _own(value: Any) -> Any:
+    """A copy of a container, so that what a forward appends stays with the view."""
+    return value.copy() if type(value) in (list, dict, set) else value
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a forward as its trace sees them; nothing is changed in the module that they are of."""
+
+    def __init__(self, original: dict[str, Any], tracer: _Follower, opaque: frozenset[str]) -> None:
+        super().__init__()
+        self.original, self.tracer, self.opaque = original, tracer, opaque
+
+    def __missing__(self, name: str) -> Any:
+        if name == "isinstance" and name not in self.original:
+            value: Any = _isinstance
+        else:
+            value = self._traced(name, self.original[name])
+        self[name] = value
+        return value
+
+    def _traced(self, name: str, value: Any) -> Any:
+        if value is torch:
+            return _Torch(self.tracer)
+        if name in self.opaque or (getattr(value, "__name__", "") in _CREATION and getattr(torch, value.__name__, None) is value):
+            return _recorded(self.tracer, value)
+        if isinstance(value, FunctionType) and value.__globals__ is self.original:
+            copy = FunctionType(value.__code__, self, value.__name__, value.__defaults__, value.__closure__)
+            copy.__kwdefaults__ = value.__kwdefaults__
+            return copy
+        return value
+
+
+class _Torch:
+    """The module ``torch``, except that creation functions are recorded."""
+
+    def __init__(self, tracer: _Follower) -> None:
+        self._tracer = tracer
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        if name == "is_tensor":
+            return lambda x: isinstance(x, (fx.Proxy, torch.Tensor))
+        return _recorded(self._tracer, value) if name in _CREATION else value
+
+
+def _recorded(tracer: _Follower, function: Callable[..., Any]) -> Callable[..., Any]:
+    def record(*args: Any, **kwargs: Any) -> Any:
+        if tracer._nodes((args, kwargs)):
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return record
+
+
+def _isinstance(value: Any, classes: Any) -> bool:
+    """``isinstance``, for which a traced value is a tensor."""
+    if isinstance(value, fx.Proxy):
+        return torch.Tensor in (classes if isinstance(classes, tuple) else (classes,))
+    return isinstance(value, classes)
+
+
+def _failed_in(function: FunctionType, view: Any, error: Exception) -> list[str]:
+    """The methods of the module, and functions of its file, in which a forward failed, innermost first."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    codes = [frame.f_code for frame in frames]
+    if function.__code__ not in codes:
+        return []
+    names = []
+    for code in codes[codes.index(function.__code__) + 1 :]:
+        name = code.co_name
+        if name.startswith("__") or name == "forward":
+            break
+        known = function.__globals__.get(name)
+        if getattr(known, "__code__", None) is code or getattr(getattr(type(view), name, None), "__code__", None) is code:
+            names.append(name)
+    return names[::-1]
+
+
+@functools.lru_cache(maxsize=4096)
+def _adds(cls: type) -> bool:
+    """Whether a forward, or a method or function that it may call, has a ``+`` in it."""
+    with contextlib.suppress(Exception):
+        functions = [value for name, value in vars(cls).items() if isinstance(value, FunctionType)]
+        functions += [f for base in cls.__mro__[1:] for f in vars(base).values() if isinstance(f, FunctionType) and base.__module__ == cls.__module__]
+        return any(_has_plus(inspect.unwrap(function)) for function in functions if not function.__name__.startswith("__"))
+    return True
+
+
+def _has_plus(function: FunctionType) -> bool:
+    code = function.__code__
+    if {"add", "add_", "residual"} & {*code.co_names}:
+        return True
+    return any(i.opname == "BINARY_OP" and i.argrepr in ("+", "+=") for i in dis.get_instructions(code))
+
+
+def _root_arguments(model: nn.Module) -> Iterator[list[str]]:
+    """Which arguments to give to the model's own forward, one choice after the other."""
+    function = forward_of(model).function
+    if function is None:
+        return
+    parameters = [p for p in list(inspect.signature(function).parameters.values())[1:] if p.kind is not p.VAR_KEYWORD]
+    named = [p for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    required = [p.name for p in named if p.default is p.empty]
+    optional = [p.name for p in named if p.default is None]
+    main = getattr(model, "main_input_name", None)
+    choices: list[Sequence[str]] = [required, [*required, *optional[:1]], [*required, *optional]]
+    if main in optional:
+        also = [n for n in ("decoder_input_ids",) if n in optional]
+        choices.insert(0, [*required, main, *also])
+    yield from (list(choice) for n, choice in enumerate(choices) if choice and choice not in choices[:n])
