@@ -28,13 +28,11 @@ from rewire.errors import (
 from rewire.init import Initializer, initialize, make_initializer
 from rewire.passes.apply import apply, undo
 from rewire.passes.connect import StreamsToTensors, convert_collected, register
-from rewire.passes.copies import own_inputs, private, seeded, shared
-from rewire.passes.find import Found, trunks_in
-from rewire.passes.functions import define
+from rewire.passes.copies import shared
+from rewire.passes.find import Found, definitions, find, prepared_copy
 from rewire.passes.install import edits_of, is_edited
 from rewire.passes.plan import Plans, plan
 from rewire.passes.projections import find_projections
-from rewire.passes.record import record
 from rewire.passes.validate import TOLERANCES, compare, normalise_inputs, outputs, relative_error
 from rewire.patterns import Pattern, first_given, patterns_for
 from rewire.patterns.pattern import Inputs
@@ -65,7 +63,8 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
     learned = first_given(found, "learned")
     if learned:
         return Report((), {"": f"it already has learned depth connections: {learned}"})
-    report = find(model, found, inputs_for(model, found, example_inputs))[0].report
+    inputs = known_inputs(model, found, example_inputs)
+    report = find(prepared_copy(model, found), found, inputs, run=example_inputs is not None)[0].report
     if example_inputs is not None:
         try:
             compile(model, "residual", example_inputs=example_inputs)
@@ -137,9 +136,9 @@ def compile(
         check_names(chosen, trunks_found)
         return [layout_of(trunk, chosen[key], granularity) for trunk, key in assigned(trunks_found, chosen)]
 
-    inputs = inputs_for(model, found, example_inputs)
-    seen = find(model, found, inputs)
-    rewired = rewired_copy(model, found, seen, layouts, start)
+    inputs = known_inputs(model, found, example_inputs)
+    prepared = prepared_copy(model, found)
+    rewired = rewrite(prepared, found, find(prepared, found, inputs, run=validate), layouts, start)
     if validate:
         _validate(model, rewired, inputs, start)
     return rewired if initializer is None else _initialized(rewired, initializer)
@@ -214,8 +213,22 @@ def check_choices(granularity: str, start: str) -> None:
 
 
 def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be rewired."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    check_whole(model)
+    for path, module in model.named_modules():
+        if is_edited(module) or isinstance(module, Connection):
+            where = f"'{path}'" if path else "the model"
+            raise AlreadyRewired(f"{where} was rewired before: call rewire.restore(model) first.")
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuse models that are sharded, wrapped or compiled.
+
+    Raises:
+        ShardedModel: saying which module is.
+    """
     for path, module in model.named_modules():
         where = f"'{path}'" if path else "the model"
         kind = " ".join(cls.__name__ for cls in type(module).__mro__)
@@ -223,14 +236,30 @@ def check_model(model: nn.Module) -> None:
             raise ShardedModel(f"{where} is already sharded or distributed: rewire the model first, then shard it.")
         if "OptimizedModule" in kind:
             raise ShardedModel(f"{where} is already compiled: rewire the model first, then torch.compile it.")
-        if is_edited(module) or isinstance(module, Connection):
-            raise AlreadyRewired(f"{where} was rewired before: call rewire.restore(model) first.")
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         raise ShardedModel("the model's parameters are already sharded: rewire the model first, then shard it.")
 
 
-def _validate(model: nn.Module, rewired: nn.Module, inputs: Inputs, start: Start) -> None:
+def known_inputs(model: nn.Module, found: list[Pattern], example_inputs: Any) -> Inputs | None:
+    """The example inputs that were given, else those of the registry; None if it has none, which is logged."""
+    try:
+        return inputs_for(model, found, example_inputs)
+    except BadExampleInputs as error:
+        if example_inputs is not None:
+            raise
+        log.info("%s: %s", type(model).__name__, error)
+        return None
+
+
+def _validate(model: nn.Module, rewired: nn.Module, inputs: Inputs | None, start: Start) -> None:
     """Compare the same rewrite with plain connections in it; and at a preserving start the learned ones, too."""
+    name = type(model).__name__
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        log.warning("%s was rewired but not validated: its parameters are on the meta device.", name)
+        return
+    if inputs is None:
+        log.warning("%s was rewired but not validated: there are no inputs to run it on; pass example_inputs.", name)
+        return
     compare(model, with_plain_connections(rewired), inputs)
     if start == "preserve":
         expected, actual = outputs(model, inputs), outputs(rewired, inputs)
@@ -325,50 +354,19 @@ def has_part(name: str, key: str) -> bool:
     return not key or f".{key}." in f".{name}."
 
 
-def find(model: nn.Module, patterns: list[Pattern], inputs: Inputs) -> list[Found]:
-    """What runs of the model, in evaluation and in training mode, show: its residual streams. Nothing is changed."""
-    looked_at = private(prepared(model, patterns))
-    forwards = {cls: function for pattern in reversed(patterns) for cls, function in pattern.forwards.items()}
-    for module in looked_at.modules():
-        if type(module) in forwards:
-            define(module, forwards[type(module)])
-    found = []
-    for training in (False, True):
-        looked_at.train(training)
-        with seeded(0, looked_at), torch.enable_grad():
-            found.append(trunks_in(record(looked_at, own_inputs(inputs))))
-    for one in found:
-        for linked in one.trunks:
-            sites = linked.trunk.sites
-            for pattern in reversed(patterns):
-                sites = tuple(dataclasses.replace(site, kind=pattern.kind(site)) for site in sites)
-            linked.trunk = dataclasses.replace(linked.trunk, sites=sites)
-    return found
-
-
-def prepared(model: nn.Module, patterns: list[Pattern]) -> nn.Module:
-    """A copy of ``model`` around the same tensors, with what patterns switch off switched off."""
-    copied = shared(model)
-    for pattern in patterns:
-        if pattern.prepare:
-            pattern.prepare(copied)
-    return copied
-
-
-def rewired_copy(
-    model: nn.Module,
+def rewrite(
+    rewired: nn.Module,
     patterns: list[Pattern],
     found: list[Found],
     layouts: Callable[[list[Trunk]], list[Layout]],
     start: Start,
 ) -> nn.Module:
-    """A rewired copy of ``model``: ``layouts`` chooses the trunks, and what connects their residual adds."""
-    rewired = prepared(model, patterns)
+    """Rewire a copy of a model, what `prepared_copy` made: ``layouts`` chooses the trunks, and what connects them."""
     trunks = {linked.trunk.name: linked.trunk for linked in found[0].trunks}
     if not trunks:
         looked = "".join(f"\n  {path or '(the model)'}: {reason}" for path, reason in found[0].skipped.items())
         raise NoResidualAdds(
-            f"no residual stream was found in {type(model).__name__} ({len(list(model.modules()))} modules were looked "
+            f"no residual stream was found in {type(rewired).__name__} ({len(list(rewired.modules()))} modules were looked "
             f"at)." + (f" Left alone:{looked}" if looked else " No forward in it adds an input to what it computes.")
         )
     plans: Plans = {}
@@ -378,9 +376,17 @@ def rewired_copy(
         for one in found:
             for linked in one.trunks:
                 if linked.trunk.name == trunk.name:
+                    if len(linked.trunk.sites) != len(trunk.sites):
+                        log.warning(
+                            "trunk '%s' makes %d residual adds in training mode, and %d in evaluation mode: calls that "
+                            "skip some will raise OutOfOrder; layer dropping has to be off.",
+                            *(trunk.name, len(linked.trunk.sites), len(trunk.sites)),
+                        )
+                        continue
                     apart = [number for number in range(len(trunk.sites)) if layout.reads_apart(number)]
-                    plan(one, linked, plans, {n: find_projections(one.flow, trunk.sites[n], patterns) for n in apart})
-        made[trunk.name] = Connection(layout, start, _device_of(rewired.get_submodule(trunk.owner)))
+                    projections = {n: find_projections(one.flow, trunk.sites[n], patterns) for n in apart}
+                    plan(one, linked, plans, definitions(patterns), projections)
+        made[trunk.name] = Connection(layout, start, _device_of(rewired.get_submodule(trunk.owner)), trunk)
         register(rewired, trunk, made[trunk.name])
         convert_collected(rewired, trunk)
     apply(rewired, found[0].flow.model, plans.values(), made)

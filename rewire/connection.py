@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rewire.errors import RewireError
 from rewire.stream import Layout, Stream
 from rewire.topologies.base import Start
+from rewire.trunk import Trunk
 
 #: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
 CONNECTIONS = "depth_connections"
@@ -28,10 +29,17 @@ class Connection(nn.Module):
         layout: topology and units of the trunk.
         start: ``"preserve"`` or ``"paper"``.
         device: of the parameters.
+        trunk: what was found; None for those of a flat graph.
     """
 
-    def __init__(self, layout: Layout, start: Start, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, layout: Layout, start: Start, device: torch.device | str | None = None, trunk: Trunk | None = None
+    ) -> None:
         super().__init__()
+        self.trunk = trunk
+        self._connect(layout, start, device)
+
+    def _connect(self, layout: Layout, start: Start, device: torch.device | str | None) -> None:
         self.layout, self.start = layout, start
         for name, value in layout.topology.parameters(layout.dims, start).items():
             self.register_parameter(name, nn.Parameter(value.to(device=device, dtype=torch.float32)))
@@ -43,7 +51,7 @@ class Connection(nn.Module):
         device = next((p.device for p in (*self.parameters(), *self.buffers())), None)
         for name in [*self._parameters, *self._buffers]:
             delattr(self, name)
-        self.__init__(layout, "preserve", device)  # type: ignore[misc]
+        self._connect(layout, "preserve", device)
 
     def reset_parameters(self) -> None:
         """Set the start values again (after ``to_empty``, say)."""

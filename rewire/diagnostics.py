@@ -195,8 +195,8 @@ def diagnose(
     """
     if probes < 0:
         raise ValueError(f"probes={probes}: it has to be 0 (no chi) or more.")
-    copy, records = observed(model)
     inputs = _inputs(model, batch)
+    copy, records = observed(model, inputs)
     if evaluate:
         copy.eval()
     else:

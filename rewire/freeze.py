@@ -14,10 +14,11 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rewire.compiler import check_model, inputs_for, restore, rewired_copy
+from rewire.compiler import check_whole, inputs_for
 from rewire.connection import Connection, connections
-from rewire.errors import BadExampleInputs, RewireError, UnsupportedTopology, moved_trunk
+from rewire.errors import BadExampleInputs, RewireError, UnsupportedTopology
 from rewire.kernels.history import History
+from rewire.passes.copies import shared
 from rewire.passes.validate import outputs, relative_error
 from rewire.patterns import Pattern, patterns_for
 from rewire.stream import Layout
@@ -25,7 +26,6 @@ from rewire.topologies import Topology
 from rewire.topologies.base import Dims, States
 from rewire.topologies.frozen import frozen
 from rewire.topologies.program import Edge, edges, fold, matrix, prune
-from rewire.trunk import Trunk
 
 _SHOWN = 12  # dropped edges of a trunk in a printed report
 
@@ -122,24 +122,16 @@ def freeze(model: nn.Module, threshold: float = 1e-3, example_inputs: Any = None
         raise RewireError(f"{type(model).__name__} was not rewired: there is nothing to freeze.")
     if not threshold >= 0:
         raise ValueError(f"threshold={threshold!r}: it has to be 0 or a positive number, like 1e-3.")
-    plain = restore(model)
-    check_model(plain)
+    check_whole(model)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise RewireError(f"{type(model).__name__} is on the meta device: load its weights before it is frozen.")
-    found = patterns_for(plain)
     results = {name: _frozen(connection, threshold) for name, connection in learned.items()}
-
-    def layouts(trunks: list[Trunk]) -> list[Layout]:
-        missing = results.keys() - {trunk.name for trunk in trunks}
-        if missing:
-            raise moved_trunk(min(missing), model, "freeze")
-        return [result.layout for result in results.values()]
-
-    constant = rewired_copy(plain, found, layouts, "preserve")
+    constant = shared(model)
     for name, connection in connections(constant).items():
+        connection.become(results[name].layout)
         for key, value in results[name].constants.items():
             connection.get_buffer(key).copy_(value)
-    change, unmeasured = _change(model, constant, found, example_inputs)
+    change, unmeasured = _change(model, constant, patterns_for(model), example_inputs)
     return constant, FreezeReport(threshold, tuple(r.report for r in results.values()), change, unmeasured)
 
 
@@ -168,7 +160,7 @@ def _frozen(connection: Connection, threshold: float) -> _Result:
         topology, channels = frozen(repr(old.topology), fold(pruned), (table.shape[0], table.shape[1]))
         most = _most_held(old.topology, weights, old.dims)
     constants = {"table": table} | ({"channels": torch.stack(channels)} if channels else {})
-    layout = Layout(old.trunk, topology, old.units, old.dims.width, channel_dim=old.channel_dim)
+    layout = Layout(old.trunk, topology, old.units, old.dims.width, channel_dim=old.channel_dim, posts=old.posts)
     held = max(len(topology.held(t)) for t in range(old.dims.depth + 1))
     report = FrozenTrunk(old.trunk, repr(old.topology), (edges(program), edges(pruned)), (most, held), tuple(dropped))
     return _Result(layout, constants, report)

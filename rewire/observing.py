@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rewire.compiler import check_model, restore, rewired_copy
-from rewire.connection import Connection, connections
-from rewire.errors import AlreadyConnected, RewireError, moved_trunk
-from rewire.patterns import first_given, patterns_for
+from rewire.compiler import check_whole, compile
+from rewire.connection import connections
+from rewire.errors import RewireError
+from rewire.passes.copies import shared
+from rewire.patterns.pattern import Inputs
 from rewire.stream import Layout
 from rewire.topologies.base import Dims, Start, States, Topology, Ways, computed, total
 from rewire.topologies.residual import Residual
@@ -71,11 +72,12 @@ class Record:
         return self.runs[-1]
 
 
-def observed(model: nn.Module) -> tuple[nn.Module, list[Record]]:
+def observed(model: nn.Module, inputs: Inputs | None = None) -> tuple[nn.Module, list[Record]]:
     """A copy of ``model`` that computes the same and keeps what its residual streams hold.
 
     Args:
         model: a plain, rewired or frozen model. Its parameters and buffers are shared.
+        inputs: what it is going to be run on.
 
     Returns:
         The copy, and for each trunk (of a rewired model, each rewired one) its record.
@@ -84,31 +86,19 @@ def observed(model: nn.Module) -> tuple[nn.Module, list[Record]]:
         NoResidualAdds: the model has no residual stream.
         AlreadyConnected, ShardedModel, RewireError: it cannot be rewritten as it is.
     """
-    learned = connections(model)
-    plain = restore(model) if learned else model
-    check_model(plain)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise RewireError(f"{type(model).__name__} is on the meta device: load its weights before it is diagnosed.")
-    found = patterns_for(plain)
-    own = first_given(found, "learned")
-    if own:
-        raise AlreadyConnected(f"{type(model).__name__} already has learned depth connections: {own}.")
-    records: list[Record] = []
-
-    def layouts(trunks: list[Trunk]) -> list[Layout]:
-        missing = learned.keys() - {trunk.name for trunk in trunks}
-        if missing:
-            raise moved_trunk(min(missing), model, "diagnose")
-        layouts = {name: connection.layout for name, connection in learned.items()} or {
-            trunk.name: Layout(trunk.name, Residual(), range(1, len(trunk.sites) + 1)) for trunk in trunks
-        }
-        records.extend(Record(trunk, layouts[trunk.name]) for trunk in trunks if trunk.name in layouts)
-        return [_by_site(record) for record in records]
-
-    copy = rewired_copy(plain, found, layouts, "paper")  # a start that every topology has
-    for name, connection in connections(copy).items():
-        if name in learned:
-            _share(learned[name], connection)
+    if connections(model):
+        check_whole(model)
+        copy = shared(model)
+    else:
+        copy = compile(model, Residual(), example_inputs=inputs, validate=False)
+    records = []
+    for connection in connections(copy).values():
+        assert connection.trunk is not None
+        record = Record(connection.trunk, connection.layout)
+        connection.layout = _by_site(record)
+        records.append(record)
     return copy, records
 
 
@@ -117,14 +107,7 @@ def _by_site(record: Record) -> Layout:
     old, sites = record.layout, range(len(record.layout.units))
     apart = [site + 1 for site in sites if old.reads_apart(site)]
     units = [site + 1 for site in sites]
-    return Layout(old.trunk, Observed(record), units, old.dims.width, apart, old.channel_dim)
-
-
-def _share(learned: Connection, connection: Connection) -> None:
-    for name, parameter in learned.named_parameters():
-        connection.register_parameter(name, parameter)
-    for name, buffer in learned.named_buffers():
-        connection.register_buffer(name, buffer)
+    return Layout(old.trunk, Observed(record), units, old.dims.width, apart, old.channel_dim, old.posts)
 
 
 class _Inside(NamedTuple):

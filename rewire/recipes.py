@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
-from rewire.compiler import check_model, inspect, rewired_copy
+from rewire.compiler import check_model, known_inputs, rewrite
 from rewire.connection import CONNECTIONS, Connection
 from rewire.errors import RewireError, UnknownName, moved_trunk
 from rewire.passes.connect import place
+from rewire.passes.find import find, prepared_copy
 from rewire.patterns import patterns_for
 from rewire.stream import Layout
 from rewire.topologies import Topology, topologies
@@ -37,13 +39,12 @@ def described(model: nn.Module) -> dict[str, dict[str, Any]]:
     Raises:
         RewireError: a trunk is not where it was, because something wraps the model since.
     """
-    trunks = {place(trunk): trunk for trunk in inspect(model).trunks}
     recipes = {}
     for path, module in model.named_modules():
-        if isinstance(module, Connection):
-            if path not in trunks:
+        if isinstance(module, Connection) and module.trunk is not None:
+            if path != place(module.trunk):
                 raise moved_trunk(module.layout.trunk, model, "save")
-            recipes[path] = {**module.recipe(), "sites": _sites(trunks[path])}
+            recipes[path] = {**module.recipe(), "sites": _sites(module.trunk)}
     return recipes
 
 
@@ -74,13 +75,14 @@ def connections_of(recipes: Any, start: Start) -> dict[str, Connection]:
     return made
 
 
-def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start) -> nn.Module:
+def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start, example_inputs: Any = None) -> nn.Module:
     """A copy of the plain ``model``, rewired as ``recipes`` say; connection weights are at their start.
 
     Args:
         model: as for `rewire.compile`; its parameters are shared.
         recipes: by the path of a connection, checked; what is told of ``sites`` is compared.
         start: that of the connections.
+        example_inputs: what a copy is run on to find the residual adds, where tracing does not find those of the recipe.
 
     Raises:
         RewireError: the model is another one than the recipes'; the message shows what differs.
@@ -93,7 +95,19 @@ def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start) -> nn.Mo
         _check_sites(model, recipes, here)
         return [_layout(path, recipe, here[path]) for path, recipe in recipes.items()]
 
-    return rewired_copy(model, patterns_for(model), layouts, start)
+    patterns = patterns_for(model)
+    inputs = known_inputs(model, patterns, example_inputs)
+    prepared = prepared_copy(model, patterns)
+    found = find(prepared, patterns, inputs, run=example_inputs is not None)
+    if inputs is not None and not _fits(recipes, found[0].report.trunks):
+        found = find(prepared, patterns, inputs)
+    return rewrite(prepared, patterns, found, layouts, start)
+
+
+def _fits(recipes: dict[str, Any], trunks: Sequence[Trunk]) -> bool:
+    """Whether the trunks are those of the recipes, by number of residual adds."""
+    here = {place(trunk): len(trunk.sites) for trunk in trunks}
+    return all(here.get(path) == len(recipe["units"]) for path, recipe in recipes.items())
 
 
 def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1) -> Layout:
@@ -162,16 +176,25 @@ def first_line(error: BaseException) -> str:
 def _sites(trunk: Trunk) -> list[str]:
     """A line for each residual add."""
     return [
-        f"{site.block}: x + {site.branch}, width {site.width or 'unknown'}" + "".join(f", then {p}" for p in site.post)
+        f"{site.name}, width {site.width or 'unknown'}" + "".join(f", then {part}" for part in site.post)
         for site in trunk.sites
     ]
+
+
+def _by_name(line: str) -> str:
+    """A line of `_sites` as files of version 0.1 and later have it, without what one of them may not know."""
+    name = re.sub(r"^(.*?): x \+ ", lambda match: f"{match[1]}." if match[1] else "", line)
+    return re.sub(r", width (unknown|\d+)", "", name).partition(", then ")[0]
 
 
 def _check_sites(model: nn.Module, recipes: dict[str, Any], here: dict[str, Trunk]) -> None:
     saved, found = [], []
     for path, recipe in recipes.items():
         sites = _sites(here[path]) if path in here else ["no trunk"]
-        saved += [f"{path}: {site}" for site in recipe.get("sites", sites if path in here else ["a trunk"])]
+        before = recipe.get("sites", sites if path in here else ["a trunk"])
+        if [*map(_by_name, before)] == [*map(_by_name, sites)]:
+            continue
+        saved += [f"{path}: {site}" for site in before]
         found += [f"{path}: {site}" for site in sites]
     if not recipes.keys() <= here.keys():
         found += [f"{path}: {site}" for path in here.keys() - recipes.keys() for site in _sites(here[path])]

@@ -76,6 +76,7 @@ def load(
     *,
     weights: Part = "all",
     device: torch.device | str = "cpu",
+    example_inputs: Any = None,
 ) -> nn.Module:
     """Rewire a plain model as the one in ``folder`` was, and load its weights.
 
@@ -101,7 +102,7 @@ def load(
     if weights == "all" != recipe["weights"]:
         raise RewireError(f"'{folder}' holds connection weights only: pass weights='connections'.")
     connections_of(recipe["trunks"], recipe["start"])  # before anything is built
-    rewired = rewired_by(model, recipe["trunks"], recipe["start"])
+    rewired = rewired_by(model, recipe["trunks"], recipe["start"], example_inputs)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(_opened(Path(folder) / name, device)) for name in recipe["files"]]
         _fill(rewired, files, recipe["tied"], weights)

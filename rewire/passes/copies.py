@@ -25,17 +25,22 @@ def shared(model: nn.Module) -> nn.Module:
     return _copied(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
-def private(model: nn.Module) -> nn.Module:
+def private(model: nn.Module, device: str | None = None) -> nn.Module:
     """A copy that can be run without leaving a trace in ``model``.
 
     Parameters are leaves of their own around the same memory: gradients stay with the copy. Buffers are copies.
+
+    Args:
+        model: a module.
+        device: of the copy's tensors, if it is another one.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        own = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        value = parameter.detach()
+        own = nn.Parameter(value if device is None else value.to(device), parameter.requires_grad)
         memo[id(parameter)] = own if type(own) is type(parameter) else parameter
     for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().clone()
+        memo[id(buffer)] = buffer.detach().clone() if device is None else buffer.to(device)
     return _copied(model, memo)
 
 
@@ -73,12 +78,13 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def own_inputs(inputs: Inputs) -> Inputs:
-    """A copy of example inputs: a model may write to them."""
+def own_inputs(inputs: Inputs, device: str | None = None) -> Inputs:
+    """A copy of example inputs, on another device if one is given: a model may write to them."""
 
     def own(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.detach().clone().requires_grad_(value.requires_grad)
+            copied = value.detach().clone() if device is None else value.detach().to(device)
+            return copied.requires_grad_(value.requires_grad)
         return copy.deepcopy(value)
 
     args, kwargs = tree_map(own, inputs)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
+from types import FunctionType
 
+import torch
 from torch import nn
 
+from rewire.errors import BadExampleInputs, RewireError
 from rewire.passes.adds import Add
+from rewire.passes.copies import own_inputs, private, seeded, shared
 from rewire.passes.flow import Flow, Op
+from rewire.passes.follow import follow
+from rewire.passes.functions import define
 from rewire.passes.names import channels_of, named
+from rewire.passes.record import record
 from rewire.passes.streams import Chain, chains
+from rewire.patterns.pattern import Inputs, Pattern
 from rewire.trunk import Report, Site, Trunk
+
+log = logging.getLogger("rewire.find")
 
 SINGLE = "a single residual add: there is nothing to connect it with"
 
@@ -37,7 +48,87 @@ class Found:
         return Report(tuple(found.trunk for found in self.trunks), dict(self.skipped))
 
 
-def trunks_in(flow: Flow) -> Found:
+def find(prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, run: bool = True) -> list[Found]:
+    """The trunks of a model; it is neither changed nor run.
+
+    Copies of it are run on ``inputs``, in evaluation and in training mode. Where they cannot be, or must not, the model
+    is traced symbolically; and what cannot be traced, run on the meta device, where nothing is computed.
+
+    Args:
+        prepared: what `prepared_copy` returned.
+        patterns: those that match the model.
+        inputs: positional and keyword arguments; None if there are none.
+        run: whether copies may be run on the model's own device.
+
+    Returns:
+        What was found, for each way of looking at the model that worked; the first counts.
+
+    Raises:
+        BadExampleInputs: the model does not run on the inputs.
+    """
+    on_meta = any(tensor.is_meta for tensor in (*prepared.parameters(), *prepared.buffers()))
+    if inputs is not None and run and not on_meta:
+        return _recorded(prepared, patterns, inputs)
+    found = trunks_in(follow(prepared, definitions(patterns)), patterns)
+    if inputs is None or (found.trunks and not found.flow.unread):
+        return [found]
+    for device in ("meta", None) if not on_meta else ("meta",):
+        try:
+            recorded = _recorded(prepared, patterns, inputs, device)
+        except BadExampleInputs as error:
+            log.info("%s", error)
+            continue
+        if sum(map(_adds, recorded[0].trunks)) > sum(map(_adds, found.trunks)):
+            return recorded
+        if found.trunks:
+            break
+    return [found]
+
+
+def _adds(found: FoundTrunk) -> int:
+    return len(found.trunk.sites)
+
+
+def prepared_copy(model: nn.Module, patterns: list[Pattern]) -> nn.Module:
+    """A copy of ``model`` around the same tensors, with what patterns switch off switched off."""
+    copied = shared(model)
+    for pattern in patterns:
+        if pattern.prepare:
+            pattern.prepare(copied)
+    return copied
+
+
+def definitions(patterns: Sequence[Pattern]) -> dict[type[nn.Module], FunctionType]:
+    """Functions that take the place of the forwards of modules of some classes: see `Pattern.forwards`."""
+    return {cls: function for pattern in reversed(patterns) for cls, function in pattern.forwards.items()}
+
+
+def _recorded(prepared: nn.Module, patterns: list[Pattern], inputs: Inputs, device: str | None = None) -> list[Found]:
+    """What runs in evaluation and in training mode show."""
+    name, found = type(prepared).__name__, list[Found]()
+    for training in (False, True):
+        looked_at = private(prepared, device).train(training)
+        forwards = definitions(patterns)
+        for module in looked_at.modules():
+            if type(module) in forwards:
+                define(module, forwards[type(module)])
+        try:
+            with seeded(0, looked_at), torch.enable_grad():
+                flow = record(looked_at, own_inputs(inputs, device))
+        except RewireError:
+            raise
+        except Exception as error:
+            if training:
+                log.info("%s does not run in training mode: %s", name, error)
+                break
+            raise BadExampleInputs(
+                f"{name} does not run on the example inputs: {type(error).__name__}: {error}"
+            ) from error
+        found.append(trunks_in(flow, patterns))
+    return found
+
+
+def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:
     """All residual streams of at least two adds, in the order of the model's modules."""
     linked, rejected = chains(flow)
     skipped = dict(flow.unread)
@@ -47,7 +138,7 @@ def trunks_in(flow: Flow) -> Found:
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
         for piece in _of_one_width(chain):
-            sites = [_site(flow, add) for add in piece.adds]
+            sites = [_site(flow, add, patterns) for add in piece.adds]
             if len(sites) == 1:
                 skipped.setdefault(sites[0].name, SINGLE)
             else:
@@ -73,13 +164,16 @@ def _size(op: Op) -> int:
     return -1 if op.shape is None else op.shape.numel()
 
 
-def _site(flow: Flow, add: Add) -> Site:
+def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:
     scopes = add.block()
     block = scopes[-1].path
     branch, kind = named(add)
     name = f"{block}.{branch}" if block else branch
     post = tuple(dict.fromkeys(_called_in(op, block, len(scopes)) for op in add.post))
-    return Site(name, block, branch, kind, post, *channels_of(add, flow.users[add.state]))
+    site = Site(name, block, branch, kind, post, *channels_of(add, flow.users[add.state]))
+    for pattern in reversed(patterns):
+        site = dataclasses.replace(site, kind=pattern.kind(site))
+    return site
 
 
 def _called_in(op: Op, block: str, depth: int) -> str:

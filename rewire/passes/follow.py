@@ -14,8 +14,8 @@ import inspect
 import operator
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, FunctionType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -36,20 +36,23 @@ _SIZES = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda",
 _PARTS = {"chunk", "split"}
 
 
-def follow(model: nn.Module, everything: bool = False) -> Flow:
+def follow(
+    model: nn.Module, definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}), everything: bool = False
+) -> Flow:
     """What ``model`` computes, as far as its forwards can be traced without running them.
 
     Args:
         model: any module; parameters may be on the meta device.
+        definitions: functions to trace in place of the forwards of modules of these classes.
         everything: look into all modules, not only into those that may hold residual adds.
     """
-    return _Follower(model, everything).run()
+    return _Follower(model, definitions, everything).run()
 
 
 class _Follower(fx.Tracer):
-    def __init__(self, model: nn.Module, everything: bool) -> None:
+    def __init__(self, model: nn.Module, definitions: Mapping[type[nn.Module], FunctionType], everything: bool) -> None:
         super().__init__()
-        self.model, self.everything = model, everything
+        self.model, self.definitions, self.everything = model, definitions, everything
         self.root = model
         self.graph = fx.Graph(tracer_cls=_Follower)
         self.paths: dict[nn.Module, str] = {}
@@ -124,6 +127,9 @@ class _Follower(fx.Tracer):
                 self._rows(view)
         return self.create_proxy("call_module", self.paths[module], args, kwargs)
 
+    def _function(self, module: nn.Module) -> FunctionType | None:
+        return self.definitions.get(type(module)) or forward_of(module).function
+
     def _enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether residual adds may stand in a module: a ``+``, and weights; or a second tensor to be added."""
         if type(module).forward in (nn.Sequential.forward, nn.ModuleList.forward):
@@ -141,7 +147,7 @@ class _Follower(fx.Tracer):
             TraceError: it cannot be traced.
         """
         module: nn.Module = view._rewire_module
-        function = forward_of(module).function
+        function = self._function(module)
         if function is None:
             raise TraceError(f"forward of {type(module).__name__} is not a Python function")
         opaque: set[str] = set()
@@ -226,7 +232,7 @@ class _Follower(fx.Tracer):
     def _first_of(self, view: Any, value: Any) -> Any:
         """The first value that a module returns for ``value`` and made-up other arguments."""
         module: nn.Module = view._rewire_module
-        function = forward_of(module).function
+        function = self._function(module)
         if function is None or not self._enters(module, (), {}):
             self._rows(view)
             return None

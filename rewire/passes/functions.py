@@ -10,8 +10,6 @@ from torch import nn
 
 from rewire.errors import EditError
 
-_DEFINED = "_rewire_defined"
-
 
 @dataclasses.dataclass(frozen=True)
 class Decorated:
@@ -37,14 +35,8 @@ def forward_of(module: nn.Module) -> Decorated:
 
 
 def define(module: nn.Module, function: FunctionType) -> None:
-    """Let ``function`` be the forward of this one module, as what its class's forward means."""
+    """Let ``function`` be the forward of this one module."""
     vars(module)["forward"] = MethodType(function, module)
-    vars(module)[_DEFINED] = True
-
-
-def is_definition(module: nn.Module | None) -> bool:
-    """Whether the module's forward is one that `define` gave to it."""
-    return module is not None and _DEFINED in vars(module)
 
 
 def undecorated(function: Any) -> Decorated:

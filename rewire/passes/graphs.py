@@ -48,7 +48,7 @@ def flow_of(graph: fx.Graph, root: nn.Module, constants: Mapping[str, torch.Tens
             op.leaf = _attribute(root, str(node.target))
             op.matrices = matrices(op.leaf) if isinstance(op.leaf, nn.Module) else 0
         elif op.name not in ELEMENTWISE and not op.constant:
-            op.matrices = sum(source.constant and _is_matrix(source) for source in inputs)
+            op.matrices = sum(source.constant and _is_matrix(source) for source in op.inputs)
         op.scale = node.kwargs.get("alpha")
         op.overwrites = str(getattr(node.target, "__name__", node.target)).partition(".")[0].endswith("_")
         made[node] = op
@@ -100,7 +100,8 @@ def _is_metadata(node: fx.Node) -> bool:
 
 
 def _is_matrix(op: Op) -> bool:
-    return op.shape is not None and is_matrix(op.shape)
+    """Whether a weight, or what is made of weights, is a matrix."""
+    return is_matrix(op.shape) if op.shape is not None else any(map(_is_matrix, op.inputs))
 
 
 def _is_weight(node: fx.Node, root: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from types import CodeType, MappingProxyType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -19,7 +19,7 @@ from rewire.kernels.norms import mark
 from rewire.passes.adds import CASTS, Add, between
 from rewire.passes.find import Found, FoundTrunk
 from rewire.passes.flow import Flow, Op, Place, Scope, common
-from rewire.passes.functions import Decorated, forward_of, is_definition, undecorated
+from rewire.passes.functions import Decorated, forward_of, undecorated
 from rewire.passes.projections import Projections
 from rewire.passes.text import Text, place_of, text_of
 from rewire.passes.text import Place as Span
@@ -214,25 +214,39 @@ def _merged(a: Any, b: Any) -> Any:
 Plans: TypeAlias = dict[tuple[str, CodeType], FunctionPlan]
 
 
-def plan(found: Found, trunk: FoundTrunk, plans: Plans, apart: Mapping[int, Projections] = MappingProxyType({})) -> None:
+def plan(
+    found: Found,
+    trunk: FoundTrunk,
+    plans: Plans,
+    definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}),
+    apart: Mapping[int, Projections] = MappingProxyType({}),
+) -> None:
     """Add what changes for one trunk of one flow to ``plans``.
 
     Args:
         found: what was found in the flow.
         trunk: the trunk.
         plans: by path of a module and code of a function.
+        definitions: functions that take the place of the forwards of modules of these classes.
         apart: for residual adds whose attention reads q, k and v apart: where it projects them.
 
     Raises:
         EditError: a function that would have to change cannot be edited.
         UnsupportedTopology: q, k and v of an attention cannot be taken apart.
     """
-    _Planner(found.flow, trunk, plans, apart).run()
+    _Planner(found.flow, trunk, plans, definitions, apart).run()
 
 
 class _Planner:
-    def __init__(self, flow: Flow, found: FoundTrunk, plans: Plans, apart: Mapping[int, Projections]) -> None:
-        self.flow, self.plans, self.apart = flow, plans, apart
+    def __init__(
+        self,
+        flow: Flow,
+        found: FoundTrunk,
+        plans: Plans,
+        definitions: Mapping[type[nn.Module], FunctionType],
+        apart: Mapping[int, Projections],
+    ) -> None:
+        self.flow, self.plans, self.definitions, self.apart = flow, plans, definitions, apart
         self.name, self.chain = found.trunk.name, found.chain
         self.adds = found.chain.adds
         self.stage: dict[Op, int] = {}  # for values of the stream, the number of adds before
@@ -348,7 +362,9 @@ class _Planner:
         if module is None or code is None:
             raise EditError(f"the forward of '{scope.path}' is not a Python function")
         if not scope.helper:
-            if "forward" in vars(module) and not is_definition(module):
+            if type(module) in self.definitions:
+                return "forward", Decorated(self.definitions[type(module)]), True
+            if "forward" in vars(module):
                 raise EditError(f"the forward of '{scope.path}' was replaced on this one module")
             return "forward", forward_of(module), True
         method = undecorated(getattr(type(module), code.co_name, None))
@@ -384,7 +400,7 @@ class _Planner:
             name, decorated, method = self._decorated(scope)
             assert decorated.function is not None
             self.plans[key] = FunctionPlan(  # type: ignore[index]
-                scope.path, name, decorated, text_of(decorated.function), method, is_definition(scope.module)
+                scope.path, name, decorated, text_of(decorated.function), method, type(scope.module) in self.definitions
             )
         return self.plans[key]  # type: ignore[index]
 
