@@ -28,7 +28,7 @@ from rewire.init.roles import roles
 from rewire.kernels.fused_qkv import Fused
 from rewire.monitor import Monitor
 from rewire.optim import parameter_groups
-from rewire.passes.fuse import Fusion, fusions
+from rewire.passes.fusions import Fusion, fusions
 from rewire.patterns import Pattern, patterns, register_pattern
 from rewire.penalties import sparsity_penalty
 from rewire.pictures import plot

@@ -257,7 +257,10 @@ class Backend:
                 log.warning("no residual stream was found in a graph that ends in a break: %s.", self._break)
         output = next(iter(reversed(graph.graph.nodes)))
         for flat in trunks:
-            handed_in, handed_out = flat.chain.entry.node.op == "placeholder", flat.chain.adds[-1].result.node in output.all_input_nodes
+            handed_in, handed_out = (
+                flat.chain.entry.node.op == "placeholder",
+                flat.chain.adds[-1].result.node in output.all_input_nodes,
+            )
             what = f"trunk '{flat.trunk.name}', of which this graph holds {_span(flat.trunk)},"
             if (reason.graph_break and handed_out) or (handed_in and self._break):
                 raise UnsupportedCall(

@@ -138,7 +138,9 @@ def compile(
 
     inputs = known_inputs(model, found, example_inputs)
     prepared = prepared_copy(model, found)
-    rewired = rewrite(prepared, found, find(prepared, found, inputs, run=validate), layouts, start)
+    everything = any(topology.reads_qkv for topology in chosen.values())
+    seen = find(prepared, found, inputs, run=validate, everything=everything)
+    rewired = rewrite(prepared, found, seen, layouts, start)
     if validate:
         _validate(model, rewired, inputs, start)
     return rewired if initializer is None else _initialized(rewired, initializer)

@@ -98,7 +98,8 @@ def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start, example_
     patterns = patterns_for(model)
     inputs = known_inputs(model, patterns, example_inputs)
     prepared = prepared_copy(model, patterns)
-    found = find(prepared, patterns, inputs, run=example_inputs is not None)
+    everything = any(recipe["attention"] for recipe in recipes.values())
+    found = find(prepared, patterns, inputs, run=example_inputs is not None, everything=everything)
     if inputs is not None and not _fits(recipes, found[0].report.trunks):
         found = find(prepared, patterns, inputs)
     return rewrite(prepared, patterns, found, layouts, start)

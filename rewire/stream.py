@@ -375,7 +375,27 @@ def _operator(name: str) -> Any:
     return apply
 
 
-for _name in "add radd sub rsub mul rmul truediv rtruediv pow matmul rmatmul neg eq ne lt le gt ge abs".split():
+for _name in [
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "pow",
+    "matmul",
+    "rmatmul",
+    "neg",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "abs",
+]:
     setattr(Stream, f"__{_name}__", _operator(f"__{_name}__"))
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
-from types import FunctionType
 from typing import Any, TypeAlias
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from rewire.errors import UnsupportedTopology
-from rewire.init.ends import Anatomy, Structure, is_conv1d, is_matrix_module, is_norm, structure
+from rewire.init.ends import ends_of, is_conv1d, is_matrix_module, is_norm, length, parameters_of
 from rewire.init.layout import Layout
 from rewire.kernels.fused_qkv import Fused
+from rewire.passes.adds import Add, between
+from rewire.passes.find import definitions, prepared_copy, residual_sites
+from rewire.passes.flow import Op
+from rewire.passes.follow import follow
 from rewire.passes.projections import find_projections
-from rewire.passes.trunks import Finder, Step
-from rewire.passes.values import Values
 from rewire.patterns import Pattern, patterns_for
-from rewire.tracing import PathTracer
+from rewire.trunk import Site
 
 #: Names of tables that are parameters of their own.
 TABLE = re.compile(r"embed|token|(^|[._])pos|position|table|latents|queries", re.I)
@@ -39,7 +39,7 @@ class Branch:
     """The branch of one residual add.
 
     Attributes:
-        step: where the add is.
+        site: where the add is.
         inside: names of the parameters in the branch.
         last: of those, the weights that it ends with.
         norms: paths of the norms that it ends with.
@@ -48,7 +48,7 @@ class Branch:
         depth: number of weights on the longest way through the branch.
     """
 
-    step: Step
+    site: Site
     inside: frozenset[str]
     last: frozenset[str]
     norms: frozenset[str]
@@ -58,16 +58,16 @@ class Branch:
 
 
 class Network:
-    """A plain model, its parameters by name, and what its graphs say of them.
+    """A plain model, its parameters by name, and what its operations say of them.
 
     Args:
         model: the model.
-        running: what `child_calls_recorded` yielded.
 
     Attributes:
+        flow: what the model computes, as far as it can be traced.
         parameters: by name, those used at several places once.
         aliases: for each of them all of its names.
-        branches: one for each residual add.
+        branches: one for each residual add, those of a shared block once.
         of_branch: parameter name -> the innermost branch that it belongs to.
         shortcuts: names of the parameters that project a shortcut.
         projections: parameter name -> its parts q, k, v.
@@ -76,12 +76,11 @@ class Network:
         first: names of the weights that come first.
     """
 
-    def __init__(self, model: nn.Module, running: list[PathTracer]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.found: list[Pattern] = patterns_for(model)
-        forwards = {cls: function for p in reversed(self.found) for cls, function in p.forwards.items()}
-        self.finder = Finder(model, forwards, [leaf for p in self.found for leaf in p.leaves])
-        self.anatomy = Anatomy(self.finder, running)
+        prepared = prepared_copy(model, self.found)
+        self.flow = follow(prepared, definitions(self.found), everything=True)
         self.parameters = dict(model.named_parameters())
         self.first_name = {id(parameter): name for name, parameter in self.parameters.items()}
         self.aliases: dict[str, list[str]] = {name: [] for name in self.parameters}
@@ -90,11 +89,12 @@ class Network:
 
         self.of_branch: dict[str, Branch] = {}
 
-        self.finder.run()
-        steps = [step for strand in self.finder.strands("", model) for step in strand.steps]
-        self.adds = len(steps)
-        self.branches = [self._branch(step) for step in {id(step): step for step in steps}.values()]
-        for branch in sorted(self.branches, key=lambda b: -len(b.step.block.path)):
+        adds = residual_sites(self.flow, self.found)
+        self.adds = len(adds)
+        self._sums = {add.op for add, _ in adds}
+        once = {(site.name, add.op.scope.code, add.op.place): (add, site) for add, site in adds}
+        self.branches = [self._branch(add, site) for add, site in once.values()]
+        for branch in sorted(self.branches, key=lambda b: -len(b.site.block)):
             for name in branch.inside:
                 self.of_branch.setdefault(name, branch)
         self.shortcuts = frozenset[str]().union(*(branch.shortcut for branch in self.branches))
@@ -116,9 +116,7 @@ class Network:
             return "relu" in named
         if any(isinstance(module, nn.ReLU) for module in self.model.modules()):
             return True
-        nodes = [node for values in self.anatomy.all_graphs() for node in values.nodes]
-        nodes += [node for b in self.branches for node in b.step.block.chains[b.step.chain].entry.graph.nodes]
-        return any(node.target in (torch.relu, nn.functional.relu, "relu", "relu_") for node in nodes)
+        return any(op.name == "relu" for op in self.flow)
 
     def layout(self, name: str) -> Layout | None:
         """How the matrix in a parameter lies; None if it is none, or nothing tells."""
@@ -145,72 +143,54 @@ class Network:
         if told is not None:
             return bool(told)
         branch = self.of_branch.get(name)
-        width = branch.step.site.width if branch else None
+        width = branch.site.width if branch else None
         _, rows, columns = self.parameters[name].shape
         ends = branch is not None and name in branch.last
         return rows != columns and width == (columns if ends else rows)
 
     # -- branches ---------------------------------------------------------------------------------------------------
 
-    def _branch(self, step: Step) -> Branch:
-        block = step.block
-        chain = block.chains[step.chain]
-        add = chain.adds[step.add]
-        values = Values(chain.entry.graph, block.traced.module)
-        region = {node for branch in add.branches for node in values.between(add.source, branch)} - {add.source}
-        ends = self.anatomy.ends_of(values, add.branches)
-        shortcut = values.between(add.source, add.shortcut) - {add.source}
-        inside = self._names(block.path, _parameters_in(values, region))
-        last = self._names(block.path, ends.weights)
-        scales = self._names(block.path, ends.scales)
+    def _branch(self, add: Add, site: Site) -> Branch:
+        ends = ends_of(add.branches, stop=lambda op: op is add.source)
+        inside = self._names(parameters_of(self.flow, add.region))
+        last, scales = self._names(ends.weights), self._names(ends.scales)
+        matrices = [name for name in self.parameters if name in inside and self.layout(name) is not None]
         return Branch(
-            step,
+            site,
             inside | last | scales,
-            last or frozenset([n for n in self.parameters if n in inside and self.layout(n) is not None][-1:]),
-            self._names(block.path, ends.norms),
+            last or frozenset(matrices[-1:]),
+            self._names(ends.norms),
             scales,
-            self._names(block.path, _parameters_in(values, shortcut)),
-            max(self.anatomy.length(values, region), 1),
+            self._names(parameters_of(self.flow, between(add.source, add.shortcut) - {add.source})),
+            max(length(add.region), 1),
         )
 
-    def _names(self, path: str, below: Iterable[str]) -> frozenset[str]:
-        """Names of parameters, or paths of modules, from the model's root; of a shared module the first ones."""
-        names = set()
-        for name in below:
-            full = f"{path}.{name}" if path and name else path or name
-            parameter = _attribute(self.model, full)
-            names.add(self.first_name.get(id(parameter), full) if isinstance(parameter, Tensor) else full)
-        return frozenset(names)
+    def _names(self, names: Iterable[str]) -> frozenset[str]:
+        """Names of parameters, or paths of modules; of a shared one the first. Buffers are left out."""
+        found = set()
+        for name in names:
+            value = _attribute(self.model, name)
+            if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+                found.add(self.first_name.get(id(value), name))
+        return frozenset(found)
 
     # -- attention --------------------------------------------------------------------------------------------------
 
     def _projections(self) -> dict[str, Parts]:
         """Parameter name -> its parts q, k, v with where they lie in it."""
         found: dict[str, Parts] = {}
-        known: dict[tuple[Structure, str], list[tuple[str, Parts]]] = {}
         for branch in self.branches:
-            block, site = branch.step.block, branch.step.site
-            if site.kind == "ffn":
+            if branch.site.kind == "ffn":
                 continue
-            key = structure(block.traced.module), site.branch
-            if key not in known:
-                known[key] = self._projections_in(branch.step)
-            for below, parts in known[key]:
-                (name,) = self._names(block.path, [below])
+            try:
+                projections = find_projections(self.flow, branch.site, self.found)
+            except UnsupportedTopology:
+                continue
+            for path, parts in _parts(projections.paths, projections.fused, self.model):
+                (name,) = self._names([path])
                 if name in self.parameters:
                     found.setdefault(name, parts)
         return found
-
-    def _projections_in(self, step: Step) -> list[tuple[str, Parts]]:
-        """Parameters below the step's block that project q, k and v, with their parts."""
-        block, finder = step.block.traced.module, self.finder
-        try:
-            projections = find_projections(
-                block, step.block.path, step.site.branch, self.found, finder.leaves, finder.forwards
-            )
-        except UnsupportedTopology:
-            return []
-        return list(_parts(projections.paths, projections.fused, block))
 
     # -- the network's ends -----------------------------------------------------------------------------------------
 
@@ -220,19 +200,20 @@ class Network:
             weight = getattr(_called(getattr(self.model, getter, None)), "weight", None)
             if id(weight) in self.first_name:
                 return self.first_name[id(weight)]
-        graphs = self.anatomy.graphs(self.model)
-        for values in graphs:
-            ends = self.anatomy.ends_of(values, _outputs(values), self._holds_branch)
-            own = [name for name in outside if name in self._names("", ends.weights)]
-            if own:
-                return own[-1]
-        if graphs or not outside or not self._after_branches(outside[-1]):
+        ends = ends_of(self.flow.outputs[:1], stop=self._in_branch)
+        own = [name for name in outside if name in self._names(ends.weights)]
+        if own:
+            return own[-1]
+        if (self.flow.outputs and "" not in self.flow.unread) or not outside or not self._after_branches(outside[-1]):
             return None
         is_row = type(self.model).forward is nn.Sequential.forward
         return outside[-1] if is_row or _OUTPUT.search(outside[-1]) else None
 
-    def _holds_branch(self, child: nn.Module) -> bool:
-        return any(self.first_name.get(id(p)) in self.of_branch for p in child.parameters())
+    def _in_branch(self, op: Op) -> bool:
+        leaf = op.leaf
+        if leaf is None:
+            return op in self._sums
+        return any(self.first_name.get(id(parameter)) in self.of_branch for parameter in leaf.parameters())
 
     def _after_branches(self, name: str) -> bool:
         order = list(self.parameters)
@@ -267,31 +248,6 @@ def _parts(paths: tuple[str, ...], fused: Fused | None, block: nn.Module) -> Ite
     elif len(paths) == 3:
         for role, path in zip("qkv", paths, strict=True):
             yield f"{path}.weight", [(role, Layout())]
-
-
-def _parameters_in(values: Values, nodes: Iterable[fx.Node]) -> Iterator[str]:
-    """Names, below the traced module, of the parameters that ``nodes`` use."""
-    for node in nodes:
-        for used in (node, *node.all_input_nodes):
-            if used.op == "get_attr" and isinstance(_attribute(values.root, str(used.target)), nn.Parameter):
-                yield str(used.target)
-        path = values.callee(node)
-        if path is None:
-            continue
-        module = _attribute(values.root, path)
-        if isinstance(module, nn.Module):
-            yield from (f"{path}.{name}" for name, _ in module.named_parameters())
-        elif isinstance(method := getattr(type(values.root), path, None), FunctionType):
-            for name in method.__code__.co_names:
-                child = getattr(values.root, name, None)
-                if isinstance(child, nn.Module):
-                    yield from (f"{name}.{below}" for below, _ in child.named_parameters())
-                elif isinstance(child, nn.Parameter):
-                    yield name
-
-
-def _outputs(values: Values) -> list[fx.Node]:
-    return [node for index, node in values.returned() if index in (None, 0, "logits")]
 
 
 def _attribute(root: nn.Module, path: str) -> Any:

@@ -8,16 +8,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import nn
 
 from rewire.connection import connections
-from rewire.init.ends import is_adaptive, is_norm
+from rewire.init.ends import is_adaptive, is_norm, matrix_of
 from rewire.init.layout import Layout
 from rewire.init.network import TABLE, Branch, Network
 from rewire.init.table import Roles, Weight
-from rewire.tracing import child_calls_recorded
-from rewire.tracing.forwards import plain_forward
+from rewire.passes.flow import Op
+from rewire.passes.functions import forward_of
 
 _ROUTER = re.compile(r"(^|\.)(gate|router|wg)(\.|$)", re.I)
 _MODULATION = re.compile(r"ada_?ln|modulation|film", re.I)
@@ -41,9 +40,8 @@ def roles(model: nn.Module) -> Roles:
         from rewire.compiler import restore  # the driver imports this package
 
         plain = restore(model)
-    with child_calls_recorded() as running:
-        network = Network(plain, running)
-        rows = [row for name in network.parameters for row in _rows(network, name)]
+    network = Network(plain)
+    rows = [row for name in network.parameters for row in _rows(network, name)]
     learned = {id(p) for connection in connections(model).values() for p in connection.parameters()}
     rows += [
         Weight(name, "connection", "a weight of the topology", tuple(parameter.shape))
@@ -59,7 +57,7 @@ def _rows(network: Network, name: str) -> Iterator[Weight]:
     layout, branch = network.layout(name), network.of_branch.get(name)
     facts: dict[str, Any] = {}
     if branch is not None:
-        site = branch.step.site
+        site = branch.site
         facts = {"branch": site.name, "depth": branch.depth, "width": site.width}
     tied = _tied_embedding(network, name)
     if layout is None or tied:
@@ -94,13 +92,13 @@ def _role_of_vector(network: Network, name: str) -> tuple[str, str]:
         return "embedding", f"of {kind}"
     if is_norm(owner):
         if branch is not None and path in branch.norms and leaf != "bias":
-            return "last norm", f"{kind} at the end of {branch.step.site.name}"
+            return "last norm", f"{kind} at the end of {branch.site.name}"
         return "norm", f"of {kind}"
     if leaf.endswith("bias") or leaf.startswith("bias"):
         modulator = _modulator(network, name)
         return ("modulation", f"inside {modulator}") if modulator else ("bias", f"of {kind}")
     if branch is not None and name in branch.scales:
-        return "scale", f"multiplies the branch {branch.step.site.name}"
+        return "scale", f"multiplies the branch {branch.site.name}"
     if TABLE.search(leaf):
         return "embedding", "by its name"
     if parameter.ndim < 2:
@@ -111,7 +109,7 @@ def _role_of_vector(network: Network, name: str) -> tuple[str, str]:
 def _roles_of_matrix(network: Network, name: str, layout: Layout) -> Iterator[tuple[str, str, Layout]]:
     """Role of each part of a matrix, how it is known, and where it lies."""
     branch = network.of_branch.get(name)
-    site = branch.step.site.name if branch is not None else ""
+    site = branch.site.name if branch is not None else ""
     if name in network.projections:
         for role, part in network.projections[name]:
             yield role, f"projection of {site}", dataclasses.replace(layout, rows=part.rows)
@@ -139,7 +137,7 @@ def _roles_of_matrix(network: Network, name: str, layout: Layout) -> Iterator[tu
 
 
 def _ends_attention(network: Network, branch: Branch, name: str) -> bool:
-    site = branch.step.site
+    site = branch.site
     if site.kind == "parallel":
         return name.startswith(f"{site.name}.")
     return "attention" in site.kind or not branch.inside.isdisjoint(network.projections)
@@ -176,10 +174,8 @@ def _halves(network: Network, name: str, layout: Layout) -> list[tuple[int, int,
     if layout.stacked:
         gated, apart = "gate_up" in name, getattr(owner, "is_concatenated", True)
     else:
-        parent, _, own = name.removesuffix(".weight").rpartition(".")
-        graphs = network.anatomy.graphs(network.model.get_submodule(parent))
-        users = (user for values in graphs for node in values.nodes if node.target == own for user in node.users)
-        gated, apart = any(map(_takes_halves, users)), True
+        made = [op for op in network.flow if name in (matrix_of(op), f"{op.scope.path}.weight")]
+        gated, apart = any(_takes_halves(user) for op in made for user in network.flow.users[op]), True
     rows = layout.shape(network.parameters[name])[1 if layout.stacked else 0]
     if not gated or rows % 2:
         return []
@@ -187,17 +183,14 @@ def _halves(network: Network, name: str, layout: Layout) -> list[tuple[int, int,
     return [(1, 0, half), (1, half, half)] if apart else [(half, 0, 1), (half, 1, 1)]
 
 
-def _takes_halves(node: fx.Node) -> bool:
-    if node.target not in ("chunk", torch.chunk):
-        return False
-    pieces: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("chunks")
-    return isinstance(pieces, int) and pieces == 2
+def _takes_halves(op: Op) -> bool:
+    return op.name == "chunk" and op.sizes[:1] == (2,)
 
 
 def _gain_offset(norm: nn.Module) -> float:
     """1 for a norm that multiplies with one plus its weight (as Gemma's), else 0."""
     try:
-        text = inspect.getsource(plain_forward(type(norm))[0])
+        text = inspect.getsource(forward_of(norm).function or type(norm))
     except (OSError, TypeError):
         return 0.0
     return float(bool(re.search(r"\b1(\.0)? \+ self\.weight", text)))

@@ -13,8 +13,22 @@ from collections.abc import Iterable
 from rewire.passes.flow import Flow, Op, Scope, common
 
 #: Operations whose result is the same values: in another dtype, in other memory, or as other dimensions.
-CASTS = frozenset("to type type_as float double half bfloat16 clone contiguous".split())
-VIEWS = frozenset("view reshape flatten unflatten transpose permute squeeze unsqueeze movedim t swapaxes".split())
+CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous"])
+VIEWS = frozenset(
+    [
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "transpose",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "movedim",
+        "t",
+        "swapaxes",
+    ]
+)
 _POSITIONAL = re.compile(
     r"(^|[._])(pos|positions?|positional|rel_pos|pe|ppeg|peg|cpe)([._0-9]|$|_?emb|_?conv|_?enc)", re.I
 )
@@ -167,6 +181,8 @@ def _parallel(op: Op, found: dict[Op, Add], flow: Flow) -> Add | None:
 def _projected(op: Op) -> Add | None:
     """``downsample(x) + f(x)``: the shortcut holds one weight matrix, the branch more. A stream begins there."""
     for shortcut, branch in (op.inputs, op.inputs[::-1]):
+        if shortcut.shape != op.shape:
+            continue
         source, weights = shortcut, 0
         while True:
             live = [o for o in source.inputs if not o.constant]
@@ -183,8 +199,8 @@ def _projected(op: Op) -> Add | None:
 
 
 def _inside(op: Op, add: Op) -> bool:
-    """Whether ``op`` runs in the function of ``add``, or in what it calls."""
-    return add.scope.holds(op.scope)
+    """Whether ``op`` runs in what the function of ``add`` calls."""
+    return op.scope is not add.scope and add.scope.holds(op.scope)
 
 
 def _false_friend(add: Add) -> str:
@@ -202,13 +218,7 @@ def called(op: Op, depth: int) -> str:
     if len(scopes) < depth:
         return ""
     above = scopes[depth - 1].path if depth else ""
-    if len(scopes) > depth:
-        return _below(scopes[depth].path, above)
-    return _below(f"{above}.{op.name}", above) if op.leaf is not None else ""
-
-
-def _below(path: str, above: str) -> str:
-    return path.removeprefix(above).lstrip(".")
+    return scopes[depth].path.removeprefix(above).lstrip(".") if len(scopes) > depth else ""
 
 
 def between(start: Op, end: Op, inside: Scope | None = None) -> frozenset[Op]:

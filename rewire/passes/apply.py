@@ -11,14 +11,14 @@ from rewire.depth import Entry, Gate
 from rewire.errors import EditError
 from rewire.kernels.norms import copy_mark, unmark
 from rewire.passes.edit import edited
+from rewire.passes.fusions import NORMS
 from rewire.passes.install import Edited, edited_function, install, is_edited, uninstall
 from rewire.passes.plan import FunctionPlan
 
-#: Attribute of rewritten modules: paths of norms below them that follow a read, and why one cannot be fused.
-NORMS = "_depth_norms"
 
-
-def apply(model: nn.Module, looked_at: nn.Module, plans: Iterable[FunctionPlan], connections: Mapping[str, Connection]) -> None:
+def apply(
+    model: nn.Module, looked_at: nn.Module, plans: Iterable[FunctionPlan], connections: Mapping[str, Connection]
+) -> None:
     """Give the modules of ``model`` their edited functions and the gates that these talk to.
 
     Args:

@@ -23,7 +23,7 @@ from rewire.passes.plan import (
     Through,
     Value,
 )
-from rewire.passes.text import Place, Text
+from rewire.passes.text import Place
 
 #: Writes the text between two characters, with the changes inside it.
 Render = Callable[[int, int], str]

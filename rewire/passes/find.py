@@ -48,7 +48,9 @@ class Found:
         return Report(tuple(found.trunk for found in self.trunks), dict(self.skipped))
 
 
-def find(prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, run: bool = True) -> list[Found]:
+def find(
+    prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, run: bool = True, everything: bool = False
+) -> list[Found]:
     """The trunks of a model; it is neither changed nor run.
 
     Copies of it are run on ``inputs``, in evaluation and in training mode. Where they cannot be, or must not, the model
@@ -59,6 +61,7 @@ def find(prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, ru
         patterns: those that match the model.
         inputs: positional and keyword arguments; None if there are none.
         run: whether copies may be run on the model's own device.
+        everything: look into all modules, not only into those that may hold residual adds.
 
     Returns:
         What was found, for each way of looking at the model that worked; the first counts.
@@ -69,7 +72,7 @@ def find(prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, ru
     on_meta = any(tensor.is_meta for tensor in (*prepared.parameters(), *prepared.buffers()))
     if inputs is not None and run and not on_meta:
         return _recorded(prepared, patterns, inputs)
-    found = trunks_in(follow(prepared, definitions(patterns)), patterns)
+    found = trunks_in(follow(prepared, definitions(patterns), everything), patterns)
     if inputs is None or (found.trunks and not found.flow.unread):
         return [found]
     for device in ("meta", None) if not on_meta else ("meta",):
@@ -148,6 +151,12 @@ def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:
         taken = {found.trunk.name for found in trunks}
         trunks.append(FoundTrunk(_trunk(flow, chain, sites, taken), chain))
     return Found(flow, trunks, skipped)
+
+
+def residual_sites(flow: Flow, patterns: Sequence[Pattern] = ()) -> list[tuple[Add, Site]]:
+    """All residual adds of a flow, in order, those of streams of a single one, too."""
+    adds = [add for chain in chains(flow)[0] for add in chain.adds]
+    return [(add, _site(flow, add, patterns)) for add in sorted(adds, key=lambda add: add.op.index)]
 
 
 def _of_one_width(chain: Chain) -> list[Chain]:

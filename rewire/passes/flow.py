@@ -19,10 +19,71 @@ from torch import nn
 #: Operations on each element by itself: a table of weights that takes part in one (a position embedding, a mask) mixes
 #: nothing.
 ELEMENTWISE = frozenset(
-    "add sub rsub mul div true_divide floor_divide where masked_fill maximum minimum pow lerp addcmul addcdiv copy cat "
-    "concat stack clamp eq ne lt gt le ge index_select getitem setitem gather expand expand_as repeat to type_as float "
-    "contiguous clone detach requires_grad_ view reshape flatten unflatten transpose permute squeeze unsqueeze t chunk "
-    "split unbind narrow roll mean sum softmax norm layer_norm rms_norm group_norm batch_norm instance_norm".split()
+    [
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "div",
+        "true_divide",
+        "floor_divide",
+        "where",
+        "masked_fill",
+        "maximum",
+        "minimum",
+        "pow",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "copy",
+        "cat",
+        "concat",
+        "stack",
+        "clamp",
+        "eq",
+        "ne",
+        "lt",
+        "gt",
+        "le",
+        "ge",
+        "index_select",
+        "getitem",
+        "setitem",
+        "gather",
+        "expand",
+        "expand_as",
+        "repeat",
+        "to",
+        "type_as",
+        "float",
+        "contiguous",
+        "clone",
+        "detach",
+        "requires_grad_",
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "transpose",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "t",
+        "chunk",
+        "split",
+        "unbind",
+        "narrow",
+        "roll",
+        "mean",
+        "sum",
+        "softmax",
+        "norm",
+        "layer_norm",
+        "rms_norm",
+        "group_norm",
+        "batch_norm",
+        "instance_norm",
+    ]
 )
 #: Operations that mix positions without a weight: what passes one is a branch, too (FNet, PoolFormer).
 MIXING = ("fft", "pool")
@@ -94,6 +155,7 @@ class Op:
         overwrites: whether it is an in-place operation.
         leaf: the module, for the call of one that was not looked into.
         constant: whether it is made of parameters, buffers and numbers only.
+        parameter: name of the parameter or buffer that it is.
         shape, dtype: of the tensor; None if they are not known.
         sizes: the numbers among the arguments of a view, a split or a chunk.
         scale: factor of an ``add(x, f, alpha=scale)``'s second operand, if there is one that is not 1.
@@ -109,6 +171,7 @@ class Op:
     overwrites: bool = False
     leaf: nn.Module | None = None
     constant: bool = False
+    parameter: str = ""
     shape: torch.Size | None = None
     dtype: torch.dtype | None = None
     sizes: tuple[Any, ...] = ()
@@ -135,12 +198,14 @@ class Flow:
     Attributes:
         model: what was looked at.
         ops: the operations.
+        outputs: what the model returns.
         unread: module path -> why it could not be looked into.
         containers: whether the module at a path is a list, a dict or a sequence of modules.
     """
 
     model: nn.Module
     ops: list[Op]
+    outputs: list[Op] = dataclasses.field(default_factory=list)
     unread: dict[str, str] = dataclasses.field(default_factory=dict)
     containers: Callable[[str], bool] = lambda path: False
 

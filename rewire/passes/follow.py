@@ -11,6 +11,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import itertools
 import operator
 import sys
 import traceback
@@ -22,14 +23,16 @@ import torch
 from torch import fx, nn
 
 from rewire.errors import TraceError
-from rewire.passes.flow import CONTAINERS, Flow, Op, Place, Scope, is_matrix
+from rewire.passes.flow import CONTAINERS, Flow, Place, Scope, is_matrix
 from rewire.passes.frames import Frames
 from rewire.passes.functions import forward_of
 from rewire.passes.graphs import flow_of
 
 #: Creation functions: the only torch functions that ignore a proxy among their arguments.
-_CREATION = frozenset("arange empty finfo full linspace ones tensor zeros".split())
+_CREATION = frozenset(["arange", "empty", "finfo", "full", "linspace", "ones", "tensor", "zeros"])
 _ATTEMPTS = 12  # at tracing one forward
+_CHOICES = 4  # of the arguments of the model's own
+_FAILURES = 2  # of modules of one class, after which others are not tried
 #: What a weight is asked for that is no tensor.
 _SIZES = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad", "is_meta", "__len__"}
 #: Parts of a result that a tensor is taken apart into, where the arguments say how many.
@@ -37,7 +40,9 @@ _PARTS = {"chunk", "split"}
 
 
 def follow(
-    model: nn.Module, definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}), everything: bool = False
+    model: nn.Module,
+    definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}),
+    everything: bool = False,
 ) -> Flow:
     """What ``model`` computes, as far as its forwards can be traced without running them.
 
@@ -46,7 +51,17 @@ def follow(
         definitions: functions to trace in place of the forwards of modules of these classes.
         everything: look into all modules, not only into those that may hold residual adds.
     """
-    return _Follower(model, definitions, everything).run()
+    flows = []
+    for arguments in itertools.islice(_root_arguments(model), _CHOICES):
+        flows.append(_Follower(model, definitions, everything).run(arguments))
+        if not flows[-1].unread:
+            break
+    return max(flows, key=_sums)
+
+
+def _sums(flow: Flow) -> int:
+    """How many additions of two values there are."""
+    return sum(op.name == "add" and len(op.inputs) == 2 for op in flow)
 
 
 class _Follower(fx.Tracer):
@@ -64,26 +79,22 @@ class _Follower(fx.Tracer):
         self.classes: dict[type, type] = {}
         self.namespaces: dict[int, _Globals] = {}
         self.unread: dict[str, str] = {}
+        self.result: Any = None
+        self.failures: dict[type, int] = {}
         self.scopes: list[Scope] = []
         self.frames = Frames(self._nodes)
         self.decisions: list[list[bool]] = []  # of the forwards that are being traced: outcomes of tests
         self.tested: list[int] = []
 
-    def run(self) -> Flow:
+    def run(self, arguments: Sequence[str]) -> Flow:
+        """The flow of the model's own forward, given these arguments."""
         view = self.view(self.model)
-        for arguments in _root_arguments(self.model):
-            args = [self.create_proxy("placeholder", name, (), {}) for name in arguments]
-            try:
-                self._inside(view, (), dict(zip(arguments, args, strict=True)), None)
-                break
-            except TraceError as error:
-                self.unread[""] = f"its forward cannot be traced: {error}"
-                for node in reversed(list(self.graph.nodes)):
-                    self.graph.erase_node(node)
-        else:
+        args = {name: self.create_proxy("placeholder", name, (), {}) for name in arguments}
+        try:
+            self.result = self._inside(view, (), args, None)
+        except TraceError as error:
+            self.unread[""] = f"its forward cannot be traced: {error}"
             self._rows(view)
-        if len(self.graph.nodes) and any(node.meta["scope"].path == "" for node in self.graph.nodes):
-            self.unread.pop("", None)
         return self._flow()
 
     def _flow(self) -> Flow:
@@ -95,6 +106,7 @@ class _Follower(fx.Tracer):
                     name: [made.get(node, node) for node in nodes]  # type: ignore[call-overload]
                     for name, nodes in one.arguments.items()
                 }
+        flow.outputs = [made[node] for node in self._nodes(self.result) if node in made]
         flow.unread = self.unread
         return flow
 
@@ -123,6 +135,7 @@ class _Follower(fx.Tracer):
             try:
                 return self._inside(view, args, kwargs, place[1])
             except TraceError as error:
+                self.failures[type(module)] = self.failures.get(type(module), 0) + 1
                 self.unread[self.paths[module]] = f"its forward cannot be traced: {error}"
                 self._rows(view)
         return self.create_proxy("call_module", self.paths[module], args, kwargs)
@@ -132,6 +145,8 @@ class _Follower(fx.Tracer):
 
     def _enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether residual adds may stand in a module: a ``+``, and weights; or a second tensor to be added."""
+        if self.failures.get(type(module), 0) >= _FAILURES:
+            return False
         if type(module).forward in (nn.Sequential.forward, nn.ModuleList.forward):
             return True
         if self.everything:
@@ -166,19 +181,30 @@ class _Follower(fx.Tracer):
                     decisions.pop()
                 if not decisions:
                     first = str(error).splitlines()[0] if str(error) else ""
-                    raise TraceError(first if isinstance(error, TraceError) else f"{type(error).__name__}: {first}") from error
+                    raise TraceError(
+                        first if isinstance(error, TraceError) else f"{type(error).__name__}: {first}"
+                    ) from error
                 decisions[-1] = True
         raise TraceError("its code branches too often on traced values")
 
     def _attempt(
-        self, view: Any, function: FunctionType, args: Any, kwargs: Any, call: Place | None, opaque: set[str], decisions: list[bool]
+        self,
+        view: Any,
+        function: FunctionType,
+        args: Any,
+        kwargs: Any,
+        call: Place | None,
+        opaque: set[str],
+        decisions: list[bool],
     ) -> Any:
         module: nn.Module = view._rewire_module
         parent = self._here()[0] if self.scopes else None
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         scope = Scope(parent, self.paths[module], module, kind, function.__code__, call, key=object())
         globals_ = _Globals(function.__globals__, self, frozenset(opaque))
-        traced = FunctionType(function.__code__, globals_, function.__name__, function.__defaults__, function.__closure__)
+        traced = FunctionType(
+            function.__code__, globals_, function.__name__, function.__defaults__, function.__closure__
+        )
         traced.__kwdefaults__ = function.__kwdefaults__
         bound = inspect.signature(traced).bind(view, *args, **kwargs)
         scope.arguments = {n: self._nodes(v) for n, v in list(bound.arguments.items())[1:]}
@@ -300,7 +326,11 @@ class _Follower(fx.Tracer):
                 self.constants[name] = a
             return self.create_node("get_attr", name, (), {})
         if isinstance(a, (tuple, list)):
-            return type(a)([self.create_arg(item) for item in a]) if not hasattr(a, "_fields") else tuple(map(self.create_arg, a))
+            return (
+                type(a)([self.create_arg(item) for item in a])
+                if not hasattr(a, "_fields")
+                else tuple(map(self.create_arg, a))
+            )
         if isinstance(a, dict):
             return {str(key): self.create_arg(value) for key, value in a.items()}
         if isinstance(a, slice):
@@ -334,7 +364,13 @@ class _Proxy(fx.Proxy):
         if name not in _PARTS or len(node.args) < 2:
             return 0
         parts = node.args[1]
-        return len(parts) if isinstance(parts, (list, tuple)) else parts if name == "chunk" and isinstance(parts, int) else 0
+        return (
+            len(parts)
+            if isinstance(parts, (list, tuple))
+            else parts
+            if name == "chunk" and isinstance(parts, int)
+            else 0
+        )
 
     def __len__(self) -> int:
         raise TypeError("the length of a traced value is not known")
@@ -401,7 +437,9 @@ class _Globals(dict[str, Any]):
     def _traced(self, name: str, value: Any) -> Any:
         if value is torch:
             return _Torch(self.tracer)
-        if name in self.opaque or (getattr(value, "__name__", "") in _CREATION and getattr(torch, value.__name__, None) is value):
+        if name in self.opaque or (
+            getattr(value, "__name__", "") in _CREATION and getattr(torch, value.__name__, None) is value
+        ):
             return _recorded(self.tracer, value)
         if isinstance(value, FunctionType) and value.__globals__ is self.original:
             copy = FunctionType(value.__code__, self, value.__name__, value.__defaults__, value.__closure__)
@@ -451,7 +489,10 @@ def _failed_in(function: FunctionType, view: Any, error: Exception) -> list[str]
         if name.startswith("__") or name == "forward":
             break
         known = function.__globals__.get(name)
-        if getattr(known, "__code__", None) is code or getattr(getattr(type(view), name, None), "__code__", None) is code:
+        if (
+            getattr(known, "__code__", None) is code
+            or getattr(getattr(type(view), name, None), "__code__", None) is code
+        ):
             names.append(name)
     return names[::-1]
 
@@ -461,8 +502,15 @@ def _adds(cls: type) -> bool:
     """Whether a forward, or a method or function that it may call, has a ``+`` in it."""
     with contextlib.suppress(Exception):
         functions = [value for name, value in vars(cls).items() if isinstance(value, FunctionType)]
-        functions += [f for base in cls.__mro__[1:] for f in vars(base).values() if isinstance(f, FunctionType) and base.__module__ == cls.__module__]
-        return any(_has_plus(inspect.unwrap(function)) for function in functions if not function.__name__.startswith("__"))
+        functions += [
+            f
+            for base in cls.__mro__[1:]
+            for f in vars(base).values()
+            if isinstance(f, FunctionType) and base.__module__ == cls.__module__
+        ]
+        return any(
+            _has_plus(inspect.unwrap(function)) for function in functions if not function.__name__.startswith("__")
+        )
     return True
 
 
@@ -476,15 +524,16 @@ def _has_plus(function: FunctionType) -> bool:
 def _root_arguments(model: nn.Module) -> Iterator[list[str]]:
     """Which arguments to give to the model's own forward, one choice after the other."""
     function = forward_of(model).function
-    if function is None:
+    if function is None or isinstance(model, CONTAINERS):
+        yield ["input"] if isinstance(model, nn.Sequential) else []
         return
     parameters = [p for p in list(inspect.signature(function).parameters.values())[1:] if p.kind is not p.VAR_KEYWORD]
     named = [p for p in parameters if p.kind is not p.VAR_POSITIONAL]
     required = [p.name for p in named if p.default is p.empty]
     optional = [p.name for p in named if p.default is None]
     main = getattr(model, "main_input_name", None)
-    choices: list[Sequence[str]] = [required, [*required, *optional[:1]], [*required, *optional]]
+    choices: list[Sequence[str]] = [[*required, *optional[:count]] for count in range(min(len(optional), 6) + 1)]
     if main in optional:
         also = [n for n in ("decoder_input_ids",) if n in optional]
         choices.insert(0, [*required, main, *also])
-    yield from (list(choice) for n, choice in enumerate(choices) if choice and choice not in choices[:n])
+    yield from (list(choice) for n, choice in enumerate(choices) if choice not in choices[:n])

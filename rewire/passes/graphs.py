@@ -35,7 +35,10 @@ def flow_of(graph: fx.Graph, root: nn.Module, constants: Mapping[str, torch.Tens
     made: dict[fx.Node, Op] = {}
     flow = Flow(root, [])
     for node in graph.nodes:
-        if node.op == "output" or _is_metadata(node):
+        if node.op == "output":
+            flow.outputs = [made[source] for source in node.all_input_nodes if source in made]
+            continue
+        if _is_metadata(node):
             continue
         inputs = tuple(made[source] for source in node.all_input_nodes if source in made)
         value = constants.get(str(node.target)) if node.op == "get_attr" else None
@@ -43,13 +46,16 @@ def flow_of(graph: fx.Graph, root: nn.Module, constants: Mapping[str, torch.Tens
         op = Op(len(flow.ops), _name(node), inputs, _scope(node, scopes), node.meta.get("place"), node=node)
         op.shape, op.dtype = (None, None) if value is None else (value.shape, value.dtype)
         weight = _is_weight(node, root) or str(node.target) in constants
+        op.parameter = str(node.target) if node.op == "get_attr" and weight else ""
         op.constant = weight or (bool(inputs) and all(source.constant for source in inputs))
         if node.op == "call_module":
-            op.leaf = _attribute(root, str(node.target))
-            op.matrices = matrices(op.leaf) if isinstance(op.leaf, nn.Module) else 0
+            op.leaf = root.get_submodule(str(node.target))
+            op.scope, op.place = _call_of(op, str(node.target)), None
+            op.matrices = matrices(op.leaf)
         elif op.name not in ELEMENTWISE and not op.constant:
             op.matrices = sum(source.constant and _is_matrix(source) for source in op.inputs)
         op.scale = node.kwargs.get("alpha")
+        op.sizes = (*node.args[1:], *node.kwargs.values())
         op.overwrites = str(getattr(node.target, "__name__", node.target)).partition(".")[0].endswith("_")
         made[node] = op
         flow.ops.append(op)
@@ -65,6 +71,12 @@ def _by_kind(scopes: Iterable[Scope]) -> Callable[[str], bool]:
     """Which paths are those of containers, as the calls say; modules that are not called are."""
     kinds = {scope.path: scope.kind.rpartition(".")[-1] for scope in scopes}
     return lambda path: kinds.get(path, "ModuleList") in ("ModuleList", "ModuleDict", "Sequential")
+
+
+def _call_of(op: Op, path: str) -> Scope:
+    """The call of a module that is one operation."""
+    kind = f"{type(op.leaf).__module__}.{type(op.leaf).__qualname__}"
+    return Scope(op.scope, path, op.leaf, kind, call=op.place, arguments={"": list(op.inputs)}, key=object())
 
 
 def _scope(node: fx.Node, scopes: dict[tuple[str, ...], Scope]) -> Scope:
@@ -88,8 +100,7 @@ def _name(node: fx.Node) -> str:
     if node.op in ("placeholder", "get_attr"):
         return "input"
     if node.op == "call_module":
-        above = node.meta["scope"].path if "scope" in node.meta else ""
-        return str(node.target).removeprefix(above).lstrip(".")
+        return str(node.target).rpartition(".")[2]
     return plain_name(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
 
 

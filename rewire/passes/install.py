@@ -161,4 +161,3 @@ def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
 def _rebuild(base: type, methods: tuple[Edited, ...], shared: bool) -> nn.Module:
     module: nn.Module = object.__new__(_class(base, methods, shared))
     return module
-

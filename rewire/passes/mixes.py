@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 from rewire.kernels.mix import mix
 from rewire.kernels.several import combine, mixes
+from rewire.passes.flow import plain_name
 from rewire.passes.graphs import tensor_of
-from rewire.passes.values import is_add
 
 #: Contractions of more are taken for matrix products: streams in a tensor, sums of them, and states that are stacked.
 MOST_STREAMS, MOST_SUMS, MOST_STATES = 8, 8, 128
@@ -161,7 +161,7 @@ def _terms(node: fx.Node, tensors: _Tensors) -> list[fx.Node]:
         if not isinstance(side, fx.Node):
             return [node]  # x + 1
         same = _shape(side, tensors) == _shape(node, tensors)
-        if same and len(side.users) == 1 and is_add(side):
+        if same and len(side.users) == 1 and _is_add(side):
             terms += _terms(side, tensors)
         else:
             terms.append(_without_zero(side))
@@ -386,3 +386,15 @@ def _check_dtype(total: Tensor, states: Sequence[Tensor]) -> None:
     expected = functools.reduce(torch.promote_types, [x.dtype for x in states])
     if total.dtype != expected:
         raise NotLowered(f"it makes {total.dtype} of states in {expected}")
+
+
+def _is_add(node: fx.Node) -> bool:
+    """Whether ``node`` adds two values, in any spelling."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    operands = [arg for arg in node.args[:2] if isinstance(arg, fx.Node)]
+    return (
+        plain_name(name) == "add"
+        and node.op in ("call_function", "call_method")
+        and len(operands) == 2
+        and not node.kwargs
+    )

@@ -39,11 +39,7 @@ def branch_calls(add: Add, depth: int) -> dict[str, str]:
 
 def _class_name(op: Op, depth: int) -> str:
     """Class of the child in which ``op`` runs, if it says what the child does."""
-    scopes = op.calls()
-    if len(scopes) > depth:
-        kind = scopes[depth].kind
-    else:
-        kind = f"{type(op.leaf).__module__}.{type(op.leaf).__qualname__}"
+    kind = op.calls()[depth].kind
     telling = not kind.startswith("torch.nn.") or re.search(r"\.(Conv\dd|MultiheadAttention)$", kind)
     return kind.rpartition(".")[-1] if telling else ""
 
@@ -83,7 +79,7 @@ def channels_of(add: Add, readers: Sequence[Op]) -> tuple[int | None, int]:
         readers: what reads its state, in order.
     """
     for op in (*add.post, *readers):
-        module = op.leaf or (op.scope.module if not op.scope.helper else None)
+        module = op.scope.module if not op.scope.helper else None
         told = _told(op, module)
         if told is not None:
             width, dim = told
@@ -96,7 +92,7 @@ def channels_of(add: Add, readers: Sequence[Op]) -> tuple[int | None, int]:
 def _told(op: Op, module: nn.Module | None) -> tuple[int, int] | None:
     if module is None or not any(True for _ in module.parameters()):
         return None
-    if "norm" in f"{op.name if op.leaf is not None else op.scope.path.rpartition('.')[-1]} {type(module).__name__}".lower():
+    if "norm" in f"{op.scope.path.rpartition('.')[-1]} {type(module).__name__}".lower():
         return norm_channels(module)
     return input_channels(module)
 

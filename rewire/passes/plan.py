@@ -21,8 +21,8 @@ from rewire.passes.find import Found, FoundTrunk
 from rewire.passes.flow import Flow, Op, Place, Scope, common
 from rewire.passes.functions import Decorated, forward_of, undecorated
 from rewire.passes.projections import Projections
-from rewire.passes.text import Text, place_of, text_of
 from rewire.passes.text import Place as Span
+from rewire.passes.text import Text, place_of, text_of
 
 #: A chain of attributes of ``self``, as it is written: ``self.norm``.
 Written: TypeAlias = str
@@ -208,7 +208,9 @@ def _merged(a: Any, b: Any) -> Any:
         a, b = dataclasses.replace(a, given=given), dataclasses.replace(b, given=given)
     loose = {"norm": None} | ({"last": False} if isinstance(a, Sum) else {})
     loose = {name: value for name, value in loose.items() if hasattr(a, name)}
-    return dataclasses.replace(a, **loose) if dataclasses.replace(a, **loose) == dataclasses.replace(b, **loose) else None
+    return (
+        dataclasses.replace(a, **loose) if dataclasses.replace(a, **loose) == dataclasses.replace(b, **loose) else None
+    )
 
 
 Plans: TypeAlias = dict[tuple[str, CodeType], FunctionPlan]
@@ -744,7 +746,9 @@ def only_returned(text: Text, nodes: Sequence[ast.AST]) -> bool:
         return False
     rest = body[body.index(statement) + 1 :]
     return all(
-        isinstance(after, ast.Return) and _returns(after.value, target.id) for after in rest if _mentions(after, target.id)
+        isinstance(after, ast.Return) and _returns(after.value, target.id)
+        for after in rest
+        if _mentions(after, target.id)
     )
 
 

@@ -150,15 +150,10 @@ def _fused_by_use(flow: Flow, path: str) -> Fused | None:
     width = _rows(flow.model.get_submodule(path))
     if width is None:
         return None
-    made = [op for op in flow if called_path(op) == path]
-    users = [user for op in made for user in flow.users[op] if called_path(user) != path]
+    made = [op for op in flow if op.scope.path == path]
+    users = [user for op in made for user in flow.users[op] if user.scope.path != path]
     layouts = {_layout(user, width) for user in users}
     return layouts.pop() if len(layouts) == 1 else None
-
-
-def called_path(op: Op) -> str:
-    """Path of the innermost module that ``op`` runs in, or that it is the call of."""
-    return _join(op.scope.path, op.name) if op.leaf is not None else op.scope.path
 
 
 def _rows(projection: nn.Module) -> int | None:

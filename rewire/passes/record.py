@@ -40,13 +40,14 @@ def record(model: nn.Module, inputs: Inputs) -> Flow:
     handles = recorder.attach()
     try:
         with recorder:
-            model(*inputs[0], **inputs[1])
+            result = model(*inputs[0], **inputs[1])
     finally:
         for handle in handles:
             handle.remove()
         recorder.frames.clear()
     known = dict(model.named_modules())
-    return Flow(model, recorder.ops, containers=lambda path: isinstance(known.get(path), CONTAINERS))
+    outputs = [recorder.known[id(tensor)] for tensor in _tensors(result) if id(tensor) in recorder.known]
+    return Flow(model, recorder.ops, outputs, containers=lambda path: isinstance(known.get(path), CONTAINERS))
 
 
 class Recorder(TorchFunctionMode):
@@ -61,8 +62,8 @@ class Recorder(TorchFunctionMode):
         self.paths: dict[nn.Module, str] = {}
         for path, module in model.named_modules():
             self.paths.setdefault(module, path)
-        weights = (*model.parameters(), *model.buffers())
-        self.weights = {id(tensor): tensor for tensor in weights}
+        weights = (*model.named_parameters(), *model.named_buffers())
+        self.weights = {id(tensor): name for name, tensor in weights}
         self.stack: list[Scope] = []
         self.frames = Frames(self._ops)
 
@@ -89,10 +90,10 @@ class Recorder(TorchFunctionMode):
         scope = self.stack.pop()
         given = tuple(dict.fromkeys(op for ops in scope.arguments.values() for op in ops))
         for tensor in _tensors(output):
-            if id(tensor) not in self.known and id(tensor) not in self.weights:  # made by what the recorder does not see: the module is a leaf
-                caller = scope.parent or scope
-                name = scope.path.removeprefix(caller.path).lstrip(".")
-                op = self._new(tensor, name, given, caller, scope.call)
+            if (
+                id(tensor) not in self.known and id(tensor) not in self.weights
+            ):  # made by what the recorder does not see: the module is a leaf
+                op = self._new(tensor, scope.path.rpartition(".")[2], given, scope, None)
                 op.leaf, op.matrices = module, matrices(module)
 
     # -- operations ----------------------------------------------------------------------------------------------------
@@ -142,9 +143,9 @@ class Recorder(TorchFunctionMode):
         known = self.known.get(id(tensor))
         if known is None:
             scope = self.stack[0] if self.stack else Scope(None, "")
-            weight = id(tensor) in self.weights
+            weight = self.weights.get(id(tensor), "")
             known = self._new(tensor, "weight" if weight else "input", (), scope, None)
-            known.constant = weight
+            known.constant, known.parameter = bool(weight), weight
         return known
 
     def _ops(self, value: Any) -> list[Op]:

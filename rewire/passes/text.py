@@ -1,7 +1,6 @@
 """The source of a function: its text, its syntax tree, and which expression an instruction belongs to."""
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -20,7 +19,9 @@ from rewire.errors import EditError
 #: A place in a source: first line, last line, first column, last column (in bytes).
 Place: TypeAlias = tuple[int | None, int | None, int | None, int | None]
 
-_FUTURE = functools.reduce(int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
+_FUTURE = functools.reduce(
+    int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,7 +162,11 @@ def compiled(function: FunctionType, source: str, first: int, file: str = "") ->
     cls = qualname[-2] if len(qualname) > 1 and qualname[-2] != "<locals>" else None
     body: list[ast.stmt] = [definition]
     if cls is not None:
-        body = [ast.ClassDef(cls, [], [], body, [], **({"type_params": []} if "type_params" in ast.ClassDef._fields else {}))]
+        body = [
+            ast.ClassDef(
+                cls, [], [], body, [], **({"type_params": []} if "type_params" in ast.ClassDef._fields else {})
+            )
+        ]
     free = [name for name in code.co_freevars if cls is None or name != "__class__"]
     if free:  # a function around it that has them as its own variables
         outer = ast.parse(f"def _outer({', '.join(free)}): pass").body[0]

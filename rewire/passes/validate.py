@@ -350,9 +350,7 @@ def _mismatch(
     return ValidationMismatch(f"{problem}, in {setting.name}; {where}.")
 
 
-def _blocks(
-    setting: Setting, model: nn.Module, inputs: Inputs, noise: dict[str, Tensor]
-) -> list[tuple[str, Tensor]]:
+def _blocks(setting: Setting, model: nn.Module, inputs: Inputs, noise: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
     """What modules with children return, in order; streams as what the next block would read."""
     bench = private(model).train(setting.training)
     parameters = dict(bench.named_parameters())

@@ -13,7 +13,6 @@ from torch import nn
 
 from rewire.kernels.fused_qkv import Fused
 from rewire.registry import Registry
-from rewire.tracing import Leaf
 from rewire.trunk import Site
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -35,9 +34,8 @@ class Pattern:
         fused: makes the layout of a fused projection's output, from the projection and the module that holds it.
         example_inputs: makes small inputs for a model of this architecture: (args, kwargs). They have to reach every
             block.
-        forwards: module class -> function that is traced in place of its forward, for forwards that hide their
+        forwards: module class -> function that is edited in place of its forward, for forwards that hide their
             residual adds behind a hand-written fast path. It has to compute the same.
-        leaves: library attributes that tracing replaces.
         prepare: changes a model's copy before it is rewritten (to switch a fast path off, say).
         learned: set if models of this architecture have learned depth connections of their own: what they are.
     """
@@ -51,7 +49,6 @@ class Pattern:
     fused: Callable[[Any, Any], Fused] | None = None
     example_inputs: Callable[[nn.Module], Inputs] | None = None
     forwards: Mapping[type[nn.Module], FunctionType] = dataclasses.field(default_factory=dict)
-    leaves: tuple[Leaf, ...] = ()
     prepare: Callable[[nn.Module], None] | None = None
     learned: str = ""
 

@@ -46,7 +46,7 @@ _register("vision_transformer", "ViT and DeiT", attention="attn", ffn="mlp", qkv
 _register("eva", "EVA", attention="attn", ffn="mlp", qkv=("{branch}.qkv",), fused=thirds)
 _register("eva", "EVA, q, k and v apart", having="q_proj", attention="attn", ffn="mlp", qkv=Q_K_V)
 _register("cait", "CaiT", attention="attn", ffn="mlp", qkv=("{branch}.qkv",), fused=thirds)
-_register("swin_transformer", "Swin", attention="_attn", ffn="mlp", qkv=("attn.qkv",), fused=thirds)
+_register("swin_transformer", "Swin", attention="attn", ffn="mlp", qkv=("attn.qkv",), fused=thirds)
 _register("mlp_mixer", "MLP-Mixer", ffn="(mlp|linear)_tokens|mlp_channels")
 _register("convnext", "ConvNeXt")
 _register("resnet", "ResNet")

@@ -1,9 +1,8 @@
-"""What all Hugging Face models share: attention behind a dispatch table, and inputs that their configs describe."""
+"""What all Hugging Face models share: inputs that their configs describe."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,35 +10,10 @@ import torch
 from torch import nn
 
 from rewire.patterns.pattern import Inputs, Pattern, is_pretrained, register_pattern
-from rewire.tracing import Leaf
 
 _SEQUENCE = 12
 
 Q_K_V = ("{branch}.q_proj", "{branch}.k_proj", "{branch}.v_proj")
-
-
-def attention(module: Any, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The attention function that the module's config selects now, called: traced forwards call this one."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
-    return function(module, *args, **kwargs)
-
-
-def _attention_interface(recorded: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    record = recorded(attention)
-
-    def get_interface(_table: Any, _implementation: str, eager: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda module, *args, **kwargs: record(module, eager, *args, **kwargs)
-
-    return get_interface
-
-
-ATTENTION_LEAF = Leaf(
-    owner=lambda: sys.modules["transformers.modeling_utils"].AttentionInterface,
-    name="get_interface",
-    replacement=_attention_interface,
-)
 
 
 def example_inputs(model: nn.Module) -> Inputs:
@@ -99,7 +73,6 @@ register_pattern(
         description="any Hugging Face transformers model",
         matches=is_pretrained,
         example_inputs=example_inputs,
-        leaves=(ATTENTION_LEAF,),
     ),
 )
 

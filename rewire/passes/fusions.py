@@ -1,0 +1,42 @@
+"""The norms that may be computed together with a read of the stream."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+
+from rewire.kernels.norms import obstacle
+
+#: Attribute of rewritten modules: paths of norms below them that follow a read, and why one cannot be fused.
+NORMS = "_depth_norms"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusion:
+    """A norm that follows a read of the residual stream.
+
+    Attributes:
+        module: path of the norm.
+        obstacle: why kernels do not compute it together with the read; None if they do.
+    """
+
+    module: str
+    obstacle: str | None
+
+
+def fusions(model: nn.Module) -> list[Fusion]:
+    """The norms of a rewired model that follow a read of the residual stream, and what stands in the way of fusing.
+
+    A fused norm is computed by the kernel that computes what it reads (on CUDA devices, for widths up to 8192). Hooks
+    on a norm, an FSDP group of its own, or another module in its place forbid it: then it is called as usual.
+
+    Args:
+        model: a rewired model, in its present state.
+    """
+    rows = []
+    for name, block in model.named_modules():
+        for path, reason in block.__dict__.get(NORMS, {}).items():
+            full = f"{name}.{path}" if name else path
+            rows.append(Fusion(full, reason or obstacle(model.get_submodule(full))))
+    return rows
