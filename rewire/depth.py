@@ -70,6 +70,22 @@ class Gate:
         """What one call of the function talks to."""
         return Depth(self)
 
+    def ended(self, *values: Any) -> None:
+        """Look whether a trunk has ended behind the calls of its blocks.
+
+        Raises:
+            OutOfOrder: a stream is left in a variable.
+        """
+        for value in values:
+            items = value if isinstance(value, (tuple, list)) else (value,)
+            for item in items:
+                if isinstance(item, Stream) and item.layout.trunk in [entry.trunk for entry in self.entries]:
+                    raise OutOfOrder(
+                        f"the blocks were called ({self.where}), and the stream left them in the middle of trunk "
+                        f"'{item.layout.trunk}' after {item.position} of its {len(item.layout.units)} residual adds: a "
+                        "block was skipped. Layer dropping has to be off."
+                    )
+
     def __repr__(self) -> str:
         return f"Gate({self.block!r}, {', '.join(entry.trunk for entry in self.entries)})"
 
@@ -152,16 +168,20 @@ class Depth:
             if live.stream is stream:  # the same argument twice
                 return live.values[0]
         entry = next((entry for entry in self.gate.entries if entry.trunk == stream.layout.trunk), None)
-        if entry is None:
-            return stream.value()  # it reads another trunk
-        if stream.position not in entry.adds:
+        if entry is None or stream.position not in entry.adds:
+            places = [f"{' or '.join(map(str, e.adds))} of trunk '{e.trunk}'" for e in self.gate.entries]
             raise OutOfOrder(
                 f"block '{self.gate.block}' was called out of order: it belongs after residual add "
-                f"{' or '.join(map(str, entry.adds))} of trunk '{entry.trunk}', the stream is at {stream.position}."
+                f"{' and '.join(places)}, the stream is at {stream.position} of trunk '{stream.layout.trunk}'."
             )
         return self._added(Live(stream, entry), norm)
 
     def _began(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
+        if entry.connection is None and value.dtype == torch.float16:
+            raise UnsupportedCall(
+                f"block '{self.gate.block}' was given a plain tensor where a stream belongs. Some models (T5, BART) clamp "
+                "their states in float16 between the adds: use bfloat16 or float32."
+            )
         if entry.connection is None:
             raise OutOfOrder(
                 f"block '{self.gate.block}' was given a plain tensor, but it belongs after residual add "

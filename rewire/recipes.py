@@ -111,7 +111,7 @@ def _fits(recipes: dict[str, Any], trunks: Sequence[Trunk]) -> bool:
     return all(here.get(path) == len(recipe["units"]) for path, recipe in recipes.items())
 
 
-def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1) -> Layout:
+def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: Sequence[int] = ()) -> Layout:
     """The layout that a recipe describes.
 
     Args:
@@ -119,6 +119,7 @@ def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1) -> Layo
         recipe: as it was read.
         trunk: its name.
         channel_dim: of the trunk.
+        posts: of the trunk.
 
     Raises:
         RewireError: it is damaged, or no such topology exists.
@@ -135,7 +136,7 @@ def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1) -> Layo
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RewireError(f"the recipe of '{path}' is damaged: {type(error).__name__}: {first_line(error)}") from error
     try:
-        return Layout(trunk, cls(**options), units, width, attention, channel_dim)
+        return Layout(trunk, cls(**options), units, width, attention, channel_dim, posts)
     except (RuntimeError, TypeError, ValueError, RewireError) as error:
         raise misfit(path, recipe, error) from error
 
@@ -209,7 +210,8 @@ def _check_sites(model: nn.Module, recipes: dict[str, Any], here: dict[str, Trun
 def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
     """The layout of ``trunk`` by its recipe, which is what compiling with that topology gives."""
     channel_dim = next((site.channel_dim for site in trunk.sites if site.width), -1)
-    layout = layout_of(path, recipe, trunk.name, channel_dim)
+    posts = [number for number, site in enumerate(trunk.sites) if site.post]
+    layout = layout_of(path, recipe, trunk.name, channel_dim, posts)
     width = next((site.width for site in trunk.sites if site.width), 0)
     single = tuple(range(1, len(trunk.sites) + 1))
     if layout.units not in (trunk.units, single) or layout.dims.width != width:

@@ -493,7 +493,7 @@ class Interrupted(Stack):
 
 
 class CollectsFeatures(nn.Module):
-    """Uses the hidden states after every second block: the stream ends there."""
+    """Uses the hidden states after every second block."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -512,7 +512,7 @@ class CollectsFeatures(nn.Module):
 
 
 class UNet(nn.Module):
-    """Each stage's output is used again later: no two stages are linked."""
+    """Each stage's output is used again later; stages on the way up begin with a linear map."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -632,8 +632,8 @@ CASES: dict[str, Case] = {
     "encoder-decoder": Case(
         EncoderDecoder, lambda: (vectors(), vectors(length=5)), {"encoder": (4, 2), "decoder": (6, 2)}
     ),
-    "collects-features": Case(CollectsFeatures, lambda: (vectors(),), {"blocks": (4, 2), "blocks'": (4, 2)}),
-    "u-net": Case(UNet, lambda: (vectors(),), {f"{stage}.{n}": (4, 2) for stage in ("down", "up") for n in range(2)}),
+    "collects-features": Case(CollectsFeatures, lambda: (vectors(),), {"blocks": (8, 4)}),
+    "u-net": Case(UNet, lambda: (vectors(),), {"down": (8, 2), "up.0": (4, 2), "up.1": (4, 2)}),
     "returns-more": Case(UsesMore, lambda: (vectors(),), {"layers": (6, 3)}),
     "backwards": Case(Backwards, lambda: (vectors(),), {"blocks": (6, 3)}),
     "two-streams": Case(TwoStreams, lambda: (vectors(),), {"blocks": (3, 3), "blocks'": (3, 3)}),

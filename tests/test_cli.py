@@ -114,7 +114,7 @@ def test_source(run: Run) -> None:
     result = run("source", "user_net:Net", "1")
     assert result.exit_code == 0
     assert result.output.startswith("def forward(self, x):\n")
-    assert "stream.write(linear)" in result.output
+    assert "depth.write(x, self.linear(x))" in result.output
     compile(result.output, "forward", "exec")
 
 
@@ -202,7 +202,7 @@ def test_errors_of_the_users_code_keep_their_traceback(run: Run) -> None:
 
 
 def test_a_transformers_model(run: Run) -> None:
-    assert "stream = self._depth.enter(hidden_states)" in run("source", "hf:llama", "model.layers.0").output
+    assert "hidden_states = depth.write(residual, hidden_states)" in run("source", "hf:llama", "model.layers.0").output
     assert "'llama'" in failed(run("inspect", "hf:lama"))
 
 

@@ -15,7 +15,7 @@ from every_topology import compiled
 from models import PreNorm, Stack, vectors
 from torch import Tensor, nn
 
-from rewire.passes.install import install
+from rewire.passes.install import Edited, install
 from rewire.patterns.tiny import tiny_config
 
 DEPTH = 16
@@ -175,5 +175,6 @@ def test_classes_are_freed_with_their_model() -> None:
 def test_modules_without_a_stream_share_a_class() -> None:
     first, second = nn.Identity(), nn.Identity()
     for module in (first, second):
-        install(module, "def forward(self, x): return -x\n", {}, shared=True)
+        install(module, {"forward": Edited("forward", "    def forward(self, input): return -input\n")}, shared=True)
+    assert first(1) == -1
     assert type(first) is type(second) is type(pickle.loads(pickle.dumps(first)))

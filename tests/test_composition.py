@@ -10,7 +10,7 @@ from models import PreNorm, Stack, token_ids, vectors
 from torch import nn
 
 import rewire
-from rewire.passes.install import is_rewritten
+from rewire.passes.install import is_edited
 from rewire.patterns.tiny import tiny_model
 from rewire.topologies import ANCRe, DenseFormer
 from rewire.topologies.ancre import ANCReCascaded
@@ -38,7 +38,7 @@ def test_encoder_and_decoder_differ() -> None:
 def test_what_is_not_named_is_left_alone() -> None:
     rewired = rewire.compile(tiny_model("t5"), {"encoder": "denseformer"})
     assert topologies_of(rewired) == {"encoder.block": DenseFormer()}
-    assert not any(is_rewritten(module) for module in rewired.decoder.modules())
+    assert not any(is_edited(module) for module in rewired.decoder.modules())
 
 
 def test_each_trunk_computes_its_own_formula() -> None:

@@ -69,6 +69,12 @@ def _mark_norms(module: nn.Module, looked_at: nn.Module, plans: Iterable[Functio
     module.__dict__[NORMS] = norms
 
 
+def is_opened(module: nn.Module) -> bool:
+    """Whether the stream is read or added to in the module, rather than handed on."""
+    gates = [value for value in vars(module).values() if isinstance(value, Gate)]
+    return any(entry.adds for gate in gates for entry in gate.entries) or any(not gate.entries for gate in gates)
+
+
 def undo(module: nn.Module) -> None:
     """Make a rewritten module what it was."""
     if is_edited(module):

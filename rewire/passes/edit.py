@@ -13,6 +13,7 @@ from rewire.errors import EditError
 from rewire.passes.plan import (
     Apart,
     Each,
+    Ended,
     FunctionPlan,
     Normed,
     Parameter,
@@ -61,11 +62,11 @@ class _Editor:
         self.depth = "depth"
         while self.depth in self.text.names:
             self.depth += "_"
-        self.parents = {child: node for node in ast.walk(self.text.tree) for child in ast.iter_child_nodes(node)}
+        self.parents = self.text.parents
 
     def run(self) -> str:
-        changes = [self._entry()]
-        if self.plan.adds:
+        changes = [self._entry()] if self.plan.opened else []
+        if self.plan.opened and self.plan.adds:
             changes += [self._leave(node) for node in ast.walk(self.text.tree) if self._is_own_return(node)]
         # Of several changes of one expression, the outermost first: those of an argument, then the kinds in turn.
         own = [
@@ -80,14 +81,18 @@ class _Editor:
             changes.append(self._gate_parameter())
         return _rendered(self.text.text, changes)
 
+    @property
+    def _gate(self) -> str:
+        """How the function's gate is written."""
+        arguments = [*self.text.tree.args.posonlyargs, *self.text.tree.args.args]
+        return f"{arguments[0].arg}.{self.plan.gate}" if self.plan.method else "gate"
+
     # -- lines at the start and at the end -----------------------------------------------------------------------------
 
     def _entry(self) -> Change:
         """The lines in front of the function's body."""
         tree, text = self.text.tree, self.text.text
-        arguments = [*tree.args.posonlyargs, *tree.args.args]
-        gate = f"{arguments[0].arg}.{self.plan.gate}" if self.plan.method else "gate"
-        lines = [f"{self.depth} = {gate}.enter()"]
+        lines = [f"{self.depth} = {self._gate}.enter()"]
         for edit in self.plan.edits.values():
             if isinstance(edit, Parameter):
                 method = "ways" if edit.ways else "open"
@@ -131,6 +136,17 @@ class _Editor:
             return f" {self.depth}.leave({f'({value})' if bare else value})"
 
         return Change(start, end, write)
+
+    def _ended(self, edit: Ended) -> list[Change]:
+        """A line behind a statement."""
+        statement = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.stmt))
+        (start, _), text = self.text.span(statement), self.text.text
+        indent = text[text.rfind("\n", 0, start) + 1 : start]
+        end = text.find("\n", self.text.span(statement)[1]) + 1 or len(text)
+        if indent.strip():
+            return []
+        line = f"{indent}{self._gate}.ended({', '.join(edit.names)})\n"
+        return [Change(end, end, lambda _: line)]
 
     # -- expressions ---------------------------------------------------------------------------------------------------
 
@@ -320,6 +336,7 @@ class _Editor:
 
 #: How each kind of edit is written.
 _WRITERS: dict[type, Callable[..., list[Change]]] = {
+    Ended: _Editor._ended,
     Push: _Editor._push,
     Value: _Editor._value,
     Reshape: _Editor._reshape,

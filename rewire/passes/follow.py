@@ -16,7 +16,7 @@ import operator
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, FunctionType, MappingProxyType
+from types import FrameType, FunctionType, MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class _Follower(fx.Tracer):
         self.unread: dict[str, str] = {}
         self.result: Any = None
         self.failures: dict[type, int] = {}
+        self.known: dict[tuple[nn.Module, str], bool] = {}
         self.scopes: list[Scope] = []
         self.frames = Frames(self._nodes)
         self.decisions: list[list[bool]] = []  # of the forwards that are being traced: outcomes of tests
@@ -117,7 +118,7 @@ class _Follower(fx.Tracer):
         if module not in self.views:
             cls = type(module)
             if cls not in self.classes:
-                members = {"__call__": _call, "__getattr__": _attribute}
+                members = {**self._methods(cls), "__call__": _call, "__getattr__": _attribute}
                 metaclass: Any = type(cls)
                 self.classes[cls] = metaclass(cls.__name__, (_Quiet, cls), members)
             view: nn.Module = object.__new__(self.classes[cls])
@@ -125,6 +126,25 @@ class _Follower(fx.Tracer):
             vars(view).update({k: _own(v) for k, v in vars(module).items()}, _rewire_module=module, _rewire_tracer=self)
             vars(view)["_modules"] = {k: m and self.view(m) for k, m in module._modules.items()}
         return self.views[module]
+
+    def _methods(self, cls: type) -> dict[str, Any]:
+        """The methods of a user's class, as they are traced."""
+        methods: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):
+            if base.__module__.startswith("torch.") or base is object:
+                continue
+            for name, value in vars(base).items():
+                function = value.__func__ if isinstance(value, staticmethod) else value
+                if isinstance(function, FunctionType) and not name.startswith("__"):
+                    traced = _with_globals(function, self._namespace(function))
+                    methods[name] = staticmethod(traced) if isinstance(value, staticmethod) else traced
+        return methods
+
+    def _namespace(self, function: FunctionType) -> _Globals:
+        original = function.__globals__
+        if id(original) not in self.namespaces:
+            self.namespaces[id(original)] = _Globals(original, self, frozenset())
+        return self.namespaces[id(original)]
 
     def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module: nn.Module = view._rewire_module
@@ -149,11 +169,22 @@ class _Follower(fx.Tracer):
             return False
         if type(module).forward in (nn.Sequential.forward, nn.ModuleList.forward):
             return True
+        home = type(module).__module__
+        if home.startswith("torch.nn.") and not home.endswith(".transformer"):
+            return False
         if self.everything:
-            return not type(module).__module__.startswith("torch.nn.")
+            return True
         given = sum(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values()))
-        weighty = any(is_matrix(parameter.shape) for parameter in module.parameters())
-        return (weighty or given > 1) and any(_adds(type(part)) for part in module.modules())
+        return (given > 1 or self._below(module, "weights")) and self._below(module, "adds")
+
+    def _below(self, module: nn.Module, what: str) -> bool:
+        """Whether a module, or one below it, has weight matrices, or a ``+`` in its code."""
+        key = module, what
+        if key not in self.known:
+            self.known[key] = False
+            own = _adds(type(module)) if what == "adds" else any(is_matrix(p.shape) for p in module._parameters.values() if p is not None)
+            self.known[key] = own or any(self._below(c, what) for c in module._modules.values() if c is not None)
+        return self.known[key]
 
     def _inside(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Place | None) -> Any:
         """What the forward of a module returns; its operations are recorded.
@@ -202,10 +233,7 @@ class _Follower(fx.Tracer):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         scope = Scope(parent, self.paths[module], module, kind, function.__code__, call, key=object())
         globals_ = _Globals(function.__globals__, self, frozenset(opaque))
-        traced = FunctionType(
-            function.__code__, globals_, function.__name__, function.__defaults__, function.__closure__
-        )
-        traced.__kwdefaults__ = function.__kwdefaults__
+        traced = _with_globals(function, globals_)
         bound = inspect.signature(traced).bind(view, *args, **kwargs)
         scope.arguments = {n: self._nodes(v) for n, v in list(bound.arguments.items())[1:]}
         hidden = {name: vars(view).get(name) for name in opaque if hasattr(type(module), name)}
@@ -437,15 +465,21 @@ class _Globals(dict[str, Any]):
     def _traced(self, name: str, value: Any) -> Any:
         if value is torch:
             return _Torch(self.tracer)
+        if name == "ALL_ATTENTION_FUNCTIONS":  # transformers' table of them: each is one operation
+            return SimpleNamespace(get_interface=lambda _name, function: _recorded(self.tracer, function))
         if name in self.opaque or (
             getattr(value, "__name__", "") in _CREATION and getattr(torch, value.__name__, None) is value
         ):
             return _recorded(self.tracer, value)
         if isinstance(value, FunctionType) and value.__globals__ is self.original:
-            copy = FunctionType(value.__code__, self, value.__name__, value.__defaults__, value.__closure__)
-            copy.__kwdefaults__ = value.__kwdefaults__
-            return copy
+            return _with_globals(value, self)
         return value
+
+
+def _with_globals(function: FunctionType, namespace: dict[str, Any]) -> FunctionType:
+    copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 class _Torch:

@@ -78,15 +78,20 @@ def channels_of(add: Add, readers: Sequence[Op]) -> tuple[int | None, int]:
         add: a residual add.
         readers: what reads its state, in order.
     """
+    block = add.block()[-1]
     for op in (*add.post, *readers):
-        module = op.scope.module if not op.scope.helper else None
-        told = _told(op, module)
+        below = block.holds(op.scope) and op.scope.path != block.path
+        told = _told(op, op.scope.module) if below else None
         if told is not None:
             width, dim = told
             if add.op.shape is not None and len(add.op.shape) >= -dim:
                 return int(add.op.shape[dim]), dim
             return width, dim
-    return None, -1
+    first = min((op for op in add.region if op.weighted), key=lambda op: op.index, default=None)
+    if add.op.shape is None or first is None:
+        return None, -1
+    dim = 1 - len(add.op.shape) if first.name.startswith("conv") else -1
+    return int(add.op.shape[dim]), dim
 
 
 def _told(op: Op, module: nn.Module | None) -> tuple[int, int] | None:

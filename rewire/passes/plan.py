@@ -141,7 +141,15 @@ class Projected:
     sizes: tuple[int, ...] = ()
 
 
-Edit: TypeAlias = Parameter | Value | Sum | Push | Reshape | Through | Normed | Each | Apart | Projected
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A statement behind which the trunk has ended: a stream that is left in these variables has not."""
+
+    at: Span
+    names: tuple[str, ...]
+
+
+Edit: TypeAlias = Ended | Parameter | Value | Sum | Push | Reshape | Through | Normed | Each | Apart | Projected
 
 
 @dataclasses.dataclass(eq=False)
@@ -175,6 +183,11 @@ class FunctionPlan:
     @property
     def trunks(self) -> list[str]:
         return list(self.adds)
+
+    @property
+    def opened(self) -> bool:
+        """Whether its variables hold tensors where streams run."""
+        return any(not isinstance(edit, Ended) for edit in self.edits.values())
 
     @property
     def gate(self) -> str:
@@ -269,6 +282,7 @@ class _Planner:
         for number, add in enumerate(self.adds):
             self._add(number, add)
         self._passages()
+        self._end(opened)
         for number, projections in self.apart.items():
             self._attention(number, projections)
 
@@ -507,6 +521,21 @@ class _Planner:
                 at = self._span(scope, op)
                 self._function(scope).put(("reshape", at), Reshape(at, op.name in CASTS))
 
+    def _end(self, opened: Sequence[Scope]) -> None:
+        """Where the function that calls the blocks only hands the stream on: look, behind them, whether it has ended."""
+        home = self.carriers[0]
+        if home in opened or not self._holds_all(home):
+            return
+        calls = [place_of(*child.call) for child in self.carriers if child.parent is home and child.call is not None]
+        try:
+            function = self._function(home)
+        except EditError:
+            return
+        ended = behind(function.text, calls)
+        if ended is not None:
+            function.adds.setdefault(self.name, {})
+            function.put(("ended", ended.at), ended)
+
     def _norm(self, scope: Scope, stage: int, value: Op | None) -> Written | None:
         """The norm that reads the stream's value first in ``scope``, if a kernel may compute both together."""
         if stage >= len(self.adds) or stage in self.apart:
@@ -669,7 +698,7 @@ def hands_on(text: Text, calls: Sequence[Span]) -> bool:
     given another name.
     """
     nodes = [node for span in calls for node in text.nodes.get(span, []) if isinstance(node, ast.Call)]
-    parents = {child: node for node in ast.walk(text.tree) for child in ast.iter_child_nodes(node)}
+    parents = text.parents
     statements = list(_statements(text.tree, nodes, parents))
     names = {arg.id for call in nodes for arg in _arguments(call) if isinstance(arg, ast.Name)}
     names = names.union(*(_targets(call, parents) for call in nodes))
@@ -681,6 +710,22 @@ def hands_on(text: Text, calls: Sequence[Span]) -> bool:
             break
         names = more
     return all(_harmless(node, parents) for node in reads if node.id in names)
+
+
+def behind(text: Text, calls: Sequence[Span]) -> Ended | None:
+    """The last statement that calls blocks, and the variables in which it may leave a stream."""
+    nodes = [node for span in calls for node in text.nodes.get(span, []) if isinstance(node, ast.Call)]
+    parents = text.parents
+    statements = list(_statements(text.tree, nodes, parents))
+    if not statements or isinstance(statements[-1], ast.Return):
+        return None
+    last = statements[-1]
+    names = {arg.id for call in nodes for arg in _arguments(call) if isinstance(arg, ast.Name)}
+    if isinstance(last, (ast.Assign, ast.AnnAssign)):  # in other statements they may not be bound
+        names = _targets(last, parents)
+    assigned = {n.id for n in ast.walk(last) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    names &= assigned
+    return Ended(_span(last), tuple(sorted(names))) if names else None
 
 
 def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
@@ -727,7 +772,7 @@ def _statements(tree: ast.AST, nodes: Sequence[ast.AST], parents: dict[ast.AST, 
 
 def only_returned(text: Text, nodes: Sequence[ast.AST]) -> bool:
     """Whether the value of an expression is returned as it is, by the same or a following ``return``."""
-    parents = {child: node for node in ast.walk(text.tree) for child in ast.iter_child_nodes(node)}
+    parents = text.parents
     node = next((n for n in nodes if isinstance(n, (ast.BinOp, ast.Call, ast.AugAssign))), None)
     if node is None:
         return False

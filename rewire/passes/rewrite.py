@@ -30,15 +30,14 @@ def rewrite_chain(graph: fx.Graph, chain: Chain, opens: str) -> None:
     for user in branches & {op.node for op in first.region} | branches & {first.op.node}:
         user.replace_input_with(entry, value)
     for number, add in enumerate(chain.adds):
-        stream = _write(graph, add, stream)
+        pushed = stream = _write(graph, add, stream)
         if number + 1 < len(chain.adds):
             stream, value = _read(graph, stream)
         else:
             with graph.inserting_after(stream):
                 value = graph.call_method("finish", (stream,))
-        for user in [user for user in add.result.node.users if not _is_push(user, stream)]:
-            if user is not stream:
-                user.replace_input_with(add.result.node, value)
+        for user in [user for user in add.result.node.users if user is not pushed]:
+            user.replace_input_with(add.result.node, value)
         _sweep(graph, add)
 
 
@@ -62,10 +61,6 @@ def _write(graph: fx.Graph, add: Add, stream: fx.Node) -> fx.Node:
     add.op.node.replace_all_uses_with(merged)
     with graph.inserting_after(add.post[-1].node):
         return graph.call_method("push", (written, add.post[-1].node))
-
-
-def _is_push(node: fx.Node, stream: fx.Node) -> bool:
-    return node is stream and node.target == "push"
 
 
 def _sweep(graph: fx.Graph, add: Add) -> None:

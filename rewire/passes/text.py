@@ -72,6 +72,11 @@ class Text:
         return found
 
     @functools.cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """What each node is part of."""
+        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+
+    @functools.cached_property
     def names(self) -> set[str]:
         """Names of variables that the function uses."""
         arguments = {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
