@@ -143,12 +143,15 @@ def test_writes_count_in_order() -> None:
     torch.testing.assert_close(stream.value(), want)
 
 
-def test_merge_then_push_serves_post_norm() -> None:
+def test_push_after_a_write_serves_post_norm() -> None:
     norms, branches, x = [nn.LayerNorm(8) for _ in range(3)], net(3, torch.float32), torch.randn(3, 8)
-    stream, want = open_stream(ANCRe(), x, (1, 2, 3)), x
+    layout, want = Layout("decoder.layers", ANCRe(), (1, 2, 3), posts=range(3)), x
+    stream = Stream.begin(x, ANCRe().weights(ANCRe().parameters(layout.dims, "preserve"), layout.dims), layout)
     for norm, branch in zip(norms, branches, strict=True):
         value, stream = stream.read()
-        stream = stream.push(norm(stream.merge(branch(value))))
+        stream = stream.write(branch(value))
+        assert stream.awaiting and not stream.complete
+        stream = stream.push(norm(stream.value()))
         want = norm(want + branch(want))
     torch.testing.assert_close(stream.finish(), want, rtol=1e-4, atol=1e-5)
 
@@ -167,17 +170,15 @@ def test_finish_too_early(units: tuple[int, ...]) -> None:
 def test_too_many_writes() -> None:
     x = torch.randn(3, 8)
     stream = open_stream(ANCRe(), x, (1, 2)).write(x).write(x)
-    for extra in (stream.write, stream.merge):
-        with pytest.raises(OutOfOrder, match=r"decoder.layers.* already complete"):
-            extra(x)
+    with pytest.raises(OutOfOrder, match=r"decoder.layers.* already complete"):
+        stream.write(x)
 
 
 @pytest.mark.parametrize("units", [(1, 2), (1, 1)])
 def test_width_mismatch(units: tuple[int, ...]) -> None:
     stream = open_stream(ANCRe(), torch.randn(3, 8), units).write(torch.randn(3, 8))
-    for write in (stream.write, stream.merge):
-        with pytest.raises(WidthMismatch, match=r"decoder.layers.*residual add 1.*\(3, 4\).*\(3, 8\)"):
-            write(torch.randn(3, 8), torch.randn(3, 4))
+    with pytest.raises(WidthMismatch, match=r"decoder.layers.*residual add 1.*\(3, 4\).*\(3, 8\)"):
+        stream.write(torch.randn(3, 8), torch.randn(3, 4))
 
 
 def test_a_stream_is_a_value() -> None:
@@ -268,7 +269,7 @@ def test_reading_opens_a_unit_once() -> None:
     for way, factor in zip((value.q, value.k, value.v, value.residual), (1, 2, 3, 4), strict=True):
         assert torch.equal(way, factor * x)
     again, unchanged = opened.read()
-    assert len(opened.states) == 2 and unchanged.states is opened.states and again is opened.hidden[0]
+    assert len(opened.states) == 2 and unchanged is opened and again is value
     for begun in (stream, opened):  # a branch that does not read the stream leaves the reading to the write
         inside = begun.write(f)
         assert torch.equal(inside.value(), 4 * x + f) and torch.equal(begun.value(), 4 * x)
