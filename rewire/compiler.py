@@ -363,8 +363,9 @@ def rewrite(
     if not trunks:
         looked = "".join(f"\n  {path or '(the model)'}: {reason}" for path, reason in found[0].skipped.items())
         raise NoResidualAdds(
-            f"no residual stream was found in {type(rewired).__name__} ({len(list(rewired.modules()))} modules were looked "
-            f"at)." + (f" Left alone:{looked}" if looked else " No forward in it adds an input to what it computes.")
+            f"no residual stream was found in {type(rewired).__name__} ({len(list(rewired.modules()))} modules were "
+            f"looked at)."
+            + (f" Left alone:{looked}" if looked else " No forward in it adds an input to what it computes.")
         )
     plans: Plans = {}
     made: dict[str, Connection] = {}

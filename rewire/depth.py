@@ -126,9 +126,9 @@ class Live:
             self.norm = norm
         else:
             read, self.stream = stream.read()
-            value = read
             if isinstance(read, Ways):
-                self.ways, value = read, read.residual
+                self.ways = read
+            value = read.residual if isinstance(read, Ways) else read
         self.values, self.version = [value], _version(value)
         return value
 
@@ -179,8 +179,8 @@ class Depth:
     def _began(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
         if entry.connection is None and value.dtype == torch.float16:
             raise UnsupportedCall(
-                f"block '{self.gate.block}' was given a plain tensor where a stream belongs. Some models (T5, BART) clamp "
-                "their states in float16 between the adds: use bfloat16 or float32."
+                f"block '{self.gate.block}' was given a plain tensor where a stream belongs. Some models (T5, BART) "
+                "clamp their states in float16 between the adds: use bfloat16 or float32."
             )
         if entry.connection is None:
             raise OutOfOrder(

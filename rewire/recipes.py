@@ -82,7 +82,7 @@ def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start, example_
         model: as for `rewire.compile`; its parameters are shared.
         recipes: by the path of a connection, checked; what is told of ``sites`` is compared.
         start: that of the connections.
-        example_inputs: what a copy is run on to find the residual adds, where tracing does not find those of the recipe.
+        example_inputs: what a copy is run on to find the residual adds, where tracing does not find those of a recipe.
 
     Raises:
         RewireError: the model is another one than the recipes'; the message shows what differs.

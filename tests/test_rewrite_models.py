@@ -264,5 +264,9 @@ def test_the_source_is_the_user_s_own_but_for_the_stream() -> None:
     """Comments, layout and names stay; each residual add, and each way in and out, is what changed."""
     model = Stack(PreNorm)
     before, after = inspect.getsource(PreNorm.forward), rewire.source(rewire.compile(model, "residual"), "layers.0")
-    removed = [line[1:].strip() for line in difflib.ndiff(textwrap.dedent(before).splitlines(), after.splitlines()) if line[0] == "-"]
+    removed = [
+        line[1:].strip()
+        for line in difflib.ndiff(textwrap.dedent(before).splitlines(), after.splitlines())
+        if line[0] == "-"
+    ]
     assert removed == ["x = x + self.attn(self.ln_1(x))", "x = x + self.mlp(self.ln_2(x))", "return x"]

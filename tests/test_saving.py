@@ -269,9 +269,7 @@ def test_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
     rewire.save(mixed(stack()), tmp_path)
     deeper = Stack(PreNorm)
     deeper.layers.append(PreNorm())
-    with pytest.raises(
-        rewire.RewireError, match=r"another model.*\n  \+depth_connections\.layers: layers\.3\.attn"
-    ):
+    with pytest.raises(rewire.RewireError, match=r"another model.*\n  \+depth_connections\.layers: layers\.3\.attn"):
         rewire.load(tmp_path, deeper)
     with pytest.raises(rewire.RewireError, match=r"(?s)-depth_connections.layers: .*no trunk.*model\.layers\.0: x \+ "):
         rewire.load(tmp_path, another())

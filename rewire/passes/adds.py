@@ -15,19 +15,8 @@ from rewire.passes.flow import Flow, Op, Scope, common
 #: Operations whose result is the same values: in another dtype, in other memory, or as other dimensions.
 CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous"])
 VIEWS = frozenset(
-    [
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "transpose",
-        "permute",
-        "squeeze",
-        "unsqueeze",
-        "movedim",
-        "t",
-        "swapaxes",
-    ]
+    {"view", "reshape", "flatten", "unflatten", "transpose", "permute"}
+    | {"squeeze", "unsqueeze", "movedim", "t", "swapaxes"}
 )
 _POSITIONAL = re.compile(
     r"(^|[._])(pos|positions?|positional|rel_pos|pe|ppeg|peg|cpe)([._0-9]|$|_?emb|_?conv|_?enc)", re.I

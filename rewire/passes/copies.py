@@ -93,7 +93,7 @@ def own_inputs(inputs: Inputs, device: str | None = None) -> Inputs:
 
 @contextlib.contextmanager
 def seeded(seed: int, model: nn.Module) -> Iterator[None]:
-    """Random numbers of this seed, in torch, ``random`` and NumPy; afterwards all go on as if nothing had been drawn."""
+    """Random numbers of this seed, in torch, ``random`` and NumPy; afterwards all go on as if none had been drawn."""
     devices = {t.device for _, t in _tensors_of(model) if t.device.type not in ("cpu", "meta")}
     numpy: Any = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None

@@ -306,7 +306,7 @@ class _Editor:
         if isinstance(node, ast.BinOp):
             pair = [node.left, node.right]
         elif isinstance(node, ast.AugAssign):
-            pair = [node.target, node.value]  # type: ignore[list-item]
+            pair = [node.target, node.value]
         else:
             assert isinstance(node, ast.Call)
             pair = self._added(node) or []

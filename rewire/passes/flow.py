@@ -19,71 +19,13 @@ from torch import nn
 #: Operations on each element by itself: a table of weights that takes part in one (a position embedding, a mask) mixes
 #: nothing.
 ELEMENTWISE = frozenset(
-    [
-        "add",
-        "sub",
-        "rsub",
-        "mul",
-        "div",
-        "true_divide",
-        "floor_divide",
-        "where",
-        "masked_fill",
-        "maximum",
-        "minimum",
-        "pow",
-        "lerp",
-        "addcmul",
-        "addcdiv",
-        "copy",
-        "cat",
-        "concat",
-        "stack",
-        "clamp",
-        "eq",
-        "ne",
-        "lt",
-        "gt",
-        "le",
-        "ge",
-        "index_select",
-        "getitem",
-        "setitem",
-        "gather",
-        "expand",
-        "expand_as",
-        "repeat",
-        "to",
-        "type_as",
-        "float",
-        "contiguous",
-        "clone",
-        "detach",
-        "requires_grad_",
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "transpose",
-        "permute",
-        "squeeze",
-        "unsqueeze",
-        "t",
-        "chunk",
-        "split",
-        "unbind",
-        "narrow",
-        "roll",
-        "mean",
-        "sum",
-        "softmax",
-        "norm",
-        "layer_norm",
-        "rms_norm",
-        "group_norm",
-        "batch_norm",
-        "instance_norm",
-    ]
+    {"add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "pow", "lerp", "addcmul", "addcdiv", "copy"}
+    | {"where", "masked_fill", "maximum", "minimum", "clamp", "eq", "ne", "lt", "gt", "le", "ge"}
+    | {"cat", "concat", "stack", "chunk", "split", "unbind", "narrow", "roll"}
+    | {"index_select", "getitem", "setitem", "gather", "expand", "expand_as", "repeat"}
+    | {"to", "type_as", "float", "contiguous", "clone", "detach", "requires_grad_"}
+    | {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "squeeze", "unsqueeze", "t"}
+    | {"mean", "sum", "softmax", "norm", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"}
 )
 #: Operations that mix positions without a weight: what passes one is a branch, too (FNet, PoolFormer).
 MIXING = ("fft", "pool")

@@ -104,8 +104,7 @@ class _Follower(fx.Tracer):
         for scope in {op.scope for op in flow.ops}:
             for one in scope.chain():
                 one.arguments = {
-                    name: [made.get(node, node) for node in nodes]  # type: ignore[call-overload]
-                    for name, nodes in one.arguments.items()
+                    name: [made.get(node, node) for node in nodes] for name, nodes in one.arguments.items()
                 }
         flow.outputs = [made[node] for node in self._nodes(self.result) if node in made]
         flow.unread = self.unread
@@ -182,7 +181,9 @@ class _Follower(fx.Tracer):
         key = module, what
         if key not in self.known:
             self.known[key] = False
-            own = _adds(type(module)) if what == "adds" else any(is_matrix(p.shape) for p in module._parameters.values() if p is not None)
+            parameters = [p for p in module._parameters.values() if p is not None]
+            cls: Any = type(module)
+            own = _adds(cls) if what == "adds" else any(is_matrix(p.shape) for p in parameters)
             self.known[key] = own or any(self._below(c, what) for c in module._modules.values() if c is not None)
         return self.known[key]
 
@@ -354,11 +355,8 @@ class _Follower(fx.Tracer):
                 self.constants[name] = a
             return self.create_node("get_attr", name, (), {})
         if isinstance(a, (tuple, list)):
-            return (
-                type(a)([self.create_arg(item) for item in a])
-                if not hasattr(a, "_fields")
-                else tuple(map(self.create_arg, a))
-            )
+            parts = [self.create_arg(item) for item in a]
+            return tuple(parts) if hasattr(a, "_fields") else type(a)(parts)
         if isinstance(a, dict):
             return {str(key): self.create_arg(value) for key, value in a.items()}
         if isinstance(a, slice):
@@ -370,16 +368,17 @@ class _Proxy(fx.Proxy):
     """A traced tensor; or a tuple of tensors, which is taken apart where the code says into how many."""
 
     def __iter__(self) -> Iterator[Any]:
+        itself: Any = self
         frame = sys._getframe(1)
         current = _instructions(frame).get(frame.f_lasti)
         if current is not None and current.opname == "UNPACK_SEQUENCE":
-            return iter([self[index] for index in range(current.argval)])
+            return iter([itself[index] for index in range(current.argval)])
         count = self._count()
         if current is not None and current.opname in ("LIST_EXTEND", "CALL_FUNCTION_EX"):
             return iter([self])  # (*shape, -1): how many sizes there are does not matter here
         if not count:
             raise TraceError("it loops over a traced value")
-        return iter([self[index] for index in range(count)])
+        return iter([itself[index] for index in range(count)])
 
     def __radd__(self, other: Any) -> Any:
         if isinstance(other, (tuple, list)):  # (x,) + more: the traced value stands for all of them
@@ -392,13 +391,9 @@ class _Proxy(fx.Proxy):
         if name not in _PARTS or len(node.args) < 2:
             return 0
         parts = node.args[1]
-        return (
-            len(parts)
-            if isinstance(parts, (list, tuple))
-            else parts
-            if name == "chunk" and isinstance(parts, int)
-            else 0
-        )
+        if isinstance(parts, (list, tuple)):
+            return len(parts)
+        return parts if name == "chunk" and isinstance(parts, int) else 0
 
     def __len__(self) -> int:
         raise TypeError("the length of a traced value is not known")

@@ -1,4 +1,4 @@
-"""Finder's front end: a flat graph of torch.compile, torch.export or torch.fx, as operations and the modules they are in.
+"""Finder's front end: a flat graph of torch.compile, torch.export or torch.fx, as operations and their modules.
 
 Where an operation was written is told by ``nn_module_stack``, which such graphs keep; in traces of our own (`follow`)
 by the calls themselves.

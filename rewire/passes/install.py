@@ -43,7 +43,8 @@ class Edited:
 
     def original(self, cls: type) -> Decorated:
         """The method as it was."""
-        return Decorated(self.definition) if self.definition is not None else undecorated(getattr(cls, self.name))
+        definition: Any = self.definition
+        return Decorated(definition) if definition is not None else undecorated(getattr(cls, self.name))
 
 
 def install(module: nn.Module, methods: dict[str, Edited], shared: bool = False) -> None:
@@ -118,10 +119,10 @@ def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
     """A new subclass of ``base`` with these methods."""
 
     def init_subclass(cls: type, **kwargs: Any) -> None:
-        super(generated, cls).__init_subclass__(**kwargs)  # type: ignore[misc]
+        super(generated, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
         _own_code(cls)
 
-    members = {
+    members: dict[str, Any] = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,

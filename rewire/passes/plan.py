@@ -459,7 +459,7 @@ class _Planner:
             first = function.text.tree.args.args[:1]
             if not function.method or not first:
                 raise EditError(f"{name}, which adds to the residual stream, is called by another such function")
-            callee = f"{first[0].arg}.{self.plans[key].gate}"  # type: ignore[index]
+            callee = f"{first[0].arg}.{self.plans[key].gate}"
         after = max((n for n, add in enumerate(self.adds) if child.holds(add.op.scope)), default=-1) + 1
         at = _span(call)
         function.put(("through", at), Through(at, self._given(child, call), callee, self._norm(scope, after, None)))
@@ -522,7 +522,7 @@ class _Planner:
                 self._function(scope).put(("reshape", at), Reshape(at, op.name in CASTS))
 
     def _end(self, opened: Sequence[Scope]) -> None:
-        """Where the function that calls the blocks only hands the stream on: look, behind them, whether it has ended."""
+        """Where the function that calls the blocks only hands the stream on: look behind them whether it has ended."""
         home = self.carriers[0]
         if home in opened or not self._holds_all(home):
             return
@@ -576,7 +576,7 @@ class _Planner:
             if any(op.weighted for op in way - {add.state}):
                 raise EditError("what it projects passes other weights first")
             reads = self._reader(add, way)
-            for scope, entries in calls:
+            for scope, _ in calls:
                 self._hand_down(reads, scope, {add.state, *way})
                 self._project(scope, projections)
             functions = {scope for call, _ in calls for scope in call.chain()[:-1] if reads.holds(scope)}

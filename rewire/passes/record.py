@@ -78,8 +78,8 @@ class Recorder(TorchFunctionMode):
     # -- calls of modules ----------------------------------------------------------------------------------------------
 
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        parent, place = self.frames.caller(self.stack, sys._getframe(1))
-        parent = parent if self.stack else None
+        caller, place = self.frames.caller(self.stack, sys._getframe(1))
+        parent = caller if self.stack else None
         code = forward_of(module).code
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         scope = Scope(parent, self.paths[module], module, kind, code, place, key=object())

@@ -7,6 +7,7 @@ weights (a norm, a scale, a view), wherever in the model's code they stand.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 
 from rewire.passes.adds import CASTS, VIEWS, Add, Rejected, between, residual_adds
@@ -127,7 +128,7 @@ def _continues(add: Add, follows: dict[Add, Add], lengths: dict[Add, int]) -> bo
 
 def _chain(adds: list[Add]) -> Chain:
     passages: list[list[Op]] = [[]]
-    for add, following in zip(adds[:-1], adds[1:], strict=True):
+    for add, following in itertools.pairwise(adds):
         add.post, passage = _split(between(add.op, following.state) - {add.op})
         passages.append(passage)
     return Chain(adds, passages)

@@ -12,13 +12,14 @@ import linecache
 import weakref
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rewire.errors import EditError
 
 #: A place in a source: first line, last line, first column, last column (in bytes).
 Place: TypeAlias = tuple[int | None, int | None, int | None, int | None]
 
+_NO_TYPE_PARAMETERS: Any = {"type_params": []} if "type_params" in ast.ClassDef._fields else {}  # from Python 3.12 on
 _FUTURE = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
@@ -59,8 +60,8 @@ class Text:
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """First and last character of a node."""
-        start = self.index(node.lineno, node.col_offset)  # type: ignore[attr-defined]
-        return start, self.index(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+        line, end_line, column, end_column = _place(node)
+        return self.index(line, column), self.index(end_line, end_column)
 
     @functools.cached_property
     def nodes(self) -> dict[Place, list[ast.AST]]:
@@ -68,7 +69,7 @@ class Text:
         found: dict[Place, list[ast.AST]] = {}
         for node in ast.walk(self.tree):
             if hasattr(node, "lineno"):
-                found.setdefault((node.lineno, node.end_lineno, node.col_offset, node.end_col_offset), []).append(node)
+                found.setdefault(_place(node), []).append(node)
         return found
 
     @functools.cached_property
@@ -143,6 +144,10 @@ def _read(function: FunctionType) -> Text:
     return text
 
 
+def _place(node: Any) -> tuple[int, int, int, int]:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
 def _parsed(source: str, first: int) -> ast.FunctionDef | ast.AsyncFunctionDef:
     """The definition in ``source``, which may be indented; with line numbers that start at ``first``."""
     indented = source[:1].isspace()
@@ -167,11 +172,7 @@ def compiled(function: FunctionType, source: str, first: int, file: str = "") ->
     cls = qualname[-2] if len(qualname) > 1 and qualname[-2] != "<locals>" else None
     body: list[ast.stmt] = [definition]
     if cls is not None:
-        body = [
-            ast.ClassDef(
-                cls, [], [], body, [], **({"type_params": []} if "type_params" in ast.ClassDef._fields else {})
-            )
-        ]
+        body = [ast.ClassDef(cls, [], [], body, [], **_NO_TYPE_PARAMETERS)]
     free = [name for name in code.co_freevars if cls is None or name != "__class__"]
     if free:  # a function around it that has them as its own variables
         outer = ast.parse(f"def _outer({', '.join(free)}): pass").body[0]
