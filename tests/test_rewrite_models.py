@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import difflib
+import importlib
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_bitwise, assert_close, evaluate, tensors_in
-from models import CASES, images
+from models import CASES, PreNorm, Stack, images
 from torch import nn
 
 import rewire
@@ -264,9 +264,6 @@ def test_the_source_is_the_user_s_own_but_for_the_stream() -> None:
     """Comments, layout and names stay; each residual add, and each way in and out, is what changed."""
     model = Stack(PreNorm)
     before, after = inspect.getsource(PreNorm.forward), rewire.source(rewire.compile(model, "residual"), "layers.0")
-    removed = [
-        line[1:].strip()
-        for line in difflib.ndiff(textwrap.dedent(before).splitlines(), after.splitlines())
-        if line[0] == "-"
-    ]
+    lines = difflib.ndiff(textwrap.dedent(before).splitlines(), after.splitlines())
+    removed = [line[1:].strip() for line in lines if line[0] == "-"]
     assert removed == ["x = x + self.attn(self.ln_1(x))", "x = x + self.mlp(self.ln_2(x))", "return x"]

@@ -271,16 +271,13 @@ class _Follower(fx.Tracer):
         scope = Scope(self._here()[0] if self.scopes else None, self.paths[module], module, kind, key=object())
         self.scopes.append(scope)
         try:
-            for child in module._modules.values():
-                if child is None:
-                    continue
-                if not isinstance(child, CONTAINERS):
-                    if any(isinstance(below, CONTAINERS) for below in child.modules()):
-                        self._first_of(self.view(child), None)
-                    continue
-                value: Any = None
-                for element in child._modules.values():
-                    value = element and self._first_of(self.view(element), value)
+            for child in (module,) if isinstance(module, CONTAINERS) else module._modules.values():
+                if isinstance(child, CONTAINERS):
+                    value: Any = None
+                    for element in child._modules.values():
+                        value = element and self._first_of(self.view(element), value)
+                elif child is not None and any(isinstance(below, CONTAINERS) for below in child.modules()):
+                    self._first_of(self.view(child), None)
         finally:
             self.scopes.pop()
 

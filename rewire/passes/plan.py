@@ -600,7 +600,7 @@ class _Planner:
                 found.setdefault(scope, []).extend(o for o in entries if o is add.state or o in add.region)
         missing = [path for path in projections.paths if not any(s.path == path and e for s, e in found.items())]
         if missing:
-            raise EditError(f"its block does not hand what it reads to {', '.join(missing)}")
+            raise EditError(f"its block does not call {', '.join(missing)} on what it reads")
         return [(scope, entries) for scope, entries in found.items() if entries]
 
     def _reader(self, add: Add, way: set[Op]) -> Scope:

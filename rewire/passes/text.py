@@ -205,6 +205,8 @@ def _same(a: CodeType, b: CodeType) -> bool:
     """Whether two functions do the same, wherever they stand."""
     if any(getattr(a, name) != getattr(b, name) for name in _COMPARED) or len(a.co_consts) != len(b.co_consts):
         return False
+    if (a.co_flags ^ b.co_flags) & ~inspect.CO_NESTED:  # which only says that it stands inside another function
+        return False
     if a.co_code != b.co_code and _instructions(a) != _instructions(b):
         return False
     return all(
@@ -215,7 +217,6 @@ def _same(a: CodeType, b: CodeType) -> bool:
 
 _COMPARED = (
     "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount",
-    "co_flags",
 )  # fmt: skip
 
 

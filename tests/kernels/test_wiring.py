@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import rewire
 from rewire.kernels import operators
-from rewire.passes.fuse import fusions
+from rewire.passes.fusions import fusions
 from rewire.patterns.tiny import tiny_model
 
 OPERATORS = ("mix", "mix_norm", "mix_backward", "mix_norm_backward", "gather", "mixes", "several", "several_backward")

@@ -9,7 +9,7 @@ from models import WIDTH, NanoGPT, PreNorm, vectors
 from torch import nn
 
 import rewire
-from rewire.passes.validate import normalise_inputs, relative_error, tensors_in, validate
+from rewire.passes.validate import compare, normalise_inputs, relative_error, tensors_in
 from rewire.topologies.base import computed
 from rewire.topologies.residual import Residual
 
@@ -122,7 +122,7 @@ def test_a_different_number_of_outputs_is_noticed():
             return x
 
     with pytest.raises(rewire.ValidationMismatch, match="1 tensors, not 2"):
-        validate(Two(), One(), ((torch.ones(1),), {}))
+        compare(Two(), One(), ((torch.ones(1),), {}))
 
 
 class Strided(Residual):

@@ -11,7 +11,7 @@ from torch import nn
 
 import rewire
 from rewire.errors import AlreadyConnected, UnknownName
-from rewire.passes.trunks import Finder
+from rewire.passes.find import find, prepared_copy
 from rewire.patterns import Pattern, first_given, patterns, patterns_for, register_pattern
 from rewire.patterns import pattern as pattern_module
 from rewire.patterns.tiny import timm_model, tiny_config, tiny_model
@@ -83,8 +83,8 @@ TIMM = {
 
 
 def found_in(model: nn.Module) -> list[Trunk]:
-    leaves = [leaf for pattern in patterns_for(model) for leaf in pattern.leaves]
-    return [linked.trunk for linked in Finder(model, leaves=leaves).run()]
+    found = patterns_for(model)
+    return list(find(prepared_copy(model, found), found, None)[0].report.trunks)
 
 
 def sites_of(trunks: list[Trunk]) -> list[Site]:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import rewire
 from rewire.kernels.norms import obstacle
-from rewire.passes.fuse import NORMS, Fusion, fusions
-from rewire.passes.install import is_rewritten
+from rewire.passes.fusions import NORMS, Fusion, fusions
+from rewire.passes.install import is_edited
 from rewire.patterns.tiny import timm_model, tiny_model
 
 
@@ -45,8 +45,8 @@ FUSED: dict[str, list[str]] = {
 def test_norms_that_follow_a_read_are_fused(model_type: str) -> None:
     rewired = mixed(tiny_model(model_type))
     assert fused(rewired) == FUSED[model_type]
-    sources = [rewire.source(rewired, name) for name, m in rewired.named_modules() if is_rewritten(m)]
-    assert sum(source.count("read_normed(") for source in sources) == len(FUSED[model_type])
+    sources = [rewire.source(rewired, name) for name, m in rewired.named_modules() if is_edited(m)]
+    assert sum(source.count("depth.normed(") for source in sources) == len(FUSED[model_type])
 
 
 def test_the_reasons_say_why_others_are_not() -> None:
@@ -58,21 +58,34 @@ def test_the_reasons_say_why_others_are_not() -> None:
 def test_norms_of_q_k_and_v_apart_are_not_fused() -> None:
     rewired = mixed(llama(), "dca")
     assert fused(rewired) == layers("model.layers.{}.{}", "post_attention_layernorm")
-    assert "self.input_layernorm(read.q)" in rewire.source(rewired, "model.layers.0")
+    assert "depth.normed(self.post_attention_layernorm, " in rewire.source(rewired, "model.layers.0")
+    assert "depth.normed(self.input_layernorm" not in rewire.source(rewired, "model.layers.0")
 
 
 def test_norms_over_the_channels_of_images_are_not_fused() -> None:
     """PoolFormer's GroupNorm of one group has the formula of a LayerNorm, over other dimensions."""
     rewired = mixed(timm_model("poolformer_s12"))
     assert not fused(rewired) and len(fusions(rewired)) > 10
-    assert all("read_normed" not in rewire.source(rewired, f"stages.0.blocks.{n}") for n in range(2))
+    assert all("normed" not in rewire.source(rewired, f"stages.0.blocks.{n}") for n in range(2))
 
 
-def test_the_generated_source() -> None:
-    """The norm gets what was read, which stays at hand for others."""
+def test_the_source_says_which_norms_follow_a_read() -> None:
     source = rewire.source(mixed(Stack(PreNorm)), "layers.0")
-    assert "_, ln_1, stream = stream.read_normed(self.ln_1)\n    attn = self.attn(ln_1)" in source
-    assert "stream.read()" not in source and "self.ln_1(" not in source
+    assert "x = depth.open(x, norm=self.ln_1)" in source and "norm=self.ln_2)" in source
+    assert "self.attn(depth.normed(self.ln_1, x))" in source and "self.mlp(depth.normed(self.ln_2, x))" in source
+
+
+def test_a_norm_is_used_at_its_own_place_only_if_the_state_is_still_that_value() -> None:
+    class Changed(PreNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.ln_1(x * 2)
+            return x + self.mlp(self.ln_1(x) + h)
+
+    model = Stack(Changed)
+    x = vectors()
+    for topology in ("residual", "denseformer"):
+        rewired = rewire.compile(model, topology, example_inputs=(x,))
+        torch.testing.assert_close(rewired(x), model(x))
 
 
 def test_the_first_norm_is_fused_and_others_get_what_was_read() -> None:
@@ -83,7 +96,7 @@ def test_the_first_norm_is_fused_and_others_get_what_was_read() -> None:
     rewired = mixed(Stack(TwoNorms))
     assert fused(rewired) == ["layers.0.ln_1", "layers.1.ln_1", "layers.2.ln_1"]
     source = rewire.source(rewired, "layers.0")
-    assert "read, ln_1, stream = stream.read_normed(self.ln_1)" in source and "self.ln_2(read)" in source
+    assert "depth.normed(self.ln_1, x)" in source and "self.mlp(self.ln_2(x))" in source
 
 
 def test_the_report_follows_what_is_done_to_the_model() -> None:
