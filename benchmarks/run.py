@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SCRIPTS = ("tracing.py", "topologies.py")
+SCRIPTS = ("rewiring.py", "topologies.py")
 LONG = ("mixes.py", "cpu_step.py")
 
 

@@ -183,8 +183,13 @@ def _sites(trunk: Trunk) -> list[str]:
     ]
 
 
+def _same(before: Sequence[str], sites: Sequence[str]) -> bool:
+    """Whether lines of `_sites` say the same, as far as files of version 0.1 and of later ones know it."""
+    post_norm = [any(", then " in line for line in lines) for lines in (before, sites)]
+    return [*map(_by_name, before)] == [*map(_by_name, sites)] and post_norm[0] == post_norm[1]
+
+
 def _by_name(line: str) -> str:
-    """A line of `_sites` as files of version 0.1 and later have it, without what one of them may not know."""
     name = re.sub(r"^(.*?): x \+ ", lambda match: f"{match[1]}." if match[1] else "", line)
     return re.sub(r", width (unknown|\d+)", "", name).partition(", then ")[0]
 
@@ -194,7 +199,7 @@ def _check_sites(model: nn.Module, recipes: dict[str, Any], here: dict[str, Trun
     for path, recipe in recipes.items():
         sites = _sites(here[path]) if path in here else ["no trunk"]
         before = recipe.get("sites", sites if path in here else ["a trunk"])
-        if [*map(_by_name, before)] == [*map(_by_name, sites)]:
+        if _same(before, sites):
             continue
         saved += [f"{path}: {site}" for site in before]
         found += [f"{path}: {site}" for site in sites]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rewire.errors import BadExampleInputs, RewireError
 from rewire.passes.adds import Add
@@ -193,7 +193,8 @@ def _called_in(op: Op, block: str, depth: int) -> str:
 
 def _trunk(flow: Flow, chain: Chain, sites: Sequence[Site], taken: set[str]) -> Trunk:
     prefix, above = common_path(sites, flow.containers)
-    name = ".".join(prefix) or (type(flow.model).__name__ if isinstance(flow.model, nn.Module) else "trunk")
+    root = "trunk" if isinstance(flow.model, fx.GraphModule) else type(flow.model).__name__
+    name = ".".join(prefix) or root
     while name in taken:
         name += "'"
     return Trunk(name, tuple(sites), _units(chain, sites, len(above)), _owner(flow, chain, sites))

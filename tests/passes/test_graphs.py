@@ -141,8 +141,11 @@ def test_adds_inside_a_branch_belong_to_it() -> None:
 
 
 def test_an_add_around_a_trunk_is_left_alone() -> None:
+    """The stream goes on with what comes out of it, as after a norm."""
     result = found(LongSkip(), vectors())
-    assert [flat.trunk.name for flat in result.trunks] == ["down", "up"]
+    (trunk,) = (flat.trunk for flat in result.trunks)
+    assert [site.block for site in trunk.sites[::2]] == ["down.0", "down.1", "up.0", "up.1"]
+    assert [site.post for site in trunk.sites] == [(), (), (), ("add", "mul"), (), (), (), ()]
     assert set(result.skipped.values()) == {"a shortcut around a whole trunk"}
 
 

@@ -42,8 +42,8 @@ TRANSFORMERS = {
     "falcon": ([3], {"self_attention": "parallel"}),
     "gpt2": ([6], {"attn": "attention", "mlp": "ffn"}),
     "opt": ([6], {"self_attn": "attention", "fc1": "ffn"}),
-    "bloom": ([4], {"self_attention.query_key_value": "attention", "mlp.dense_h_to_4h": "ffn"}),
-    "mpt": ([6], {"attn": "attention", "ffn.up_proj": "ffn"}),
+    "bloom": ([4], {"query_key_value": "attention", "dense_h_to_4h": "ffn"}),
+    "mpt": ([6], {"attn": "attention", "up_proj": "ffn"}),
     "bert": ([6], BERT),
     "roberta": ([6], BERT),
     "albert": ([6], {"query": "attention", "ffn": "ffn"}),
@@ -73,7 +73,7 @@ TIMM = {
     "swin_tiny_patch4_window7_224": (
         {"img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 2, 2, 2)},
         [4, 4, 4, 4],
-        {"_attn": "attention", "mlp": "ffn"},
+        ATTN,
     ),
     "convnext_tiny": ({"depths": (2, 2, 2, 2), "dims": (16, 32, 32, 64)}, [2, 2, 2, 2], {"conv_dw": "conv"}),
     "resnet18": ({}, [2, 2, 2, 2], {"conv1": "conv"}),
@@ -105,7 +105,9 @@ def called(model: nn.Module, paths: set[str]) -> set[str]:
 def check_qkv(model: nn.Module, pattern: Pattern, trunk: Trunk) -> None:
     for site in trunk.sites:
         if pattern.kind(site) in ("attention", "parallel"):
-            paths = [f"{site.block}.{path.format(branch=site.branch)}" for path in pattern.qkv]
+            layer, _, inner = site.block.rpartition(".")
+            blocks = [layer] if inner == "self_attention" else [site.block]  # BLOOM's attention adds by itself
+            paths = [f"{block}.{path.format(branch=site.branch)}" for block in blocks for path in pattern.qkv]
             assert paths
             assert all(isinstance(model.get_submodule(path).weight, nn.Parameter) for path in paths)
 
