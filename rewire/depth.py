@@ -225,7 +225,27 @@ class Depth:
             return live.read(norm)
 
         result = _mapped(result, value_of)
-        self.live = [live for live in self.live if not live.given]  # what did not come back has ended there
+        self._forget_ended()
+        return result
+
+    def _forget_ended(self) -> None:
+        """Of streams that functions were given those that did not come back have ended there."""
+        self.live = [live for live in self.live if not live.given]
+
+    def hand_on(self, result: Any) -> Any:
+        """`take`, where the function returns the result at once: streams stay, for the next block to read."""
+
+        def value_of(item: Any) -> Any:
+            live = next((live for live in self.live if live.stream.layout.trunk == item.layout.trunk), None)
+            if live is None or item.complete or item.awaiting:
+                return self.take(item)
+            live.stream = item
+            self.live.remove(live)
+            self._check_count(live, True)
+            return item
+
+        result = _mapped(result, lambda item: value_of(item) if isinstance(item, Stream) else item)
+        self._forget_ended()
         return result
 
     def leave(self, result: Any) -> Any:

@@ -168,7 +168,7 @@ class _Editor:
 
     def _through(self, edit: Through) -> list[Change]:
         call = self._call(edit.at)
-        changes = [self._wrapped(call, "take", self._how(edit))]
+        changes = [self._wrapped(call, "hand_on" if edit.last else "take", self._how(edit))]
         if edit.callee is not None:
             callee = edit.callee
             changes.append(Change(*self.text.span(call.func), lambda _: callee))

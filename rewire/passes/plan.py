@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import CodeType, FunctionType, MappingProxyType
 from typing import Any, TypeAlias
 
@@ -95,12 +95,14 @@ class Through:
         given: the arguments that hold the stream: their positions, and the names of keywords.
         callee: what is called instead; None: what is written there.
         norm: what reads the stream's value first, afterwards.
+        last: whether the function does nothing with what is returned but return it.
     """
 
     at: Span
     given: frozenset[int | str | None]
     callee: str | None = None
     norm: Written | None = None
+    last: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,11 +363,19 @@ class _Planner:
         if scope.module is None or type(scope.module).__module__.startswith("torch.nn.modules.container"):
             return True
         try:
-            plan = self._text(scope)
+            text = self._text(scope)
         except EditError:
             return True  # what reads the stream there gets its value, or an error
-        calls = [child.call for child in self.carriers if child.parent is scope and child.call is not None]
-        return hands_on(plan, [place_of(*call) for call in calls])
+        children = [child for child in self.carriers if child.parent is scope and child.call is not None]
+        calls = [self._call(child) for child in children]
+        given = {name for child, call in zip(children, calls, strict=True) for name in self._variables(child, call)}
+        return hands_on(text, calls, given)
+
+    def _variables(self, child: Scope, call: ast.Call) -> set[str]:
+        """The variables that are handed to a call and hold the stream."""
+        given = self._given(child, call)
+        arguments: list[tuple[Any, ast.expr]] = [*enumerate(call.args), *((k.arg, k.value) for k in call.keywords)]
+        return {node.id for key, node in arguments if key in given and isinstance(node, ast.Name)}
 
     # -- functions -----------------------------------------------------------------------------------------------------
 
@@ -461,8 +471,9 @@ class _Planner:
                 raise EditError(f"{name}, which adds to the residual stream, is called by another such function")
             callee = f"{first[0].arg}.{self.plans[key].gate}"
         after = max((n for n, add in enumerate(self.adds) if child.holds(add.op.scope)), default=-1) + 1
-        at = _span(call)
-        function.put(("through", at), Through(at, self._given(child, call), callee, self._norm(scope, after, None)))
+        at, last = _span(call), self._returned(self.adds[after - 1], scope, [call])
+        norm = None if last else self._norm(scope, after, None)
+        function.put(("through", at), Through(at, self._given(child, call), callee, norm, last))
 
     def _given(self, child: Scope, call: ast.Call) -> frozenset[int | str | None]:
         """The arguments of a call that hold the stream."""
@@ -492,7 +503,8 @@ class _Planner:
             inner.append((self._span(add.op.scope, op), op.inputs[0] is shortcut))
             shortcut = op
         at = self._span(add.op.scope, add.op)
-        last = not add.post and self._returned(add)
+        nodes = [] if add.op.place is None else self._text(add.op.scope).at(*add.op.place)
+        last = self._returned(add, add.op.scope, nodes)
         norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
         function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, tuple(inner), last, norm))
         if add.post:
@@ -504,13 +516,11 @@ class _Planner:
             trunk = function.trunks.index(self.name)
             function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None)))
 
-    def _returned(self, add: Add) -> bool:
-        """Whether the function of an add does nothing with its value but return it."""
-        scope = add.op.scope
-        if any(scope.holds(user.scope) for user in self.flow.users[add.op]):
+    def _returned(self, add: Add, scope: Scope, nodes: Sequence[ast.AST]) -> bool:
+        """Whether a function does nothing with the value of an add, that of these expressions, but return it."""
+        if add.post or any(scope.holds(user.scope) for user in self.flow.users[add.op]):
             return False
-        text = self._text(scope)
-        return add.op.place is not None and only_returned(text, text.at(*add.op.place))
+        return only_returned(self._text(scope), nodes)
 
     def _passages(self) -> None:
         for number, (add, passage) in enumerate(zip(self.adds, self.chain.passages, strict=True)):
@@ -691,17 +701,15 @@ def _chain(node: ast.expr, text: Text) -> Written | None:
 _FREE = {"shape", "dtype", "device", "ndim", "size", "dim"}
 
 
-def hands_on(text: Text, calls: Sequence[Span]) -> bool:
-    """Whether a function only hands a variable from one of these calls to the next.
+def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
+    """Whether a function only hands variables, those that are ``given``, from one of these calls to the next.
 
     Between the first and the last of them, the variable may be an argument of a call, be asked for its shape, and be
     given another name.
     """
-    nodes = [node for span in calls for node in text.nodes.get(span, []) if isinstance(node, ast.Call)]
     parents = text.parents
-    statements = list(_statements(text.tree, nodes, parents))
-    names = {arg.id for call in nodes for arg in _arguments(call) if isinstance(arg, ast.Name)}
-    names = names.union(*(_targets(call, parents) for call in nodes))
+    statements = list(_statements(text.tree, calls, parents))
+    names = set(given).union(*(_targets(call, parents) for call in calls))
     reads = [node for s in statements for node in ast.walk(s) if isinstance(node, ast.Name)]
     reads = [node for node in reads if isinstance(node.ctx, ast.Load)]
     for _ in reads:  # other names of it
@@ -729,12 +737,17 @@ def behind(text: Text, calls: Sequence[Span]) -> Ended | None:
 
 
 def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a variable is only handed on where it is read."""
-    parent = parents[node]
+    """Whether a variable, or an element of it, is only handed on where it is read."""
+    read: ast.expr = node
+    parent = parents[read]
+    if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant):
+        read, parent = parent, parents[parent]
     if isinstance(parent, ast.Call):
-        return node is not parent.func
+        return read is not parent.func
     if isinstance(parent, ast.Attribute):
         return parent.attr in _FREE
+    if isinstance(parent, ast.Tuple):  # hidden states + (x,): what was collected becomes tensors when it is returned
+        return isinstance(parents[parent], (ast.BinOp, ast.AugAssign))
     return isinstance(parent, ast.keyword) or _renamed(node, parents)
 
 

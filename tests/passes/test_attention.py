@@ -55,7 +55,7 @@ def test_torch_layers(norm_first: bool, decoder: bool) -> None:
     ("model", "message"),
     [
         (lambda: tiny_model("deepseek_v3"), r"layers\.0\.self_attn' cannot.*kv_a_proj_with_mqa.*register a pattern"),
-        (lambda: timm_model("eva02_tiny_patch14_224"), r"'blocks\.0\.attn' cannot.*to blocks\.0\.attn\.qkv"),
+        (lambda: timm_model("eva02_tiny_patch14_224"), r"'blocks\.0\.attn' cannot.*call blocks\.0\.attn\.qkv"),
     ],
     ids=["latent", "timm-eva"],
 )
