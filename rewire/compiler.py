@@ -405,8 +405,9 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
             "nothing next to its residual adds has a weight that tells. Use a topology with one weight per state."
         )
     if trunk.post_norm and not topology.supports_post_norm:
+        after = next(site.post[0] for site in trunk.sites if site.post)
         raise UnsupportedTopology(
-            f"trunk '{trunk.name}' is post-norm (its states pass {trunk.sites[0].post[0]} after the residual add), and "
+            f"trunk '{trunk.name}' is post-norm (its states pass {after} after the residual add), and "
             f"{type(topology).__name__} connects the branch outputs of pre-norm blocks only."
         )
     one_add_each = trunk.blocks == len(trunk.sites)

@@ -70,21 +70,25 @@ class Gate:
         """What one call of the function talks to."""
         return Depth(self)
 
-    def ended(self, *values: Any) -> None:
-        """Look whether a trunk has ended behind the calls of its blocks.
+    def ended(self, value: Any) -> Any:
+        """What a variable holds behind the calls of the blocks: the trunk's output.
 
         Raises:
-            OutOfOrder: a stream is left in a variable.
+            OutOfOrder: the stream has not ended.
         """
-        for value in values:
-            items = value if isinstance(value, (tuple, list)) else (value,)
-            for item in items:
-                if isinstance(item, Stream) and item.layout.trunk in [entry.trunk for entry in self.entries]:
-                    raise OutOfOrder(
-                        f"the blocks were called ({self.where}), and the stream left them in the middle of trunk "
-                        f"'{item.layout.trunk}' after {item.position} of its {len(item.layout.units)} residual adds: a "
-                        "block was skipped. Layer dropping has to be off."
-                    )
+
+        def output_of(item: Any) -> Any:
+            if not isinstance(item, Stream) or item.layout.trunk not in [entry.trunk for entry in self.entries]:
+                return item
+            if item.awaiting and item.position == len(item.layout.units):  # nothing is made of the last sum, this time
+                return item.push(item.hidden[0]).finish()
+            raise OutOfOrder(
+                f"the blocks were called ({self.where}), and the stream left them in the middle of trunk "
+                f"'{item.layout.trunk}' after {item.position} of its {len(item.layout.units)} residual adds: a "
+                "block was skipped. Layer dropping has to be off."
+            )
+
+        return _mapped(value, output_of)
 
     def __repr__(self) -> str:
         return f"Gate({self.block!r}, {', '.join(entry.trunk for entry in self.entries)})"
@@ -143,22 +147,24 @@ class Depth:
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
-    def open(self, value: Any, norm: nn.Module | None = None, trunk: int = 0) -> Any:
+    def open(self, value: Any, norm: nn.Module | None = None, trunk: int = 0, awaiting: bool = False) -> Any:
         """The tensor behind an argument, or behind what an expression made.
 
         Args:
             value: a stream; at the start of a trunk a tensor; or a list or tuple of these.
             norm: what reads the value first, to be computed with it.
             trunk: which of the function's trunks starts here, if one does.
+            awaiting: whether the next state is yet to be made (`push`) of what comes in. Otherwise what comes in is it:
+                operations that the model skips in this call (without a mask, in evaluation mode) change nothing.
 
         Raises:
             OutOfOrder: the function is called outside the order of its trunk.
             UnsupportedCall: under re-entrant activation checkpointing, which loses the stream's gradients.
         """
         if isinstance(value, (list, tuple)):
-            return type(value)([self.open(item, norm, trunk) for item in value])
+            return type(value)([self.open(item, norm, trunk, awaiting) for item in value])
         if isinstance(value, Stream):
-            return self._came(value, norm)
+            return self._came(value if awaiting or not value.awaiting else value.push(value.hidden[0]), norm)
         if isinstance(value, Tensor):
             return self._began(value, norm, self.gate.entries[trunk])
         return value
@@ -302,12 +308,28 @@ class Depth:
                 "trunk out with trunks=[...]."
             )
         self._check_unchanged(live)
+        if live.stream.awaiting:
+            raise OutOfOrder(
+                f"block '{self.gate.block}' ({self.gate.where}) reads the sum of residual add {live.stream.position} "
+                f"of trunk '{live.stream.layout.trunk}' as it is, where other operations followed when the model was "
+                "rewired: this call takes another way through the code. example_inputs have to take the way that "
+                "training does."
+            )
         if alpha != 1:
             branches = [branch * alpha for branch in branches]
         if shortcut.dtype != live.values[0].dtype:  # a shortcut in another precision
             branches = [branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches]
         live.stream = live.stream.write(*branches)
         return live
+
+    def carry(self, value: Tensor, trunk: int = 0) -> Tensor:
+        """A value on the way from the sum to `push`, in which the stream goes to the next function."""
+        name = self.gate.entries[trunk].trunk
+        live = next((live for live in self.live if live.stream.layout.trunk == name), None)
+        if live is not None and live.stream.awaiting:
+            live.stream = dataclasses.replace(live.stream, hidden=(value,))
+            live.read(None)
+        return value
 
     def push(self, state: Tensor, norm: nn.Module | None = None, trunk: int = 0) -> Tensor:
         """The state that the operations behind an add have made of its sum."""

@@ -158,6 +158,8 @@ def _parallel(op: Op, found: dict[Op, Add], flow: Flow) -> Add | None:
         first = found.get(inner)
         if first is None or len(flow.users[inner]) != 1 or inner.scope is not op.scope:
             continue
+        if branch is first.source is not first.state:
+            continue  # x + (g(x) + f(x)), where g(x) looks like a projected shortcut
         if any(o is not inner for o in between(inner, branch)):
             continue  # the branch reads the sum: the next residual add
         region = between(first.source, branch) - {first.source}

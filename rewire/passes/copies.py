@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rewire.errors import RewireError
 from rewire.passes.functions import clone, contents
@@ -22,7 +22,7 @@ from rewire.patterns.pattern import Inputs
 
 def shared(model: nn.Module) -> nn.Module:
     """New modules around the same parameters and buffers."""
-    return _copied(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    return _copied(model, _kept(model) | {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def private(model: nn.Module, device: str | None = None) -> nn.Module:
@@ -34,7 +34,7 @@ def private(model: nn.Module, device: str | None = None) -> nn.Module:
         model: a module.
         device: of the copy's tensors, if it is another one.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = _kept(model)
     for parameter in model.parameters():
         value = parameter.detach()
         own = nn.Parameter(value if device is None else value.to(device), parameter.requires_grad)
@@ -42,6 +42,17 @@ def private(model: nn.Module, device: str | None = None) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().clone() if device is None else buffer.to(device)
     return _copied(model, memo)
+
+
+def _kept(model: nn.Module) -> dict[int, Any]:
+    """For hidden states that modules keep of their last call, which cannot be copied, their values."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        for tensor in tree_leaves(own):
+            if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                memo[id(tensor)] = tensor.detach().clone()
+    return memo
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -12,6 +12,7 @@ from typing import Any
 from rewire.errors import EditError
 from rewire.passes.plan import (
     Apart,
+    Carry,
     Each,
     Ended,
     FunctionPlan,
@@ -105,9 +106,11 @@ class _Editor:
             return Change(start, start, lambda _: "".join(f"{statement}; " for statement in lines))
         return Change(line, line, lambda _: "".join(f"{indent}{statement}\n" for statement in lines))
 
-    def _how(self, edit: Parameter | Value | Push | Sum | Through) -> list[str]:
+    def _how(self, edit: Parameter | Value | Push | Carry | Sum | Through) -> list[str]:
         """Keyword arguments of a read."""
-        how = [] if edit.norm is None else [f"norm={edit.norm}"]
+        norm = getattr(edit, "norm", None)
+        how = [] if norm is None else [f"norm={norm}"]
+        how += ["awaiting=True"] * getattr(edit, "awaiting", False)
         trunk = getattr(edit, "trunk", 0)
         return [*how, f"trunk={trunk}"] if trunk else how
 
@@ -145,24 +148,26 @@ class _Editor:
         end = text.find("\n", self.text.span(statement)[1]) + 1 or len(text)
         if indent.strip():
             return []
-        line = f"{indent}{self._gate}.ended({', '.join(edit.names)})\n"
-        return [Change(end, end, lambda _: line)]
+        lines = "".join(f"{indent}{name} = {self._gate}.ended({name})\n" for name in edit.names)
+        return [Change(end, end, lambda _: lines)]
 
     # -- expressions ---------------------------------------------------------------------------------------------------
 
     def _value(self, edit: Value) -> list[Change]:
         return [self._wrapped(self._expression(edit.at), "open", self._how(edit))]
 
-    def _push(self, edit: Push) -> list[Change]:
+    def _push(self, edit: Push | Carry) -> list[Change]:
+        method = "push" if isinstance(edit, Push) else "carry"
         nodes = self.text.nodes.get(edit.at, [])
         assignment = next((node for node in nodes if isinstance(node, ast.AugAssign)), None)
         if assignment is None:
-            return [self._wrapped(self._expression(edit.at), "push", self._how(edit))]
+            node = self._expression(edit.at)
+            return [self._wrapped(node, method, self._how(edit), self._written_to(node))]
         how = "".join(f", {argument}" for argument in self._how(edit))
 
         def write(render: Render) -> str:
             target, value = render(*self.text.span(assignment.target)), render(*self.text.span(assignment.value))
-            return f"{target} = {self.depth}.push({target} {_symbol(assignment.op)} ({value}){how})"
+            return f"{target} = {self.depth}.{method}({target} {_symbol(assignment.op)} ({value}){how})"
 
         return [Change(*self.text.span(assignment), write)]
 
@@ -248,10 +253,17 @@ class _Editor:
         is_self = self.plan.method and bool(arguments) and inner.id == arguments[0].arg
         return is_self or isinstance(self.globals.get(inner.id), ModuleType)
 
-    def _wrapped(self, node: ast.expr, method: str, how: Sequence[str] = ()) -> Change:
+    def _wrapped(self, node: ast.expr, method: str, how: Sequence[str] = (), before: str = "") -> Change:
         start, end = self.text.span(node)
         more = "".join(f", {argument}" for argument in how)
-        return Change(start, end, lambda render: f"{self.depth}.{method}({render(start, end)}{more})")
+        return Change(start, end, lambda render: f"{before}{self.depth}.{method}({render(start, end)}{more})")
+
+    def _written_to(self, node: ast.expr) -> str:
+        """``x = `` for the statement ``x.mul_(2)``: the variable gets what stands for its value from then on."""
+        method = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+        if method is None or not method.attr.endswith("_") or not isinstance(self.parents[node], ast.Expr):
+            return ""
+        return f"{method.value.id} = " if isinstance(method.value, ast.Name) else ""
 
     def _expression(self, at: Place) -> ast.expr:
         nodes = [node for node in self.text.nodes.get(at, []) if isinstance(node, ast.expr)]
@@ -338,6 +350,7 @@ class _Editor:
 _WRITERS: dict[type, Callable[..., list[Change]]] = {
     Ended: _Editor._ended,
     Push: _Editor._push,
+    Carry: _Editor._push,
     Value: _Editor._value,
     Reshape: _Editor._reshape,
     Through: _Editor._through,

@@ -128,7 +128,24 @@ def _recorded(prepared: nn.Module, patterns: list[Pattern], inputs: Inputs, devi
                 f"{name} does not run on the example inputs: {type(error).__name__}: {error}"
             ) from error
         found.append(trunks_in(flow, patterns))
+    if len(found) > 1:
+        _agree(*found)
     return found
+
+
+def _agree(evaluation: Found, training: Found) -> None:
+    """Operations behind an add that run in one mode only: the state is yet to be made there in both."""
+    for one, other in ((a, b) for a in evaluation.trunks for b in training.trunks if a.trunk.name == b.trunk.name):
+        sites = list(zip(one.trunk.sites, other.trunk.sites, strict=False))
+        if len(one.trunk.sites) != len(other.trunk.sites):
+            continue
+        posts = [mine.post or yours.post for mine, yours in sites]
+        if bool(sites[-1][0].post) != bool(sites[-1][1].post):  # no state follows: they may stand behind the stream
+            posts[-1] = ()
+            for linked in (one, other):
+                linked.chain.adds[-1].post = []
+        agreed = [dataclasses.replace(site, post=post) for (site, _), post in zip(sites, posts, strict=True)]
+        one.trunk = dataclasses.replace(one.trunk, sites=tuple(agreed))
 
 
 def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:

@@ -16,7 +16,7 @@ from torch import nn
 
 from rewire.errors import EditError
 from rewire.kernels.norms import mark
-from rewire.passes.adds import CASTS, Add, between
+from rewire.passes.adds import CASTS, VIEWS, Add, between
 from rewire.passes.find import Found, FoundTrunk
 from rewire.passes.flow import Flow, Op, Place, Scope, common
 from rewire.passes.functions import Decorated, forward_of, undecorated
@@ -33,12 +33,21 @@ Written: TypeAlias = str
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter that brings the stream; or values for queries, keys and values."""
+    """A parameter that brings the stream.
+
+    Attributes:
+        name: of the parameter.
+        trunk: number of the trunk among those of the function.
+        norm: what reads it first.
+        ways: whether it brings values for queries, keys and values, rather than the stream.
+        awaiting: whether the next state is yet to be made of what it brings.
+    """
 
     name: str
     trunk: int = 0
     norm: Written | None = None
     ways: bool = False
+    awaiting: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +76,19 @@ class Sum:
     inner: tuple[tuple[Span, bool], ...] = ()
     last: bool = False
     norm: Written | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """A value on the way from a sum to the state that is made of it, where it goes to another function.
+
+    Attributes:
+        at: the expression that makes it.
+        trunk: number of the trunk among those of the function.
+    """
+
+    at: Span
+    trunk: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +173,7 @@ class Ended:
     names: tuple[str, ...]
 
 
-Edit: TypeAlias = Ended | Parameter | Value | Sum | Push | Reshape | Through | Normed | Each | Apart | Projected
+Edit: TypeAlias = Carry | Ended | Parameter | Value | Sum | Push | Reshape | Through | Normed | Each | Apart | Projected
 
 
 @dataclasses.dataclass(eq=False)
@@ -221,7 +243,7 @@ def _merged(a: Any, b: Any) -> Any:
     if isinstance(a, (Through, Apart)):
         given = a.given | b.given
         a, b = dataclasses.replace(a, given=given), dataclasses.replace(b, given=given)
-    loose = {"norm": None} | ({"last": False} if isinstance(a, Sum) else {})
+    loose = {"norm": None, "last": False, "awaiting": True}
     loose = {name: value for name, value in loose.items() if hasattr(a, name)}
     return (
         dataclasses.replace(a, **loose) if dataclasses.replace(a, **loose) == dataclasses.replace(b, **loose) else None
@@ -268,6 +290,7 @@ class _Planner:
         self.adds = found.chain.adds
         self.stage: dict[Op, int] = {}  # for values of the stream, the number of adds before
         self.on_way: set[Op] = set()  # operations of the stream's own way
+        self.unfinished: set[Op] = set()  # those of which the next state is yet to be made
         self._values()
         self.begin = self._beginning()
         self.carriers = self._carriers()
@@ -298,6 +321,11 @@ class _Planner:
             self.on_way.update(casts, passage if number else ())
             self.stage[add.op] = self.stage[add.result] = number + 1
             self.on_way.update((add.op, *add.inner, *add.post))
+            self.unfinished.update((add.op, *add.post[:-1]) if add.post else ())
+            for op in add.post[:-1]:
+                users = [user for user in self.flow.users[op] if user in add.post]
+                if op.name in VIEWS or any(user.scope is not op.scope or user.name in VIEWS for user in users):
+                    self.stage[op] = number + 1
 
     def _beginning(self) -> Scope:
         """The innermost call that holds the first add and all that its branches read the stream with."""
@@ -448,7 +476,9 @@ class _Planner:
         value = self.chain.entry if scope is self.begin else None
         names = self._brought(scope, value, start)
         for name in names:
-            function.put(("parameter", name), Parameter(name, number, self._norm(scope, start, value)))
+            awaiting = not self.unfinished.isdisjoint(scope.arguments[name])
+            norm = None if awaiting else self._norm(scope, start, value)
+            function.put(("parameter", name), Parameter(name, number, norm, awaiting=awaiting))
         if not names:
             if value is None or not scope.holds(value.scope):
                 raise EditError(f"the residual stream does not come into {function.text.where()} as an argument")
@@ -507,14 +537,18 @@ class _Planner:
         last = self._returned(add, add.op.scope, nodes)
         norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
         function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, tuple(inner), last, norm))
-        if add.post:
-            scope = self._carrier(add.post[-1])
+        for op in add.post:
+            scope = self._carrier(op)
             if scope is None:
                 raise EditError("what makes the next state stands outside the functions that the stream runs through")
             function = self._function(scope)
-            at = self._span(scope, add.post[-1])
-            trunk = function.trunks.index(self.name)
-            function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None)))
+            at, trunk = self._span(scope, op), function.trunks.index(self.name)
+            if op.name in VIEWS and op.scope is scope:
+                function.put(("reshape", at), Reshape(at, False))
+            elif op is add.post[-1]:
+                function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None)))
+            elif op in self.stage:
+                function.put(("push", at), Carry(at, trunk))
 
     def _returned(self, add: Add, scope: Scope, nodes: Sequence[ast.AST]) -> bool:
         """Whether a function does nothing with the value of an add, that of these expressions, but return it."""

@@ -92,7 +92,9 @@ def _without_nested(flow: Flow, adds: list[Add], rejected: list[Rejected]) -> li
         inner = {by_op[op] for op in add.region if op in by_op and by_op[op] is not add and by_op[op] in alive}
         if not inner:
             continue
-        body = any(follows.get(one) in inner and _place(one) != _place(follows[one]) for one in inner)
+        linked = [(follows[one], one) for one in inner if follows.get(one) in inner]
+        outside = any(follows.get(one) is add or follows.get(add) is one for one in alive - inner)
+        body = any(_place(first) != _place(second) or not outside for first, second in linked)
         dead = [add] if body else sorted(inner, key=lambda one: one.op.index)
         alive.difference_update(dead)
         rejected += [Rejected(one.op, LONG if body else NESTED, one) for one in dead]

@@ -1,0 +1,131 @@
+"""What has to hold for every net: it is right or refused, and nothing of the caller's has changed."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from comparing import tensors_in
+from fuzz.nets import WIDTH, Net
+from torch import Tensor, nn
+
+import rewire
+
+#: A learned topology for each net, which starts as the original network.
+TOPOLOGIES = ("denseformer", "grn-v2", "layerscale", "ancre-none")
+
+
+def check(net: Net, folder: Path) -> str:
+    """Rewire a net with plain connections, and with learned ones, and compare.
+
+    Returns:
+        ``"right"``; or why it was refused; or ``"invalid"``: the net does not run by itself.
+
+    Raises:
+        AssertionError: it is wrong.
+    """
+    torch.manual_seed(0)
+    model = net.build(folder)
+    x, mask = torch.randn(2, 4, WIDTH), torch.tensor([1.0, 1, 0, 1]).view(1, 4, 1)
+    try:
+        for training in (False, True):
+            _run(model.train(training), (x, mask))
+    except RuntimeError:
+        return "invalid"  # an in-place operation on what a gradient needs, say
+    model = net.build(folder)
+    refusal = _rewired_right(model, "residual", (x, mask), exact=True)
+    if refusal:
+        return refusal
+    learned = TOPOLOGIES[len(net.source) % len(TOPOLOGIES)]
+    return _rewired_right(model, learned, (x, mask), exact=False) or "right"
+
+
+def _rewired_right(model: nn.Module, topology: str, inputs: tuple[Tensor, ...], exact: bool) -> str:
+    """Empty, or why it was refused."""
+    before, world = _state(model), _world()
+    try:
+        rewired = rewire.compile(model, topology, example_inputs=inputs)
+    except (rewire.UnsupportedTopology, rewire.WidthMismatch, rewire.RewireError) as error:
+        if not exact and isinstance(error, rewire.UnsupportedTopology):
+            return ""  # a post-norm trunk, say
+        return f"{type(error).__name__}: {error}"
+    finally:
+        _assert_same(before, _state(model))
+        _assert_same(world, _world())
+    for training in (False, True):
+        for length in (4, 3):
+            given = tuple(t[:, :length].contiguous() for t in inputs)
+            _assert_equal(model.train(training), rewired.train(training), given, exact)
+    with torch.no_grad():
+        for parameter in model.parameters():  # which both have
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    try:
+        _assert_equal(model, rewired, (inputs[0],), exact)
+    except rewire.OutOfOrder as error:  # without a mask it takes another way
+        return f"OutOfOrder when called: {error}"
+    return ""
+
+
+def _assert_equal(model: nn.Module, rewired: nn.Module, inputs: tuple[Tensor, ...], exact: bool) -> None:
+    expected, actual = _run(model, inputs), _run(rewired, inputs)
+    assert len(expected[0]) == len(actual[0])
+    for a, b in zip(expected[0], actual[0], strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+    for name, gradient in expected[1].items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(actual[1][name], gradient, rtol=1e-3, atol=1e-4 * max(scale, 1e-2), msg=name)
+    if exact:
+        assert expected[1].keys() == actual[1].keys()
+
+
+def _run(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs, and gradients by name; buffers and other state of the model as before."""
+    kept = copy.deepcopy(dict(model.named_buffers()))
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    model.zero_grad()
+    outputs = [t for t in tensors_in(model(*inputs)) if t.is_floating_point()]
+    torch.manual_seed(2)
+    loss = torch.stack([(torch.rand(t.shape) * t).sum() for t in outputs]).sum()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        for name, value in model.named_buffers():
+            value.copy_(kept[name])
+    return [t.detach() for t in outputs], gradients
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """All that a caller can see of the model."""
+    state: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        state[path] = (type(module), module.training, sorted(vars(module)), len(module._forward_hooks))
+        state[f"{path} attributes"] = repr([getattr(module, "calls", 0), getattr(module, "log", [])])
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        state[f"{name} id"], state[f"{name} value"] = id(value), value.detach().clone()
+        state[f"{name} gradient"] = None if value.grad is None else value.grad.clone()
+    return state
+
+
+def _world() -> dict[str, Any]:
+    """Global state that rewiring could change."""
+    return {
+        "torch's random state": torch.get_rng_state(),
+        "random's": random.getstate(),
+        "numpy's": repr(np.random.get_state()),
+        "call": nn.Module.__call__,
+        "functions": [torch.arange, torch.zeros, torch.rand, torch.nn.functional.dropout, torch.Tensor.add],
+        "gradients": torch.is_grad_enabled(),
+    }
+
+
+def _assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        same = torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name]
+        assert same, f"{name} has changed"

@@ -1,0 +1,334 @@
+"""Random residual nets, as source text: what people write, and what trips up those who rewrite it.
+
+A net is a file of its own, so that its forwards have a text; `nets` is a hypothesis strategy, which shrinks to a plain
+pre-norm stack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+from torch import nn
+
+WIDTH = 8
+
+#: One residual add in a block's forward: ``{n}`` is its number; f and g are maps, norm a norm, gamma a vector.
+ADDS = {
+    "plain": "x = x + self.f{n}(self.norm{n}(x))",
+    "branch first": "x = self.f{n}(self.norm{n}(x)) + x",
+    "augmented": "x = x.clone()\nx += self.f{n}(self.norm{n}(x.clone()))",
+    "residual": "residual = x\nx = self.norm{n}(x)\nx = self.f{n}(x)\nx = residual + x",
+    "named branch": "h = self.norm{n}(x)\nh = self.f{n}(h)\nx = x + h",
+    "torch.add": "x = torch.add(x, self.f{n}(self.norm{n}(x)))",
+    "alpha": "x = torch.add(x, self.f{n}(self.norm{n}(x)), alpha=0.5)",
+    "method": "x = x.add(self.f{n}(self.norm{n}(x)))",
+    "in place": "x = x.clone()\nx.add_(self.f{n}(self.norm{n}(x.clone())))",
+    "post-norm": "x = self.norm{n}(x + self.f{n}(x))",
+    "post-activation": "x = F.relu(x + self.f{n}(x))",
+    "parallel": "x = x + self.f{n}(self.norm{n}(x)) + self.g{n}(self.norm{n}(x))",
+    "parallel sum": "x = x + (self.f{n}(self.norm{n}(x)) + self.g{n}(x))",
+    "scaled": "x = x + self.gamma{n} * self.f{n}(self.norm{n}(x))",
+    "dropout": "x = x + F.dropout(self.f{n}(self.norm{n}(x)), 0.3, self.training)",
+    "drop path": "x = x + drop_path(self.f{n}(self.norm{n}(x)), self.training)",
+    "helper function": "x = residual_add(x, self.f{n}(self.norm{n}(x)))",
+    "helper method": "x = self.add(x, self.f{n}(self.norm{n}(x)))",
+    "helper module": "x = self.adder(self.f{n}(self.norm{n}(x)), x)",
+    "helper with the branch": "x = self.sub{n}(x)",
+    "wrapped": "x = apply_residual(self.f{n}, self.norm{n}, x)",
+    "inner residual": "x = x + self.r{n}(self.norm{n}(x))",
+    "branch of two": "h = self.norm{n}(x)\nx = x + self.f{n}(h) * torch.sigmoid(self.g{n}(h))",
+    "broadcast branch": "x = x + self.f{n}(self.norm{n}(x)).mean(1, keepdim=True)",
+    "a constant, too": "x = x + self.f{n}(self.norm{n}(x)) + 0.5",
+    "cast": "x = x + self.f{n}(self.norm{n}(x.float())).to(x.dtype)",
+    "view": "b, t, d = x.shape\nh = self.f{n}(self.norm{n}(x).reshape(b * t, d)).view(b, t, d)\nx = x + h",
+    "flat stream": (
+        "b, t, d = x.shape\nx = x.reshape(b * t, d)\nx = x + self.f{n}(self.norm{n}(x))\nx = x.view(b, t, d)"
+    ),
+    "transposed": "x = x.transpose(0, 1)\nx = x + self.f{n}(self.norm{n}(x))\nx = x.transpose(0, 1)",
+    "loop": "for f in (self.f{n}, self.g{n}):\n    x = x + f(self.norm{n}(x))",
+    "if training": (
+        "h = self.f{n}(self.norm{n}(x))\nif self.training:\n    h = h * 0.5\nelse:\n    h = h * 0.9\nx = x + h"
+    ),
+    "two places": (
+        "if self.training:\n    x = x + 0.5 * self.f{n}(self.norm{n}(x))\nelse:\n    x = x + self.f{n}(self.norm{n}(x))"
+    ),
+}
+
+#: What else a forward does, before or after an add.
+ASIDES = {
+    "nothing": "",
+    "counts": "self.calls += 1",
+    "logs": "self.log.append(float(x.detach().mean()))",
+    "statistic": "if self.training:\n    with torch.no_grad():\n        self.mean.mul_(0.9).add_(0.1 * x.mean())",
+    "python's random": "if self.training:\n    x = x * (0.5 + random.random())",
+    "numpy's random": "if self.training:\n    x = x * float(0.5 + np.random.rand())",
+    "a drawn item": "if self.training and torch.rand(()).item() < 0.5:\n    x = x * 2",
+    "noise": "if self.training:\n    x = x + 0.1 * torch.randn_like(x)",
+    "grad mode": "if torch.is_grad_enabled():\n    x = x * 1.5",
+    "autocast": 'with torch.autocast("cpu", enabled=False):\n    x = self.mix(x)',
+    "no grad": "with torch.no_grad():\n    shift = x.mean()\nx = x - shift",
+    "mask": "if mask is not None:\n    x = x * mask",
+    "is tensor": "if torch.is_tensor(mask):\n    x = x * mask",
+    "in-place mask": "if mask is not None:\n    x = x.clone()\n    x.masked_fill_(mask == 0, 0.0)",
+    "isinstance": "x = x * (2.0 if isinstance(x, torch.Tensor) else 1.0)",
+    "kwargs": 'x = x * kwargs.get("scale", 1.0)',
+    "identity": "y = x\nx = x * 2 if y is x else x",
+    "attribute": "self.last = x",
+    "detached attribute": "self.last = x.detach()",
+    "try": "try:\n    x = self.missing(x)\nexcept AttributeError:\n    pass",
+    "assert": "assert x.dim() == 3 and x.shape[-1] == WIDTH",
+    "cast there and back": "x = x.double().float()",
+    "contiguous": "x = x.contiguous()",
+    "clone": "x = x.clone()",
+    "scale": "x = x * 0.7",
+    "subtract": "x = x - x.mean(-1, keepdim=True)",
+    "add positions": "x = x + self.positions[: x.shape[1]]",
+    "double": "x = x + x",
+    "map": "x = self.mix(x)",
+    "child's flag": "if self.mix.training:\n    x = x * 0.3",
+    "a local class": "class Holder:\n    value = 0.5\nx = x * Holder.value",
+    "comprehension": "x = x * sum([0.25 for _ in range(4)])",
+    "lambda": "scale = lambda v: v * 0.5  # noqa: E731\nx = scale(x)",
+    "walrus": "if (n := x.shape[1]) > 1:\n    x = x / n",
+}
+
+#: How the blocks are called: the body of the net's forward between its stem and its head.
+BODIES = {
+    "loop": "for block in self.blocks:\n    x = block(x, mask=mask)",
+    "sequential": "x = self.row(x)",
+    "indices": "for i in range(len(self.blocks)):\n    x = self.blocks[i](x, mask)",
+    "collects": (
+        "seen = []\nfor block in self.blocks:\n    x = block(x, mask)\n    seen.append(x)\nx = x + 0.1 * sum(seen)"
+    ),
+    "collects before": (
+        "seen = ()\nfor block in self.blocks:\n    seen = seen + (x,)\n    x = block(x, mask)\nx = x * seen[0].mean()"
+    ),
+    "keeps": "for block in self.blocks:\n    x = block(x, mask)\n    self.hidden = x",
+    "scales between": "for block in self.blocks:\n    x = block(x, mask)\n    x = x * 0.8",
+    "if tensor": "for block in self.blocks:\n    x = block(x, mask)\n    if torch.is_tensor(x):\n        x = x * 0.8",
+    "asks": (
+        "for block in self.blocks:\n"
+        "    x = block(x, mask)\n    assert x.shape[-1] == WIDTH and x.dtype == torch.float32"
+    ),
+    "reads": (
+        "total = 0\nfor block in self.blocks:\n"
+        "    x = block(x, mask)\n    total = total + x.abs().mean()\nx = x / (1 + total)"
+    ),
+    "slices": "for block in self.blocks:\n    x = block(x, mask)\nx = x[:, :2]",
+    "long skip": "first = x\nfor block in self.blocks:\n    x = block(x, mask)\nx = first + x",
+    "x0": "x0 = x\nfor block in self.blocks:\n    x = block(0.9 * x + 0.1 * x0, mask)",
+    "norm between": "for block in self.blocks:\n    x = self.between(block(x, mask))",
+    "checkpoint": (
+        "for block in self.blocks:\n    x = torch.utils.checkpoint.checkpoint(block, x, mask, use_reentrant=False)"
+    ),
+    "last twice": "for block in [*self.blocks, self.blocks[-1]]:\n    x = block(x, mask)",
+    "zip": "for block, scale in zip(self.blocks, (0.5, 1.0, 2.0, 3.0)):\n    x = block(x, mask, scale=scale)",
+    "enumerate": "for i, block in enumerate(self.blocks):\n    x = block(x, mask)\n    if i == 1:\n        x = x * 0.5",
+    "half": (
+        "half = len(self.blocks) // 2\nfor block in self.blocks[:half]:\n    x = block(x, mask)\nx = x * 0.5\n"
+        "for block in self.blocks[half:]:\n    x = block(x, mask)"
+    ),
+}
+
+#: What the net returns of ``x``.
+RETURNS = {
+    "head": "return self.head(self.last_norm(x))",
+    "mean": "return x.mean(1)",
+    "dict": 'return {"logits": self.head(x), "hidden": x}',
+    "tuple": "return self.head(x), [x]",
+    "object": "return Output(self.head(x), x)",
+}
+
+#: Adds at which a unit stands whose branch may broadcast, or which hold two of them.
+TWO = ("loop", "helper with the branch")
+
+_FILE = '''
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+WIDTH = {width}
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Any
+    hidden: Any
+
+
+def drop_path(x, training):
+    if not training:
+        return x
+    keep = torch.rand(x.shape[0], 1, 1) < 0.7
+    return x * keep / 0.7
+
+
+def residual_add(x, out):
+    """Adds what a branch made."""
+    return x + out
+
+
+def apply_residual(f, norm, x):
+    return x + f(norm(x))
+
+
+class Adder(nn.Module):
+    def forward(self, out, x):
+        return x + out
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class SubLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fn = nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x):
+        return x + self.fn(self.norm(x))
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x + torch.tanh(self.fc(x))
+        return self.fc(x)
+
+
+MAKES = {{
+    "f": Mlp,
+    "g": lambda: nn.Linear(WIDTH, WIDTH),
+    "r": Inner,
+    "sub": SubLayer,
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "gamma": lambda: nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)),
+    "mix": lambda: nn.Linear(WIDTH, WIDTH),
+    "adder": Adder,
+}}
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in self.parts:
+            setattr(self, name, MAKES[name.rstrip("0123456789")]())
+        self.positions = nn.Parameter(torch.randn(32, WIDTH))
+        self.register_buffer("mean", torch.zeros(()))
+        self.calls, self.log = 0, []
+
+    def add(self, x, out):
+        return x + out
+
+{blocks}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([{makes}])
+        self.row = nn.Sequential(*self.blocks)
+        self.between, self.last_norm, self.head = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 5)
+        self.hidden = None
+
+    def forward(self, x, mask=None):
+        x = self.stem(x)
+{body}
+'''
+
+
+@dataclasses.dataclass(frozen=True)
+class Net:
+    """A random net: the forwards of its classes of blocks, in which order they come, and how they are called."""
+
+    forwards: tuple[tuple[str, ...], ...]
+    order: tuple[int, ...]
+    body: str
+    returns: str
+
+    @property
+    def source(self) -> str:
+        blocks = "\n".join(self._block(number, parts) for number, parts in enumerate(self.forwards))
+        body = _indented(f"{BODIES[self.body]}\n{RETURNS[self.returns]}", 8)
+        makes = ", ".join(f"Block{kind}()" for kind in self.order)
+        return _FILE.format(width=WIDTH, blocks=blocks, makes=makes, body=body)
+
+    @property
+    def adds(self) -> int:
+        """Residual adds of a run."""
+        blocks = [sum(2 if part == "loop" else part in ADDS for part in self.forwards[kind]) for kind in self.order]
+        return sum(blocks) + blocks[-1] * (self.body == "last twice")
+
+    def _block(self, number: int, parts: tuple[str, ...]) -> str:
+        count, lines = 0, []
+        for part in parts:
+            lines.append(ADDS[part].format(n=count) if part in ADDS else ASIDES[part])
+            count += part in ADDS
+        forward = _indented("\n".join(line for line in lines if line) or "pass", 8)
+        used = sorted(set(re.findall(r"self\.((?:f|g|r|sub|norm|gamma)\d|mix|adder)\b", forward)))
+        head = f"    parts = {used}\n\n    def forward(self, x, mask=None, scale=1.0, **kwargs):"
+        return f"\nclass Block{number}(Base):\n{head}\n{forward}\n        return x\n"
+
+    def build(self, folder: Path) -> nn.Module:
+        """The model, from a file in ``folder``."""
+        name = "net_" + hashlib.sha256(self.source.encode()).hexdigest()[:16]
+        if name not in sys.modules:
+            path = folder / f"{name}.py"
+            path.write_text(self.source)
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            spec.loader.exec_module(module)
+        made: Any = sys.modules[name]
+        net: nn.Module = made.Net()
+        return net
+
+
+def _indented(text: str, by: int) -> str:
+    return "\n".join(" " * by + line if line else line for line in text.splitlines())
+
+
+def nets() -> st.SearchStrategy[Net]:
+    """Nets of one to four blocks of one or two classes, with one to three residual adds each, and up to two asides."""
+    adds = st.lists(st.sampled_from(list(ADDS)), min_size=1, max_size=3)
+    asides = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(list(ASIDES))), max_size=2)
+    forwards = st.lists(st.builds(_mixed, adds, asides), min_size=1, max_size=2)
+    return st.builds(
+        lambda forwards, order, body, returns: Net(
+            tuple(forwards), tuple(kind % len(forwards) for kind in order), body, returns
+        ),
+        forwards,
+        st.lists(st.integers(0, 1), min_size=1, max_size=4),
+        st.sampled_from(list(BODIES)),
+        st.sampled_from(list(RETURNS)),
+    )
+
+
+def _mixed(adds: list[str], asides: list[tuple[int, str]]) -> tuple[str, ...]:
+    parts = list(adds)
+    for place, aside in asides:
+        parts.insert(min(place, len(parts)), aside)
+    return tuple(parts)

@@ -1,0 +1,21 @@
+"""Random residual nets are rewired right, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fuzz.checking import check
+from fuzz.nets import Net, nets
+from hypothesis import HealthCheck, given, settings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("nets")
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(net=nets())
+def test_a_random_net_is_right_or_refused(net: Net, folder: Path) -> None:
+    check(net, folder)
