@@ -80,8 +80,8 @@ class Gate:
         def output_of(item: Any) -> Any:
             if not isinstance(item, Stream) or item.layout.trunk not in [entry.trunk for entry in self.entries]:
                 return item
-            if item.awaiting and item.position == len(item.layout.units):  # nothing is made of the last sum, this time
-                return item.push(item.hidden[0]).finish()
+            if item.settled().complete:  # nothing is made of the last sum, this time
+                return item.settled().finish()
             raise OutOfOrder(
                 f"the blocks were called ({self.where}), and the stream left them in the middle of trunk "
                 f"'{item.layout.trunk}' after {item.position} of its {len(item.layout.units)} residual adds: a "
@@ -106,6 +106,7 @@ class Live:
         start: position of the stream when it came in.
         ways: what an attention reads, where queries, keys and values are read apart.
         given: whether a function that was called has the stream now.
+        parts: sums of the value and some of the parallel branches of the next residual add, with these branches.
     """
 
     def __init__(self, stream: Stream, entry: Entry | None) -> None:
@@ -116,11 +117,13 @@ class Live:
         self.normed: Tensor | None = None
         self.ways: Ways | None = None
         self.given = False
+        self.parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
 
     def read(self, norm: nn.Module | None) -> Tensor:
         """The value; with a norm, what that makes of it is computed, too."""
         stream = self.stream
         self.norm = self.normed = self.ways = None
+        self.parts = []
         if stream.complete:
             value = stream.finish()
         elif stream.awaiting:
@@ -147,7 +150,9 @@ class Depth:
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
-    def open(self, value: Any, norm: nn.Module | None = None, trunk: int = 0, awaiting: bool = False) -> Any:
+    def open(
+        self, value: Any, norm: nn.Module | None = None, trunk: int = 0, awaiting: bool = False, begin: bool = True
+    ) -> Any:
         """The tensor behind an argument, or behind what an expression made.
 
         Args:
@@ -156,17 +161,19 @@ class Depth:
             trunk: which of the function's trunks starts here, if one does.
             awaiting: whether the next state is yet to be made (`push`) of what comes in. Otherwise what comes in is it:
                 operations that the model skips in this call (without a mask, in evaluation mode) change nothing.
+            begin: whether the trunk starts with a tensor that comes in.
 
         Raises:
             OutOfOrder: the function is called outside the order of its trunk.
             UnsupportedCall: under re-entrant activation checkpointing, which loses the stream's gradients.
         """
         if isinstance(value, (list, tuple)):
-            return type(value)([self.open(item, norm, trunk, awaiting) for item in value])
+            return type(value)([self.open(item, norm, trunk, awaiting, begin) for item in value])
         if isinstance(value, Stream):
-            return self._came(value if awaiting or not value.awaiting else value.push(value.hidden[0]), norm)
-        if isinstance(value, Tensor):
-            return self._began(value, norm, self.gate.entries[trunk])
+            return self._came(value if awaiting else value.settled(), norm)
+        entry = self.gate.entries[trunk]
+        if isinstance(value, Tensor) and begin and not any(live.entry is entry for live in self.live):
+            return self._began(value, norm, entry)
         return value
 
     def _came(self, stream: Stream, norm: nn.Module | None) -> Tensor:
@@ -217,12 +224,13 @@ class Depth:
         live.given = True
         return live.stream
 
-    def take(self, result: Any, norm: nn.Module | None = None) -> Any:
-        """What such a function returned, with tensors in place of streams."""
+    def take(self, result: Any, norm: nn.Module | None = None, awaiting: bool = False) -> Any:
+        """What such a function returned, with tensors in place of streams; arguments as for `open`."""
 
         def value_of(item: Any) -> Any:
             if not isinstance(item, Stream):
                 return item
+            item = item if awaiting else item.settled()
             live = next((live for live in self.live if live.stream.layout.trunk == item.layout.trunk), None)
             if live is None:
                 entry = next((entry for entry in self.gate.entries if entry.trunk == item.layout.trunk), None)
@@ -298,8 +306,20 @@ class Depth:
         self._check_count(live, True)
         return live.stream
 
-    def _written(self, shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Live:
+    def part(self, shortcut: Tensor, branch: Tensor, alpha: float = 1) -> Tensor:
+        """The sum of the shortcut and one of several parallel branches, of which `add` gets another."""
+        live, before = self._shortcut(shortcut)
+        total = torch.add(shortcut, branch, alpha=alpha)
+        live.parts.append((total, (*before, branch * alpha if alpha != 1 else branch)))
+        return total
+
+    def _shortcut(self, shortcut: Tensor) -> tuple[Live, tuple[Tensor, ...]]:
+        """The stream whose value a shortcut is, and the branches that were added to it already."""
         live = self._find(shortcut)
+        if live is not None:
+            return live, ()
+        found = ((live, before) for live in self.live for total, before in live.parts if total is shortcut)
+        live, before = next(found, (None, ()))
         if live is None:
             raise OutOfOrder(
                 f"a residual add of block '{self.gate.block}' ({self.gate.where}) has another shortcut than the value "
@@ -307,6 +327,10 @@ class Depth:
                 "with these arguments. Pass example_inputs that take the same way through the model, or leave the "
                 "trunk out with trunks=[...]."
             )
+        return live, before
+
+    def _written(self, shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Live:
+        live, before = self._shortcut(shortcut)
         self._check_unchanged(live)
         if live.stream.awaiting:
             raise OutOfOrder(
@@ -319,7 +343,7 @@ class Depth:
             branches = [branch * alpha for branch in branches]
         if shortcut.dtype != live.values[0].dtype:  # a shortcut in another precision
             branches = [branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches]
-        live.stream = live.stream.write(*branches)
+        live.stream = live.stream.write(*before, *branches)
         return live
 
     def carry(self, value: Tensor, trunk: int = 0) -> Tensor:

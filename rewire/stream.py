@@ -302,6 +302,10 @@ class Stream:
         states = layout.topology.push(self.states, self.weights.value, unit, layout.channels_last(state))
         return self._next(states, (), None, 0)
 
+    def settled(self) -> Stream:
+        """The stream, where nothing is made of the sum that is `awaiting` it: then that is the state."""
+        return self.push(self.hidden[0]) if self.awaiting else self
+
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Stream:
         """The stream in other dimensions: ``view`` of each tensor that it holds."""
         states = tuple(s.viewed(view) if isinstance(s, History) else view(s) for s in self.states)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 
 from rewire.passes.flow import Flow, Op, Scope, common
+from rewire.passes.text import place_of, within
 
 #: Operations whose result is the same values: in another dtype, in other memory, or as other dimensions.
 CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous"])
@@ -163,10 +164,19 @@ def _parallel(op: Op, found: dict[Op, Add], flow: Flow) -> Add | None:
         if any(o is not inner for o in between(inner, branch)):
             continue  # the branch reads the sum: the next residual add
         region = between(first.source, branch) - {first.source}
+        if not region and not _in_one_expression(inner, op):
+            continue  # what the state is made of
         del found[inner]
         branches, inside = [*first.branches, branch], [*first.inner, inner]
         return Add(op, first.shortcut, first.state, first.source, branches, first.region | region, inside)
     return None
+
+
+def _in_one_expression(inner: Op, outer: Op) -> bool:
+    """Whether ``inner`` is written inside ``outer``, as in ``x + f + 0.5``; true if it is not known."""
+    if inner.place is None or outer.place is None:
+        return True
+    return within(place_of(*inner.place), place_of(*outer.place))
 
 
 def _projected(op: Op) -> Add | None:

@@ -18,6 +18,7 @@ from rewire.passes.plan import (
     FunctionPlan,
     Normed,
     Parameter,
+    Part,
     Projected,
     Push,
     Reshape,
@@ -97,7 +98,8 @@ class _Editor:
         for edit in self.plan.edits.values():
             if isinstance(edit, Parameter):
                 method = "ways" if edit.ways else "open"
-                lines.append(f"{edit.name} = {self.depth}.{method}({', '.join([edit.name, *self._how(edit)])})")
+                how = [edit.name, *self._how(edit), *["begin=False"] * self._begins_later(edit)]
+                lines.append(f"{edit.name} = {self.depth}.{method}({', '.join(how)})")
         body = tree.body[1:] if ast.get_docstring(tree, clean=False) is not None and len(tree.body) > 1 else tree.body
         start, _ = self.text.span(body[0])
         line = text.rfind("\n", 0, start) + 1
@@ -105,6 +107,11 @@ class _Editor:
         if indent.strip():  # on the line of the ``def``
             return Change(start, start, lambda _: "".join(f"{statement}; " for statement in lines))
         return Change(line, line, lambda _: "".join(f"{indent}{statement}\n" for statement in lines))
+
+    def _begins_later(self, edit: Parameter) -> bool:
+        """Whether the trunk of a parameter, if it starts in this call, starts with an expression."""
+        values = [other for other in self.plan.edits.values() if isinstance(other, Value)]
+        return any(value.trunk == edit.trunk for value in values)
 
     def _how(self, edit: Parameter | Value | Push | Carry | Sum | Through) -> list[str]:
         """Keyword arguments of a read."""
@@ -278,8 +285,7 @@ class _Editor:
         shortcut, branches, options = self._operands(node, edit.first)
         for at, first in reversed(edit.inner):
             inner = self._addition(at)
-            if shortcut is not inner:
-                raise EditError(f"parallel branches are added up in several statements at {self.text.where(node)}")
+            assert shortcut is inner
             shortcut, more, _ = self._operands(inner, first)
             branches = [*more, *branches]
         method = "write" if edit.last else "add"
@@ -289,6 +295,16 @@ class _Editor:
             operands = [render(*self.text.span(operand)) for operand in (shortcut, *branches)]
             call = f"{self.depth}.{method}({', '.join([*operands, *how])})"
             return self._assigned(node, call, render)
+
+        return [Change(*self.text.span(node), write)]
+
+    def _part(self, edit: Part) -> list[Change]:
+        node = self._addition(edit.at)
+        shortcut, branches, options = self._operands(node, edit.first)
+
+        def write(render: Render) -> str:
+            operands = [render(*self.text.span(operand)) for operand in (shortcut, *branches)]
+            return self._assigned(node, f"{self.depth}.part({', '.join([*operands, *options])})", render)
 
         return [Change(*self.text.span(node), write)]
 
@@ -359,6 +375,7 @@ _WRITERS: dict[type, Callable[..., list[Change]]] = {
     Projected: _Editor._projected,
     Normed: _Editor._normed,
     Sum: _Editor._sum,
+    Part: _Editor._part,
 }
 
 

@@ -22,7 +22,7 @@ from rewire.passes.flow import Flow, Op, Place, Scope, common
 from rewire.passes.functions import Decorated, forward_of, undecorated
 from rewire.passes.projections import Projections
 from rewire.passes.text import Place as Span
-from rewire.passes.text import Text, place_of, text_of
+from rewire.passes.text import Text, place_of, text_of, within
 
 #: A chain of attributes of ``self``, as it is written: ``self.norm``.
 Written: TypeAlias = str
@@ -79,8 +79,21 @@ class Sum:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """A sum to which another statement adds a parallel branch: no residual add by itself.
+
+    Attributes:
+        at: the addition.
+        first: whether its first operand is the shortcut.
+    """
+
+    at: Span
+    first: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Carry:
-    """A value on the way from a sum to the state that is made of it, where it goes to another function.
+    """A value on the way from a sum to the state that is made of it: other operations may follow, or not.
 
     Attributes:
         at: the expression that makes it.
@@ -118,6 +131,7 @@ class Through:
         callee: what is called instead; None: what is written there.
         norm: what reads the stream's value first, afterwards.
         last: whether the function does nothing with what is returned but return it.
+        awaiting: whether the next state is yet to be made of what is returned.
     """
 
     at: Span
@@ -125,6 +139,7 @@ class Through:
     callee: str | None = None
     norm: Written | None = None
     last: bool = False
+    awaiting: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +188,9 @@ class Ended:
     names: tuple[str, ...]
 
 
-Edit: TypeAlias = Carry | Ended | Parameter | Value | Sum | Push | Reshape | Through | Normed | Each | Apart | Projected
+Edit: TypeAlias = (
+    Carry | Ended | Part | Parameter | Value | Sum | Push | Reshape | Through | Normed | Each | Apart | Projected
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -189,7 +206,7 @@ class FunctionPlan:
         substituted: whether it takes the place of the class's own method (see `Pattern.forwards`).
         edits: by where they are.
         adds: for each trunk, position of the stream when the function is called -> adds that it makes.
-        opens: the trunks that start in it.
+        opens: the trunks that start in it, and where: the names of parameters, or the place of an expression.
         norms: paths, below the module, of norms that are computed with a read, and what stands in the way.
     """
 
@@ -201,7 +218,7 @@ class FunctionPlan:
     substituted: bool = False
     edits: dict[Any, Edit] = dataclasses.field(default_factory=dict)
     adds: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
-    opens: set[str] = dataclasses.field(default_factory=set)
+    opens: dict[str, Any] = dataclasses.field(default_factory=dict)
     norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
 
     @property
@@ -238,6 +255,8 @@ class FunctionPlan:
 
 def _merged(a: Any, b: Any) -> Any:
     """One edit that serves for both; None if there is none."""
+    if {type(a), type(b)} == {Push, Carry} and a.trunk == b.trunk:  # in one of two calls another function goes on
+        return a if isinstance(a, Carry) else b
     if type(a) is not type(b):
         return None
     if isinstance(a, (Through, Apart)):
@@ -322,10 +341,7 @@ class _Planner:
             self.stage[add.op] = self.stage[add.result] = number + 1
             self.on_way.update((add.op, *add.inner, *add.post))
             self.unfinished.update((add.op, *add.post[:-1]) if add.post else ())
-            for op in add.post[:-1]:
-                users = [user for user in self.flow.users[op] if user in add.post]
-                if op.name in VIEWS or any(user.scope is not op.scope or user.name in VIEWS for user in users):
-                    self.stage[op] = number + 1
+            self.stage.update(dict.fromkeys(add.post, number + 1))
 
     def _beginning(self) -> Scope:
         """The innermost call that holds the first add and all that its branches read the stream with."""
@@ -471,10 +487,15 @@ class _Planner:
             return  # the stream starts in what it calls
         function.adds.setdefault(self.name, {})[start] = len(inside)
         number = function.trunks.index(self.name)
-        if scope is self.begin:
-            function.opens.add(self.name)
         value = self.chain.entry if scope is self.begin else None
         names = self._brought(scope, value, start)
+        if value is not None:
+            place = names or (self._span(scope, value) if scope.holds(value.scope) else None)
+            if function.opens.setdefault(self.name, place) != place:
+                raise EditError(
+                    f"the residual stream starts in different places of {function.text.where()}, in evaluation and in "
+                    "training mode or in two calls"
+                )
         for name in names:
             awaiting = not self.unfinished.isdisjoint(scope.arguments[name])
             norm = None if awaiting else self._norm(scope, start, value)
@@ -502,8 +523,10 @@ class _Planner:
             callee = f"{first[0].arg}.{self.plans[key].gate}"
         after = max((n for n, add in enumerate(self.adds) if child.holds(add.op.scope)), default=-1) + 1
         at, last = _span(call), self._returned(self.adds[after - 1], scope, [call])
-        norm = None if last else self._norm(scope, after, None)
-        function.put(("through", at), Through(at, self._given(child, call), callee, norm, last))
+        post = self.adds[after - 1].post if after else []
+        awaiting = bool(post) and not child.holds(post[-1].scope)
+        norm = None if last or awaiting else self._norm(scope, after, None)
+        function.put(("through", at), Through(at, self._given(child, call), callee, norm, last, awaiting))
 
     def _given(self, child: Scope, call: ast.Call) -> frozenset[int | str | None]:
         """The arguments of a call that hold the stream."""
@@ -529,25 +552,33 @@ class _Planner:
         function = self._function(add.op.scope)
         inner = []
         shortcut = add.shortcut
-        for op in add.inner:
-            inner.append((self._span(add.op.scope, op), op.inputs[0] is shortcut))
-            shortcut = op
         at = self._span(add.op.scope, add.op)
+        for op in add.inner:
+            part = Part(self._span(add.op.scope, op), op.inputs[0] is shortcut)
+            if within(part.at, at):
+                inner.append((part.at, part.first))
+            else:
+                function.put(("sum", part.at), part)
+            shortcut = op
         nodes = [] if add.op.place is None else self._text(add.op.scope).at(*add.op.place)
         last = self._returned(add, add.op.scope, nodes)
         norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
         function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, tuple(inner), last, norm))
-        for op in add.post:
-            scope = self._carrier(op)
+        scopes = {op: self._carrier(op) for op in add.post}
+        spans: dict[Scope | None, list[Span]] = {}
+        for op, scope in scopes.items():
             if scope is None:
                 raise EditError("what makes the next state stands outside the functions that the stream runs through")
+            spans.setdefault(scope, []).append(self._span(scope, op))
+        for op, scope in scopes.items():
+            assert scope is not None
             function = self._function(scope)
             at, trunk = self._span(scope, op), function.trunks.index(self.name)
             if op.name in VIEWS and op.scope is scope:
                 function.put(("reshape", at), Reshape(at, False))
             elif op is add.post[-1]:
                 function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None)))
-            elif op in self.stage:
+            elif not any(within(at, other) for other in spans[scope] if other != at):
                 function.put(("push", at), Carry(at, trunk))
 
     def _returned(self, add: Add, scope: Scope, nodes: Sequence[ast.AST]) -> bool:

@@ -102,6 +102,14 @@ def place_of(code: CodeType, instruction: int) -> Place:
     return positions(code)[instruction // 2]
 
 
+def within(inner: Place, outer: Place) -> bool:
+    """Whether one place is inside another."""
+    if None in inner or None in outer:
+        return False
+    start, end = (outer[0], outer[2]), (outer[1], outer[3])
+    return start <= (inner[0], inner[2]) and (inner[1], inner[3]) <= end
+
+
 @functools.lru_cache(maxsize=1024)
 def positions(code: CodeType) -> list[Place]:
     return list(code.co_positions())

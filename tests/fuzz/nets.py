@@ -34,6 +34,7 @@ ADDS = {
     "post-activation": "x = F.relu(x + self.f{n}(x))",
     "parallel": "x = x + self.f{n}(self.norm{n}(x)) + self.g{n}(self.norm{n}(x))",
     "parallel sum": "x = x + (self.f{n}(self.norm{n}(x)) + self.g{n}(x))",
+    "parallel in statements": "h = self.norm{n}(x)\ny = x + self.f{n}(h)\nx = y + self.g{n}(h)",
     "scaled": "x = x + self.gamma{n} * self.f{n}(self.norm{n}(x))",
     "dropout": "x = x + F.dropout(self.f{n}(self.norm{n}(x)), 0.3, self.training)",
     "drop path": "x = x + drop_path(self.f{n}(self.norm{n}(x)), self.training)",
@@ -56,6 +57,21 @@ ADDS = {
     "if training": (
         "h = self.f{n}(self.norm{n}(x))\nif self.training:\n    h = h * 0.5\nelse:\n    h = h * 0.9\nx = x + h"
     ),
+    "random scale": (
+        "h = self.f{n}(self.norm{n}(x))\nif self.training:\n    h = h * (0.5 + random.random())\nx = x + h"
+    ),
+    "drawn scale": "x = x + self.f{n}(self.norm{n}(x)) * (torch.rand(()).item() if self.training else 0.5)",
+    "grad mode in the branch": (
+        "h = self.f{n}(self.norm{n}(x))\nif torch.is_grad_enabled():\n    h = h * 1.0\nx = x + h"
+    ),
+    "optional branch mask": ("h = self.f{n}(self.norm{n}(x))\nif mask is not None:\n    h = h * mask\nx = x + h"),
+    "in-place branch mask": (
+        "h = self.norm{n}(x)\nif mask is not None:\n    h = h.masked_fill(mask == 0, 0.0)\nx = x + self.f{n}(h)"
+    ),
+    "autocast in the branch": (
+        'with torch.autocast("cpu", enabled=False):\n    h = self.f{n}(self.norm{n}(x))\nx = x + h'
+    ),
+    "noise in the branch": "h = self.norm{n}(x)\nx = x + self.f{n}(h + 0.1 * torch.randn_like(h) * self.training)",
     "two places": (
         "if self.training:\n    x = x + 0.5 * self.f{n}(self.norm{n}(x))\nelse:\n    x = x + self.f{n}(self.norm{n}(x))"
     ),

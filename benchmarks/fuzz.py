@@ -1,0 +1,105 @@
+"""Rewire thousands of random residual nets (tests/fuzz), and count: right, refused, wrong.
+
+    PYTHONPATH=tests python benchmarks/fuzz.py [--nets 5000] [--jobs 2] [--seed 0] [--out FILE]
+
+Every net is run by itself first; those that do not run, and those with a single residual add, are not counted. Nets
+that are wrong are printed with the seed that makes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import logging
+import multiprocessing
+import random
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from fuzz.checking import check
+from fuzz.nets import ADDS, ASIDES, BODIES, RETURNS, Net
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import rewire
+
+
+def net_of(seed: int) -> Net:
+    """The random net of a number."""
+    draw = random.Random(seed)
+    forwards = []
+    for _ in range(draw.choice([1, 1, 2])):
+        parts = [draw.choice(list(ADDS)) for _ in range(draw.choice([1, 1, 2, 2, 3]))]
+        for _ in range(draw.choice([0, 0, 1, 2])):
+            parts.insert(draw.randrange(len(parts) + 1), draw.choice(list(ASIDES)))
+        forwards.append(tuple(parts))
+    order = tuple(draw.randrange(len(forwards)) for _ in range(draw.choice([1, 2, 3, 4])))
+    return Net(tuple(forwards), order, draw.choice(list(BODIES)), draw.choice(list(RETURNS)))
+
+
+def outcome(seed: int) -> tuple[int, str, str]:
+    """The number, ``right``, ``refused``, ``wrong`` or ``not counted``, and why."""
+    net = net_of(seed)
+    if net.adds < 2:
+        return seed, "not counted", "a single residual add"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            result = check(net, Path(folder))
+        except Exception as error:  # an assertion, or what is no RewireError: both are faults
+            return seed, "wrong", f"{type(error).__name__}: {error}"
+    if result == "invalid":
+        return seed, "not counted", "it does not run"
+    return (seed, "right", "") if result == "right" else (seed, "refused", result)
+
+
+def quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.CRITICAL)
+    sys.setrecursionlimit(10_000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nets", type=int, default=5000)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0, help="of the first net")
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks/fuzz.json"))
+    given = parser.parse_args()
+
+    start, console = time.time(), Console()
+    results: list[tuple[int, str, str]] = []
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(given.jobs, quiet, maxtasksperchild=500) as pool, Progress(console=console) as progress:
+        task = progress.add_task("nets", total=given.nets)
+        for result in pool.imap_unordered(outcome, range(given.seed, given.seed + given.nets), chunksize=8):
+            results.append(result)
+            progress.advance(task)
+            if result[1] == "wrong":
+                console.print(f"wrong: net {result[0]}: {result[2]}", markup=False)
+
+    counts = collections.Counter(kind for _, kind, _ in results)
+    reasons = collections.Counter(why.partition(":")[0] for _, kind, why in results if kind == "refused")
+    counted = sum(counts[kind] for kind in ("right", "refused", "wrong"))
+    table = Table("outcome", "nets", "of those that run and have a stream")
+    for kind in ("right", "refused", "wrong"):
+        table.add_row(kind, str(counts[kind]), f"{counts[kind] / max(counted, 1):.1%}")
+    table.add_row("not counted", str(counts["not counted"]), "")
+    console.print(table)
+    console.print(f"refused because: {dict(reasons)}; {time.time() - start:.0f} s", markup=False)
+
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    settings = {"nets": given.nets, "seed": given.seed, "rewire": rewire.__version__, "torch": torch.__version__}
+    found = {"counts": counts, "refused because": reasons, "wrong": [r for r in results if r[1] == "wrong"]}
+    given.out.write_text(json.dumps({**settings, **found}, indent=2) + "\n")
+    sys.exit(bool(counts["wrong"]))
+
+
+if __name__ == "__main__":
+    main()
