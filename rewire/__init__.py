@@ -7,6 +7,7 @@ from rewire.backend import Backend, BackendReport
 from rewire.compiler import coefficients, compile, inspect, restore, source
 from rewire.connection import Connection, connections
 from rewire.diagnostics import Diagnosis, diagnose
+from rewire.diffs import diff
 from rewire.errors import (
     AlreadyConnected,
     AlreadyRewired,
@@ -79,6 +80,7 @@ __all__ = [
     "compile",
     "connections",
     "diagnose",
+    "diff",
     "freeze",
     "from_pretrained",
     "fusions",

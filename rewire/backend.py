@@ -23,7 +23,7 @@ from rewire.passes.mixes import LoweredMix, lower_mixes
 from rewire.passes.rewrite import rewrite_chain
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
-from rewire.trunk import Report, Trunk
+from rewire.trunk import LeftAlone, Report, Trunk
 
 log = logging.getLogger("rewire")
 
@@ -100,7 +100,7 @@ class Backend:
         self._seen: list[Trunk] = []  # found in any graph of the model that is being compiled
         self._break = ""  # the last graph break
         self.__name__ = "rewire"  # in messages of torch.compile
-        self._report = BackendReport(0, Report((), {}), (), {})
+        self._report = BackendReport(0, Report(()), (), {})
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Backend:
@@ -212,7 +212,7 @@ class Backend:
         mixes, left = lower_mixes(graph.graph, graph)
         graph.graph.lint()
         graph.recompile()
-        self._note(rewired, found.skipped, mixes, left)
+        self._note(rewired, found.left, mixes, left)
 
     def _check_names(self, graph: fx.GraphModule, trunks: Sequence[Trunk]) -> None:
         """Refuse names that no graph of the model has, once its last graph is there."""
@@ -275,11 +275,12 @@ class Backend:
                 )
 
     def _note(
-        self, rewired: Sequence[Trunk], skipped: dict[str, str], mixes: Sequence[LoweredMix], left: dict[str, str]
+        self, rewired: Sequence[Trunk], skipped: Sequence[LeftAlone], mixes: Sequence[LoweredMix], left: dict[str, str]
     ) -> None:
         old = self._report
         residuals = Report(
-            tuple(dict.fromkeys((*old.residuals.trunks, *rewired))), {**old.residuals.skipped, **skipped}
+            tuple(dict.fromkeys((*old.residuals.trunks, *rewired))),
+            tuple(dict.fromkeys((*old.residuals.left, *skipped))),
         )
         all_mixes = tuple(dict.fromkeys((*old.mixes, *mixes)))
         self._report = BackendReport(old.graphs + 1, residuals, all_mixes, {**old.left, **left})
@@ -325,7 +326,7 @@ def _found(graph: fx.GraphModule) -> Found:
         if any(chain.passages) or any(add.shortcut is not add.state for add in chain.adds):
             found.trunks.remove(linked)
             why = "its stream is cast or reshaped between the adds, which this backend does not follow"
-            found.skipped[linked.trunk.name] = why
+            found.left.append(LeftAlone(linked.trunk.name, why))
     return found
 
 

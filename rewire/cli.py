@@ -1,4 +1,4 @@
-"""The command line: ``rewire inspect``, ``source``, ``list``, ``plot``, ``diagnose``, ``bench`` and ``kernels``."""
+"""Commands: ``rewire inspect``, ``source``, ``diff``, ``list``, ``plot``, ``diagnose``, ``bench`` and ``kernels``."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ _MODEL = typer.Argument(
     "'shape:name' (a size of the papers, see 'rewire list').",
 )
 Model = Annotated[str, _MODEL]
+Topology = Annotated[str, typer.Option(help="How to connect the blocks; 'rewire list' shows all.")]
+Granularity = Annotated[Literal["auto", "block", "sublayer"], typer.Option(help="What the topology connects.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -84,17 +86,17 @@ def inspect_command(model: Model) -> None:
 def source_command(
     model: Model,
     path: Annotated[str, typer.Argument(metavar="PATH", help="A block, as inspect names it: model.layers.0")],
-    topology: Annotated[
-        str, typer.Option(help="How to connect the blocks; 'rewire list' shows all.")
-    ] = "ancre-ingoing",
-    granularity: Annotated[
-        Literal["auto", "block", "sublayer"], typer.Option(help="What the topology connects.")
-    ] = "auto",
+    topology: Topology = "ancre-ingoing",
+    granularity: Granularity = "auto",
 ) -> None:
     """Rewire MODEL and print the new forward of the block at PATH."""
-    # Neither start nor validation changes the forward; the paper's start is the one that every topology has.
-    rewired = rewire.compile(_load(model), topology, granularity=granularity, start="paper", validate=False)
-    _print_python(rewire.source(rewired, path))
+    _print_code(rewire.source(_rewired(model, topology, granularity), path), "python")
+
+
+@app.command("diff")
+def diff_command(model: Model, topology: Topology = "ancre-ingoing", granularity: Granularity = "auto") -> None:
+    """Rewire MODEL and print all that this changes in its files, as a unified diff."""
+    _print_code(rewire.diff(_rewired(model, topology, granularity)), "diff")
 
 
 @app.command("list")
@@ -184,7 +186,7 @@ def kernels_command(
         text = source(spec, backward)
     except ValueError as error:
         raise RewireError(str(error)) from error
-    _print_python(text)
+    _print_code(text, "python")
 
 
 @app.command("bench")
@@ -300,6 +302,12 @@ def _load(spec: str) -> nn.Module:
     return model
 
 
+def _rewired(spec: str, topology: str, granularity: Literal["auto", "block", "sublayer"]) -> nn.Module:
+    """The model that MODEL names, rewired to be read."""
+    # Neither start nor validation changes the forwards; the paper's start is the one that every topology has.
+    return rewire.compile(_load(spec), topology, granularity=granularity, start="paper", validate=False)
+
+
 def _imported(module: str, name: str) -> Any:
     """The object ``name`` (which may have dots) of ``module``."""
     if os.getcwd() not in sys.path and "" not in sys.path:
@@ -317,10 +325,10 @@ def _imported(module: str, name: str) -> Any:
     return found
 
 
-def _print_python(text: str) -> None:
+def _print_code(text: str, language: str) -> None:
     console = _console()
     if console.is_terminal:
-        console.print(Syntax(text, "python", theme="ansi_dark", background_color="default", word_wrap=True))
+        console.print(Syntax(text, language, theme="ansi_dark", background_color="default", word_wrap=True))
     else:
         typer.echo(text, nl=False)  # as it is, to be read by programs
 

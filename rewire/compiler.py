@@ -17,6 +17,7 @@ from rewire.errors import (
     AlreadyConnected,
     AlreadyRewired,
     BadExampleInputs,
+    EditError,
     NoResidualAdds,
     RewireError,
     ShardedModel,
@@ -28,6 +29,7 @@ from rewire.init import Initializer, initialize, make_initializer
 from rewire.passes.apply import apply, is_opened, undo
 from rewire.passes.connect import StreamsToTensors, convert_collected, register
 from rewire.passes.copies import shared
+from rewire.passes.edit import edited
 from rewire.passes.find import Found, definitions, find, prepared_copy
 from rewire.passes.install import edits_of, is_edited
 from rewire.passes.plan import Plans, plan
@@ -39,9 +41,10 @@ from rewire.stream import Layout
 from rewire.topologies import Topology, make_topology
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual
-from rewire.trunk import Report, Trunk
+from rewire.trunk import LeftAlone, Report, Trunk, told
 
 log = logging.getLogger("rewire")
+_SHOWN = 12  # reasons in an error
 
 
 def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
@@ -53,15 +56,15 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
             residual connections and run on them, and the report says where that failed.
 
     Returns:
-        A report with ``.trunks`` and ``.skipped`` (module path -> reason), which prints as a table. Of a rewired model
-        it shows the plain one.
+        A report with ``.trunks`` and ``.left`` (what was left alone, where and why), which prints as a table. Of a
+        rewired model it shows the plain one.
     """
     if connections(model):
         model = restore(model)
     found = patterns_for(model)
     learned = first_given(found, "learned")
     if learned:
-        return Report((), {"": f"it already has learned depth connections: {learned}"})
+        return Report((), (LeftAlone("", f"it already has learned depth connections: {learned}"),))
     prepared, inputs = prepared_copy(model, found), known_inputs(model, found, example_inputs)
     if example_inputs is None:
         return find(prepared, found, inputs, run=False)[0].report
@@ -71,7 +74,7 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
             compile(model, "residual", example_inputs=example_inputs)
     except RewireError as error:
         report = find(prepared, found, None)[0].report
-        return dataclasses.replace(report, skipped={**report.skipped, "": str(error)})
+        return dataclasses.replace(report, left=(*report.left, LeftAlone("", str(error))))
     return report
 
 
@@ -142,7 +145,7 @@ def compile(
     prepared = prepared_copy(model, found)
     everything = any(topology.reads_qkv for topology in chosen.values())
     seen = find(prepared, found, inputs, run=validate, everything=everything)
-    rewired = rewrite(prepared, found, seen, layouts, start)
+    rewired = rewrite(prepared, found, seen, layouts, start, all_of_them=any(chosen))
     if validate:
         _validate(model, rewired, inputs, start)
     return rewired if initializer is None else _initialized(rewired, initializer)
@@ -357,38 +360,84 @@ def rewrite(
     found: list[Found],
     layouts: Callable[[list[Trunk]], list[Layout]],
     start: Start,
+    all_of_them: bool = True,
 ) -> nn.Module:
-    """Rewire a copy of a model, what `prepared_copy` made: ``layouts`` chooses the trunks, and what connects them."""
+    """Rewire a copy of a model.
+
+    Args:
+        rewired: what `prepared_copy` made; changed in place.
+        patterns: those that match the model.
+        found: its trunks.
+        layouts: chooses the trunks, and what connects them.
+        start: of the connections.
+        all_of_them: whether a trunk that cannot be edited is an error; else it is left as it is, with a warning, if
+            others can.
+
+    Raises:
+        NoResidualAdds: nothing was found.
+        EditError: a trunk cannot be edited.
+    """
     trunks = {linked.trunk.name: linked.trunk for linked in found[0].trunks}
     if not trunks:
-        looked = "".join(f"\n  {path or '(the model)'}: {reason}" for path, reason in found[0].skipped.items())
-        raise NoResidualAdds(
-            f"no residual stream was found in {type(rewired).__name__} ({len(list(rewired.modules()))} modules were "
-            f"looked at)."
-            + (f" Left alone:{looked}" if looked else " No forward in it adds an input to what it computes.")
-        )
-    plans: Plans = {}
-    made: dict[str, Connection] = {}
-    for layout in layouts(list(trunks.values())):
-        trunk = trunks[layout.trunk]
-        for one in found:
-            for linked in one.trunks:
-                if linked.trunk.name == trunk.name:
-                    if len(linked.trunk.sites) != len(trunk.sites):
-                        log.warning(
-                            "trunk '%s' makes %d residual adds in training mode, and %d in evaluation mode: calls that "
-                            "skip some will raise OutOfOrder; layer dropping has to be off.",
-                            *(trunk.name, len(linked.trunk.sites), len(trunk.sites)),
-                        )
-                        continue
-                    apart = [number for number in range(len(trunk.sites)) if layout.reads_apart(number)]
-                    projections = {n: find_projections(one.flow, trunk.sites[n], patterns) for n in apart}
-                    plan(one, linked, plans, definitions(patterns), projections)
-        made[trunk.name] = Connection(layout, start, _device_of(rewired.get_submodule(trunk.owner)), trunk)
-        register(rewired, trunk, made[trunk.name])
+        raise NoResidualAdds(_nothing_found(type(rewired).__name__, found[0]))
+    chosen = {layout.trunk: layout for layout in layouts(list(trunks.values()))}
+    while True:
+        plans: Plans = {}
+        name = ""
+        try:
+            for name, layout in chosen.items():
+                _plan(trunks[name], layout, found, patterns, plans)
+            texts = {}
+            for key, function in plans.items():
+                name = function.trunks[-1] if function.trunks else name
+                texts[key] = edited(function)
+            break
+        except EditError as error:
+            if all_of_them or len(chosen) == 1:
+                raise EditError(f"trunk '{name}' cannot be edited: {error}") from error
+            log.warning("trunk '%s' was left as it is: %s", name, error)
+            del chosen[name]
+    made = {}
+    for name, layout in chosen.items():
+        trunk = trunks[name]
+        made[name] = Connection(layout, start, _device_of(rewired.get_submodule(trunk.owner)), trunk)
+        register(rewired, trunk, made[name])
         convert_collected(rewired, trunk)
-    apply(rewired, found[0].flow.model, plans.values(), made)
+    apply(rewired, found[0].flow.model, [(function, texts[key]) for key, function in plans.items()], made)
     return rewired
+
+
+def _plan(trunk: Trunk, layout: Layout, found: list[Found], patterns: list[Pattern], plans: Plans) -> None:
+    """Plan what changes for a trunk, in all ways of looking at the model."""
+    apart = [number for number in range(len(trunk.sites)) if layout.reads_apart(number)]
+    pairs = [(one, linked) for one in found for linked in one.trunks if linked.trunk.name == trunk.name]
+    for one, linked in pairs:
+        if len(linked.trunk.sites) != len(trunk.sites):
+            log.warning(
+                "trunk '%s' makes %d residual adds in training mode, and %d in evaluation mode: calls that skip some "
+                "will raise OutOfOrder; layer dropping has to be off.",
+                *(trunk.name, len(linked.trunk.sites), len(trunk.sites)),
+            )
+            continue
+        projections = {n: find_projections(one.flow, trunk.sites[n], patterns) for n in apart}
+        plan(one, linked, plans, definitions(patterns), projections)
+
+
+def _nothing_found(name: str, found: Found) -> str:
+    """What was looked at, and why each add in it is none that could be connected."""
+    rows = told(found.left)
+    if not rows:
+        return (
+            f"no residual stream was found in {name}: nothing in its forwards adds to a value what is computed from it "
+            "through weights. If only a run shows that, pass example_inputs."
+        )
+    lines = [f"\n  {path}: {why}{f' ({place})' if place else ''}" for path, why, place in rows[:_SHOWN]]
+    more = f"\n  ... and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+    return (
+        f"no residual stream of two adds or more was found in {name}. Left alone:{''.join(lines)}{more}\nAn add is "
+        "connected where the value that it makes is the shortcut of the next one; weights on the way, other than a "
+        "norm's, end the stream. If a forward could not be traced, pass example_inputs."
+    )
 
 
 def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -62,16 +63,53 @@ class Trunk:
 
 
 @dataclasses.dataclass(frozen=True)
+class LeftAlone:
+    """A residual add that was left alone, or a module that could not be read.
+
+    Attributes:
+        path: of the branch or the module, from the model's root.
+        why: in words.
+        place: file and line of the user's source; empty if they are not known.
+        written: what stands there.
+    """
+
+    path: str
+    why: str
+    place: str = ""
+    written: str = ""
+
+
+def told(left: Sequence[LeftAlone]) -> list[tuple[str, str, str]]:
+    """Path, reason and place of what was left alone; the same said of many modules is said once."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for one in left:
+        rows.setdefault((one.why, one.place, one.written), []).append(one.path or "(the model)")
+    return [
+        (
+            paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else ""),
+            why,
+            f"{place}: {written}" if written else place,
+        )
+        for (why, place, written), paths in rows.items()
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """What `rewire.inspect` found. Printing it shows a table.
 
     Attributes:
         trunks: the residual streams that can be rewired.
-        skipped: module path -> why a residual add there was left alone, or why the module could not be read.
+        left: what was left alone.
     """
 
     trunks: tuple[Trunk, ...]
-    skipped: dict[str, str]
+    left: tuple[LeftAlone, ...] = ()
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Module path -> why a residual add there was left alone, or why the module could not be read."""
+        return {one.path: one.why for one in reversed(self.left)}
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=120)
@@ -84,11 +122,11 @@ class Report:
         for trunk in self.trunks:
             yield self._headline(trunk)
             yield self._table(trunk)
-        if self.skipped:
+        if self.left:
             yield Text("Left alone", style="bold")
-            table = Table("module", "because", box=box.SIMPLE_HEAD)
-            for path, reason in self.skipped.items():
-                table.add_row(path or "(the model)", reason)
+            table = Table("module", "because", "where", box=box.SIMPLE_HEAD)
+            for row in told(self.left):
+                table.add_row(*map(Text, row))
             yield table
 
     @staticmethod

@@ -122,12 +122,12 @@ def test_no_module() -> None:
 
 
 def test_no_residual_adds() -> None:
-    with pytest.raises(rewire.NoResidualAdds, match=r"in Stack \(13 modules were looked at\)\. No forward in it adds"):
+    with pytest.raises(rewire.NoResidualAdds, match=r"in Stack: nothing in its forwards adds"):
         rewire.compile(Stack(Gated), ANCRE)
 
 
 def test_no_residual_adds_names_what_was_left_alone() -> None:
-    with pytest.raises(rewire.NoResidualAdds, match=r"(?s)in Stack .*layers\.0\.mlp: a single residual add"):
+    with pytest.raises(rewire.NoResidualAdds, match=r"(?s)in Stack.*layers\.0\.mlp: a single residual add"):
         rewire.compile(Stack(lambda: Half(), depth=1), ANCRE)
 
 
@@ -147,7 +147,7 @@ class Untraceable(PreNorm):
 def test_a_forward_that_cannot_be_traced_is_named() -> None:
     report = rewire.inspect(Stack(Untraceable))
     assert not report.trunks and "cannot be traced: it loops over a traced value" in report.skipped["layers.0"]
-    with pytest.raises(rewire.NoResidualAdds, match=r"(?s)layers\.0: its forward cannot be traced"):
+    with pytest.raises(rewire.NoResidualAdds, match=r"(?s)layers\.0 and \d more: its forward cannot be traced"):
         rewire.compile(Stack(Untraceable), ANCRE)
 
 

@@ -45,7 +45,7 @@ from rewire.patterns.tiny import timm_model, tiny_model
 
 HERE = Path(__file__).parent
 ROWS = ("transformers", "timm", "diffusers", "wild")
-SECONDS, BYTES = 150, 10 << 30
+SECONDS, BYTES = 60, 6 << 30
 
 
 @dataclasses.dataclass

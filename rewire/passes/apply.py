@@ -10,42 +10,43 @@ from rewire.connection import Connection
 from rewire.depth import Entry, Gate
 from rewire.errors import EditError
 from rewire.kernels.norms import copy_mark, unmark
-from rewire.passes.edit import edited
 from rewire.passes.fusions import NORMS
 from rewire.passes.install import Edited, edited_function, install, is_edited, uninstall
 from rewire.passes.plan import FunctionPlan
 
 
 def apply(
-    model: nn.Module, looked_at: nn.Module, plans: Iterable[FunctionPlan], connections: Mapping[str, Connection]
+    model: nn.Module,
+    looked_at: nn.Module,
+    plans: Iterable[tuple[FunctionPlan, str]],
+    connections: Mapping[str, Connection],
 ) -> None:
     """Give the modules of ``model`` their edited functions and the gates that these talk to.
 
     Args:
         model: changed in place.
         looked_at: the copy that the plans were made of.
-        plans: what changes.
+        plans: what changes in each function, and its new text.
         connections: of each trunk.
 
     Raises:
-        EditError: a function cannot be changed as planned.
+        EditError: a module has an attribute of the name that rewire needs, or its class cannot be derived from.
     """
-    by_module: dict[str, list[FunctionPlan]] = {}
-    for plan in plans:
-        by_module.setdefault(plan.path, []).append(plan)
+    by_module: dict[str, list[tuple[FunctionPlan, str]]] = {}
+    for plan, source in plans:
+        by_module.setdefault(plan.path, []).append((plan, source))
     for path, of_module in by_module.items():
         module, methods = model.get_submodule(path), dict[str, Edited]()
-        for plan in of_module:
+        for plan, source in of_module:
             if hasattr(module, plan.gate):
                 raise EditError(f"'{path}' has an attribute '{plan.gate}' of its own, which rewire needs")
-            source = edited(plan)
             if plan.method:
                 definition = plan.decorated.function if plan.substituted else None
                 methods[plan.name] = Edited(plan.name, source, definition)
             module.__dict__[plan.gate] = _gate(plan, source, connections)
         if methods:
-            install(module, methods, shared=not any(plan.adds for plan in of_module))
-        _mark_norms(module, looked_at.get_submodule(path), of_module)
+            install(module, methods, shared=not any(plan.adds for plan, _ in of_module))
+        _mark_norms(module, looked_at.get_submodule(path), [plan for plan, _ in of_module])
 
 
 def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection]) -> Gate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import linecache
 import logging
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -19,8 +20,9 @@ from rewire.passes.functions import define
 from rewire.passes.names import channels_of, named
 from rewire.passes.record import record
 from rewire.passes.streams import Chain, chains
+from rewire.passes.text import place_of
 from rewire.patterns.pattern import Inputs, Pattern
-from rewire.trunk import Report, Site, Trunk
+from rewire.trunk import LeftAlone, Report, Site, Trunk
 
 log = logging.getLogger("rewire.find")
 
@@ -41,11 +43,11 @@ class Found:
 
     flow: Flow
     trunks: list[FoundTrunk]
-    skipped: dict[str, str]
+    left: list[LeftAlone]
 
     @property
     def report(self) -> Report:
-        return Report(tuple(found.trunk for found in self.trunks), dict(self.skipped))
+        return Report(tuple(found.trunk for found in self.trunks), tuple(self.left))
 
 
 def find(
@@ -151,23 +153,37 @@ def _agree(evaluation: Found, training: Found) -> None:
 def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:
     """All residual streams of at least two adds, in the order of the model's modules."""
     linked, rejected = chains(flow)
-    skipped = dict(flow.unread)
-    for one in rejected:
-        skipped.setdefault(one.op.scope.path if one.add is None else _site(flow, one.add).name, one.why)
+    left = [LeftAlone(path, why) for path, why in flow.unread.items()]
+    left += [
+        LeftAlone(one.op.scope.path if one.add is None else _site(flow, one.add).name, one.why, *written_at(one.op))
+        for one in rejected
+    ]
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
         for piece in _of_one_width(chain):
             sites = [_site(flow, add, patterns) for add in piece.adds]
             if len(sites) == 1:
-                skipped.setdefault(sites[0].name, SINGLE)
+                left.append(LeftAlone(sites[0].name, SINGLE, *written_at(piece.adds[0].op)))
             else:
                 rows.append((piece, sites))
     trunks: list[FoundTrunk] = []
     for chain, sites in sorted(rows, key=lambda row: position.get(row[1][0].block, 0)):
         taken = {found.trunk.name for found in trunks}
         trunks.append(FoundTrunk(_trunk(flow, chain, sites, taken), chain))
-    return Found(flow, trunks, skipped)
+    return Found(flow, trunks, left)
+
+
+def written_at(op: Op) -> tuple[str, str]:
+    """File and line of an operation, and what stands there; empty if they are not known."""
+    if op.place is None:
+        return "", ""
+    code, place = op.place[0], place_of(*op.place)
+    line, end_line, start, end = place
+    if line is None:
+        return code.co_filename, ""
+    text = linecache.getline(code.co_filename, line).encode()
+    return f"{code.co_filename}:{line}", (text[start:end] if line == end_line else text[start:]).decode().strip()
 
 
 def residual_sites(flow: Flow, patterns: Sequence[Pattern] = ()) -> list[tuple[Add, Site]]:

@@ -137,7 +137,7 @@ def test_adds_inside_a_branch_belong_to_it() -> None:
     assert [[site.name for site in flat.trunk.sites] for flat in result.trunks] == [
         [f"layers.{n}.fn" for n in range(3)]
     ]
-    assert result.skipped["layers.1.fn.a"] == "inside the branch of another residual add"
+    assert result.report.skipped["layers.1.fn.a"] == "inside the branch of another residual add"
 
 
 def test_an_add_around_a_trunk_is_left_alone() -> None:
@@ -146,18 +146,18 @@ def test_an_add_around_a_trunk_is_left_alone() -> None:
     (trunk,) = (flat.trunk for flat in result.trunks)
     assert [site.block for site in trunk.sites[::2]] == ["down.0", "down.1", "up.0", "up.1"]
     assert [site.post for site in trunk.sites] == [(), (), (), ("add", "mul"), (), (), (), ()]
-    assert set(result.skipped.values()) == {"a shortcut around a whole trunk"}
+    assert set(result.report.skipped.values()) == {"a shortcut around a whole trunk"}
 
 
 def test_position_embeddings_are_no_branches() -> None:
     result = found(Convolved(), vectors())
     assert [len(flat.trunk.sites) for flat in result.trunks] == [4]
-    assert result.skipped == {"pos_conv": "adds a position embedding"}
+    assert result.report.skipped == {"pos_conv": "adds a position embedding"}
 
 
 def test_a_single_add_is_left_alone() -> None:
     result = found(Stack(lambda: Residual(nn.Linear(WIDTH, WIDTH)), depth=1), vectors())
-    assert not result.trunks and "a single residual add" in result.skipped["layers.0.fn"]
+    assert not result.trunks and "a single residual add" in result.report.skipped["layers.0.fn"]
 
 
 def test_a_forward_that_is_written_out() -> None:

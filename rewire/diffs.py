@@ -1,0 +1,178 @@
+"""rewire.diff: what rewiring changed in the user's files, as a unified diff."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import linecache
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import FunctionType
+from typing import TypeAlias
+
+from torch import nn
+
+from rewire.connection import connections
+from rewire.depth import Gate
+from rewire.errors import RewireError
+from rewire.passes.install import _CODES, edits_of, is_edited, original_class
+from rewire.passes.text import Text, text_of
+
+#: A difference as difflib gives it: its kind, and the ranges of old and of new lines.
+Opcode: TypeAlias = tuple[str, int, int, int, int]
+
+
+def diff(model: nn.Module) -> str:
+    """All that rewiring changed in the text of a rewired model, as one unified diff of the files that it stands in.
+
+    ```python
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+    model = rewire.compile(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), validate=False)
+    print(rewire.diff(model))
+    ```
+
+    Behind the ``@@`` of each hunk stand the modules that run what it shows. Where modules got different texts of one
+    function, its file has several diffs, and each applies to the file as it is. The files themselves stay as they are:
+    the changed functions run in this model only.
+
+    Args:
+        model: a rewired model.
+
+    Returns:
+        Files in the order of the model's modules; paths are relative to the current directory for files in it, else
+        to ``site-packages``, else absolute.
+
+    Raises:
+        RewireError: the model was not rewired, or a file has changed since.
+        TypeError: ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    if not connections(model):
+        raise RewireError(f"{type(model).__name__} was not rewired: it has no connection weights.")
+    files: dict[str, list[_Rewritten]] = {}
+    for rewritten in _rewritten(model):
+        files.setdefault(rewritten.text.file, []).append(rewritten)
+    return "".join(_file_diff(file, chosen) for file, found in files.items() for chosen in _one_text_each(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rewritten:
+    """A function with one of its new texts, and the paths of the modules that run it."""
+
+    text: Text
+    source: str
+    paths: list[str]
+
+    @property
+    def start(self) -> int:
+        """Index of its first line among those of the file."""
+        return self.text.first - 1
+
+    @property
+    def end(self) -> int:
+        return self.start + len(_split(self.text.text))
+
+    @property
+    def modules(self) -> str:
+        first = " ".join(self.paths[0].split()) or "(the model)"  # a name may hold a line break
+        return f"{first} (and {len(self.paths) - 1} more)" if len(self.paths) > 1 else first
+
+
+def _rewritten(model: nn.Module) -> Iterable[_Rewritten]:
+    """Each new text of each function once, in the order of the modules."""
+    found: dict[tuple[str, int, str], _Rewritten] = {}
+    for path, module in model.named_modules():
+        for original, source in _edits(module):
+            text = text_of(original)
+            found.setdefault((text.file, text.first, source), _Rewritten(text, source, [])).paths.append(path)
+    return found.values()
+
+
+def _edits(module: nn.Module) -> Iterator[tuple[FunctionType, str]]:
+    """The functions that ``module`` runs in an edited form, as they were, and their new texts."""
+    if is_edited(module):
+        for edited in edits_of(module).values():
+            original = edited.original(original_class(module)).function
+            assert original is not None
+            yield original, edited.source
+    for gate in vars(module).values():
+        if isinstance(gate, Gate) and isinstance(gate.function, FunctionType):
+            yield _before(gate.function)
+
+
+def _before(helper: FunctionType) -> tuple[FunctionType, str]:
+    """What an edited helper was made of. (Not from linecache, where its text is, too: that is a cache.)"""
+    code = helper.__code__
+    for original, made in _CODES.items():
+        for source, known in made.items():
+            if (known.co_filename, known.co_firstlineno) == (code.co_filename, code.co_firstlineno):
+                return original, source
+    raise RewireError(f"{helper.__qualname__} was defined anew since the model was rewired: rewire it again.")
+
+
+def _one_text_each(found: Sequence[_Rewritten]) -> list[list[_Rewritten]]:
+    """The texts of a file's functions in sets that go together: no function twice."""
+    sets: list[dict[int, _Rewritten]] = []
+    for rewritten in found:
+        free = next((chosen for chosen in sets if rewritten.start not in chosen), None)
+        if free is None:
+            sets.append(free := {})
+        free[rewritten.start] = rewritten
+    return [[chosen[start] for start in sorted(chosen)] for chosen in sets]
+
+
+def _file_diff(file: str, chosen: Sequence[_Rewritten]) -> str:
+    """The diff of one file, in which each of the functions gets its new text."""
+    linecache.checkcache(file)
+    old = linecache.getlines(file)
+    new = list(old)
+    for rewritten in reversed(chosen):
+        if "".join(old[rewritten.start : rewritten.end]) != rewritten.text.text:
+            raise RewireError(f"{file} has changed since the model was rewired: import the model again.")
+        new[rewritten.start : rewritten.end] = _split(rewritten.source)
+    old, new = _as_stored(file, old), _as_stored(file, new)
+    groups = difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes()
+    name = _name(file)
+    hunks = [line for group in groups for line in _hunk(group, old, new, chosen)]
+    return "".join([f"--- a{name}\n", f"+++ b{name}\n", *hunks])
+
+
+def _hunk(group: Sequence[Opcode], old: list[str], new: list[str], chosen: Sequence[_Rewritten]) -> Iterator[str]:
+    """The lines of a hunk: of differences with less than seven equal lines between them."""
+    (_, start, _, new_start, _), (_, _, end, _, new_end) = group[0], group[-1]
+    changed = [at for tag, at, *_ in group if tag != "equal"]
+    owners = [next(r for r in reversed(chosen) if r.start <= at) for at in changed]
+    modules = ", ".join(dict.fromkeys(owner.modules for owner in owners))
+    yield f"@@ -{start + 1},{end - start} +{new_start + 1},{new_end - new_start} @@ {modules}\n"
+    for tag, a, b, c, d in group:
+        if tag == "equal":
+            yield from (f" {line}" for line in old[a:b])
+        else:
+            yield from (f"-{line}" for line in old[a:b])
+            yield from (f"+{line}" for line in new[c:d])
+
+
+def _split(text: str) -> list[str]:
+    """The lines of a file's text; at form feeds, too, `str.splitlines` would break them."""
+    return [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
+
+
+def _as_stored(file: str, lines: Sequence[str]) -> list[str]:
+    """Lines that Python has read, with the ends that they have in the file, so that the diff applies to it."""
+    path = Path(file)
+    stored = path.read_bytes() if path.is_file() else b"\n"  # a notebook's cell is no file
+    ended = [f"{line[:-1]}\r\n" for line in lines] if b"\r\n" in stored else list(lines)
+    if not stored.endswith(b"\n"):
+        ended[-1] = ended[-1].rstrip("\r\n") + "\n\\ No newline at end of file\n"
+    return ended
+
+
+def _name(file: str) -> str:
+    """What stands behind the ``a`` and ``b`` of a diff's first lines."""
+    path = Path(file).absolute()
+    if path.is_relative_to(Path.cwd()):
+        path = Path("/") / path.relative_to(Path.cwd())
+    elif "site-packages" in path.parts:
+        path = Path("/", *path.parts[path.parts.index("site-packages") + 1 :])
+    return path.as_posix() + "\t" * (" " in str(path))  # the tab says where a name with blanks ends
