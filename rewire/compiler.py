@@ -107,7 +107,8 @@ def compile(
             that the pattern registry knows how to make are used; where it knows none, a warning is logged.
         trunks: names of the trunks to rewire (`rewire.inspect` shows them); default: all.
         validate: compare outputs and gradients with the original's before returning. With a start that is not the
-            original network, the same rewrite is compared with plain residual connections in it.
+            original network, the same rewrite is compared with plain residual connections in it. On the meta device a
+            small model of the same classes takes the model's place, where the registry can make one; the log says so.
         options: options of the named topology.
 
     Returns:
@@ -146,7 +147,9 @@ def compile(
     everything = any(topology.reads_qkv for topology in chosen.values())
     seen = find(prepared, found, inputs, run=validate, everything=everything)
     rewired = rewrite(prepared, found, seen, layouts, start, all_of_them=any(chosen))
-    if validate:
+    if validate and _on_meta(model):
+        _validate_twin(model, found, chosen, granularity, start)
+    elif validate:
         _validate(model, rewired, inputs, start)
     return rewired if initializer is None else _initialized(rewired, initializer)
 
@@ -261,15 +264,39 @@ def known_inputs(model: nn.Module, found: list[Pattern], example_inputs: Any) ->
 def _validate(model: nn.Module, rewired: nn.Module, inputs: Inputs | None, start: Start) -> None:
     """Compare the same rewrite with plain connections in it; and at a preserving start the learned ones, too."""
     name = type(model).__name__
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        log.warning("%s was rewired but not validated: its parameters are on the meta device.", name)
-        return
     if inputs is None:
         log.warning("%s was rewired but not validated: there are no inputs to run it on; pass example_inputs.", name)
         return
     compare(model, with_plain_connections(rewired), inputs)
     if start == "preserve":
         compare(model, rewired, inputs, STARTS)
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _validate_twin(
+    model: nn.Module, patterns: list[Pattern], topologies: Mapping[str, Topology], granularity: Any, start: Start
+) -> None:
+    """In place of a model on the meta device, rewire and validate a small real one of the same classes."""
+    name, make = type(model).__name__, first_given(patterns, "twin")
+    if make is None:
+        log.warning("%s was rewired but not validated: its parameters are on the meta device.", name)
+        return
+    try:
+        twin = make(model)
+        compare(twin, twin, inputs_for(twin, patterns, None), STARTS)
+    except Exception as error:  # what is made up need not work
+        log.warning(
+            "%s was rewired but not validated: its parameters are on the meta device, and a small model with its "
+            "config does not run: %s",
+            *(name, error),
+        )
+        return
+    given: Any = topologies.get("", topologies)
+    compile(twin, given, granularity=granularity, start=start)
+    log.warning("%s is on the meta device: validated was a small model of the same classes.", name)
 
 
 def with_plain_connections(rewired: nn.Module) -> nn.Module:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from rewire.connection import Connection
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.kernels.fused_qkv import project_fused
+from rewire.passes.install import edited_function
 from rewire.stream import Stream
 from rewire.topologies.base import Ways
 
@@ -54,13 +56,20 @@ class Gate:
         block: path of the module, for messages.
         where: file and line of the function, for messages.
         entries: one for each stream that runs through the function.
-        function: of a helper that is no method: the edited function, which is called with the gate first.
+        original: a helper that is no method; it is called with the gate first.
+        source: its new text.
     """
 
     def __init__(
-        self, block: str, where: str, entries: Sequence[Entry], function: Callable[..., Any] | None = None
+        self, block: str, where: str, entries: Sequence[Entry], original: FunctionType | None = None, source: str = ""
     ) -> None:
-        self.block, self.where, self.entries, self.function = block, where, list(entries), function
+        self.block, self.where, self.entries = block, where, list(entries)
+        self.original, self.source = original, source
+        self.function = None if original is None else edited_function(original, source)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles make the edited function anew: it cannot be imported."""
+        return Gate, (self.block, self.where, self.entries, self.original, self.source)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self.function is not None

@@ -15,8 +15,8 @@ from torch import nn
 from rewire.connection import connections
 from rewire.depth import Gate
 from rewire.errors import RewireError
-from rewire.passes.install import _CODES, edits_of, is_edited, original_class
-from rewire.passes.text import Text, text_of
+from rewire.passes.install import edits_of, is_edited, original_class
+from rewire.passes.text import Text, lines_of, text_of
 
 #: A difference as difflib gives it: its kind, and the ranges of old and of new lines.
 Opcode: TypeAlias = tuple[str, int, int, int, int]
@@ -71,7 +71,7 @@ class _Rewritten:
 
     @property
     def end(self) -> int:
-        return self.start + len(_split(self.text.text))
+        return self.start + len(lines_of(self.text.text))
 
     @property
     def modules(self) -> str:
@@ -97,18 +97,8 @@ def _edits(module: nn.Module) -> Iterator[tuple[FunctionType, str]]:
             assert original is not None
             yield original, edited.source
     for gate in vars(module).values():
-        if isinstance(gate, Gate) and isinstance(gate.function, FunctionType):
-            yield _before(gate.function)
-
-
-def _before(helper: FunctionType) -> tuple[FunctionType, str]:
-    """What an edited helper was made of. (Not from linecache, where its text is, too: that is a cache.)"""
-    code = helper.__code__
-    for original, made in _CODES.items():
-        for source, known in made.items():
-            if (known.co_filename, known.co_firstlineno) == (code.co_filename, code.co_firstlineno):
-                return original, source
-    raise RewireError(f"{helper.__qualname__} was defined anew since the model was rewired: rewire it again.")
+        if isinstance(gate, Gate) and gate.original is not None:
+            yield gate.original, gate.source
 
 
 def _one_text_each(found: Sequence[_Rewritten]) -> list[list[_Rewritten]]:
@@ -130,7 +120,7 @@ def _file_diff(file: str, chosen: Sequence[_Rewritten]) -> str:
     for rewritten in reversed(chosen):
         if "".join(old[rewritten.start : rewritten.end]) != rewritten.text.text:
             raise RewireError(f"{file} has changed since the model was rewired: import the model again.")
-        new[rewritten.start : rewritten.end] = _split(rewritten.source)
+        new[rewritten.start : rewritten.end] = lines_of(rewritten.source)
     old, new = _as_stored(file, old), _as_stored(file, new)
     groups = difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes()
     name = _name(file)
@@ -151,11 +141,6 @@ def _hunk(group: Sequence[Opcode], old: list[str], new: list[str], chosen: Seque
         else:
             yield from (f"-{line}" for line in old[a:b])
             yield from (f"+{line}" for line in new[c:d])
-
-
-def _split(text: str) -> list[str]:
-    """The lines of a file's text; at form feeds, too, `str.splitlines` would break them."""
-    return [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
 
 
 def _as_stored(file: str, lines: Sequence[str]) -> list[str]:

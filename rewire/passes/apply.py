@@ -11,7 +11,7 @@ from rewire.depth import Entry, Gate
 from rewire.errors import EditError
 from rewire.kernels.norms import copy_mark, unmark
 from rewire.passes.fusions import NORMS
-from rewire.passes.install import Edited, edited_function, install, is_edited, uninstall
+from rewire.passes.install import Edited, install, is_edited, uninstall
 from rewire.passes.plan import FunctionPlan
 
 
@@ -53,11 +53,8 @@ def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection]
     entries = [
         Entry(trunk, connections[trunk] if trunk in plan.opens else None, adds) for trunk, adds in plan.adds.items()
     ]
-    function = None
-    if not plan.method:
-        assert plan.decorated.function is not None
-        function = edited_function(plan.decorated.function, source)
-    return Gate(plan.path, plan.text.where(), entries, function)
+    helper = None if plan.method else plan.decorated.function
+    return Gate(plan.path, plan.text.where(), entries, helper, source)
 
 
 def _mark_norms(module: nn.Module, looked_at: nn.Module, plans: Iterable[FunctionPlan]) -> None:

@@ -45,13 +45,13 @@ class Text:
     def offsets(self) -> list[int]:
         """For each line of the text, the index of its first character."""
         offsets = [0]
-        for line in self.text.splitlines(keepends=True):
+        for line in lines_of(self.text):
             offsets.append(offsets[-1] + len(line))
         return offsets
 
     @functools.cached_property
     def lines(self) -> list[bytes]:
-        return [line.encode() for line in self.text.splitlines(keepends=True)]
+        return [line.encode() for line in lines_of(self.text)]
 
     def index(self, line: int, column: int) -> int:
         """The character of the text that stands at this line of the file and this column, in bytes."""
@@ -113,6 +113,11 @@ def within(inner: Place, outer: Place) -> bool:
 @functools.lru_cache(maxsize=1024)
 def positions(code: CodeType) -> list[Place]:
     return list(code.co_positions())
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a file's text; at form feeds, too, `str.splitlines` would break them."""
+    return [f"{line}\n" for line in text.removesuffix("\n").split("\n")]
 
 
 _TEXTS: weakref.WeakKeyDictionary[FunctionType, Text] = weakref.WeakKeyDictionary()
@@ -249,5 +254,5 @@ def _instructions(code: CodeType) -> list[tuple[str, object]]:
 
 def shown(file: str, source: str, first: int) -> None:
     """Let tracebacks and debuggers find the edited text of a function under the name ``file``."""
-    lines = ["\n"] * (first - 1) + source.splitlines(keepends=True)
+    lines = ["\n"] * (first - 1) + lines_of(source)
     linecache.cache[file] = (sum(map(len, lines)), None, lines, file)

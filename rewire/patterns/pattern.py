@@ -34,6 +34,8 @@ class Pattern:
         fused: makes the layout of a fused projection's output, from the projection and the module that holds it.
         example_inputs: makes small inputs for a model of this architecture: (args, kwargs). They have to reach every
             block.
+        twin: makes a small model of the same classes, with random weights on the CPU: what is validated in place of a
+            model on the meta device.
         forwards: module class -> function that is edited in place of its forward, for forwards that hide their
             residual adds behind a hand-written fast path. It has to compute the same.
         prepare: changes a model's copy before it is rewritten (to switch a fast path off, say).
@@ -48,6 +50,7 @@ class Pattern:
     qkv: tuple[str, ...] = ()
     fused: Callable[[Any, Any], Fused] | None = None
     example_inputs: Callable[[nn.Module], Inputs] | None = None
+    twin: Callable[[nn.Module], nn.Module] | None = None
     forwards: Mapping[type[nn.Module], FunctionType] = dataclasses.field(default_factory=dict)
     prepare: Callable[[nn.Module], None] | None = None
     learned: str = ""

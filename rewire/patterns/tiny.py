@@ -96,6 +96,23 @@ def tiny_model(model_type: str, seed: int = 0) -> nn.Module:
         return auto.from_config(config)
 
 
+def tiny_twin(model: nn.Module) -> nn.Module:
+    """A small model of the same classes as a transformers model, with random weights on the CPU.
+
+    Its config has the model's own flags and names (of activations, of kinds of norms), and small sizes.
+    """
+    config: Any = model.config
+    cls: Any = type(config)
+    flags = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(cls)
+        if isinstance(getattr(config, field.name, None), (bool, str)) and field.name not in cls.sub_configs
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return type(model)(cls(**{**_settings(cls), **flags}))
+
+
 def timm_model(name: str, **options: Any) -> nn.Module:
     """timm's model of that name with random weights; ``options`` go to `timm.create_model`.
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rewire.patterns.pattern import Inputs, Pattern, is_pretrained, register_pattern
+from rewire.patterns.tiny import tiny_twin
 
 _SEQUENCE = 12
 
@@ -73,6 +74,7 @@ register_pattern(
         description="any Hugging Face transformers model",
         matches=is_pretrained,
         example_inputs=example_inputs,
+        twin=tiny_twin,
     ),
 )
 
