@@ -514,7 +514,10 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
                 value[key] = new
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        held = vars(value) if hasattr(value, "__dict__") else {}
+        fields = {
+            field.name: held[field.name] for field in dataclasses.fields(value) if field.init and field.name in held
+        }
         changed = {name: _mapped(item, change) for name, item in fields.items()}
         changed = {name: new for name, new in changed.items() if new is not fields[name]}
         return dataclasses.replace(value, **changed) if changed else value

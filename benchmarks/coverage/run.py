@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from rewire.patterns.tiny import timm_model, tiny_model
 
 HERE = Path(__file__).parent
 ROWS = ("transformers", "timm", "diffusers", "wild")
-SECONDS, BYTES = 60, 6 << 30
+SECONDS, BYTES = 120, 6 << 30
 
 
 @dataclasses.dataclass
@@ -125,8 +125,8 @@ def model_of(row: str, name: str) -> tuple[nn.Module, Any]:
 # -- one model ---------------------------------------------------------------------------------------------------------
 
 
-def examined(row: str, name: str) -> Result:
-    """Build, run, record and rewire a model."""
+def examined(row: str, name: str, ran: Callable[[], None]) -> Result:
+    """Build, run, record and rewire a model; ``ran`` is called in between."""
     result = Result(row, name, "does not run")
     try:
         model, given = model_of(row, name)
@@ -143,6 +143,7 @@ def examined(row: str, name: str) -> Result:
     except Exception as error:
         result.reason = _said(error)
         return result
+    ran()
     model.eval()
     learned = first_given(found, "learned")
     if learned:
@@ -163,9 +164,9 @@ def _rewired(model: nn.Module, found: Any, inputs: Any, result: Result) -> None:
     flow = find(prepared_copy(model, found), found, inputs)[0].flow
     lengths = [len(chain.adds) for chain in chains(flow)[0]]
     result.shown = sum(length for length in lengths if length > 1)
-    rewire.compile(model, "residual", example_inputs=inputs)  # validated in both modes
+    plain = rewire.compile(model, "residual", example_inputs=inputs)  # validated in both modes
     start = time.process_time()
-    plain = rewire.compile(model, "residual", example_inputs=inputs, validate=False)
+    rewire.compile(model, "residual", example_inputs=inputs, validate=False)
     result.seconds = time.process_time() - start
     result.adds = sum(len(connection.layout.units) for connection in rewire.connections(plain).values())
     learned = rewire.compile(model, "ancre-ingoing", granularity="sublayer", example_inputs=inputs, start="paper")
@@ -196,28 +197,28 @@ def _said(error: BaseException) -> str:
 
 def apart(row: str, name: str) -> Result:
     """`examined`, in a process of its own."""
-    mine, theirs = multiprocessing.Pipe(duplex=False)
+    mine, theirs = multiprocessing.Pipe(duplex=False)  # the child says when the model has run, and then the result
     process = multiprocessing.get_context("fork").Process(target=_child, args=(row, name, theirs))
     process.start()
     theirs.close()
-    try:
-        result = mine.recv() if mine.poll(SECONDS + 10) else None
-    except EOFError:
-        result = None
-    process.kill() if process.is_alive() and result is None else None
+    result, ran = None, False
+    with contextlib.suppress(EOFError):
+        while mine.poll(SECONDS + 10) and result is None:
+            result, ran = mine.recv(), True
+    if process.is_alive() and result is None:
+        process.kill()
     process.join()
-    if result is None:
-        code = process.exitcode or 0
-        why = f"over {SECONDS} s" if code in (-signal.SIGALRM, -signal.SIGKILL) else f"the process ended with {code}"
-        return Result(row, name, "does not run" if code == -signal.SIGKILL else "crashed", reason=why)
-    return result
+    if result is not None:
+        return result
+    why = f"over {SECONDS} s" if process.exitcode == -signal.SIGALRM else f"the process ended with {process.exitcode}"
+    return Result(row, name, "crashed" if ran else "does not run", reason=why)
 
 
 def _child(row: str, name: str, pipe: Any) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     signal.alarm(SECONDS)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        result = examined(row, name)
+        result = examined(row, name, lambda: pipe.send(None))
     pipe.send(result)
     pipe.close()
     os._exit(0)

@@ -54,7 +54,14 @@ def edited(plan: FunctionPlan) -> str:
     Raises:
         EditError: an expression is written in a way that cannot be changed.
     """
-    return _Editor(plan).run()
+    source = _Editor(plan).run()
+    try:
+        ast.parse(f"if 1:\n{source}" if source[:1].isspace() else source)
+    except SyntaxError as error:
+        raise EditError(
+            f"the residual stream passes {plan.text.where()} in a way that cannot be written: {error}"
+        ) from error
+    return source
 
 
 class _Editor:
@@ -150,22 +157,22 @@ class _Editor:
     def _ended(self, edit: Ended) -> list[Change]:
         """A line behind a statement."""
         statement = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.stmt))
-        (start, _), text = self.text.span(statement), self.text.text
-        indent = text[text.rfind("\n", 0, start) + 1 : start]
-        end = text.find("\n", self.text.span(statement)[1]) + 1 or len(text)
-        if indent.strip():
-            return []
-        lines = "".join(f"{indent}{name} = {self._gate}.ended({name})\n" for name in edit.names)
-        return [Change(end, end, lambda _: lines)]
+        return self._line_behind(statement, *(f"{name} = {self._gate}.ended({name})" for name in edit.names))
 
     # -- expressions ---------------------------------------------------------------------------------------------------
 
     def _value(self, edit: Value) -> list[Change]:
-        return [self._wrapped(self._expression(edit.at), "open", self._how(edit))]
+        return self._made("open", edit)
 
     def _push(self, edit: Push | Carry) -> list[Change]:
-        method = "push" if isinstance(edit, Push) else "carry"
+        return self._made("push" if isinstance(edit, Push) else "carry", edit)
+
+    def _made(self, method: str, edit: Value | Push | Carry) -> list[Change]:
+        """A method of `Depth` around an expression; what an in-place operation has changed gets its result."""
         nodes = self.text.nodes.get(edit.at, [])
+        element = next((node for node in nodes if _is_stored(node)), None)
+        if element is not None:
+            return self._made_of_elements(method, element, self._how(edit))
         assignment = next((node for node in nodes if isinstance(node, ast.AugAssign)), None)
         if assignment is None:
             node = self._expression(edit.at)
@@ -177,6 +184,27 @@ class _Editor:
             return f"{target} = {self.depth}.{method}({target} {_symbol(assignment.op)} ({value}){how})"
 
         return [Change(*self.text.span(assignment), write)]
+
+    def _made_of_elements(self, method: str, element: ast.AST, how: Sequence[str]) -> list[Change]:
+        """A line behind ``x[mask] = y``, by which elements of the value have changed."""
+        name: Any = element
+        while isinstance(name, ast.Subscript):
+            name = name.value
+        if not isinstance(name, ast.Name):
+            raise EditError(f"elements of the residual stream are written to at {self.text.where(element)}")
+        call = f"{name.id} = {self.depth}.{method}({', '.join([name.id, *how])})"
+        return self._line_behind(element, call)
+
+    def _line_behind(self, node: ast.AST, *lines: str) -> list[Change]:
+        """Lines behind the statement that ``node`` is part of."""
+        while not isinstance(node, ast.stmt):
+            node = self.parents[node]
+        (start, end), text = self.text.span(node), self.text.text
+        indent = text[text.rfind("\n", 0, start) + 1 : start]
+        if indent.strip():
+            raise EditError(f"several statements stand on one line at {self.text.where(node)}: write one on each")
+        end = text.find("\n", end) + 1 or len(text)
+        return [Change(end, end, lambda _: "".join(f"{indent}{line}\n" for line in lines))]
 
     def _through(self, edit: Through) -> list[Change]:
         call = self._call(edit.at)
@@ -377,6 +405,13 @@ _WRITERS: dict[type, Callable[..., list[Change]]] = {
     Sum: _Editor._sum,
     Part: _Editor._part,
 }
+
+
+def _is_stored(node: ast.AST) -> bool:
+    """Whether elements of a variable are assigned to there: ``x[mask]`` of ``x[mask] = y``."""
+    if isinstance(node, ast.AugAssign):
+        return isinstance(node.target, ast.Subscript)
+    return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
 
 
 def _symbol(operator: ast.operator) -> str:

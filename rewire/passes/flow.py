@@ -28,7 +28,7 @@ ELEMENTWISE = frozenset(
     | {"mean", "sum", "softmax", "norm", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"}
 )
 #: Operations that mix positions without a weight: what passes one is a branch, too (FNet, PoolFormer).
-MIXING = ("fft", "pool")
+MIXING = ("fft", "fourier", "pool")
 
 #: An instruction: the code of a function, or of one inside it (a comprehension), and the offset in it.
 Place: TypeAlias = tuple[CodeType, int]
@@ -126,7 +126,8 @@ class Op:
     @property
     def weighted(self) -> bool:
         """Whether what passes it goes through weights, or is mixed across positions."""
-        return self.matrices > 0 or self.name.startswith(MIXING[0]) or MIXING[1] in self.name
+        kind = type(self.leaf).__name__.lower() if self.leaf is not None else self.name
+        return self.matrices > 0 or any(word in kind for word in MIXING)
 
     def calls(self) -> list[Scope]:
         """The calls of modules that it runs in, outermost first."""

@@ -6,6 +6,7 @@ by the calls themselves.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -101,7 +102,10 @@ def _name(node: fx.Node) -> str:
         return "input"
     if node.op == "call_module":
         return str(node.target).rpartition(".")[2]
-    return plain_name(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
+    target: Any = node.target
+    while isinstance(target, functools.partial):
+        target = target.func
+    return plain_name(target if isinstance(target, str) else getattr(target, "__name__", ""))
 
 
 def _is_metadata(node: fx.Node) -> bool:

@@ -107,6 +107,7 @@ def norm_channels(module: nn.Module) -> tuple[int, int] | None:
     for child in module.modules():
         kind, weight = type(child).__name__.lower(), getattr(child, "weight", None)
         shape: Any = getattr(child, "normalized_shape", None) or getattr(weight, "shape", ())
+        shape = (shape,) if isinstance(shape, int) else shape
         if "norm" not in kind or len(shape) != 1:
             continue
         if isinstance(child, nn.GroupNorm):

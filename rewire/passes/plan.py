@@ -21,6 +21,7 @@ from rewire.passes.find import Found, FoundTrunk
 from rewire.passes.flow import Flow, Op, Place, Scope, common
 from rewire.passes.functions import Decorated, forward_of, undecorated
 from rewire.passes.projections import Projections
+from rewire.passes.streams import same_size
 from rewire.passes.text import Place as Span
 from rewire.passes.text import Text, place_of, text_of, within
 
@@ -380,9 +381,9 @@ class _Planner:
         """The carriers whose own code adds to the stream or reads it."""
         opened = {self.begin, *(add.op.scope for add in self.adds)}
         for op, stage in self.stage.items():
-            if stage == len(self.adds):
-                continue  # the trunk has ended
             for user in self.flow.users[op]:
+                if stage == len(self.adds) and user not in self.on_way:
+                    continue  # the trunk has ended
                 scope = self._carrier(user) or self.carriers[0]
                 if stage or self.begin.holds(scope):
                     opened.add(scope)
@@ -578,7 +579,7 @@ class _Planner:
                 function.put(("reshape", at), Reshape(at, False))
             elif op is add.post[-1]:
                 function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None)))
-            elif not any(within(at, other) for other in spans[scope] if other != at):
+            elif same_size(op, add.op) and not any(within(at, other) for other in spans[scope] if other != at):
                 function.put(("push", at), Carry(at, trunk))
 
     def _returned(self, add: Add, scope: Scope, nodes: Sequence[ast.AST]) -> bool:

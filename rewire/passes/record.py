@@ -175,7 +175,9 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         return [tensor for item in value.values() for tensor in _tensors(item)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [tensor for field in dataclasses.fields(value) for tensor in _tensors(getattr(value, field.name, None))]
+        # by what it holds: to get an attribute may run the user's code (per-layer configs of transformers raise)
+        held = vars(value) if hasattr(value, "__dict__") else {}
+        return [tensor for item in held.values() for tensor in _tensors(item)]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] if _is_node(value) else []
 
 

@@ -74,12 +74,12 @@ def _links(flow: Flow, adds: Sequence[Add]) -> dict[Add, Add]:
         elif not op.weighted:
             sources = [origin[source] for source in op.inputs if source in origin]
             latest = max(sources, key=lambda add: add.op.index, default=None)
-            if latest is not None and _same_size(op, latest.op):
+            if latest is not None and same_size(op, latest.op):
                 origin[op] = latest
     return {add: origin[add.state] for add in adds if add.state in origin}
 
 
-def _same_size(op: Op, other: Op) -> bool:
+def same_size(op: Op, other: Op) -> bool:
     return op.shape is None or other.shape is None or op.shape.numel() == other.shape.numel()
 
 
@@ -169,7 +169,7 @@ def _after(flow: Flow, op: Op) -> list[Op]:
     reached, todo = {op}, [op]
     while todo:
         for user in flow.users[todo.pop()]:
-            if user not in reached and not user.weighted and _same_size(user, op):
+            if user not in reached and not user.weighted and same_size(user, op):
                 reached.add(user)
                 todo.append(user)
     return sorted(reached - {op}, key=lambda other: other.index)

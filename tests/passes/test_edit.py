@@ -1,0 +1,169 @@
+"""What edited forwards say, and that they compute what the user's own do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision_stub  # noqa: F401
+from comparing import assert_close, evaluate
+from models import PreNorm, Stack, vectors
+from torch import Tensor, nn
+
+import rewire
+from rewire.patterns.tiny import tiny_model
+
+
+class GPTJ(PreNorm):
+    """Parallel branches, added up in two statements."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.ln_1(x)
+        y = x + self.attn(h)
+        y = y + self.mlp(h)
+        return y
+
+
+class NormInTraining(PreNorm):
+    """An operation behind the add that one mode has and the other has not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(self.ln_1(x))
+        if self.training:
+            x = x * 0.5
+        return x
+
+
+class WrittenTo(PreNorm):
+    """The next state is made by an in-place operation, as a statement."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        x = x.clone()
+        x.mul_(0.5)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Augmented(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x += self.attn(self.ln_1(x.clone()))
+        return torch.add(x, self.mlp(self.ln_2(x)), alpha=0.5)
+
+
+class Transposed(PreNorm):
+    """The stream runs in other dimensions for a while, and passes a norm in them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        x = self.ln_1(x + self.attn(x))
+        x = x.transpose(0, 1)
+        return x + self.mlp(self.ln_2(x))
+
+
+class SeveralLines(PreNorm):
+    """Comments, strings and brackets over several lines stay."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds."""
+        note = "x = x + self.attn"  # not this one: x + self.attn(x)
+        del note
+        x = (
+            x  # the stream
+            + self.attn(
+                self.ln_1(x)
+            )
+        )  # fmt: skip
+        return F.relu(x + self.mlp(self.ln_2(x)))
+
+
+class Walrus(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        if (y := x + self.attn(self.ln_1(x))).dim() == 3:
+            return y + self.mlp(self.ln_2(y))
+        return y
+
+
+class OneLine(PreNorm):
+    def forward(self, x: Tensor) -> Tensor: return x + self.mlp(self.ln_1(x))  # fmt: skip
+
+
+BLOCKS = [GPTJ, NormInTraining, WrittenTo, Augmented, Transposed, SeveralLines, Walrus, OneLine]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("topology", ["residual", "ancre-none"])
+def test_all_ways_of_writing(block: type[nn.Module], topology: str) -> None:
+    model, x = Stack(block), vectors()
+    rewired = rewire.compile(model, topology, example_inputs=(x,))
+    assert_close(evaluate(model, (x,), {}), evaluate(rewired, (x,), {}))
+    model.train(), rewired.train()
+    torch.testing.assert_close(rewired(x), model(x))
+
+
+def body(block: type[nn.Module]) -> str:
+    """The edited forward of the second block, without its head."""
+    source = rewire.source(rewire.compile(Stack(block), "residual", example_inputs=(vectors(),)), "layers.1")
+    return textwrap.dedent(source.partition(":\n")[2])
+
+
+def test_parallel_branches_in_two_statements() -> None:
+    assert "y = depth.part(x, self.attn(h))\n" in body(GPTJ) and "y = depth.write(y, self.mlp(h))\n" in body(GPTJ)
+
+
+def test_an_in_place_operation_gives_its_variable_the_new_state() -> None:
+    assert "\nx = depth.push(x.mul_(0.5)" in body(WrittenTo)
+
+
+def test_views_of_the_stream_are_views_of_all_states() -> None:
+    assert body(Transposed).count("depth.view(lambda value: value.transpose(0, 1), x)") == 2
+
+
+def test_comments_and_line_breaks_stay() -> None:
+    text = body(SeveralLines)
+    assert '"x = x + self.attn"  # not this one: x + self.attn(x)\n' in text and '"""Adds."""\n' in text
+    assert ")  # fmt: skip\n" in text
+
+
+def test_names_that_the_function_has() -> None:
+    class Named(PreNorm):
+        def forward(self, x: Tensor, depth: int = 2, gate: int = 1) -> Tensor:
+            return x + self.mlp(self.ln_1(x)) * (depth * gate)
+
+    model, x = Stack(Named), vectors()
+    rewired = rewire.compile(model, "residual", example_inputs=(x,))
+    torch.testing.assert_close(rewired(x), model(x))
+    assert "depth_ = self._depth.enter()" in rewire.source(rewired, "layers.0")
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "falcon"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_helpers_that_are_no_methods_are_copied(model_type: str, copied: Any) -> None:
+    rewired = rewire.compile(tiny_model(model_type).eval(), validate=False)
+    ids = torch.arange(3, 9)[None]
+    assert torch.equal(copied(rewired)(ids).logits, rewired(ids).logits)
+
+
+def test_a_state_that_is_written_to_after_it_was_read_is_noticed() -> None:
+    class Late(PreNorm):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            h = self.mlp(self.ln_1(x.clone()))
+            if mask is not None:
+                x.mul_(mask)
+            return x + h
+
+    class Net(Stack):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            x = self.inp(x)
+            for layer in self.layers:
+                x = layer(x, mask)
+            return self.out(x)
+
+    rewired = rewire.compile(Net(Late), "ancre-none", example_inputs=(vectors(),))
+    with torch.no_grad(), pytest.raises(rewire.OutOfOrder, match=r"written to in place in block 'layers\.0'"):
+        rewired(vectors(), torch.ones(2, 9, 1))
