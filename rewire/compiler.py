@@ -470,6 +470,8 @@ def _nothing_found(name: str, found: Found) -> str:
 def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
     """Which residual adds the topology connects as one unit."""
     widths = {site.width for site in trunk.sites if site.width is not None}
+    if len(widths) > 1 and not topology.needs_width:
+        widths = set()  # what reads the stream says different things: nobody needs to know
     if len(widths) > 1:
         raise WidthMismatch(
             f"the residual adds of trunk '{trunk.name}' have different widths ({', '.join(map(str, sorted(widths)))}), "

@@ -160,7 +160,13 @@ class Depth:
     # -- in and out ----------------------------------------------------------------------------------------------------
 
     def open(
-        self, value: Any, norm: nn.Module | None = None, trunk: int = 0, awaiting: bool = False, begin: bool = True
+        self,
+        value: Any,
+        norm: nn.Module | None = None,
+        trunk: int = 0,
+        awaiting: bool = False,
+        begin: bool = True,
+        item: int | None = None,
     ) -> Any:
         """The tensor behind an argument, or behind what an expression made.
 
@@ -171,13 +177,21 @@ class Depth:
             awaiting: whether the next state is yet to be made (`push`) of what comes in. Otherwise what comes in is it:
                 operations that the model skips in this call (without a mask, in evaluation mode) change nothing.
             begin: whether the trunk starts with a tensor that comes in.
+            item: if it starts with one of several in a list or tuple: with the tensor of this number.
 
         Raises:
             OutOfOrder: the function is called outside the order of its trunk.
             UnsupportedCall: under re-entrant activation checkpointing, which loses the stream's gradients.
         """
         if isinstance(value, (list, tuple)):
-            return type(value)([self.open(item, norm, trunk, awaiting, begin) for item in value])
+            opened, tensors = [], 0
+            may_start = self.gate.entries[trunk].connection is not None
+            may_start = may_start or not any(isinstance(part, Stream) for part in value)
+            for part in value:
+                starts = begin and may_start and tensors == (item or 0)
+                opened.append(self.open(part, norm, trunk, awaiting, starts))
+                tensors += isinstance(part, (Tensor, Stream))
+            return type(value)(opened)
         if isinstance(value, Stream):
             return self._came(value if awaiting else value.settled(), norm)
         entry = self.gate.entries[trunk]
@@ -364,8 +378,13 @@ class Depth:
             live.read(None)
         return value
 
-    def push(self, state: Tensor, norm: nn.Module | None = None, trunk: int = 0) -> Tensor:
-        """The state that the operations behind an add have made of its sum."""
+    def push(self, state: Any, norm: nn.Module | None = None, trunk: int = 0, item: int | None = None) -> Any:
+        """The state that the operations behind an add have made of its sum; ``item``: which of a tuple's tensors."""
+        if item is not None and isinstance(state, (tuple, list)):
+            parts = list(state)
+            number = [n for n, part in enumerate(parts) if isinstance(part, Tensor)][item]
+            parts[number] = self.push(parts[number], norm, trunk)
+            return type(state)(parts)
         name = self.gate.entries[trunk].trunk
         live = next((live for live in self.live if live.stream.layout.trunk == name), None)
         if live is None or not live.stream.awaiting:

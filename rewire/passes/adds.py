@@ -19,6 +19,8 @@ VIEWS = frozenset(
     {"view", "reshape", "flatten", "unflatten", "transpose", "permute"}
     | {"squeeze", "unsqueeze", "movedim", "t", "swapaxes"}
 )
+#: Why a weighted sum of the stream and a branch is no residual add.
+SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
 _POSITIONAL = re.compile(
     r"(^|[._])(pos|positions?|positional|rel_pos|pe|ppeg|peg|cpe)([._0-9]|$|_?emb|_?conv|_?enc)", re.I
 )
@@ -86,8 +88,11 @@ def residual_adds(flow: Flow) -> tuple[list[Add], list[Rejected]]:
             continue
         add = _parallel(op, found, flow) or _plain(op, flow) or _projected(op)
         if add is None:
+            scaled = _scaled(op, flow)
+            if scaled is not None:
+                rejected.append(Rejected(op, SCALED, scaled))
             continue
-        why = _false_friend(add)
+        why = _false_friend(add) or _around(add, found)
         if why:
             rejected.append(Rejected(op, why, add))
         else:
@@ -117,6 +122,29 @@ def _plain(op: Op, flow: Flow) -> Add | None:
                 break
             state = state.inputs[0]
     return None
+
+
+def _scaled(op: Op, flow: Flow) -> Add | None:
+    """``a x + f``: what it would be without the factor."""
+    for shortcut, branch in (op.inputs, op.inputs[::-1]):
+        live = [source for source in shortcut.inputs if not source.constant]
+        if shortcut.name in ("mul", "div") and len(live) == 1:
+            region = _branch(op, live[0], branch, flow)
+            if region:
+                return Add(op, shortcut, live[0], live[0], [branch], region)
+    return None
+
+
+def _around(add: Add, found: dict[Op, Add]) -> str:
+    """Why ``x + y`` is none where ``y`` is the stream itself, to which the same function has added something of x's."""
+    branch = add.branches[0]
+    while branch.name in CASTS | VIEWS and branch.inputs:
+        branch = branch.inputs[0]
+    return "adds to the residual stream what it was computed from" if _same_call(branch, add, found) else ""
+
+
+def _same_call(branch: Op, add: Add, found: dict[Op, Add]) -> bool:
+    return branch in found and branch.scope is add.op.scope and len(add.branches) == 1
 
 
 def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:

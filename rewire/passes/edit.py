@@ -125,6 +125,8 @@ class _Editor:
         norm = getattr(edit, "norm", None)
         how = [] if norm is None else [f"norm={norm}"]
         how += ["awaiting=True"] * getattr(edit, "awaiting", False)
+        item = getattr(edit, "item", None)
+        how += [] if item is None else [f"item={item}"]
         trunk = getattr(edit, "trunk", 0)
         return [*how, f"trunk={trunk}"] if trunk else how
 
@@ -146,13 +148,20 @@ class _Editor:
         assert isinstance(node, ast.Return) and node.value is not None
         start, end = self.text.span(node)
         start += len("return")
-        bare = isinstance(node.value, ast.Tuple) and self.text.text[self.text.span(node.value)[0]] != "("
+        bare = isinstance(node.value, ast.Tuple) and self._is_bare(node.value)
 
         def write(render: Render) -> str:
             value = render(start, end).strip()
             return f" {self.depth}.leave({f'({value})' if bare else value})"
 
         return Change(start, end, write)
+
+    def _is_bare(self, node: ast.Tuple) -> bool:
+        """Whether a tuple is written without brackets of its own: ``(x, y), mask``."""
+        start, _ = self.text.span(node)
+        if not node.elts:
+            return False
+        return self.text.text[start] != "(" or self.text.span(node.elts[0])[0] == start
 
     def _ended(self, edit: Ended) -> list[Change]:
         """A line behind a statement."""
@@ -176,6 +185,8 @@ class _Editor:
         assignment = next((node for node in nodes if isinstance(node, ast.AugAssign)), None)
         if assignment is None:
             node = self._expression(edit.at)
+            if getattr(edit, "item", None) is None:
+                self._check_one_value(node)
             return [self._wrapped(node, method, self._how(edit), self._written_to(node))]
         how = "".join(f", {argument}" for argument in self._how(edit))
 
@@ -184,6 +195,17 @@ class _Editor:
             return f"{target} = {self.depth}.{method}({target} {_symbol(assignment.op)} ({value}){how})"
 
         return [Change(*self.text.span(assignment), write)]
+
+    def _check_one_value(self, node: ast.expr) -> None:
+        """Refuse calls that return the stream's value among others."""
+        parent = self.parents[node]
+        unpacked = isinstance(parent, ast.Assign) and any(isinstance(t, (ast.Tuple, ast.List)) for t in parent.targets)
+        picked = isinstance(parent, ast.Subscript) and parent.value is node and isinstance(parent.slice, ast.Constant)
+        if isinstance(node, ast.Call) and (unpacked or picked):
+            raise EditError(
+                f"the call at {self.text.where(node)} makes the next state of the residual stream, and returns it "
+                "among other values"
+            )
 
     def _made_of_elements(self, method: str, element: ast.AST, how: Sequence[str]) -> list[Change]:
         """A line behind ``x[mask] = y``, by which elements of the value have changed."""

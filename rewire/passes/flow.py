@@ -47,6 +47,7 @@ class Scope:
         call: where in the parent's code it was called; None if that is not known.
         helper: whether it is a function that a forward calls, rather than a forward.
         arguments: its parameters that hold tensors: name -> the operations that made them.
+        results: what made the tensors that it returned, where that is known.
         key: tells calls of one parent apart.
     """
 
@@ -58,6 +59,7 @@ class Scope:
     call: Place | None = None
     helper: bool = False
     arguments: dict[str, list[Op]] = dataclasses.field(default_factory=dict)
+    results: list[Op] = dataclasses.field(default_factory=list)
     key: Any = None
 
     def chain(self) -> list[Scope]:
@@ -163,6 +165,11 @@ class Flow:
             for source in dict.fromkeys(op.inputs):
                 users[source].append(op)
         return users
+
+
+def kind_of(module: nn.Module | None) -> str:
+    """Class of a module, as text."""
+    return "" if module is None else f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def matrices(module: nn.Module) -> int:

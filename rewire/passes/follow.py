@@ -83,9 +83,13 @@ class _Follower(fx.Tracer):
         self.failures: dict[type, int] = {}
         self.known: dict[tuple[nn.Module, str], bool] = {}
         self.scopes: list[Scope] = []
-        self.frames = Frames(self._nodes)
+        self.frames = Frames(self._nodes, self._module_of)
         self.decisions: list[list[bool]] = []  # of the forwards that are being traced: outcomes of tests
         self.tested: list[int] = []
+
+    def _module_of(self, view: Any) -> tuple[str, nn.Module] | None:
+        module = vars(view).get("_rewire_module") if isinstance(view, nn.Module) else None
+        return None if module is None else (self.paths[module], module)
 
     def run(self, arguments: Sequence[str]) -> Flow:
         """The flow of the model's own forward, given these arguments."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rewire.passes.flow import Place, Scope
+from rewire.passes.flow import Place, Scope, kind_of
+from rewire.passes.functions import forward_of
 from rewire.passes.text import holds
 
 #: Whose frames are not the user's: torch's and this package's, between a forward and an operation.
@@ -22,10 +23,13 @@ class Frames:
 
     Args:
         values: what made the tensors in an argument.
+        module_of: the module of the model that an object is or stands for, and its path; None for others.
     """
 
-    def __init__(self, values: Callable[[Any], list[Any]]) -> None:
-        self.values = values
+    def __init__(
+        self, values: Callable[[Any], list[Any]], module_of: Callable[[Any], tuple[str, nn.Module] | None]
+    ) -> None:
+        self.values, self.module_of = values, module_of
         self._helpers: dict[tuple[Scope, int], Scope] = {}  # by the frame's id
         self._kept: list[FrameType] = []  # so that ids are not used again
 
@@ -58,7 +62,12 @@ class Frames:
         key = scope, id(frame)
         if key not in self._helpers:
             self._kept.append(frame)
-            helper = Scope(scope, scope.path, scope.module, scope.kind, frame.f_code, place, helper=True, key=object())
+            path, module, code = scope.path, scope.module, frame.f_code
+            own = self.module_of(frame.f_locals.get(code.co_varnames[0])) if code.co_argcount else None
+            if own is not None:  # a method of another module: block.forward(x), block.mix(x)
+                path, module = own
+            called = own is not None and module is not scope.module and forward_of(own[1]).code is code
+            helper = Scope(scope, path, module, kind_of(module), code, place, helper=not called, key=object())
             self._helpers[key] = helper
             helper.arguments = {name: self.values(value) for name, value in _parameters(frame)}
         return self._helpers[key]

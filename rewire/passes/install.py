@@ -98,7 +98,9 @@ def _compiled(original: FunctionType, source: str) -> CodeType:
         first = original.__code__.co_firstlineno
         name = f"{original.__code__.co_filename} (rewired {abs(hash(source)):x})"
         shown(name, source, first)  # tracebacks, inspect.getsource and debuggers find the text here
-        known[source] = compiled(original, source, first, name)
+        code = compiled(original, source, first, name)
+        assert code is not None  # edits leave the function's name
+        known[source] = code
     return known[source]
 
 

@@ -42,6 +42,7 @@ class Parameter:
         norm: what reads it first.
         ways: whether it brings values for queries, keys and values, rather than the stream.
         awaiting: whether the next state is yet to be made of what it brings.
+        item: of a tuple of tensors, the number of the one at which the trunk starts.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Parameter:
     norm: Written | None = None
     ways: bool = False
     awaiting: bool = False
+    item: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,11 +109,19 @@ class Carry:
 
 @dataclasses.dataclass(frozen=True)
 class Push:
-    """An expression whose value is the state that follows from the last add."""
+    """An expression whose value is the state that follows from the last add.
+
+    Attributes:
+        at: the expression.
+        trunk: number of the trunk among those of the function.
+        norm: what reads the state first.
+        item: of a call that returns several tensors, the number of the one that is the state.
+    """
 
     at: Span
     trunk: int = 0
     norm: Written | None = None
+    item: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +273,9 @@ def _merged(a: Any, b: Any) -> Any:
     if isinstance(a, (Through, Apart)):
         given = a.given | b.given
         a, b = dataclasses.replace(a, given=given), dataclasses.replace(b, given=given)
+    if isinstance(a, Parameter) and None in (a.item, b.item):  # the trunk starts in one of two calls
+        item = a.item if b.item is None else b.item
+        a, b = dataclasses.replace(a, item=item), dataclasses.replace(b, item=item)
     loose = {"norm": None, "last": False, "awaiting": True}
     loose = {name: value for name, value in loose.items() if hasattr(a, name)}
     return (
@@ -500,7 +513,9 @@ class _Planner:
         for name in names:
             awaiting = not self.unfinished.isdisjoint(scope.arguments[name])
             norm = None if awaiting else self._norm(scope, start, value)
-            function.put(("parameter", name), Parameter(name, number, norm, awaiting=awaiting))
+            brought = scope.arguments[name]
+            item = brought.index(value) if value in brought and len(brought) > 1 else None
+            function.put(("parameter", name), Parameter(name, number, norm, awaiting=awaiting, item=item))
         if not names:
             if value is None or not scope.holds(value.scope):
                 raise EditError(f"the residual stream does not come into {function.text.where()} as an argument")
@@ -578,7 +593,8 @@ class _Planner:
             if op.name in VIEWS and op.scope is scope:
                 function.put(("reshape", at), Reshape(at, False))
             elif op is add.post[-1]:
-                function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None)))
+                norm = self._norm(scope, number + 1, None)
+                function.put(("push", at), Push(at, trunk, norm, _number_among_results(op, scope)))
             elif same_size(op, add.op) and not any(within(at, other) for other in spans[scope] if other != at):
                 function.put(("push", at), Carry(at, trunk))
 
@@ -741,6 +757,16 @@ def _casts(add: Add) -> list[Op]:
         ops.append(op)
         op = op.inputs[0]
     return ops[::-1]
+
+
+def _number_among_results(op: Op, scope: Scope) -> int | None:
+    """Of an operation in what ``scope`` calls, which returns several tensors: which of them it makes."""
+    inner: Scope | None = op.scope
+    while inner is not None and inner is not scope:
+        if inner.parent is scope and len(inner.results) > 1 and op in inner.results:
+            return inner.results.index(op)
+        inner = inner.parent
+    return None
 
 
 def _span(node: Any) -> Span:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from rewire.passes.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Place, Scope, is_matrix, matrices, plain_name
+from rewire.passes.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Place, Scope, is_matrix, kind_of, matrices, plain_name
 from rewire.passes.frames import Frames
 from rewire.passes.functions import forward_of
 from rewire.patterns.pattern import Inputs
@@ -65,7 +65,7 @@ class Recorder(TorchFunctionMode):
         weights = (*model.named_parameters(), *model.named_buffers())
         self.weights = {id(tensor): name for name, tensor in weights}
         self.stack: list[Scope] = []
-        self.frames = Frames(self._ops)
+        self.frames = Frames(self._ops, self._module_of)
 
     def attach(self) -> list[Any]:
         """Hook the modules: what follows `__enter__` is recorded; the handles undo it."""
@@ -81,10 +81,12 @@ class Recorder(TorchFunctionMode):
         caller, place = self.frames.caller(self.stack, sys._getframe(1))
         parent = caller if self.stack else None
         code = forward_of(module).code
-        kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        scope = Scope(parent, self.paths[module], module, kind, code, place, key=object())
+        scope = Scope(parent, self.paths[module], module, kind_of(module), code, place, key=object())
         self.stack.append(scope)
         scope.arguments = {name: self._ops(value) for name, value in _bound(code, module, args, kwargs)}
+
+    def _module_of(self, value: Any) -> tuple[str, nn.Module] | None:
+        return (self.paths[value], value) if isinstance(value, nn.Module) and value in self.paths else None
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
         scope = self.stack.pop()
@@ -95,6 +97,7 @@ class Recorder(TorchFunctionMode):
             ):  # made by what the recorder does not see: the module is a leaf
                 op = self._new(tensor, scope.path.rpartition(".")[2], given, scope, None)
                 op.leaf, op.matrices = module, matrices(module)
+        scope.results = self._ops(output)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 

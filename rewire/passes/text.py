@@ -149,7 +149,8 @@ def _read(function: FunctionType) -> Text:
     except SyntaxError as error:
         raise EditError(f"the source of {name} at {file}:{first} does not parse by itself: {error}") from error
     text = Text(file, first, source, tree)
-    if not _same(compiled(function, source, first), function.__code__):
+    code = compiled(function, source, first)
+    if code is None or not _same(code, function.__code__):
         raise EditError(
             f"the text at {text.where()} is not what {name} was compiled from: the file has changed since it was "
             "imported, or something rewrote the function (coverage, pytest's assertions). Import the model again"
@@ -173,8 +174,10 @@ def _parsed(source: str, first: int) -> ast.FunctionDef | ast.AsyncFunctionDef:
     return definition
 
 
-def compiled(function: FunctionType, source: str, first: int, file: str = "") -> CodeType:
+def compiled(function: FunctionType, source: str, first: int, file: str = "") -> CodeType | None:
     """The code of ``function`` with the text ``source``, of which the first line has the number ``first``.
+
+    None if the text is that of another function.
 
     Compiled in the surroundings that the function has: names with two underscores are mangled as in its class, and its
     free variables are free.
@@ -198,7 +201,7 @@ def compiled(function: FunctionType, source: str, first: int, file: str = "") ->
     module = ast.fix_missing_locations(ast.Module([*imports, *body], []))
     flags = code.co_flags & _FUTURE
     whole = compile(module, file or code.co_filename, "exec", flags, dont_inherit=True)
-    return next(inner for inner in _inside(whole) if inner.co_name == code.co_name)
+    return next((inner for inner in _inside(whole) if inner.co_name == code.co_name), None)
 
 
 def _inside(code: CodeType) -> Iterator[CodeType]:
