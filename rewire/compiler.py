@@ -494,8 +494,13 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
             f"trunk '{trunk.name}' is post-norm: inside a block the state passes a norm, so that the block has no "
             "branch output of its own. Use granularity='sublayer'."
         )
+    if granularity == "block" and trunk.blocks == 1:
+        raise UnsupportedTopology(
+            f"trunk '{trunk.name}' is one block: there is nothing to connect it with. Use granularity='sublayer', "
+            f"which connects its {len(trunk.sites)} residual adds."
+        )
     resolved = topology.granularity if granularity == "auto" else granularity
-    separate = resolved == "sublayer" or trunk.post_norm
+    separate = resolved == "sublayer" or trunk.post_norm or trunk.blocks == 1
     units = tuple(range(1, len(trunk.sites) + 1)) if separate else trunk.units
     channel_dim = next((site.channel_dim for site in trunk.sites if site.width), -1)
     attention = _attention_units(trunk, topology, units)

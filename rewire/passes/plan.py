@@ -630,8 +630,8 @@ class _Planner:
 
     def _norm(self, scope: Scope, stage: int, value: Op | None) -> Written | None:
         """The norm that reads the stream's value first in ``scope``, if a kernel may compute both together."""
-        if stage >= len(self.adds) or stage in self.apart:
-            return None
+        if stage >= len(self.adds) or stage in self.apart or (stage and self.chain.passages[stage]):
+            return None  # what is read first passes a view or a cast
         values = [value or self.adds[stage].state]
         readers = sorted((user for op in values for user in self.flow.users[op]), key=lambda op: op.index)
         for reader in readers:
@@ -828,6 +828,10 @@ def behind(text: Text, calls: Sequence[Span]) -> Ended | None:
     return Ended(_span(last), tuple(sorted(names))) if names else None
 
 
+#: Functions that tell a stream from a tensor.
+_ASKED = {"isinstance", "issubclass", "is_tensor", "type", "id", "hasattr", "callable"}
+
+
 def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
     """Whether a variable, or an element of it, is only handed on where it is read."""
     read: ast.expr = node
@@ -835,7 +839,8 @@ def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
     if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant):
         read, parent = parent, parents[parent]
     if isinstance(parent, ast.Call):
-        return read is not parent.func
+        called = parent.func.attr if isinstance(parent.func, ast.Attribute) else getattr(parent.func, "id", "")
+        return read is not parent.func and called not in _ASKED
     if isinstance(parent, ast.Attribute):
         return parent.attr in _FREE
     if isinstance(parent, ast.Tuple):  # hidden states + (x,): what was collected becomes tensors when it is returned
