@@ -178,6 +178,7 @@ def source(model: nn.Module, path: str) -> str:
         UnknownName: there is no module at that path.
         RewireError: that module was not rewritten.
     """
+    connections(model)
     try:
         module = model.get_submodule(path)
     except AttributeError:

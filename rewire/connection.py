@@ -148,4 +148,6 @@ def read_recipe(state: Tensor) -> dict[str, Any]:
 
 def connections(model: nn.Module) -> dict[str, Connection]:
     """The connection modules of a rewired model, by trunk name."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     return {module.layout.trunk: module for module in model.modules() if isinstance(module, Connection)}

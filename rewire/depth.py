@@ -109,7 +109,8 @@ class Live:
     Attributes:
         stream: after what was read last.
         values: tensors that are its value: what was read, and casts of it.
-        version: of the first of them, when it was read.
+        versions: of each of them, when it was made.
+        source: what came in: a stream, or the tensor that the trunk starts with.
         norm, normed: a module, and what it makes of the value, if both were computed together.
         entry: what the function knows of the trunk; None if a function that it called opened the stream.
         start: position of the stream when it came in.
@@ -118,10 +119,11 @@ class Live:
         parts: sums of the value and some of the parallel branches of the next residual add, with these branches.
     """
 
-    def __init__(self, stream: Stream, entry: Entry | None) -> None:
+    def __init__(self, stream: Stream, entry: Entry | None, source: Any = None) -> None:
         self.stream, self.entry, self.start = stream, entry, stream.position
+        self.source = source
         self.values: list[Tensor] = []
-        self.version = 0
+        self.versions: list[int] = []
         self.norm: nn.Module | None = None
         self.normed: Tensor | None = None
         self.ways: Ways | None = None
@@ -145,7 +147,7 @@ class Live:
             if isinstance(read, Ways):
                 self.ways = read
             value = read.residual if isinstance(read, Ways) else read
-        self.values, self.version = [value], _version(value)
+        self.values, self.versions = [value], [_version(value)]
         return value
 
 
@@ -192,17 +194,17 @@ class Depth:
                 opened.append(self.open(part, norm, trunk, awaiting, starts))
                 tensors += isinstance(part, (Tensor, Stream))
             return type(value)(opened)
+        known = next((live for live in self.live if live.source is value), None)
+        if known is not None:  # the same argument twice
+            return known.values[0]
         if isinstance(value, Stream):
             return self._came(value if awaiting else value.settled(), norm)
         entry = self.gate.entries[trunk]
-        if isinstance(value, Tensor) and begin and not any(live.entry is entry for live in self.live):
+        if isinstance(value, Tensor) and begin and not any(live.entry is entry and live.start for live in self.live):
             return self._began(value, norm, entry)
         return value
 
     def _came(self, stream: Stream, norm: nn.Module | None) -> Tensor:
-        for live in self.live:
-            if live.stream is stream:  # the same argument twice
-                return live.values[0]
         entry = next((entry for entry in self.gate.entries if entry.trunk == stream.layout.trunk), None)
         if entry is None or stream.position not in entry.adds:
             places = [f"{' or '.join(map(str, e.adds))} of trunk '{e.trunk}'" for e in self.gate.entries]
@@ -210,7 +212,7 @@ class Depth:
                 f"block '{self.gate.block}' was called out of order: it belongs after residual add "
                 f"{' and '.join(places)}, the stream is at {stream.position} of trunk '{stream.layout.trunk}'."
             )
-        return self._added(Live(stream, entry), norm)
+        return self._added(Live(stream, entry, stream), norm)
 
     def _began(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
         if entry.connection is None and value.dtype == torch.float16:
@@ -229,7 +231,7 @@ class Depth:
                 f"block '{self.gate.block}' runs under re-entrant activation checkpointing, which loses the gradients "
                 "of the residual stream. Use torch.utils.checkpoint(..., use_reentrant=False)."
             )
-        return self._added(Live(entry.connection(value), entry), norm)
+        return self._added(Live(entry.connection(value), entry, value), norm)
 
     def _added(self, live: Live, norm: nn.Module | None) -> Tensor:
         self.live.append(live)
@@ -398,6 +400,7 @@ class Depth:
         live = self._find(value)
         if live is not None and result is not value:
             live.values.append(result)
+            live.versions.append(_version(result))
         return result
 
     def view(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
@@ -411,7 +414,7 @@ class Depth:
     def normed(self, norm: nn.Module, value: Tensor) -> Tensor:
         """``norm(value)``; computed with the value, if that is a stream's and was read for this norm."""
         live = self._find(value)
-        if live is not None and live.normed is not None and live.norm is norm and _version(value) == live.version:
+        if live is not None and live.normed is not None and live.norm is norm and _version(value) == live.versions[0]:
             return live.normed
         normed: Tensor = norm(value)
         return normed
@@ -492,7 +495,7 @@ class Depth:
         return None
 
     def _check_unchanged(self, live: Live) -> None:
-        if not live.stream.awaiting and _version(live.values[0]) != live.version:
+        if not live.stream.awaiting and [*map(_version, live.values)] != live.versions:
             raise OutOfOrder(
                 f"the value of trunk '{live.stream.layout.trunk}' was written to in place in block "
                 f"'{self.gate.block}' ({self.gate.where}), after the stream was read: earlier states that other blocks "

@@ -16,11 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from rewire.compiler import inputs_for
 from rewire.errors import BadExampleInputs, RewireError
 from rewire.jacobian import Chi, mean_squared_singular_value
 from rewire.observing import Record, Run, observed
+from rewire.passes.copies import seeded
 from rewire.passes.validate import tensors_in
 from rewire.patterns import patterns_for
 from rewire.patterns.pattern import Inputs
@@ -196,12 +198,13 @@ def diagnose(
     if probes < 0:
         raise ValueError(f"probes={probes}: it has to be 0 (no chi) or more.")
     inputs = _inputs(model, batch)
+    if any(tensor.numel() == 0 for tensor in tensors_in(inputs)):
+        raise BadExampleInputs("the batch is empty: there is nothing to measure.")
     copy, records = observed(model, inputs)
     if evaluate:
         copy.eval()
-    else:
-        _own_buffers(copy)
-    with torch.enable_grad(), torch.random.fork_rng():
+    _own_buffers(copy)
+    with torch.enable_grad(), seeded(seed, copy):
         value = _loss(_called(copy, inputs, seed), loss, seed)
         reached = [record for record in records if record.runs and record.runs[0].output is not None]
         if not reached:
@@ -312,7 +315,7 @@ def _chi(copy: nn.Module, inputs: Inputs, record: Record, probes: int, seed: int
         record.given, record.runs = x, []
         torch.manual_seed(seed)
         counters = {name: buffer.clone() for name, buffer in buffers.items()}  # torch.func: made here, to be changed
-        torch.func.functional_call(copy, constants | counters, *inputs)
+        torch.func.functional_call(copy, constants | counters, *tree_map(_own, inputs))
         output = record.runs[0].output
         assert output is not None
         return output
@@ -322,6 +325,11 @@ def _chi(copy: nn.Module, inputs: Inputs, record: Record, probes: int, seed: int
         return mean_squared_singular_value(output_for, measured[0].input.detach(), probes, seed)
     finally:
         record.given, record.runs = None, measured
+
+
+def _own(value: Any) -> Any:
+    """An input that the model may write to."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

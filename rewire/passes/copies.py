@@ -6,6 +6,7 @@ import contextlib
 import copy
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from types import CellType, FunctionType
 from typing import Any
@@ -18,6 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rewire.errors import RewireError
 from rewire.passes.functions import clone, contents
 from rewire.patterns.pattern import Inputs
+
+#: Threads that rewire share torch's random state.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def shared(model: nn.Module) -> nn.Module:
@@ -107,8 +111,9 @@ def seeded(seed: int, model: nn.Module) -> Iterator[None]:
     """Random numbers of this seed, in torch, ``random`` and NumPy; afterwards all go on as if none had been drawn."""
     devices = {t.device for _, t in _tensors_of(model) if t.device.type not in ("cpu", "meta")}
     numpy: Any = sys.modules.get("numpy")
-    state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_ONE_AT_A_TIME)
+        state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
         stack.enter_context(torch.random.fork_rng([]))
         for kind in {device.type for device in devices}:
             of_kind = [device for device in devices if device.type == kind]

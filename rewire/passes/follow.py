@@ -29,7 +29,8 @@ from rewire.passes.functions import forward_of
 from rewire.passes.graphs import flow_of
 
 #: Creation functions: the only torch functions that ignore a proxy among their arguments.
-_CREATION = frozenset(["arange", "empty", "finfo", "full", "linspace", "ones", "tensor", "zeros"])
+_CREATION = frozenset(["arange", "empty", "finfo", "full", "linspace", "ones", "rand", "randint", "randn"])
+_CREATION |= {"tensor", "zeros"}
 _ATTEMPTS = 12  # at tracing one forward
 _CHOICES = 4  # of the arguments of the model's own
 _FAILURES = 2  # of modules of one class, after which others are not tried
@@ -151,7 +152,7 @@ class _Follower(fx.Tracer):
 
     def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module: nn.Module = view._rewire_module
-        if isinstance(module, nn.Identity) or (type(module).forward is nn.Sequential.forward and not module._modules):
+        if isinstance(module, nn.Identity) or _is_empty(module):
             return args[0] if args else None
         place = self._here()
         if self._enters(module, args, kwargs):
@@ -170,7 +171,7 @@ class _Follower(fx.Tracer):
         """Whether residual adds may stand in a module: a ``+``, and weights; or a second tensor to be added."""
         if self.failures.get(type(module), 0) >= _FAILURES:
             return False
-        if type(module).forward in (nn.Sequential.forward, nn.ModuleList.forward):
+        if getattr(type(module), "forward", None) in (nn.Sequential.forward, nn.ModuleList.forward):
             return True
         home = type(module).__module__
         if home.startswith("torch.nn.") and not home.endswith(".transformer"):
@@ -363,6 +364,11 @@ class _Follower(fx.Tracer):
         if isinstance(a, slice):
             return slice(*map(self.create_arg, (a.start, a.stop, a.step)))
         return None  # whatever it is, no tensor comes out of it
+
+
+def _is_empty(module: nn.Module) -> bool:
+    """Whether a module is an empty sequence: an identity."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not module._modules
 
 
 class _Proxy(fx.Proxy):

@@ -31,7 +31,9 @@ class Decorated:
 def forward_of(module: nn.Module) -> Decorated:
     """The forward that runs when ``module`` is called: its class's, or one that somebody gave to this module alone."""
     own = vars(module).get("forward")
-    return undecorated(getattr(own, "__func__", own) if own is not None else type(module).forward)
+    if own is None:
+        own = getattr(type(module), "forward", None)  # TorchScript's modules have none
+    return undecorated(getattr(own, "__func__", own))
 
 
 def define(module: nn.Module, function: FunctionType) -> None:

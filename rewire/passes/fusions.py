@@ -34,6 +34,8 @@ def fusions(model: nn.Module) -> list[Fusion]:
     Args:
         model: a rewired model, in its present state.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     rows = []
     for name, block in model.named_modules():
         for path, reason in block.__dict__.get(NORMS, {}).items():

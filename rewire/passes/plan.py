@@ -606,12 +606,14 @@ class _Planner:
 
     def _passages(self) -> None:
         for number, (add, passage) in enumerate(zip(self.adds, self.chain.passages, strict=True)):
-            for op in (*(passage if number else ()), *_casts(add)):
+            casts = _casts(add)
+            for op in (*(passage if number else ()), *casts):
                 scope = self._carrier(op)
                 if scope is None:
                     raise EditError("the residual stream is reshaped outside the functions that it runs through")
                 at = self._span(scope, op)
-                self._function(scope).put(("reshape", at), Reshape(at, op.name in CASTS))
+                same = op.name in CASTS and (op in casts or op.dtype == op.inputs[0].dtype)
+                self._function(scope).put(("reshape", at), Reshape(at, same))
 
     def _end(self, opened: Sequence[Scope]) -> None:
         """Where the function that calls the blocks only hands the stream on: look behind them whether it has ended."""
@@ -832,6 +834,10 @@ def behind(text: Text, calls: Sequence[Span]) -> Ended | None:
 _ASKED = {"isinstance", "issubclass", "is_tensor", "type", "id", "hasattr", "callable"}
 
 
+#: Methods by which an object keeps a value: ``self.hidden.append(x)``.
+_KEPT = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault", "put"}
+
+
 def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
     """Whether a variable, or an element of it, is only handed on where it is read."""
     read: ast.expr = node
@@ -840,7 +846,8 @@ def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
         read, parent = parent, parents[parent]
     if isinstance(parent, ast.Call):
         called = parent.func.attr if isinstance(parent.func, ast.Attribute) else getattr(parent.func, "id", "")
-        return read is not parent.func and called not in _ASKED
+        kept = called in _KEPT and isinstance(getattr(parent.func, "value", None), ast.Attribute)
+        return read is not parent.func and called not in _ASKED and not kept
     if isinstance(parent, ast.Attribute):
         return parent.attr in _FREE
     if isinstance(parent, ast.Tuple):  # hidden states + (x,): what was collected becomes tensors when it is returned

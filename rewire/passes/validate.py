@@ -61,7 +61,10 @@ SETTINGS = (
 
 
 #: And where the learned ones have to be, at a preserving start.
-STARTS = (Setting("evaluation mode, at the start of the topology", rounding=True),)
+STARTS = (
+    Setting("evaluation mode, at the start of the topology", rounding=True),
+    Setting("evaluation mode, at the start of the topology, perturbed weights", perturbed=True, rounding=True),
+)
 
 
 @dataclasses.dataclass

@@ -93,6 +93,8 @@ def patterns() -> dict[str, str]:
 
 def patterns_for(model: nn.Module) -> list[Pattern]:
     """Patterns that match ``model``, the most special (registered last) first."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     types = {part.config.model_type for part in model.modules() if is_pretrained(part)}  # type: ignore[union-attr]
     registered = reversed(_REGISTRY.in_order())
     return [pattern for pattern in registered if types & pattern.model_types or pattern.matches(model)]

@@ -1,0 +1,1276 @@
+"""Ways of writing a residual model that rewire once refused, or connected nothing of: one small model for each.
+
+Each is rewired, validated, and compared in both modes; every trunk is shown to be connected by moving its weights.
+Models that cannot be connected by nature are refused, by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision_stub  # noqa: F401
+from comparing import assert_close, evaluate, tensors_in
+from mixing import learned
+from models import WIDTH, Attention, BasicBlock, ConvNet, Mlp, PreNorm, images, vectors
+from test_errors import Wrong
+from torch import Tensor, nn
+
+import rewire
+from rewire.patterns.tiny import timm_model
+
+Adds = dict[str, int]
+
+DEPTH = 2  # blocks
+
+
+class Stack(models.Stack):
+    def __init__(self, block: Callable[[], nn.Module], depth: int = DEPTH) -> None:
+        super().__init__(block, depth)
+
+
+def assert_connected(model: nn.Module, adds: Adds, *args: Any, tolerance: float = 1e-5, **kwargs: Any) -> nn.Module:
+    """Returns the model with plain connections; ``adds`` are the residual adds of each trunk."""
+    model.eval()
+    plain = rewire.compile(model, "residual", example_inputs=(args, kwargs))
+    assert {name: len(one.layout.units) for name, one in rewire.connections(plain).items()} == adds
+    for training in (False, True):
+        expected = evaluate(model, args, kwargs, training)
+        assert_close(expected, evaluate(plain, args, kwargs, training), tolerance, 5 * tolerance)
+    free = rewire.compile(model, "ancre-none", example_inputs=(args, kwargs))
+    assert all(connection.layout.dims.depth > 1 for connection in rewire.connections(free).values())
+    for name, connection in rewire.connections(free).items():
+        before = _outputs(free, args, kwargs)
+        with torch.no_grad():
+            for weight in connection.parameters():
+                weight.add_(0.3)
+        after = _outputs(free, args, kwargs)
+        assert any(not torch.allclose(a, b, atol=1e-3) for a, b in zip(before, after, strict=True)), name
+    return plain
+
+
+def _outputs(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return [t.clone() for t in tensors_in(model(*args, **kwargs)) if t.is_floating_point()]
+
+
+def _compiled_or_refused(model: nn.Module, *args: Any) -> tuple[nn.Module | None, str]:
+    """The model with free connections, or None and why not."""
+    try:
+        return rewire.compile(model, "ancre-none", example_inputs=args), ""
+    except rewire.RewireError as error:
+        return None, str(error)
+
+
+# -- 1: a cast is the shortcut -----------------------------------------------------------------------------------------
+
+
+class InFloat32(nn.Module):
+    """Mamba's way: the residual is kept in float32, whatever the branch computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mixer = nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        residual = hidden
+        hidden = self.norm(hidden.to(dtype=self.norm.weight.dtype))
+        residual = residual.to(torch.float32)
+        hidden = self.mixer(hidden)
+        return residual + hidden
+
+
+class FloatAndBack(PreNorm):
+    """Wan's way: each sum is computed in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x.float() + self.attn(self.ln_1(x))).type_as(x)
+        return (x.float() + self.mlp(self.ln_2(x).float().to(x.dtype)).float()).type_as(x)
+
+
+class CastStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x.to(self.out.weight.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("block", "adds"), [(InFloat32, DEPTH), (FloatAndBack, 2 * DEPTH)])
+def test_a_cast_as_the_shortcut(block: Callable[[], nn.Module], adds: int, dtype: torch.dtype) -> None:
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    assert_connected(CastStack(block).to(dtype), {"layers": adds}, vectors().to(dtype), tolerance=tolerance)
+
+
+# -- 2, 3, 13: what a forward asks of its arguments and results --------------------------------------------------------
+
+
+class OneOrMore(Attention):
+    """Returns one tensor, or with a context more: the caller counts them."""
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, ...]:  # type: ignore[override]
+        out = super().forward(x)
+        return (out,) if context is None else (out, context)
+
+
+class Counts(PreNorm):
+    """Flux's way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = OneOrMore()
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        outputs = self.attn(self.ln_1(x), context)
+        if len(outputs) == 1:
+            (attn,) = outputs
+        elif len(outputs) == 2:
+            attn, context = outputs
+        x = x + attn
+        x = x + self.mlp(self.ln_2(x))
+        return x if context is None else x + context.mean()
+
+
+def test_the_length_of_what_a_child_returns() -> None:
+    assert_connected(Stack(Counts), {"layers": 2 * DEPTH}, vectors())
+
+
+class LooksIntoKwargs(nn.Module):
+    """diffusers' ResnetBlock2D."""
+
+    def __init__(self, before: int = 8, width: int = 8) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(4, before), nn.GroupNorm(4, width)
+        self.conv1, self.conv2 = nn.Conv2d(before, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
+        self.shortcut = None if before == width else nn.Conv2d(before, width, 1)
+        self.output_scale_factor = 1.0
+
+    def forward(self, x: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > 0 or kwargs.get("scale") is not None:
+            raise ValueError("the scale argument is deprecated")
+        h = self.conv1(F.silu(self.norm1(x)))
+        if temb is not None:
+            h = h + temb[:, :, None, None]
+        h = self.conv2(F.silu(self.norm2(h)))
+        if self.shortcut is not None:
+            x = self.shortcut(x)
+        return (x + h) / self.output_scale_factor
+
+
+class KwargsNet(ConvNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(LooksIntoKwargs() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor, temb: Tensor | None = None) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, temb)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("temb", [None, torch.linspace(-1, 1, 16).reshape(2, 8)])
+def test_a_forward_that_looks_into_its_keyword_arguments(temb: Tensor | None) -> None:
+    assert_connected(KwargsNet(), {"blocks": DEPTH}, images(), temb)
+
+
+class ListOrTensor(PreNorm):
+    """DINO's way: a forward takes a tensor, or a list of tensors."""
+
+    def forward(self, x_or_x_list: Any) -> Any:
+        if isinstance(x_or_x_list, Tensor):
+            return self.forward_one(x_or_x_list)
+        return [self.forward_one(x) for x in x_or_x_list]
+
+    def forward_one(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class ListOrTensorStack(Stack):
+    def forward(self, x: Any) -> Any:
+        x = [self.inp(one) for one in x] if isinstance(x, list) else self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return [self.out(one) for one in x] if isinstance(x, list) else self.out(x)
+
+
+def test_a_list_or_a_tensor_as_the_argument() -> None:
+    assert_connected(ListOrTensorStack(ListOrTensor), {"layers": 2 * DEPTH}, vectors())
+
+
+def test_lists_where_tensors_were_are_right_or_refused() -> None:
+    model = ListOrTensorStack(ListOrTensor).eval()
+    rewired = rewire.compile(model, "residual", example_inputs=(vectors(),))
+    crops = [vectors(), vectors(length=5)]
+    try:
+        actual = rewired(crops)
+    except rewire.RewireError:
+        return
+    for a, b in zip(model(crops), actual, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+# -- 4: memory layout --------------------------------------------------------------------------------------------------
+
+
+class PreActivation(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(width), nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(F.relu(self.norm(x)))
+
+
+class Transposed(nn.Module):
+    """Returns states whose memory another topology may lay out in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(*(PreActivation() for _ in range(DEPTH)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.blocks(self.stem(x))
+        return x, x.permute(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("topology", ["hc-dynamic", "hc-static", "grn-v3", "denseformer", "mhc", "layerscale"])
+def test_outputs_that_differ_in_strides_alone(topology: str) -> None:
+    model = Transposed().eval()
+    rewired = rewire.compile(model, topology, start="paper", example_inputs=(images(),))
+    assert len(rewire.connections(rewired)["blocks"].layout.units) == DEPTH
+
+
+# -- 5: the branch ends in different code ------------------------------------------------------------------------------
+
+
+class Clamps(PreNorm):
+    """DETR's way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ln_1(x + self.attn(x))
+        residual = x
+        x = self.mlp(x)
+        x = residual + x
+        if self.training and not torch.isfinite(x).all():
+            limit = torch.finfo(x.dtype).max - 1000
+            x = torch.clamp(x, min=-limit, max=limit)
+        return self.ln_2(x)
+
+
+class ClampsTheBranch(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        h = self.mlp(self.ln_2(x))
+        if self.training:
+            if not torch.isfinite(h).all():
+                h = torch.nan_to_num(h)
+            h = h * 0.5
+        else:
+            h = h.contiguous()
+        return x + h
+
+
+@pytest.mark.parametrize("block", [Clamps, ClampsTheBranch])
+def test_a_branch_that_ends_in_different_code(block: Callable[[], nn.Module]) -> None:
+    assert_connected(Stack(block), {"layers": 2 * DEPTH}, vectors())
+
+
+# -- 6: an empty Sequential is the identity ----------------------------------------------------------------------------
+
+
+class EmptyShortcut(nn.Module):
+    """The BasicBlock of the most copied CIFAR repository."""
+
+    def __init__(self, before: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or before != width:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += self.shortcut(x)
+        return F.relu(out)
+
+
+class CifarNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, 1, 1)
+        self.layer1 = nn.Sequential(EmptyShortcut(8, 8), EmptyShortcut(8, 8))
+        self.layer2 = nn.Sequential(EmptyShortcut(8, 16, 2), EmptyShortcut(16, 16))
+        self.linear = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.conv1(x))
+        out = self.layer2(self.layer1(out))
+        return self.linear(F.avg_pool2d(out, 4).mean((2, 3)))
+
+
+def test_an_empty_sequential_as_the_shortcut() -> None:
+    assert_connected(CifarNet(), {"layer1": 2, "layer2": 2}, images())
+
+
+# -- 7, 8: which arguments are given, and which way runs ---------------------------------------------------------------
+
+
+class Conditioned(PreNorm):
+    """A required argument that may be None, and optional ones of which some are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.ln_3 = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.cross = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: Tensor, temb: Tensor | None, context: Tensor | None = None, mask: Any = None) -> Tensor:
+        h = self.attn(self.ln_1(x))
+        if temb is not None:
+            h = h + self.project(temb)[:, None]
+        x = x + h
+        if context is not None:
+            x = x + self.cross(self.ln_3(x), context, context, key_padding_mask=mask)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+class ConditionedStack(Stack):
+    def forward(self, x: Tensor, temb: Tensor | None, context: Tensor | None = None, mask: Any = None) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x, temb, context, mask=mask)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("temb", [False, True])
+@pytest.mark.parametrize("context", [False, True])
+def test_arguments_that_are_none(temb: bool, context: bool) -> None:
+    given = (torch.ones(2, WIDTH) if temb else None, torch.ones(2, 12, WIDTH) if context else None)
+    assert_connected(ConditionedStack(Conditioned), {"layers": (3 if context else 2) * DEPTH}, vectors(), *given)
+
+
+@pytest.mark.parametrize("temb", [False, True])
+@pytest.mark.parametrize("context", [False, True])
+def test_without_inputs_any_choice_of_arguments_is_right_or_refused(temb: bool, context: bool) -> None:
+    given = (torch.ones(2, WIDTH) if temb else None, torch.ones(2, 12, WIDTH) if context else None)
+    model = ConditionedStack(Conditioned).eval()
+    rewired = rewire.compile(model, "residual", validate=False)
+    try:
+        actual = rewired(vectors(), *given)
+    except rewire.RewireError:
+        assert context  # of branches that are left out, some are known
+        return
+    assert torch.equal(actual, model(vectors(), *given))
+
+
+class QueryStates(PreNorm):
+    """DeBERTa's way: the shortcut is another argument, if that is given."""
+
+    def forward(self, hidden: Tensor, query: Tensor | None = None) -> Tensor:
+        attended = self.attn(hidden)
+        if query is None:
+            query = hidden
+        x = self.ln_1(attended + query)
+        return self.ln_2(self.mlp(x) + x)
+
+
+class QueryStack(Stack):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__(block)
+        self.rereads, self.conv = False, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = (hidden := self.inp(x),)
+        query = None
+        for number, layer in enumerate(self.layers):
+            output = layer(hidden, query)
+            if number == 0 and self.conv is not None:
+                output = self.conv(hidden, output)
+            if self.rereads:
+                query = output
+            else:
+                hidden = output
+            states = (*states, output)
+        return self.out(states[-1])
+
+
+def test_the_way_that_runs_and_not_the_longest() -> None:
+    assert_connected(QueryStack(QueryStates), {"layers": 2 * DEPTH}, vectors())
+
+
+class Multimodal(PreNorm):
+    """BLIP's way: a mode says whether there is cross-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross, self.ln_3 = nn.MultiheadAttention(WIDTH, 4, batch_first=True), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, context: Tensor | None = None, mode: str | None = None) -> tuple[Tensor, ...]:  # type: ignore[override]
+        x = self.ln_1(self.attn(x) + x)
+        if mode == "multimodal":
+            x = self.ln_3(self.cross(x, context, context)[0] + x)
+        return (self.ln_2(self.mlp(x) + x),)
+
+
+class MultimodalStack(Stack):
+    def forward(self, x: Tensor, context: Tensor | None = None, mode: str = "multimodal") -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x, context, mode=mode)[0]
+        return self.out(x)
+
+
+@pytest.mark.parametrize(("mode", "adds"), [("text", 2 * DEPTH), ("multimodal", 3 * DEPTH)])
+def test_a_mode_that_leaves_branches_out(mode: str, adds: int) -> None:
+    context = torch.linspace(-1, 1, 2 * 4 * WIDTH).reshape(2, 4, WIDTH)
+    assert_connected(MultimodalStack(Multimodal), {"layers": adds}, vectors(), context, mode)
+
+
+# -- 9: the width changes ----------------------------------------------------------------------------------------------
+
+
+class Widens(nn.Module):
+    """Stages of two widths in one list; the map between them is a block, or is part of the first block behind it."""
+
+    def __init__(self, projected: bool) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        between = BasicBlock(8, 16, 2) if projected else nn.Conv2d(8, 16, 2, 2)
+        blocks = [BasicBlock(8, 8, 1), BasicBlock(8, 8, 1), between, BasicBlock(16, 16, 1), BasicBlock(16, 16, 1)]
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_a_trunk_is_split_where_the_width_changes(projected: bool) -> None:
+    assert_connected(Widens(projected), {"blocks": 2, "blocks'": 3 if projected else 2}, images())
+
+
+class Pools(nn.Module):
+    """The states are pooled inside a block, so that its second add has another size."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), Mlp()
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        if self.last:
+            x = F.max_pool1d(x.transpose(1, 2), 2).transpose(1, 2)
+        return x + self.mlp(self.ln_2(x))
+
+
+class PoolsStack(Stack):
+    def __init__(self) -> None:
+        super().__init__(PreNorm)
+        self.layers = nn.ModuleList(Pools(last) for last in (False, False, True, False))
+
+
+class Pooled(nn.Module):
+    """Funnel: in the first block of a stage the query is pooled, and so is the shortcut."""
+
+    def __init__(self, pools: bool) -> None:
+        super().__init__()
+        self.norm, self.attn, self.pools = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 4, batch_first=True), pools
+        self.norm2, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = F.avg_pool1d(x.transpose(1, 2), 2).transpose(1, 2) if self.pools else x
+        x = self.norm(query + self.attn(query, x, x)[0])
+        return self.norm2(x + self.mlp(x))
+
+
+class Funnel(Stack):
+    def __init__(self) -> None:
+        super().__init__(PreNorm)
+        self.layers = nn.ModuleList(Pooled(pools) for pools in (False, False, True, False))
+
+
+@pytest.mark.parametrize(("model", "adds"), [(PoolsStack, (5, 3)), (Funnel, (4, 4))])
+def test_a_trunk_is_split_where_the_states_are_pooled(model: Callable[[], nn.Module], adds: tuple[int, int]) -> None:
+    assert_connected(model(), dict(zip(("layers", "layers'"), adds, strict=True)), vectors())
+
+
+# -- 10: starts that are right up to rounding --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "ancre-outgoing"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_roundings_that_make_a_relu_flip(topology: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = ConvNet(depth=6).eval()
+    rewired = rewire.compile(model, topology, example_inputs=(images(),))
+    torch.testing.assert_close(rewired(images()), model(images()), rtol=1e-4, atol=1e-5)
+
+
+class AddsLater(PreNorm):
+    """Adds to its own result in place, behind what hooks see of its children."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attn(self.ln_1(x))
+        y += x
+        z = self.mlp(self.ln_2(y))
+        z += y
+        return z
+
+
+def test_the_block_that_differs_is_named_where_it_adds_in_place() -> None:
+    with pytest.raises(rewire.ValidationMismatch, match=r"first block that differs is 'layers\.1[.']"):
+        rewire.compile(Stack(AddsLater), Wrong(), example_inputs=(vectors(),))
+
+
+# -- 11: helpers of one class that do not do the same ------------------------------------------------------------------
+
+
+class MayAdd(nn.Module):
+    """EfficientNet's last part of a block: some add the shortcut, the first of the network does not."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.project, self.skips = nn.Linear(WIDTH, WIDTH), skips
+
+    def forward(self, shortcut: Tensor, hidden: Tensor) -> Tensor:
+        hidden = self.project(hidden)
+        if self.skips:
+            hidden = hidden + shortcut
+        return hidden
+
+
+class WithMayAdd(nn.Module):
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.final = nn.LayerNorm(WIDTH), Mlp(), MayAdd(skips)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.final(x, self.mlp(self.norm(x)))
+
+
+class MayAddStack(Stack):
+    def __init__(self) -> None:
+        super().__init__(PreNorm)
+        self.layers = nn.ModuleList(WithMayAdd(skips) for skips in (False, True, True, False, True, True, True))
+
+
+def test_helpers_of_one_class_of_which_some_add() -> None:
+    assert_connected(MayAddStack(), {"layers": 2, "layers'": 3}, vectors())
+
+
+# -- 12: functions in attributes ---------------------------------------------------------------------------------------
+
+
+class LambdaMlp(nn.Module):
+    """minGPT's block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        self.mlp = nn.ModuleDict({"up": nn.Linear(WIDTH, 64), "act": nn.GELU(), "down": nn.Linear(64, WIDTH)})
+        m = self.mlp
+        self.mlpf = lambda x: m.down(m.act(m.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        x = x + self.mlpf(self.ln_2(x))
+        return x
+
+
+def test_a_lambda_over_submodules() -> None:
+    model = Stack(LambdaMlp)
+    plain = assert_connected(model, {"layers": 2 * DEPTH}, vectors())
+    with torch.no_grad():
+        plain.layers[0].mlp.down.bias.add_(1)  # the copy's lambda holds the copy's modules
+    assert torch.equal(model(vectors()), plain(vectors()))
+
+
+# -- 14: branches without weights --------------------------------------------------------------------------------------
+
+
+class Fourier(nn.Module):
+    """FNet's block: the tokens are mixed without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.fft.fft(torch.fft.fft(x, dim=-1), dim=-2).real
+        x = self.norm1(x + mixed)
+        return self.norm2(x + self.mlp(x))
+
+
+def test_a_branch_without_parameters() -> None:
+    assert_connected(Stack(Fourier), {"layers": 2 * DEPTH}, vectors())
+
+
+# -- 15: caches that are written in place ------------------------------------------------------------------------------
+
+
+class Caches(nn.Module):
+    """DeepSeek's inference code: keys are written into a buffer, which is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.key, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("cache", torch.zeros(4, 16, WIDTH), persistent=False)
+
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        batch, length, _ = x.shape
+        y = self.norm(x)
+        self.cache[:batch, start : start + length] = self.key(y)
+        keys = self.cache[:batch, : start + length]
+        return x + self.out((y @ keys.transpose(1, 2)).softmax(-1) @ keys)
+
+
+@torch.no_grad()
+def _generated(model: nn.Module) -> Tensor:
+    return torch.cat([model(vectors()[:, :4]), model(vectors()[:, 4:], start=4)], 1)
+
+
+class CachingStack(Stack):
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x, start)
+        return self.out(x)
+
+
+def test_a_cache_that_is_written_in_place() -> None:
+    model = CachingStack(Caches).eval()
+    for topology in ("residual", "ancre-none"):
+        rewired = rewire.compile(model, topology, example_inputs=(vectors(),))
+        assert len(rewire.connections(rewired)["layers"].layout.units) == DEPTH
+        assert not any(bool(layer.cache.any()) for layer in model.layers)
+        torch.testing.assert_close(_generated(rewired), _generated(model))
+        for layer in model.layers:
+            layer.cache.zero_()
+    with torch.no_grad():
+        for weight in learned(rewired).values():
+            weight.add_(0.3)
+    assert not torch.allclose(_generated(rewired), _generated(model), atol=1e-3)
+
+
+# -- 16: adds in the root's own loop -----------------------------------------------------------------------------------
+
+
+class OwnLoop(nn.Module):
+    """XLM's way: the lists hold the parts of the blocks, and the model's own forward adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, WIDTH)
+        self.attentions, self.ffns = (nn.ModuleList(part() for _ in range(DEPTH)) for part in (Attention, Mlp))
+        self.norm1, self.norm2 = (nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(DEPTH)) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            mask = torch.ones(x.shape[:2])
+        tensor = self.inp(x)
+        tensor *= mask.unsqueeze(-1).to(tensor.dtype)
+        for i in range(DEPTH):
+            attn = self.attentions[i](tensor)
+            tensor = tensor + attn
+            tensor = self.norm1[i](tensor)
+            tensor = tensor + self.ffns[i](tensor)
+            tensor = self.norm2[i](tensor)
+            tensor *= mask.unsqueeze(-1).to(tensor.dtype)
+        return tensor
+
+
+class OwnLoopPreNorm(OwnLoop):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        tensor = self.inp(x)
+        for i in range(DEPTH):
+            tensor = tensor + self.attentions[i](self.norm1[i](tensor))
+            tensor = tensor + self.ffns[i](self.norm2[i](tensor))
+        return tensor
+
+
+@pytest.mark.parametrize("model", [OwnLoop, OwnLoopPreNorm])
+def test_adds_in_the_loop_of_the_root(model: Callable[[], nn.Module]) -> None:
+    assert_connected(model(), {model.__name__: 2 * DEPTH}, vectors())  # type: ignore[attr-defined]
+
+
+# -- 17: parts of modules that are called by other names ---------------------------------------------------------------
+
+
+class Processor:
+    """diffusers' way: a plain object computes with the projections of the module that it is handed."""
+
+    def __call__(self, attn: nn.Module, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
+        q = q * rotary[0] + q.roll(1, -1) * rotary[1]
+        return attn.to_out[0](F.scaled_dot_product_attention(q, k, v))
+
+
+class Processed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.processor = Processor()
+
+    def prepare(self, length: int) -> tuple[Tensor, Tensor]:
+        angles = torch.arange(length, dtype=torch.float32)[:, None] / (1 + torch.arange(WIDTH))
+        return angles.cos(), angles.sin()
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return self.processor(self, x, **kwargs)
+
+
+class CallsMethods(nn.Module):
+    """Calls methods of its children other than their forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(WIDTH), Processed()
+        self.norm2, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rotary = self.attn.prepare(x.shape[1])
+        x = x + self.attn(self.norm1(x), rotary=rotary)
+        return x + self.mlp.down(F.gelu(self.mlp.up(self.norm2(x))))
+
+
+class Experts(nn.Module):
+    """NucleusMoE's way: tokens are gathered by expert, in a loop over those that are hit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        self.gate, self.experts = nn.Linear(WIDTH, 4, bias=False), nn.ModuleList(Mlp() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        tokens = self.norm2(x).flatten(0, 1)
+        weights, chosen = self.gate(tokens).softmax(-1).topk(2, -1)
+        result = torch.zeros_like(tokens)
+        for number in chosen.unique().tolist():
+            row, place = torch.where(chosen == number)
+            result.index_add_(0, row, self.experts[number](tokens[row]) * weights[row, place, None])
+        return x + result.view_as(x)
+
+
+@pytest.mark.parametrize("block", [CallsMethods, Experts])
+def test_children_that_are_not_called_by_their_forward(block: Callable[[], nn.Module]) -> None:
+    assert_connected(Stack(block), {"layers": 2 * DEPTH}, vectors())
+
+
+# -- 18: stages inside another model -----------------------------------------------------------------------------------
+
+
+class Stage(nn.Module):
+    def __init__(self, before: int, width: int) -> None:
+        super().__init__()
+        self.downsample = nn.Conv2d(before, width, 2, 2)
+        self.blocks = nn.Sequential(*(PreActivation(width) for _ in range(DEPTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.downsample(x))
+
+
+class Segments(nn.Module):
+    """Runs an encoder's stages by name, keeps what each returns, and decodes from all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleDict({"stages_0": Stage(3, 8), "stages_1": Stage(8, 16)})
+        self.decoder = nn.Conv2d(24, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for _, module in self.encoder.named_children():
+            features.append(module(features[-1]))
+        _, fine, coarse = features
+        return self.decoder(torch.cat([fine, F.interpolate(coarse, fine.shape[2:])], 1))
+
+
+def test_a_stage_inside_a_segmentation_model_is_one_trunk() -> None:
+    assert_connected(Segments(), {f"encoder.stages_{number}.blocks": DEPTH for number in range(2)}, images())
+
+
+# -- compiled, and connected nothing -----------------------------------------------------------------------------------
+
+
+class MixedWithStart(Stack):
+    """nanochat's way: each block gets a mix of the stream and of its start."""
+
+    def __init__(self) -> None:
+        super().__init__(PreNorm)
+        self.lambdas = nn.Parameter(torch.linspace(0.5, 1, 2 * DEPTH).reshape(DEPTH, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        x0 = x
+        for number, layer in enumerate(self.layers):
+            x = self.lambdas[number, 0] * x + self.lambdas[number, 1] * x0
+            x = layer(x)
+        return self.out(x)
+
+
+class SkipsAcross(Stack):
+    """modded-nanogpt's way: the second half of the blocks gets what the first half returned, backwards."""
+
+    def __init__(self) -> None:
+        super().__init__(PreNorm, 4)
+        self.skip_weights = nn.Parameter(torch.linspace(0.5, 1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        skips = []
+        for layer in self.layers[:2]:
+            x = layer(x)
+            skips.append(x)
+        for number, layer in enumerate(self.layers[2:]):
+            x = x + self.skip_weights[number] * skips.pop()
+            x = layer(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize(("model", "adds"), [(MixedWithStart, 2 * DEPTH), (SkipsAcross, 8)])
+def test_streams_that_are_mixed_between_the_blocks(model: Callable[[], nn.Module], adds: int) -> None:
+    assert_connected(model(), {"layers": adds}, vectors())
+
+
+class OneBlock(nn.Module):
+    """Stable Diffusion's transformers of one block each."""
+
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 5)
+        self.block = nn.Sequential(PreNorm()) if listed else PreNorm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.block(self.inp(x)))
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_single_block_is_connected_or_said_not_to_be(listed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """One unit at the granularity of blocks is nothing to learn: its adds are connected, or the user hears of it."""
+    rewired, error = _compiled_or_refused(OneBlock(listed).eval(), vectors())
+    if rewired is None:
+        assert "'block" in error
+        return
+    (connection,) = rewire.connections(rewired).values()
+    assert connection.layout.dims.depth > 1 or "'block" in caplog.text
+
+
+class ScalesTheState(PreNorm):
+    """Gemma 4's way: a factor on the state, behind the last add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("layer_scalar", torch.tensor([0.8]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self.attn(self.ln_1(x))
+        x = residual + x
+        residual = x
+        x = self.mlp(self.ln_2(x))
+        x = residual + x
+        x *= self.layer_scalar
+        return x
+
+
+def test_a_factor_on_the_state() -> None:
+    assert_connected(Stack(ScalesTheState), {"layers": 2 * DEPTH}, vectors())
+
+
+class CollectsAll(Stack):
+    """MONAI's ViT: the states between the blocks are returned in a list."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:  # type: ignore[override]
+        x = self.inp(x)
+        hidden_states_out = []
+        for layer in self.layers:
+            x = layer(x)
+            hidden_states_out.append(x)
+        return self.out(x), hidden_states_out
+
+
+def test_states_that_the_parent_collects() -> None:
+    plain = assert_connected(CollectsAll(PreNorm), {"layers": 2 * DEPTH}, vectors())
+    assert all(type(state) is Tensor for state in plain(vectors())[1])
+
+
+class TwoStreams(nn.Module):
+    """Flux' double block: text and image, each with its residual adds, and one attention over both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm1_context = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.norm2, self.norm2_context = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn, self.ff, self.ff_context = Attention(), Mlp(), Mlp()
+
+    def forward(self, x: Tensor, context: Tensor, temb: Tensor) -> tuple[Tensor, Tensor]:
+        gate, gate_context = temb[:, None].chunk(2, -1)
+        both = self.attn(torch.cat([self.norm1_context(context), self.norm1(x)], 1))
+        attn_context, attn = both.split_with_sizes([context.shape[1], x.shape[1]], 1)
+        x = x + gate * attn
+        x = x + gate * self.ff(self.norm2(x))
+        context = context + gate_context * attn_context
+        context = context + gate_context * self.ff_context(self.norm2_context(context))
+        return context, x
+
+
+class OneStream(nn.Module):
+    """Flux' single block: both streams joined, taken apart again at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn, self.mlp = nn.LayerNorm(WIDTH), Attention(), Mlp()
+
+    def forward(self, x: Tensor, context: Tensor, temb: Tensor) -> tuple[Tensor, Tensor]:
+        length = context.shape[1]
+        x = torch.cat([context, x], dim=1)
+        residual = x
+        y = self.norm(x)
+        x = residual + temb[:, None].chunk(2, -1)[0] * (self.attn(y) + self.mlp(y))
+        return x[:, :length], x[:, length:]
+
+
+class DoubleAndSingle(nn.Module):
+    def __init__(self, single: bool) -> None:
+        super().__init__()
+        self.inp, self.inp_context = nn.Linear(8, WIDTH), nn.Linear(8, WIDTH)
+        self.time = nn.Linear(8, 2 * WIDTH)
+        self.pairs = nn.ModuleList(TwoStreams() for _ in range(DEPTH))
+        self.singles = nn.ModuleList(OneStream() for _ in range(DEPTH if single else 0))
+        self.out = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor, context: Tensor, time: Tensor) -> Tensor:
+        temb = self.time(time)
+        x, context = self.inp(x), self.inp_context(context)
+        for block in self.pairs:
+            if torch.is_grad_enabled() and time.sum() > 1e9:  # a parent that cannot be traced
+                raise ValueError
+            context, x = block(x=x, context=context, temb=temb)
+        for block in self.singles:
+            context, x = block(x=x, context=context, temb=temb)
+        return self.out(x), self.out(context)
+
+
+def test_two_streams_through_each_block() -> None:
+    inputs = (vectors(), vectors(length=4), vectors()[:, 0])
+    assert_connected(DoubleAndSingle(False), {"pairs": 2 * DEPTH, "pairs'": 2 * DEPTH}, *inputs)
+
+
+def test_two_streams_that_are_joined() -> None:
+    """The joined ones are cut apart between the blocks: each is connected by itself, or the trunk is left out."""
+    inputs = (vectors(), vectors(length=4), vectors()[:, 0])
+    model = DoubleAndSingle(True).eval()
+    rewired = rewire.compile(model, "residual", example_inputs=inputs)
+    adds = {name: len(one.layout.units) for name, one in rewire.connections(rewired).items()}
+    assert {"pairs": 2 * DEPTH, "pairs'": 2 * DEPTH}.items() <= adds.items() and 1 not in adds.values()
+    for training in (False, True):
+        assert_close(evaluate(model, inputs, {}, training), evaluate(rewired, inputs, {}, training))
+
+
+class Reshapes(nn.Module):
+    """Segformer's block: tokens inside, images between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = nn.LayerNorm(8), Attention(8), nn.LayerNorm(8), Mlp(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        x = x.flatten(2).transpose(1, 2)
+        x = x + self.attn(self.norm1(x))
+        x = x + self.mlp(self.norm2(x))
+        return x.transpose(1, 2).view(b, c, h, w)
+
+
+class ReshapesNet(ConvNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Reshapes() for _ in range(DEPTH)))
+
+
+def test_views_at_the_ends_of_the_blocks() -> None:
+    assert_connected(ReshapesNet(), {"blocks": 2 * DEPTH}, images())
+
+
+class Nested(PreNorm):
+    """Jamba's way: ``((x, logits), cache)``."""
+
+    def forward(self, x: Tensor, cache: Any = None) -> Any:  # type: ignore[override]
+        x = x + self.attn(self.ln_1(x))
+        h = self.mlp(self.ln_2(x))
+        return (x + h, h.detach().mean(-1)), cache
+
+
+class NestedStack(Stack):
+    def forward(self, x: Tensor) -> Any:
+        x, logits = self.inp(x), ()
+        for layer in self.layers:
+            outputs, _ = layer(x)
+            x = outputs[0]
+            logits = (*logits, outputs[1])
+        return self.out(x), logits
+
+
+def test_nested_results() -> None:
+    assert_connected(NestedStack(Nested), {"layers": 2 * DEPTH}, vectors())
+
+
+class ReturnsList(PreNorm):
+    """OpenAI GPT's way: a block returns a list, and hands its attention's result on in it."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:  # type: ignore[override]
+        attn_outputs = [self.attn(x), x.detach().mean(-1)]
+        n = self.ln_1(x + attn_outputs[0])
+        return [self.ln_2(n + self.mlp(n)), *attn_outputs[1:]]
+
+
+class ListStack(Stack):
+    def forward(self, x: Tensor) -> Any:
+        x = self.inp(x)
+        others = []
+        for layer in self.layers:
+            outputs = layer(x)
+            x = outputs[0]
+            others.append(outputs[1])
+        return self.out(x), others
+
+
+def test_blocks_that_return_a_list() -> None:
+    assert_connected(ListStack(ReturnsList), {"layers": 2 * DEPTH}, vectors())
+
+
+class SmallUNet(nn.Module):
+    """Stable Diffusion's way: residual units and one-block transformers in turn, skips across."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.down = nn.ModuleList([LooksIntoKwargs(), LooksIntoKwargs()])
+        self.attentions = nn.ModuleList([Reshapes(), Reshapes()])
+        self.mid = nn.ModuleList([LooksIntoKwargs(), LooksIntoKwargs()])
+        self.up = nn.ModuleList([LooksIntoKwargs(16, 8), LooksIntoKwargs(16, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        kept: tuple[Tensor, ...] = ()
+        for resnet, attention in zip(self.down, self.attentions, strict=True):
+            x = attention(resnet(x))
+            kept = (*kept, x)
+        for resnet in self.mid:
+            x = resnet(x)
+        for resnet in self.up:
+            x = torch.cat([x, kept[-1]], 1)
+            kept = kept[:-1]
+            x = resnet(x)
+        return x
+
+
+def test_a_unet_of_residual_units_and_attention() -> None:
+    """Down and in the middle there is one stream; on the way up each unit begins with a projected shortcut."""
+    plain = rewire.compile(SmallUNet().eval(), "residual", example_inputs=(images(),))
+    adds = [len(one.layout.units) for one in rewire.connections(plain).values()]
+    assert sum(adds) >= 8 and 1 not in adds
+
+
+# -- crashed after they were compiled ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_timm_features_of_blocks_in_between(norm: bool) -> None:
+    shape: dict[str, Any] = {"embed_dim": 32, "num_heads": 4, "depth": 3, "img_size": 16, "patch_size": 8}
+    model = timm_model("vit_tiny_patch16_224", **shape).eval()
+    rewired = rewire.compile(model, "residual", example_inputs=(images(size=16),))
+    with torch.no_grad():
+        for call in (
+            lambda m: m.forward_intermediates(images(size=16), indices=[0, 2], norm=norm),
+            lambda m: m.get_intermediate_layers(images(size=16), n=2, norm=norm, return_prefix_tokens=True),
+        ):
+            expected, actual = (tensors_in(call(m)) for m in (model, rewired))
+            assert len(expected) > 1
+            for a, b in zip(expected, actual, strict=True):
+                torch.testing.assert_close(b, a)
+
+
+class Slices(Stack):
+    """Longformer's way: what was padded is cut off each hidden state."""
+
+    def forward(self, x: Tensor, states: bool = True) -> Any:
+        x = self.inp(F.pad(x, (0, 0, 0, 3)))
+        collected: tuple[Tensor, ...] = ()
+        for layer in self.layers:
+            if states:
+                collected += (x,)
+            x = layer(x)
+        return self.out(x[:, :-3]), tuple(state[:, :-3] for state in collected)
+
+
+def test_states_that_are_sliced() -> None:
+    plain = assert_connected(Slices(PreNorm), {"layers": 2 * DEPTH}, vectors())
+    model_without = plain(vectors(), states=False)
+    assert len(model_without[1]) == 0 and torch.equal(model_without[0], plain(vectors())[0])
+
+
+class SharedParts(nn.Module):
+    """timm's CoaT: an encoding with an add of its own, which all blocks of a stage share."""
+
+    def __init__(self, cpe: nn.Module) -> None:
+        super().__init__()
+        self.cpe, self.norm1, self.attn = cpe, nn.LayerNorm(WIDTH), Attention()
+        self.norm2, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.cpe(x)
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Encodes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x.transpose(1, 2)).transpose(1, 2) + x
+
+
+class SharedStack(Stack):
+    def __init__(self) -> None:
+        shared = Encodes()
+        super().__init__(lambda: SharedParts(shared))
+
+
+def test_an_add_in_a_part_that_several_blocks_share() -> None:
+    assert_connected(SharedStack(), {"layers": 3 * DEPTH}, vectors())
+
+
+# -- cannot be connected -----------------------------------------------------------------------------------------------
+
+
+class Dense(nn.Module):
+    """DenseNet: what was computed is appended, not added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3 + 4 * number, 4, 3, padding=1) for number in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.cat([x, layer(F.relu(x))], 1)
+        return x
+
+
+class Mixer(nn.Module):
+    """ConvMixer: behind each residual add stands a map of the whole state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 1)
+        self.depthwise = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1, groups=8) for _ in range(DEPTH))
+        self.pointwise = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for depthwise, pointwise in zip(self.depthwise, self.pointwise, strict=True):
+            x = F.gelu(depthwise(x)) + x
+            x = F.gelu(pointwise(x))
+        return x
+
+
+class Weighted(PreNorm):
+    """MiniMax: shortcut and branch are weighted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.5 + self.attn(self.ln_1(x)) * 0.5
+        return x * 1.5 + self.mlp(self.ln_2(x)) * 0.5
+
+
+class WeightedByParameter(PreNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.alpha + self.attn(self.ln_1(x))
+        return x * self.alpha + self.mlp(self.ln_2(x))
+
+
+NOT_CONNECTABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str]] = {
+    "densenet": (Dense, images, "Dense"),
+    "convmixer": (Mixer, images, r"depthwise\.0.*: a single residual add"),
+    "weighted": (lambda: Stack(Weighted), vectors, r"layers\.0.*(weight|scale|factor)"),
+    "weighted-by-parameter": (lambda: Stack(WeightedByParameter), vectors, r"layers\.0.*(weight|scale|factor)"),
+}
+
+
+@pytest.mark.parametrize("name", list(NOT_CONNECTABLE))
+def test_what_cannot_be_connected_is_refused_and_named(name: str) -> None:
+    make, inputs, words = NOT_CONNECTABLE[name]
+    with pytest.raises(rewire.NoResidualAdds, match=re.compile(words, re.DOTALL)):
+        rewire.compile(make().eval(), "ancre-ingoing", example_inputs=(inputs(),))
+
+
+class Bridged(nn.Module):
+    """BridgeTower: each block of a second tower gets a mix with what one of a first tower returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.text = nn.Linear(8, WIDTH), nn.ModuleList(PreNorm() for _ in range(DEPTH))
+        self.cross, self.bridges = nn.ModuleList(PreNorm() for _ in range(DEPTH)), nn.ModuleList()
+        self.bridges.extend(nn.LayerNorm(WIDTH) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        y = x * 0.5
+        for text, cross, bridge in zip(self.text, self.cross, self.bridges, strict=True):
+            x = text(x)
+            y = cross(bridge(y + x))
+        return y
+
+
+class AddsOutside(nn.Module):
+    """DAB-DETR: a block returns the result of its branch and its shortcut; a function that is handed in adds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.layers = nn.Linear(8, WIDTH), nn.ModuleList(Mlp() for _ in range(DEPTH))
+        self.join = torch.add
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = self.join(layer(x), x)
+        return x
+
+
+@pytest.mark.parametrize("model", [Bridged, AddsOutside])
+def test_what_is_hard_to_connect_is_right_or_refused_by_name(model: Callable[[], nn.Module]) -> None:
+    original = model().eval()
+    rewired, error = _compiled_or_refused(original, vectors())
+    if rewired is None:
+        assert re.search(r"'(layers|cross|text)", error)
+        return
+    assert all(one.layout.dims.depth > 1 for one in rewire.connections(rewired).values())
+    for training in (False, True):
+        expected, actual = (evaluate(m, (vectors(),), {}, training) for m in (original, rewired))
+        assert_close(expected, actual, 1e-4, 1e-3)
+    before = rewired(vectors())
+    with torch.no_grad():
+        for weight in learned(rewired).values():
+            weight.add_(0.3)
+    assert not torch.allclose(rewired(vectors()), before, atol=1e-3)
