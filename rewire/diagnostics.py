@@ -236,8 +236,9 @@ def _own_buffers(copy: nn.Module) -> None:
 
 def _called(copy: nn.Module, inputs: Inputs, seed: int) -> Any:
     torch.manual_seed(seed)
+    args, kwargs = tree_map(_own, inputs)
     try:
-        return copy(*inputs[0], **inputs[1])
+        return copy(*args, **kwargs)
     except RewireError:
         raise
     except Exception as error:

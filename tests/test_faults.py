@@ -391,9 +391,10 @@ def test_a_mask_in_place_before_a_norm_is_right_or_refused(block: type[Block], t
     for args in ((vectors(), MASK), (vectors(),)):
         try:
             actual = right_or_refused(lambda args=args: _results(rewired, True, *args))  # type: ignore[misc]
-        except RuntimeError as error:  # PyTorch's own, of values that are views of one tensor
-            assert block is MasksInput and "modified inplace" in str(error)
-            continue
+        except RuntimeError:  # PyTorch's own, of values that are views of one tensor
+            if block is MasksInput:
+                continue
+            raise
         if actual is None:
             assert len(args) != len(example) or block is MasksInput
         else:
@@ -849,7 +850,7 @@ class RandLike(Block):
 def test_right_models_are_accepted_and_right_in_training(block: type[Block], topology: str) -> None:
     model = Stack(block)
     if block is Constant and topology == "grn-v2":  # what follows the add makes the state, as in post-norm blocks
-        with pytest.raises(rewire.UnsupportedTopology, match="post-norm .its states pass add after the residual add"):
+        with pytest.raises(rewire.UnsupportedTopology, match=r"post-norm \(its states pass add after the residual add"):
             rewire.compile(model, topology, example_inputs=(vectors(),))
         return
     rewired = rewire.compile(model, topology, example_inputs=(vectors(),))
