@@ -327,6 +327,11 @@ def _found(graph: fx.GraphModule) -> Found:
             found.trunks.remove(linked)
             why = "its stream is cast or reshaped between the adds, which this backend does not follow"
             found.left.append(LeftAlone(linked.trunk.name, why))
+        elif any(op.scale not in (None, 1) for add in chain.adds for op in (add.op, *add.inner)):
+            found.trunks.remove(linked)
+            found.left.append(
+                LeftAlone(linked.trunk.name, "its adds have a factor (alpha), which this backend ignores")
+            )
     return found
 
 

@@ -30,9 +30,10 @@ from rewire.passes.apply import apply, is_opened, undo
 from rewire.passes.connect import StreamsToTensors, convert_collected, register
 from rewire.passes.copies import shared
 from rewire.passes.edit import edited
+from rewire.passes.edits import Plans
 from rewire.passes.find import Found, definitions, find, prepared_copy
 from rewire.passes.install import edits_of, is_edited
-from rewire.passes.plan import Plans, plan
+from rewire.passes.plan import plan
 from rewire.passes.projections import find_projections
 from rewire.passes.validate import STARTS, compare, normalise_inputs
 from rewire.patterns import Pattern, first_given, patterns_for
@@ -172,7 +173,7 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def source(model: nn.Module, path: str) -> str:
-    """The generated forward of the block at ``path`` of a rewired model.
+    """The edited forward of the block at ``path`` of a rewired model.
 
     Raises:
         UnknownName: there is no module at that path.
@@ -471,8 +472,6 @@ def _nothing_found(name: str, found: Found) -> str:
 def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
     """Which residual adds the topology connects as one unit."""
     widths = {site.width for site in trunk.sites if site.width is not None}
-    if len(widths) > 1 and not topology.needs_width:
-        widths = set()  # what reads the stream says different things: nobody needs to know
     if len(widths) > 1:
         raise WidthMismatch(
             f"the residual adds of trunk '{trunk.name}' have different widths ({', '.join(map(str, sorted(widths)))}), "

@@ -98,8 +98,8 @@ class FreezeReport:
 def freeze(model: nn.Module, threshold: float = 1e-3, example_inputs: Any = None) -> tuple[nn.Module, FreezeReport]:
     """Make the learned connections of a rewired model constants, and leave out those below ``threshold``.
 
-    States that nobody reads any more are freed as early as possible, and the generated forwards (`rewire.source`) show
-    the edges that are left. With ``threshold=0`` the outputs stay the same up to rounding.
+    States that nobody reads any more are freed as early as possible; `rewire.coefficients` shows the edges that are
+    left. With ``threshold=0`` the outputs stay the same up to rounding.
 
     Args:
         model: a rewired model whose topologies are static. It stays as it is; its own parameters are shared.

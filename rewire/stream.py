@@ -315,15 +315,6 @@ class Stream:
         ways = None if read is None else Ways(*map(view, (read.q, read.k, read.v, read.residual)))
         return dataclasses.replace(self, states=states, hidden=hidden, branch=branch, pending=pending, ways=ways)
 
-    def step(self, states: States, adds: int = 1) -> Stream:
-        """The stream after a forward that did ``adds`` residual adds, up to the end of a unit, by itself.
-
-        Args:
-            states: what the topology holds then.
-            adds: how many there were.
-        """
-        return self._next(states, (), None, adds)
-
     def leave(self) -> Tensor | Stream:
         """What a block returns: the stream, or after the trunk's last residual add the plain tensor."""
         return self.finish() if self.complete else self

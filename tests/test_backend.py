@@ -370,3 +370,15 @@ def test_sums_by_hand_are_lowered(inner: str) -> None:
     forms = [(mix.form, mix.sources, mix.outputs) for mix in flat.report.mixes]
     assert forms == [("tensordot", 2, 1), ("tensordot", 3, 1), ("sum of products", 3, 1), ("einsum", 3, 4)]
     assert not flat.report.residuals.trunks and "a tensordot of 2 states -> mix" in str(flat.report)
+
+
+def test_adds_with_a_factor_are_left_alone() -> None:
+    class Halved(PreNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.add(x, self.mlp(self.ln_1(x)), alpha=0.5)
+
+    model, flat = Stack(Halved).eval(), rewire.Backend("ancre-none", inner="eager")
+    x = vectors()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=flat)(x), model(x))
+    assert not flat.report.residuals.trunks and "have a factor" in flat.report.residuals.skipped["layers"]

@@ -10,9 +10,9 @@ from rewire.connection import Connection
 from rewire.depth import Entry, Gate
 from rewire.errors import EditError
 from rewire.kernels.norms import copy_mark, unmark
+from rewire.passes.edits import FunctionPlan
 from rewire.passes.fusions import NORMS
 from rewire.passes.install import Edited, install, is_edited, uninstall
-from rewire.passes.plan import FunctionPlan
 
 
 def apply(

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from rewire.errors import EditError
-from rewire.passes.plan import (
+from rewire.passes.edits import (
     Apart,
     Carry,
     Each,

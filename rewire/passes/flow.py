@@ -1,7 +1,7 @@
 """What a model computes, as the finder sees it: operations on tensors, and the calls of functions that they run in.
 
-Both ways of looking at a model give this form: a run under the recorder (`record`) and block-local tracing (`follow`);
-so do flat graphs of torch.compile and torch.export (`flat`). An operation says what it is computed from, how many
+Both ways of looking at a model give this form: a run under the recorder (`record`) and a symbolic trace (`follow`); so
+do flat graphs of torch.compile and torch.export (`graphs`). An operation says what it is computed from, how many
 weight matrices it reads, and, where the code is known, which expression of the source it is.
 """
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rewire.passes.flow import Place, Scope, kind_of
-from rewire.passes.functions import forward_of
+from rewire.passes.functions import forward_of, undecorated
 from rewire.passes.text import holds
 
 #: Whose frames are not the user's: torch's and this package's, between a forward and an operation.
@@ -64,9 +64,9 @@ class Frames:
             self._kept.append(frame)
             path, module, code = scope.path, scope.module, frame.f_code
             own = self.module_of(frame.f_locals.get(code.co_varnames[0])) if code.co_argcount else None
-            if own is not None:  # a method of another module: block.forward(x), block.mix(x)
+            if own is not None and _is_own(own[1], code):  # of another module: block.forward(x), block.mix(x)
                 path, module = own
-            called = own is not None and module is not scope.module and forward_of(own[1]).code is code
+            called = module is not None and module is not scope.module and forward_of(module).code is code
             helper = Scope(scope, path, module, kind_of(module), code, place, helper=not called, key=object())
             self._helpers[key] = helper
             helper.arguments = {name: self.values(value) for name, value in _parameters(frame)}
@@ -75,6 +75,11 @@ class Frames:
     def clear(self) -> None:
         """Let the frames go."""
         self._kept.clear()
+
+
+def _is_own(module: nn.Module, code: CodeType) -> bool:
+    """Whether a function is a method of the module's class."""
+    return undecorated(getattr(type(module), code.co_name, None)).code is code
 
 
 def _is_method(scope: Scope, code: CodeType) -> bool:

@@ -7,283 +7,40 @@ the stream. A function that only hands the stream on, to the blocks that it call
 from __future__ import annotations
 
 import ast
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence, Set
-from types import CodeType, FunctionType, MappingProxyType
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from types import FunctionType, MappingProxyType
+from typing import Any
 
 from torch import nn
 
 from rewire.errors import EditError
 from rewire.kernels.norms import mark
 from rewire.passes.adds import CASTS, VIEWS, Add, between
+from rewire.passes.edits import (
+    Apart,
+    Carry,
+    Each,
+    FunctionPlan,
+    Normed,
+    Parameter,
+    Part,
+    Plans,
+    Projected,
+    Push,
+    Reshape,
+    Sum,
+    Through,
+    Value,
+    Written,
+)
 from rewire.passes.find import Found, FoundTrunk
 from rewire.passes.flow import Flow, Op, Place, Scope, common
 from rewire.passes.functions import Decorated, forward_of, undecorated
 from rewire.passes.projections import Projections
 from rewire.passes.streams import same_size
 from rewire.passes.text import Place as Span
-from rewire.passes.text import Text, place_of, text_of, within
-
-#: A chain of attributes of ``self``, as it is written: ``self.norm``.
-Written: TypeAlias = str
-
-
-# -- what changes in a function ----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """A parameter that brings the stream.
-
-    Attributes:
-        name: of the parameter.
-        trunk: number of the trunk among those of the function.
-        norm: what reads it first.
-        ways: whether it brings values for queries, keys and values, rather than the stream.
-        awaiting: whether the next state is yet to be made of what it brings.
-        item: of a tuple of tensors, the number of the one at which the trunk starts.
-    """
-
-    name: str
-    trunk: int = 0
-    norm: Written | None = None
-    ways: bool = False
-    awaiting: bool = False
-    item: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """An expression whose value is where the stream starts."""
-
-    at: Span
-    trunk: int = 0
-    norm: Written | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Sum:
-    """A residual add.
-
-    Attributes:
-        at: the addition.
-        first: whether its first operand is the shortcut.
-        inner: an addition inside it that adds a parallel branch, and whether its first operand is the shortcut; ...
-        last: whether its value is returned at once.
-        norm: what reads the value first.
-    """
-
-    at: Span
-    first: bool
-    inner: tuple[tuple[Span, bool], ...] = ()
-    last: bool = False
-    norm: Written | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A sum to which another statement adds a parallel branch: no residual add by itself.
-
-    Attributes:
-        at: the addition.
-        first: whether its first operand is the shortcut.
-    """
-
-    at: Span
-    first: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Carry:
-    """A value on the way from a sum to the state that is made of it: other operations may follow, or not.
-
-    Attributes:
-        at: the expression that makes it.
-        trunk: number of the trunk among those of the function.
-    """
-
-    at: Span
-    trunk: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Push:
-    """An expression whose value is the state that follows from the last add.
-
-    Attributes:
-        at: the expression.
-        trunk: number of the trunk among those of the function.
-        norm: what reads the state first.
-        item: of a call that returns several tensors, the number of the one that is the state.
-    """
-
-    at: Span
-    trunk: int = 0
-    norm: Written | None = None
-    item: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Reshape:
-    """A view or a cast of the stream's value."""
-
-    at: Span
-    cast: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Through:
-    """A call of a function that the stream goes through.
-
-    Attributes:
-        at: the call.
-        given: the arguments that hold the stream: their positions, and the names of keywords.
-        callee: what is called instead; None: what is written there.
-        norm: what reads the stream's value first, afterwards.
-        last: whether the function does nothing with what is returned but return it.
-        awaiting: whether the next state is yet to be made of what is returned.
-    """
-
-    at: Span
-    given: frozenset[int | str | None]
-    callee: str | None = None
-    norm: Written | None = None
-    last: bool = False
-    awaiting: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Normed:
-    """A call of a norm on the stream's value."""
-
-    at: Span
-
-
-@dataclasses.dataclass(frozen=True)
-class Each:
-    """A call on the way to an attention's projections, made for each of the three."""
-
-    at: Span
-
-
-@dataclasses.dataclass(frozen=True)
-class Apart:
-    """A call of what holds projections: some arguments are the values for all three."""
-
-    at: Span
-    given: frozenset[int | str | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Projected:
-    """A call of a projection.
-
-    Attributes:
-        at: the call.
-        way: ``q``, ``k`` or ``v``; ``fused``, or ``multihead`` for a torch.nn.MultiheadAttention.
-        groups, sizes: of a fused one.
-    """
-
-    at: Span
-    way: str
-    groups: int = 0
-    sizes: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """A statement behind which the trunk has ended: a stream that is left in these variables has not."""
-
-    at: Span
-    names: tuple[str, ...]
-
-
-Edit: TypeAlias = (
-    Carry | Ended | Part | Parameter | Value | Sum | Push | Reshape | Through | Normed | Each | Apart | Projected
-)
-
-
-@dataclasses.dataclass(eq=False)
-class FunctionPlan:
-    """What changes in one function of one module.
-
-    Attributes:
-        path: of the module.
-        name: of the method or function; ``forward`` for most.
-        decorated: the function.
-        text: its source.
-        method: whether it is a method of the module's class; else a function that another one calls.
-        substituted: whether it takes the place of the class's own method (see `Pattern.forwards`).
-        edits: by where they are.
-        adds: for each trunk, position of the stream when the function is called -> adds that it makes.
-        opens: the trunks that start in it, and where: the names of parameters, or the place of an expression.
-        norms: paths, below the module, of norms that are computed with a read, and what stands in the way.
-    """
-
-    path: str
-    name: str
-    decorated: Decorated
-    text: Text
-    method: bool
-    substituted: bool = False
-    edits: dict[Any, Edit] = dataclasses.field(default_factory=dict)
-    adds: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
-    opens: dict[str, Any] = dataclasses.field(default_factory=dict)
-    norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
-
-    @property
-    def trunks(self) -> list[str]:
-        return list(self.adds)
-
-    @property
-    def opened(self) -> bool:
-        """Whether its variables hold tensors where streams run."""
-        return any(not isinstance(edit, Ended) for edit in self.edits.values())
-
-    @property
-    def gate(self) -> str:
-        """Attribute of the module that holds the gate of this function."""
-        return "_depth" if self.name == "forward" else f"_depth_{self.name}"
-
-    def put(self, key: Any, edit: Edit) -> None:
-        """Add an edit.
-
-        Raises:
-            EditError: the same expression would have to be two things.
-        """
-        known = self.edits.get(key)
-        if known is not None and known != edit:
-            merged = _merged(known, edit)
-            if merged is None:
-                raise EditError(
-                    f"the expression at {self.text.file}:{key[1][0]} takes part in the residual stream in two ways "
-                    f"({type(known).__name__.lower()}: {known}, and {edit})"
-                )
-            edit = merged
-        self.edits[key] = edit
-
-
-def _merged(a: Any, b: Any) -> Any:
-    """One edit that serves for both; None if there is none."""
-    if {type(a), type(b)} == {Push, Carry} and a.trunk == b.trunk:  # in one of two calls another function goes on
-        return a if isinstance(a, Carry) else b
-    if type(a) is not type(b):
-        return None
-    if isinstance(a, (Through, Apart)):
-        given = a.given | b.given
-        a, b = dataclasses.replace(a, given=given), dataclasses.replace(b, given=given)
-    if isinstance(a, Parameter) and None in (a.item, b.item):  # the trunk starts in one of two calls
-        item = a.item if b.item is None else b.item
-        a, b = dataclasses.replace(a, item=item), dataclasses.replace(b, item=item)
-    loose = {"norm": None, "last": False, "awaiting": True}
-    loose = {name: value for name, value in loose.items() if hasattr(a, name)}
-    return (
-        dataclasses.replace(a, **loose) if dataclasses.replace(a, **loose) == dataclasses.replace(b, **loose) else None
-    )
-
-
-Plans: TypeAlias = dict[tuple[str, CodeType], FunctionPlan]
+from rewire.passes.text import Text, place_of, span_of, text_of, within
+from rewire.passes.variables import behind, hands_on, only_returned
 
 
 def plan(
@@ -538,7 +295,7 @@ class _Planner:
                 raise EditError(f"{name}, which adds to the residual stream, is called by another such function")
             callee = f"{first[0].arg}.{self.plans[key].gate}"
         after = max((n for n, add in enumerate(self.adds) if child.holds(add.op.scope)), default=-1) + 1
-        at, last = _span(call), self._returned(self.adds[after - 1], scope, [call])
+        at, last = span_of(call), self._returned(self.adds[after - 1], scope, [call])
         post = self.adds[after - 1].post if after else []
         awaiting = bool(post) and not child.holds(post[-1].scope)
         norm = None if last or awaiting else self._norm(scope, after, None)
@@ -652,7 +409,7 @@ class _Planner:
             call = self._call(child)
             written = _chain(call.func, function.text)
             if function.norms[path] is None and written and len(call.args) == 1 and not call.keywords:
-                at = _span(call)
+                at = span_of(call)
                 function.put(("normed", at), Normed(at))
                 return written
             return None
@@ -720,13 +477,13 @@ class _Planner:
             for name in names:
                 function.put(("parameter", name), Parameter(name, ways=True))
             above, call = self._function(scope.parent), self._call(scope)
-            at = _span(call)
+            at = span_of(call)
             above.put(("apart", at), Apart(at, self._arguments_of(scope, call, set(names))))
             scope = scope.parent
 
     def _project(self, scope: Scope, projections: Projections) -> None:
         assert scope.parent is not None
-        function, at = self._function(scope.parent), _span(self._call(scope))
+        function, at = self._function(scope.parent), span_of(self._call(scope))
         if isinstance(scope.module, nn.MultiheadAttention):
             edit = Projected(at, "multihead")
         elif projections.fused is not None:
@@ -771,10 +528,6 @@ def _number_among_results(op: Op, scope: Scope) -> int | None:
     return None
 
 
-def _span(node: Any) -> Span:
-    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
-
-
 def _chain(node: ast.expr, text: Text) -> Written | None:
     """``self.a.b`` or ``self.a[0]`` as it is written; None for anything else."""
     inner = node
@@ -787,139 +540,3 @@ def _chain(node: ast.expr, text: Text) -> Written | None:
         return None
     start, end = text.span(node)
     return text.text[start:end] if "\n" not in text.text[start:end] else None
-
-
-# -- what the text says ------------------------------------------------------------------------------------------------
-
-#: Attributes that a stream has without being read.
-_FREE = {"shape", "dtype", "device", "ndim", "size", "dim"}
-
-
-def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
-    """Whether a function only hands variables, those that are ``given``, from one of these calls to the next.
-
-    Between the first and the last of them, the variable may be an argument of a call, be asked for its shape, and be
-    given another name.
-    """
-    parents = text.parents
-    statements = list(_statements(text.tree, calls, parents))
-    names = set(given).union(*(_targets(call, parents) for call in calls))
-    reads = [node for s in statements for node in ast.walk(s) if isinstance(node, ast.Name)]
-    reads = [node for node in reads if isinstance(node.ctx, ast.Load)]
-    for _ in reads:  # other names of it
-        more = names.union(*(_targets(node, parents) for node in reads if node.id in names and _renamed(node, parents)))
-        if more == names:
-            break
-        names = more
-    return all(_harmless(node, parents) for node in reads if node.id in names)
-
-
-def behind(text: Text, calls: Sequence[Span]) -> Ended | None:
-    """The last statement that calls blocks, and the variables in which it may leave a stream."""
-    nodes = [node for span in calls for node in text.nodes.get(span, []) if isinstance(node, ast.Call)]
-    parents = text.parents
-    statements = list(_statements(text.tree, nodes, parents))
-    if not statements or isinstance(statements[-1], ast.Return):
-        return None
-    last = statements[-1]
-    names = {arg.id for call in nodes for arg in _arguments(call) if isinstance(arg, ast.Name)}
-    if isinstance(last, (ast.Assign, ast.AnnAssign)):  # in other statements they may not be bound
-        names = _targets(last, parents)
-    assigned = {n.id for n in ast.walk(last) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    names &= assigned
-    return Ended(_span(last), tuple(sorted(names))) if names else None
-
-
-#: Functions that tell a stream from a tensor.
-_ASKED = {"isinstance", "issubclass", "is_tensor", "type", "id", "hasattr", "callable"}
-
-
-#: Methods by which an object keeps a value: ``self.hidden.append(x)``.
-_KEPT = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault", "put"}
-
-
-def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether a variable, or an element of it, is only handed on where it is read."""
-    read: ast.expr = node
-    parent = parents[read]
-    if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant):
-        read, parent = parent, parents[parent]
-    if isinstance(parent, ast.Call):
-        called = parent.func.attr if isinstance(parent.func, ast.Attribute) else getattr(parent.func, "id", "")
-        kept = called in _KEPT and isinstance(getattr(parent.func, "value", None), ast.Attribute)
-        return read is not parent.func and called not in _ASKED and not kept
-    if isinstance(parent, ast.Attribute):
-        return parent.attr in _FREE
-    if isinstance(parent, ast.Tuple):  # hidden states + (x,): what was collected becomes tensors when it is returned
-        return isinstance(parents[parent], (ast.BinOp, ast.AugAssign))
-    return isinstance(parent, ast.keyword) or _renamed(node, parents)
-
-
-def _renamed(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
-    """``y = x``, or ``y = x[0]`` of a tuple that a call returned."""
-    parent = parents[node]
-    if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant):
-        parent = parents[parent]
-    return isinstance(parent, ast.Assign) and all(isinstance(target, ast.Name) for target in parent.targets)
-
-
-def _arguments(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
-
-
-def _targets(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> set[str]:
-    """Variables to which what ``node`` is part of is assigned."""
-    while node in parents and not isinstance(node, ast.stmt):
-        node = parents[node]
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return {n.id for target in targets if target is not None for n in ast.walk(target) if isinstance(n, ast.Name)}
-
-
-def _statements(tree: ast.AST, nodes: Sequence[ast.AST], parents: dict[ast.AST, ast.AST]) -> Iterable[ast.stmt]:
-    """The statements of the function's body from that of the first node to that of the last."""
-    body: list[ast.stmt] = tree.body  # type: ignore[attr-defined]
-    rows = []
-    for node in nodes:
-        while node in parents and parents[node] is not tree:
-            node = parents[node]
-        if node in body:
-            rows.append(body.index(node))
-    return body[min(rows) : max(rows) + 1] if rows else []
-
-
-def only_returned(text: Text, nodes: Sequence[ast.AST]) -> bool:
-    """Whether the value of an expression is returned as it is, by the same or a following ``return``."""
-    parents = text.parents
-    node = next((n for n in nodes if isinstance(n, (ast.BinOp, ast.Call, ast.AugAssign))), None)
-    if node is None:
-        return False
-    parent = parents[node]
-    if isinstance(parent, ast.Return):
-        return True
-    if isinstance(node, ast.AugAssign):
-        statement: ast.stmt = node
-        target: ast.expr = node.target
-    elif isinstance(parent, ast.Assign) and len(parent.targets) == 1:
-        statement, target = parent, parent.targets[0]
-    else:
-        return False
-    body = getattr(parents[statement], "body", [])
-    if not isinstance(target, ast.Name) or parents[statement] is not text.tree or statement not in body:
-        return False
-    rest = body[body.index(statement) + 1 :]
-    return all(
-        isinstance(after, ast.Return) and _returns(after.value, target.id)
-        for after in rest
-        if _mentions(after, target.id)
-    )
-
-
-def _returns(value: ast.expr | None, name: str) -> bool:
-    """Whether ``name``, or a tuple with it, is what is returned."""
-    if isinstance(value, ast.Tuple):
-        return all(_returns(item, name) or not _mentions(item, name) for item in value.elts)
-    return isinstance(value, ast.Name) and value.id == name
-
-
-def _mentions(node: ast.AST, name: str) -> bool:
-    return any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node))

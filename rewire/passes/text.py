@@ -60,7 +60,7 @@ class Text:
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """First and last character of a node."""
-        line, end_line, column, end_column = _place(node)
+        line, end_line, column, end_column = span_of(node)
         return self.index(line, column), self.index(end_line, end_column)
 
     @functools.cached_property
@@ -69,7 +69,7 @@ class Text:
         found: dict[Place, list[ast.AST]] = {}
         for node in ast.walk(self.tree):
             if hasattr(node, "lineno"):
-                found.setdefault(_place(node), []).append(node)
+                found.setdefault(span_of(node), []).append(node)
         return found
 
     @functools.cached_property
@@ -158,7 +158,8 @@ def _read(function: FunctionType) -> Text:
     return text
 
 
-def _place(node: Any) -> tuple[int, int, int, int]:
+def span_of(node: Any) -> tuple[int, int, int, int]:
+    """Where a node stands."""
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
