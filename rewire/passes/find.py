@@ -162,7 +162,7 @@ def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
         for piece in _of_one_width(chain):
-            sites = [_site(flow, add, patterns) for add in piece.adds]
+            sites = _of_one_mind(piece, [_site(flow, add, patterns) for add in piece.adds])
             if len(sites) == 1:
                 left.append(LeftAlone(sites[0].name, SINGLE, *written_at(piece.adds[0].op)))
             else:
@@ -190,6 +190,22 @@ def residual_sites(flow: Flow, patterns: Sequence[Pattern] = ()) -> list[tuple[A
     """All residual adds of a flow, in order, those of streams of a single one, too."""
     adds = [add for chain in chains(flow)[0] for add in chain.adds]
     return [(add, _site(flow, add, patterns)) for add in sorted(adds, key=lambda add: add.op.index)]
+
+
+def _of_one_mind(chain: Chain, sites: list[Site]) -> list[Site]:
+    """The sites, where what reads the stream says different things of its channels: as most of it says.
+
+    States of one shape have their channels in one dimension. Without shapes the sites stay as they are.
+    """
+    shapes = [add.op.shape for add in chain.adds]
+    if len({site.width for site in sites if site.width}) < 2 or None in shapes:
+        return sites
+    agreed = []
+    for site, shape in zip(sites, shapes, strict=True):
+        alike = [s.channel_dim for s, other in zip(sites, shapes, strict=True) if s.width and other == shape]
+        dim = max(alike, key=alike.count, default=site.channel_dim)
+        agreed.append(dataclasses.replace(site, width=int(shape[dim]), channel_dim=dim))  # type: ignore[index]
+    return agreed
 
 
 def _of_one_width(chain: Chain) -> list[Chain]:
