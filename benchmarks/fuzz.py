@@ -1,6 +1,6 @@
 """Rewire thousands of random residual nets (tests/fuzz), and count: right, refused, wrong.
 
-    PYTHONPATH=tests python benchmarks/fuzz.py [--nets 5000] [--jobs 2] [--seed 0] [--out FILE]
+    PYTHONPATH=tests python -P benchmarks/fuzz.py [--nets 5000] [--jobs 2] [--seed 0] [--out FILE]
 
 Every net is run by itself first; those that do not run, and those with a single residual add, are not counted. Nets
 that are wrong are printed with the seed that makes them.
