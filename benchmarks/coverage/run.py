@@ -18,6 +18,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import sys
@@ -247,8 +248,8 @@ def page(results: Iterable[Result]) -> str:
         "outputs and gradients are those of the original in evaluation and in training mode, with the model's weights",
         "and with perturbed ones, and changing connection weights changes the output.",
         "",
-        "| | connected | refused | crashed | of | adds connected, of those that a run shows | slowest |",
-        "|---|---|---|---|---|---|---|",
+        "| | looked at | connected | refused | crashed | of | adds connected, of those that a run shows | slowest |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row, found in by_row.items():
         counted = [r for r in found if r.status in ("connected", "refused", "crashed")]
@@ -257,7 +258,7 @@ def page(results: Iterable[Result]) -> str:
             share = f"{numbers[0]} ({numbers[0] / len(counted):.0%})"
             adds = f"{sum(r.adds for r in counted)} of {sum(max(r.shown, r.adds) for r in counted)}"
             slowest = max((r for r in counted if r.seconds), key=lambda r: r.seconds, default=Result(row, "", ""))
-            cells = [row, share, *map(str, numbers[1:]), str(len(counted)), adds]
+            cells = [row, f"{len(found)} of {len(names(row))}", share, *map(str, numbers[1:]), str(len(counted)), adds]
             lines.append(f"| {' | '.join(cells)} | {slowest.seconds:.1f} s ({slowest.name}) |")
     for row, found in by_row.items():
         others = [r for r in found if r.status in ("refused", "crashed")]
@@ -277,6 +278,7 @@ def page(results: Iterable[Result]) -> str:
 
 
 def _cell(reason: str) -> str:
+    reason = re.sub(r"/\S*/site-packages/", "", reason).replace(f"{HERE.parent.parent}/", "")
     return reason.replace("|", "\\|").replace("\n", " ")[:300]
 
 
