@@ -12,6 +12,7 @@ from rewire.errors import (
     AlreadyConnected,
     AlreadyRewired,
     BadExampleInputs,
+    EditError,
     NoResidualAdds,
     OutOfOrder,
     RewireError,
@@ -37,7 +38,7 @@ from rewire.pretrained import from_pretrained
 from rewire.saving import load, save
 from rewire.stream import Stream
 from rewire.topologies import ANCRe, DenseFormer, Dims, Residual, Topology, Ways, register_topology, topologies
-from rewire.trunk import Report, Site, Trunk
+from rewire.trunk import LeftAlone, Report, Site, Trunk
 
 __version__ = "0.1.0"
 
@@ -52,11 +53,13 @@ __all__ = [
     "DenseFormer",
     "Diagnosis",
     "Dims",
+    "EditError",
     "FreezeReport",
     "FrozenTrunk",
     "Fused",
     "Fusion",
     "Initializer",
+    "LeftAlone",
     "Monitor",
     "NoResidualAdds",
     "OutOfOrder",

@@ -49,7 +49,10 @@ _SHOWN = 12  # reasons in an error
 
 
 def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
-    """Find the residual streams of ``model`` without changing or running it.
+    """Find the residual streams of ``model`` without changing it.
+
+    It is traced. Where that leaves doubts and the pattern registry knows inputs, copies are run on them: on the meta
+    device, where nothing is computed, else on the model's own.
 
     Args:
         model: any module; parameters may be on the meta device.

@@ -372,7 +372,7 @@ class Depth:
         return live
 
     def carry(self, value: Tensor, trunk: int = 0) -> Tensor:
-        """A value on the way from the sum to `push`, in which the stream goes to the next function."""
+        """A value on the way from the sum to `push`: what the stream goes on with, if nothing more is made of it."""
         name = self.gate.entries[trunk].trunk
         live = next((live for live in self.live if live.stream.layout.trunk == name), None)
         if live is not None and live.stream.awaiting:

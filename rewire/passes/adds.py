@@ -140,11 +140,9 @@ def _around(add: Add, found: dict[Op, Add]) -> str:
     branch = add.branches[0]
     while branch.name in CASTS | VIEWS and branch.inputs:
         branch = branch.inputs[0]
-    return "adds to the residual stream what it was computed from" if _same_call(branch, add, found) else ""
-
-
-def _same_call(branch: Op, add: Add, found: dict[Op, Add]) -> bool:
-    return branch in found and branch.scope is add.op.scope and len(add.branches) == 1
+    if branch not in found or branch.scope is not add.op.scope or len(add.branches) > 1:
+        return ""
+    return "adds to the residual stream what it was computed from"
 
 
 def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:

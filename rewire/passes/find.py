@@ -53,16 +53,16 @@ class Found:
 def find(
     prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, run: bool = True, everything: bool = False
 ) -> list[Found]:
-    """The trunks of a model; it is neither changed nor run.
+    """The trunks of a model, which is not changed.
 
-    Copies of it are run on ``inputs``, in evaluation and in training mode. Where they cannot be, or must not, the model
-    is traced symbolically; and what cannot be traced, run on the meta device, where nothing is computed.
+    Copies of it are run on ``inputs``, in evaluation and in training mode; or, without ``run``, the model is traced,
+    and copies are run only where that leaves doubts: on the meta device, where nothing is computed, else on its own.
 
     Args:
         prepared: what `prepared_copy` returned.
         patterns: those that match the model.
         inputs: positional and keyword arguments; None if there are none.
-        run: whether copies may be run on the model's own device.
+        run: whether to run copies rather than to trace.
         everything: look into all modules, not only into those that may hold residual adds.
 
     Returns:

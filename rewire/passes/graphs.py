@@ -134,12 +134,6 @@ def tensor_of(node: fx.Node, root: nn.Module) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def shape_of(node: fx.Node, root: nn.Module) -> torch.Size | None:
-    """Shape of the tensor that ``node`` is; None if it is not known."""
-    value = tensor_of(node, root)
-    return None if value is None else value.shape
-
-
 def _attribute(root: nn.Module, path: str) -> Any:
     value: Any = root
     for part in path.split("."):

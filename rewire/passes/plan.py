@@ -83,7 +83,7 @@ class _Planner:
         self.unfinished: set[Op] = set()  # those of which the next state is yet to be made
         self._values()
         self.begin = self._beginning()
-        self.carriers = self._carriers()
+        self.carriers = dict.fromkeys(self._carriers())  # in order, and quickly looked up
 
     def run(self) -> None:
         opened = self._opened()
@@ -137,15 +137,9 @@ class _Planner:
     def _carrier(self, op: Op) -> Scope | None:
         """The innermost carrier in which ``op`` runs."""
         scope: Scope | None = op.scope
-        while scope is not None and scope not in self._carrier_set:
+        while scope is not None and scope not in self.carriers:
             scope = scope.parent
         return scope
-
-    @property
-    def _carrier_set(self) -> set[Scope]:
-        if not hasattr(self, "_known_carriers"):
-            self._known_carriers = set(self.carriers)
-        return self._known_carriers
 
     def _opened(self) -> list[Scope]:
         """The carriers whose own code adds to the stream or reads it."""
@@ -154,7 +148,7 @@ class _Planner:
             for user in self.flow.users[op]:
                 if stage == len(self.adds) and user not in self.on_way:
                     continue  # the trunk has ended
-                scope = self._carrier(user) or self.carriers[0]
+                scope = self._carrier(user) or next(iter(self.carriers))
                 if stage or self.begin.holds(scope):
                     opened.add(scope)
         for scope in self.carriers:
@@ -374,7 +368,7 @@ class _Planner:
 
     def _end(self, opened: Sequence[Scope]) -> None:
         """Where the function that calls the blocks only hands the stream on: look behind them whether it has ended."""
-        home = self.carriers[0]
+        home = next(iter(self.carriers))
         if home in opened or not self._holds_all(home):
             return
         calls = [place_of(*child.call) for child in self.carriers if child.parent is home and child.call is not None]
@@ -460,7 +454,7 @@ class _Planner:
         scopes = users[0].scope.chain()
         for user in users[1:]:
             scopes = common(scopes, user.scope.chain())
-        while scopes[-1] not in self._carrier_set:
+        while scopes[-1] not in self.carriers:
             scopes.pop()
         return scopes[-1]
 

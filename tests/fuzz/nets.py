@@ -162,9 +162,6 @@ RETURNS = {
     "object": "return Output(self.head(x), x)",
 }
 
-#: Adds at which a unit stands whose branch may broadcast, or which hold two of them.
-TWO = ("loop", "helper with the branch")
-
 _FILE = '''
 import dataclasses
 import random
