@@ -371,8 +371,10 @@ class Depth:
         live.stream = live.stream.write(*before, *branches)
         return live
 
-    def carry(self, value: Tensor, trunk: int = 0) -> Tensor:
+    def carry(self, value: Any, trunk: int = 0, item: int | None = None) -> Any:
         """A value on the way from the sum to `push`: what the stream goes on with, if nothing more is made of it."""
+        if item is not None and isinstance(value, (tuple, list)):
+            return _with_item(value, item, lambda part: self.carry(part, trunk))
         name = self.gate.entries[trunk].trunk
         live = next((live for live in self.live if live.stream.layout.trunk == name), None)
         if live is not None and live.stream.awaiting:
@@ -383,16 +385,25 @@ class Depth:
     def push(self, state: Any, norm: nn.Module | None = None, trunk: int = 0, item: int | None = None) -> Any:
         """The state that the operations behind an add have made of its sum; ``item``: which of a tuple's tensors."""
         if item is not None and isinstance(state, (tuple, list)):
-            parts = list(state)
-            number = [n for n, part in enumerate(parts) if isinstance(part, Tensor)][item]
-            parts[number] = self.push(parts[number], norm, trunk)
-            return type(state)(parts)
+            return _with_item(state, item, lambda part: self.push(part, norm, trunk))
         name = self.gate.entries[trunk].trunk
         live = next((live for live in self.live if live.stream.layout.trunk == name), None)
         if live is None or not live.stream.awaiting:
             return state
         live.stream = live.stream.push(state)
         return live.read(norm)
+
+    def settle(self, value: Any, trunk: int = 0) -> Any:
+        """The state of a stream, behind an ``if`` on one way of which it was made: on the others it is what it was.
+
+        That is the sum of the last residual add, or the value at which the trunk starts.
+        """
+        entry = self.gate.entries[trunk]
+        live = next((live for live in self.live if live.stream.layout.trunk == entry.trunk), None)
+        if live is None:
+            starts = isinstance(value, Tensor) and entry.connection is not None
+            return self._began(value, None, entry) if starts else value
+        return self.push(value, trunk=trunk) if self._find(value) is live else value
 
     def copy(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         """``function(value)``, a cast or a clone: of a stream's value it is the stream's value, too."""
@@ -518,6 +529,14 @@ class Depth:
                 f"block '{self.gate.block}' ({self.gate.where}) returned without the value of trunk "
                 f"'{stream.layout.trunk}' after {stream.position} of its {len(stream.layout.units)} residual adds."
             )
+
+
+def _with_item(values: Any, item: int, change: Callable[[Any], Any]) -> Any:
+    """A tuple or list with one of the tensors in it changed: that with the number ``item``."""
+    parts = list(values)
+    number = [n for n, part in enumerate(parts) if isinstance(part, Tensor)][item]
+    parts[number] = change(parts[number])
+    return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -140,8 +140,11 @@ def _around(add: Add, found: dict[Op, Add]) -> str:
     branch = add.branches[0]
     while branch.name in CASTS | VIEWS and branch.inputs:
         branch = branch.inputs[0]
-    if branch not in found or branch.scope is not add.op.scope or len(add.branches) > 1:
+    inner = found.get(branch)
+    if inner is None or branch.scope is not add.op.scope or len(add.branches) > 1:
         return ""
+    if inner.source is not inner.state:
+        return ""  # x + (g(x) + f(x)), where g(x) looks like a projected shortcut
     return "adds to the residual stream what it was computed from"
 
 

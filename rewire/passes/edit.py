@@ -27,6 +27,7 @@ from rewire.passes.edits import (
     Value,
 )
 from rewire.passes.text import Place
+from rewire.passes.variables import assigned, on_one_way
 
 #: Writes the text between two characters, with the changes inside it.
 Render = Callable[[int, int], str]
@@ -171,10 +172,24 @@ class _Editor:
     # -- expressions ---------------------------------------------------------------------------------------------------
 
     def _value(self, edit: Value) -> list[Change]:
-        return self._made("open", edit)
+        return [*self._made("open", edit), *self._settled(edit)]
 
-    def _push(self, edit: Push | Carry) -> list[Change]:
-        return self._made("push" if isinstance(edit, Push) else "carry", edit)
+    def _push(self, edit: Push) -> list[Change]:
+        return [*self._made("push", edit), *self._settled(edit)]
+
+    def _carry(self, edit: Carry) -> list[Change]:
+        return self._made("carry", edit)
+
+    def _settled(self, edit: Value | Push) -> list[Change]:
+        """A line behind an ``if`` in which the state is made: on the other ways it is what it was before."""
+        node = next(iter(self.text.nodes.get(edit.at, [])), None)
+        name = None if node is None else assigned(self.text, node)
+        others = [e.at for e in self.plan.edits.values() if isinstance(e, (Sum, Part, Through))]
+        around = None if node is None else on_one_way(self.text, node, others)
+        if name is None or around is None:
+            return []
+        trunk = [f"trunk={edit.trunk}"] if edit.trunk else []
+        return self._line_behind(around, f"{name} = {self.depth}.settle({', '.join([name, *trunk])})")
 
     def _made(self, method: str, edit: Value | Push | Carry) -> list[Change]:
         """A method of `Depth` around an expression; what an in-place operation has changed gets its result."""
@@ -185,6 +200,8 @@ class _Editor:
         assignment = next((node for node in nodes if isinstance(node, ast.AugAssign)), None)
         if assignment is None:
             node = self._expression(edit.at)
+            while isinstance(self.parents[node], ast.IfExp) and not isinstance(edit, Carry):  # on both ways
+                node = self.parents[node]  # type: ignore[assignment]
             if getattr(edit, "item", None) is None:
                 self._check_one_value(node)
             return [self._wrapped(node, method, self._how(edit), self._written_to(node))]
@@ -416,7 +433,7 @@ class _Editor:
 _WRITERS: dict[type, Callable[..., list[Change]]] = {
     Ended: _Editor._ended,
     Push: _Editor._push,
-    Carry: _Editor._push,
+    Carry: _Editor._carry,
     Value: _Editor._value,
     Reshape: _Editor._reshape,
     Through: _Editor._through,

@@ -84,10 +84,12 @@ class Carry:
     Attributes:
         at: the expression that makes it.
         trunk: number of the trunk among those of the function.
+        item: of a call that returns several tensors, the number of the one that it is.
     """
 
     at: Span
     trunk: int
+    item: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

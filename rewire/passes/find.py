@@ -75,7 +75,8 @@ def find(
     if inputs is not None and run and not on_meta:
         return _recorded(prepared, patterns, inputs)
     found = trunks_in(follow(prepared, definitions(patterns), everything), patterns)
-    if inputs is None or (found.trunks and not found.flow.unread):
+    picked = _picks(found)
+    if inputs is None or (found.trunks and not found.flow.unread and not picked):
         return [found]
     for device in ("meta", None) if not on_meta else ("meta",):
         try:
@@ -83,7 +84,7 @@ def find(
         except BadExampleInputs as error:
             log.info("%s", error)
             continue
-        if sum(map(_adds, recorded[0].trunks)) > sum(map(_adds, found.trunks)):
+        if sum(map(_adds, recorded[0].trunks)) > sum(map(_adds, found.trunks)) - picked:
             return recorded
         if found.trunks:
             break
@@ -92,6 +93,12 @@ def find(
 
 def _adds(found: FoundTrunk) -> int:
     return len(found.trunk.sites)
+
+
+def _picks(found: Found) -> bool:
+    """Whether a state is one of several values of a call into which the trace did not look."""
+    posts = (op for linked in found.trunks for add in linked.chain.adds for op in add.post)
+    return any(op.name == "getitem" and op.inputs[0].leaf is not None for op in posts)
 
 
 def prepared_copy(model: nn.Module, patterns: list[Pattern]) -> nn.Module:

@@ -106,11 +106,12 @@ class _Follower(fx.Tracer):
     def _flow(self) -> Flow:
         flow = flow_of(self.graph, self.model, self.constants)
         made = {op.node: op for op in flow.ops}
-        for scope in {op.scope for op in flow.ops}:
-            for one in scope.chain():
-                one.arguments = {
-                    name: [made.get(node, node) for node in nodes] for name, nodes in one.arguments.items()
-                }
+        for scope in {scope for op in flow.ops for scope in op.scope.chain()}:
+            scope.arguments = {
+                name: [made.get(node, node) for node in nodes] for name, nodes in scope.arguments.items()
+            }
+            results: list[Any] = scope.results
+            scope.results = [made[node] for node in results if node in made and made[node].name not in _SIZES]
         flow.outputs = [made[node] for node in self._nodes(self.result) if node in made]
         flow.unread = self.unread
         return flow
@@ -249,7 +250,9 @@ class _Follower(fx.Tracer):
         self.decisions.append(decisions)
         self.tested.append(0)
         try:
-            return traced(view, *args, **kwargs)
+            result = traced(view, *args, **kwargs)
+            scope.results = self._nodes(result)
+            return result
         finally:
             del decisions[self.tested.pop() :]
             self.decisions.pop()

@@ -40,7 +40,7 @@ from rewire.passes.projections import Projections
 from rewire.passes.streams import same_size
 from rewire.passes.text import Place as Span
 from rewire.passes.text import Text, place_of, span_of, text_of, within
-from rewire.passes.variables import behind, hands_on, only_returned
+from rewire.passes.variables import assigned, behind, hands_on, only_returned
 
 
 def plan(
@@ -254,13 +254,8 @@ class _Planner:
         number = function.trunks.index(self.name)
         value = self.chain.entry if scope is self.begin else None
         names = self._brought(scope, value, start)
-        if value is not None:
-            place = names or (self._span(scope, value) if scope.holds(value.scope) else None)
-            if function.opens.setdefault(self.name, place) != place:
-                raise EditError(
-                    f"the residual stream starts in different places of {function.text.where()}, in evaluation and in "
-                    "training mode or in two calls"
-                )
+        if value is not None and not self._starts(function, self._place_of_start(scope, value, names)):
+            return  # another place comes after it
         for name in names:
             awaiting = not self.unfinished.isdisjoint(scope.arguments[name])
             norm = None if awaiting else self._norm(scope, start, value)
@@ -272,6 +267,37 @@ class _Planner:
                 raise EditError(f"the residual stream does not come into {function.text.where()} as an argument")
             at = self._span(scope, value)
             function.put(("value", at), Value(at, number, self._norm(scope, start, value)))
+
+    def _place_of_start(self, scope: Scope, value: Op, names: list[str]) -> tuple[str, ...] | Span | None:
+        """The parameters, or the expression, that the trunk starts with."""
+        if names:
+            return tuple(names)
+        return self._span(scope, value) if scope.holds(value.scope) else None
+
+    def _starts(self, function: FunctionPlan, place: Any) -> bool:
+        """Note where the trunk starts in a function; of two places, in two calls, the later one counts.
+
+        Returns:
+            Whether that is ``place``.
+
+        Raises:
+            EditError: the later one does not take up what the earlier one has made.
+        """
+        known = function.opens.setdefault(self.name, place)
+        if known == place or known is None or place is None:
+            return True
+        text = function.text
+        earlier, later = sorted((known, place), key=lambda p: (0, 0, 0) if isinstance(p[0], str) else (1, p[0], p[2]))
+        names = earlier if isinstance(earlier[0], str) else (_variable(text, earlier),)
+        if isinstance(later[0], str) or _variable(text, later) not in names:
+            raise EditError(
+                f"the residual stream starts in different places of {text.where()}, in evaluation and in training "
+                "mode or in two calls"
+            )
+        function.opens[self.name] = later
+        if later == place:
+            function.edits.pop(("value", earlier), None)
+        return later == place or isinstance(earlier[0], str)
 
     def _brought(self, scope: Scope, value: Op | None, start: int) -> list[str]:
         """The parameters that are the stream's value when the function is called."""
@@ -331,23 +357,27 @@ class _Planner:
         last = self._returned(add, add.op.scope, nodes)
         norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
         function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, tuple(inner), last, norm))
-        scopes = {op: self._carrier(op) for op in add.post}
-        spans: dict[Scope | None, list[Span]] = {}
-        for op, scope in scopes.items():
+        self._states_after(number, add)
+
+    def _states_after(self, number: int, add: Add) -> None:
+        """The operations behind an add, up to the one that makes the next state."""
+        made: dict[tuple[Scope, Span], Op] = {}  # by the expression, the last of what it does
+        for op in add.post:
+            scope = self._carrier(op)
             if scope is None:
                 raise EditError("what makes the next state stands outside the functions that the stream runs through")
-            spans.setdefault(scope, []).append(self._span(scope, op))
-        for op, scope in scopes.items():
-            assert scope is not None
+            made[scope, self._span(scope, op)] = op
+        for (scope, at), op in made.items():
             function = self._function(scope)
-            at, trunk = self._span(scope, op), function.trunks.index(self.name)
+            trunk, item = function.trunks.index(self.name), _number_among_results(op, scope)
+            inside = any(other is scope and within(at, span) for other, span in made if span != at)
+            unseen = item is None and bool(_among_results(op, scope))  # by the function: the call keeps it to itself
             if op.name in VIEWS and op.scope is scope:
                 function.put(("reshape", at), Reshape(at, False))
             elif op is add.post[-1]:
-                norm = self._norm(scope, number + 1, None)
-                function.put(("push", at), Push(at, trunk, norm, _number_among_results(op, scope)))
-            elif same_size(op, add.op) and not any(within(at, other) for other in spans[scope] if other != at):
-                function.put(("push", at), Carry(at, trunk))
+                function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None), item))
+            elif same_size(op, add.op) and not inside and not unseen:
+                function.put(("push", at), Carry(at, trunk, item))
 
     def _returned(self, add: Add, scope: Scope, nodes: Sequence[ast.AST]) -> bool:
         """Whether a function does nothing with the value of an add, that of these expressions, but return it."""
@@ -512,14 +542,26 @@ def _casts(add: Add) -> list[Op]:
     return ops[::-1]
 
 
-def _number_among_results(op: Op, scope: Scope) -> int | None:
-    """Of an operation in what ``scope`` calls, which returns several tensors: which of them it makes."""
+def _variable(text: Text, at: Span) -> str | None:
+    """The variable that gets the value of an expression."""
+    nodes = text.nodes.get(at, [])
+    return assigned(text, nodes[0]) if nodes else None
+
+
+def _among_results(op: Op, scope: Scope) -> list[Op]:
+    """Of an operation in what ``scope`` calls, which returns several tensors: what makes these."""
     inner: Scope | None = op.scope
     while inner is not None and inner is not scope:
-        if inner.parent is scope and len(inner.results) > 1 and op in inner.results:
-            return inner.results.index(op)
+        if inner.parent is scope and len(inner.results) > 1:
+            return inner.results
         inner = inner.parent
-    return None
+    return []
+
+
+def _number_among_results(op: Op, scope: Scope) -> int | None:
+    """Which of several tensors that a call returns an operation in it makes; None if it makes none, or the only one."""
+    results = _among_results(op, scope)
+    return results.index(op) if op in results else None
 
 
 def _chain(node: ast.expr, text: Text) -> Written | None:

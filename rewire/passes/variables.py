@@ -1,4 +1,4 @@
-"""What the text of a function says of a variable: whether it is only handed on, or only returned."""
+"""What the text of a function says of a variable: whether it is only handed on, only returned, or made on one way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence, Set
 
 from rewire.passes.edits import Ended
 from rewire.passes.text import Place as Span
-from rewire.passes.text import Text, span_of
+from rewire.passes.text import Text, span_of, within
 
 #: Attributes that a stream has without being read.
 _FREE = {"shape", "dtype", "device", "ndim", "size", "dim"}
@@ -130,6 +130,62 @@ def only_returned(text: Text, nodes: Sequence[ast.AST]) -> bool:
         for after in rest
         if _mentions(after, target.id)
     )
+
+
+def assigned(text: Text, node: ast.AST) -> str | None:
+    """The variable that gets the value of an expression, or is changed by it; None if it is no single one."""
+    statement = _statement(text, node)
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    if isinstance(statement, ast.Expr):  # x.mul_(2)
+        method = statement.value.func if isinstance(statement.value, ast.Call) else None
+        in_place = isinstance(method, ast.Attribute) and method.attr.endswith("_")
+        targets = [method.value] if in_place else []  # type: ignore[union-attr]
+    target = targets[0] if len(targets) == 1 else None
+    while isinstance(target, ast.Subscript):  # x[mask] = y
+        target = target.value
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def on_one_way(text: Text, node: ast.AST, others: Iterable[Span]) -> ast.If | None:
+    """The outermost ``if`` around an assignment behind which its variable holds a value on every way.
+
+    Args:
+        text: of the function.
+        node: part of the assignment.
+        others: places that have to stay in front of the end of that ``if``, where they come after ``node``.
+    """
+    name, parents = assigned(text, node), text.parents
+    found, inner = None, _statement(text, node)
+    later = [at for at in others if (at[0], at[2]) >= span_of(node)[1::2]]
+    while isinstance(parents.get(inner), (ast.If, ast.With)):
+        inner = parents[inner]
+        if any(within(at, span_of(inner)) for at in later):
+            break
+        if isinstance(inner, ast.If) and name is not None and name in _bound_before(text, inner):
+            found = inner
+    return found
+
+
+def _bound_before(text: Text, statement: ast.AST) -> set[str]:
+    """Variables that have a value when a statement is reached."""
+    arguments = text.tree.args
+    names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    while statement is not text.tree:
+        parent = text.parents[statement]
+        for field in ("body", "orelse", "finalbody"):
+            body = getattr(parent, field, [])
+            if isinstance(body, list) and statement in body:
+                for before in body[: body.index(statement)]:
+                    if isinstance(before, (ast.Assign, ast.AnnAssign)):
+                        names |= _targets(before, text.parents)
+        statement = parent
+    return names
+
+
+def _statement(text: Text, node: ast.AST) -> ast.AST:
+    while not isinstance(node, ast.stmt):
+        node = text.parents[node]
+    return node
 
 
 def _returns(value: ast.expr | None, name: str) -> bool:

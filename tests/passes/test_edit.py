@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import torchvision_stub  # noqa: F401
 from comparing import assert_close, evaluate
-from models import PreNorm, Stack, vectors
+from models import WIDTH, PreNorm, Stack, vectors
 from torch import Tensor, nn
 
 import rewire
@@ -37,6 +37,23 @@ class NormInTraining(PreNorm):
         if self.training:
             x = x * 0.5
         return x
+
+
+class NoiseBetween(PreNorm):
+    """The trunk starts in other places in training, and a state between two adds is made in training alone."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                scale = x.std()
+            x = x * scale
+        x = x + self.attn(self.ln_1(x))
+        if mask is not None:
+            if self.training:
+                x = x * mask
+        x = x + self.mlp(self.ln_2(x))
+        x = x * 0.5 if self.training else x
+        return x + self.mlp(x)
 
 
 class WrittenTo(PreNorm):
@@ -93,7 +110,7 @@ class OneLine(PreNorm):
     def forward(self, x: Tensor) -> Tensor: return x + self.mlp(self.ln_1(x))  # fmt: skip
 
 
-BLOCKS = [GPTJ, NormInTraining, WrittenTo, Augmented, Transposed, SeveralLines, Walrus, OneLine]
+BLOCKS = [GPTJ, NormInTraining, NoiseBetween, WrittenTo, Augmented, Transposed, SeveralLines, Walrus, OneLine]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -118,6 +135,33 @@ def test_parallel_branches_in_two_statements() -> None:
 
 def test_an_in_place_operation_gives_its_variable_the_new_state() -> None:
     assert "\nx = depth.push(x.mul_(0.5)" in body(WrittenTo)
+
+
+class Masked(nn.Module):
+    """Hands a mask to its blocks, if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([NoiseBetween() for _ in range(3)])
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = F.pad(x, (0, WIDTH - x.shape[-1]))
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+@pytest.mark.parametrize("topology", ["residual", "denseformer", "ancre-none"])
+@pytest.mark.parametrize("training", [False, True])
+def test_operations_that_run_in_some_calls(topology: str, training: bool) -> None:
+    """Behind an ``if``, the state is what it made, or what it was before."""
+    model, x, mask = Masked(), vectors(), torch.arange(9.0)[:, None]
+    rewired = rewire.compile(model, topology, example_inputs=(x, mask))
+    assert [len(c.layout.units) for c in rewire.connections(rewired).values()] == [9]
+    for given in ((x, mask), (x,)):
+        torch.testing.assert_close(rewired.train(training)(*given), model.train(training)(*given))
+    text = rewire.source(rewired, "layers.0")
+    assert text.count("\n    x = depth.settle(x)\n") == 2
 
 
 def test_views_of_the_stream_are_views_of_all_states() -> None:
