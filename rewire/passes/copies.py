@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rewire.errors import RewireError
@@ -131,3 +132,18 @@ def seeded(seed: int, model: nn.Module) -> Iterator[None]:
             random.setstate(state)
             if numpy:
                 numpy.random.set_state(numpy_state)
+
+
+class ByPlace(TorchDispatchMode):
+    """Draws random numbers in the order of a tensor's elements, where PyTorch draws them in that of its memory.
+
+    So two models have the same dropout masks where their activations have different strides.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        ordered = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args]
+        drawn = func(*ordered, **kwargs)
+        return args[0].copy_(drawn) if func._schema.is_mutable else drawn

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from rewire.errors import BadExampleInputs, OutOfOrder, RewireError, ValidationMismatch
-from rewire.passes.copies import own_inputs, private, seeded
+from rewire.passes.copies import ByPlace, own_inputs, private, seeded
 from rewire.patterns.pattern import Inputs
 from rewire.stream import Stream
 
@@ -149,8 +149,11 @@ def _compare_in(setting: Setting, original: nn.Module, rewired: nn.Module, input
             f"{type(error).__name__}: {error}"
         ) from error
     problem = _difference(setting, expected, actual, done)
-    if problem:
+    if problem and not _is_noise(setting, original, rewired, given, noise):
         raise _mismatch(problem, setting, original, rewired, given, noise)
+    if problem:
+        done.outputs += sum(map(_finite, expected.outputs))
+        log.info("%s: %s, in %s: no more than the original by itself", type(original).__name__, problem, setting.name)
     done.settings.append(setting.name)
     done.gradients += actual.compared
 
@@ -322,6 +325,42 @@ def _difference(setting: Setting, expected: _Run, actual: _Run, done: Comparison
         done.outputs += _finite(a)
         done.error = max(done.error, error)
     return "" if setting.rounding and not equal else next(iter(actual.wrong), "")
+
+
+def _is_noise(
+    setting: Setting, original: nn.Module, rewired: nn.Module, inputs: Inputs, noise: dict[str, Tensor]
+) -> bool:
+    """Whether the models are the same after all, where that can be seen more clearly.
+
+    With random numbers that do not depend on how activations lie in memory; and in float64, if rounding alone makes as
+    much of a difference in the original (batch norms over few values amplify it).
+    """
+    strict = dataclasses.replace(setting, rounding=False)
+    original64, rewired64 = private(original).double(), private(rewired).double()
+    inputs64, noise64 = tree_map(_exact, inputs), tree_map(_exact, noise)
+    try:
+        with ByPlace():
+            expected = _run(setting, original, inputs, noise)
+            if not _problem(setting, expected, rewired, inputs, noise):
+                return True
+            if not _problem(strict, expected, original64, inputs64, noise64):
+                return False
+            return not _problem(setting, _run(setting, original64, inputs64, noise64), rewired64, inputs64, noise64)
+    except Exception as error:  # not every model runs in float64
+        log.debug("%s in float64: %s", type(original).__name__, error)
+        return False
+
+
+def _problem(setting: Setting, expected: _Run, model: nn.Module, inputs: Inputs, noise: dict[str, Tensor]) -> str:
+    """What differs first in a run of ``model``, in the precision of what is expected; empty if nothing does."""
+    run = _run(setting, model, inputs, noise, dict(expected.gradients))
+    if len(run.outputs) == len(expected.outputs):
+        run.outputs = [b.to(a.dtype) for a, b in zip(expected.outputs, run.outputs, strict=True)]
+    return _difference(setting, expected, run, Comparison())
+
+
+def _exact(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _described(tensor: Tensor) -> str:

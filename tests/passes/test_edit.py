@@ -49,6 +49,7 @@ class NoiseBetween(PreNorm):
             x = x * scale
         x = x + self.attn(self.ln_1(x))
         if mask is not None:
+            x = x.clone()
             if self.training:
                 x = x * mask
         x = x + self.mlp(self.ln_2(x))

@@ -5,10 +5,12 @@ import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import WIDTH, NanoGPT, PreNorm, vectors
-from torch import nn
+from torch import Tensor, nn
 
 import rewire
+from rewire.errors import ValidationMismatch
 from rewire.passes.validate import compare, normalise_inputs, relative_error, tensors_in
 from rewire.topologies.base import computed
 from rewire.topologies.residual import Residual
@@ -145,3 +147,53 @@ def test_strides_of_the_outputs_do_not_matter():
 
     rewired = rewire.compile(Body(), Strided(), example_inputs=(vectors(width=WIDTH),))
     assert rewired(vectors(width=WIDTH)).stride() != vectors(width=WIDTH).stride()
+
+
+class ChannelsLast(nn.Module):
+    """Drops activations that lie in memory as a linear layer left them: a sum with them may lie otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.map(x.movedim(1, -1)).movedim(-1, 1), 0.5, self.training) + x
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(ChannelsLast(), ChannelsLast(), ChannelsLast())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def test_dropout_on_other_strides_is_the_same_dropout():
+    rewire.compile(Images(), "residual", example_inputs=(torch.randn(2, 6, 4, 4),))
+
+
+class Amplifies(nn.Module):
+    """Its output is rounding error, made large; or, with ``factor``, something else."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.weight, self.factor = nn.Parameter(torch.randn(8)), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = 1e4 * self.weight * self.factor
+        return (x + large - large) * 1e3
+
+
+def test_a_model_that_amplifies_rounding_is_compared_in_float64():
+    class Reordered(Amplifies):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + (1e4 * self.weight - 1e4 * self.weight * self.factor)) * 1e3
+
+    original, inputs = Amplifies(), ((torch.randn(2, 8),), {})
+    reordered = Reordered()
+    reordered.load_state_dict(original.state_dict())
+    compare(original, reordered, inputs)
+    reordered.factor = 1 + 1e-6
+    with pytest.raises(ValidationMismatch, match="output 0"):
+        compare(original, reordered, inputs)
