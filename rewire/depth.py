@@ -17,6 +17,7 @@ stream that it was found to be.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from rewire.connection import Connection
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.kernels.fused_qkv import project_fused
+from rewire.passes.functions import clone, function_of
 from rewire.passes.install import edited_function
 from rewire.stream import Stream
 from rewire.topologies.base import Ways
@@ -74,6 +76,18 @@ class Gate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self.function is not None
         return self.function(self, *args, **kwargs)
+
+    def of(self, called: Any) -> Any:
+        """What to call in place of a closure, or of an object with a ``__call__``: if it is still the one found."""
+        function, bound = function_of(called)
+        assert self.function is not None and self.original is not None
+        if function is None or function.__code__ is not self.original.__code__:
+            return called  # another one by now: the stream will miss its residual adds, and say so
+        edited = self.function
+        if function.__closure__:
+            cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+            edited = clone(function, edited.__code__, tuple(cells[name] for name in edited.__code__.co_freevars))
+        return functools.partial(edited, self, *bound)
 
     def enter(self) -> Depth:
         """What one call of the function talks to."""

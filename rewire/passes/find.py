@@ -207,10 +207,13 @@ def _of_one_mind(chain: Chain, sites: list[Site]) -> list[Site]:
     shapes = [add.op.shape for add in chain.adds]
     if len({site.width for site in sites if site.width}) < 2 or None in shapes:
         return sites
+    widths = [site.width for site in sites if site.width]
+    width = max(widths, key=widths.count)
     agreed = []
     for site, shape in zip(sites, shapes, strict=True):
         alike = [s.channel_dim for s, other in zip(sites, shapes, strict=True) if s.width and other == shape]
-        dim = max(alike, key=alike.count, default=site.channel_dim)
+        said = sorted(alike, key=alike.count, reverse=True) or [site.channel_dim]
+        dim = next((dim for dim in said if shape[dim] == width), said[0])  # type: ignore[index]
         agreed.append(dataclasses.replace(site, width=int(shape[dim]), channel_dim=dim))  # type: ignore[index]
     return agreed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -34,6 +35,34 @@ def forward_of(module: nn.Module) -> Decorated:
     if own is None:
         own = getattr(type(module), "forward", None)  # TorchScript's modules have none
     return undecorated(getattr(own, "__func__", own))
+
+
+def function_with(code: CodeType, namespace: str) -> FunctionType:
+    """The function that this is the code of, or for a closure one with empty cells.
+
+    Args:
+        code: of a function.
+        namespace: name of the Python module that its globals are.
+    """
+    found: Any = sys.modules.get(namespace)
+    globals_ = {} if found is None else vars(found)
+    for name in code.co_qualname.split("."):
+        found = getattr(found, name, None)
+    if isinstance(found, FunctionType) and found.__code__ is code:
+        return found
+    function = FunctionType(code, globals_, closure=tuple(CellType() for _ in code.co_freevars))
+    function.__qualname__ = code.co_qualname
+    return function
+
+
+def function_of(value: Any) -> tuple[FunctionType | None, tuple[Any, ...]]:
+    """The Python function that is run when ``value`` is called, and what it is called with first: its ``self``."""
+    if isinstance(value, FunctionType):
+        return value, ()
+    if isinstance(value, MethodType):
+        return (value.__func__, (value.__self__,)) if isinstance(value.__func__, FunctionType) else (None, ())
+    called = getattr(type(value), "__call__", None)
+    return (called, (value,)) if isinstance(called, FunctionType) else (None, ())
 
 
 def define(module: nn.Module, function: FunctionType) -> None:

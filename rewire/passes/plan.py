@@ -35,7 +35,7 @@ from rewire.passes.edits import (
 )
 from rewire.passes.find import Found, FoundTrunk
 from rewire.passes.flow import Flow, Op, Place, Scope, common
-from rewire.passes.functions import Decorated, forward_of, undecorated
+from rewire.passes.functions import Decorated, forward_of, function_with, undecorated
 from rewire.passes.projections import Projections
 from rewire.passes.streams import same_size
 from rewire.passes.text import Place as Span
@@ -206,17 +206,14 @@ class _Planner:
         if method.code is code:
             return code.co_name, method, True
         assert scope.parent is not None
-        call = self._call(scope)
-        function: Any = None
-        if isinstance(call.func, ast.Name):
-            function = self._decorated(scope.parent)[1].function
-            function = function and function.__globals__.get(call.func.id)
-        if undecorated(function).code is not code:
-            raise EditError(
-                f"the function {code.co_name} ({code.co_filename}:{code.co_firstlineno}), which adds to the residual "
-                f"stream of '{scope.path}', is not called by its name there"
-            )
-        return code.co_name, undecorated(function), False
+        return code.co_name, Decorated(function_with(code, scope.namespace)), False
+
+    def _by_name(self, scope: Scope, call: ast.Call) -> bool:
+        """Whether a function is called by its name, which always stands for it."""
+        assert scope.parent is not None
+        caller = self._decorated(scope.parent)[1].function
+        known = caller is not None and isinstance(call.func, ast.Name) and caller.__globals__.get(call.func.id)
+        return bool(known) and undecorated(known).code is scope.code
 
     def _call(self, scope: Scope) -> ast.Call:
         """The expression that made a call."""
@@ -314,6 +311,8 @@ class _Planner:
             if not function.method or not first:
                 raise EditError(f"{name}, which adds to the residual stream, is called by another such function")
             callee = f"{first[0].arg}.{self.plans[key].gate}"
+            if not self._by_name(child, call):
+                callee += f".of({function.text.text[slice(*function.text.span(call.func))]})"
         after = max((n for n, add in enumerate(self.adds) if child.holds(add.op.scope)), default=-1) + 1
         at, last = span_of(call), self._returned(self.adds[after - 1], scope, [call])
         post = self.adds[after - 1].post if after else []
