@@ -4,10 +4,10 @@ model = rewire.compile(model, topology="ancre-ingoing")
 """
 
 from rewire.backend import Backend, BackendReport
-from rewire.compiler import coefficients, compile, inspect, restore, source
+from rewire.compiler import coefficients, compile, inspect, restore
 from rewire.connection import Connection, connections
 from rewire.diagnostics import Diagnosis, diagnose
-from rewire.diffs import diff
+from rewire.diffs import diff, source
 from rewire.errors import (
     AlreadyConnected,
     AlreadyRewired,

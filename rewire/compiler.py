@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -26,13 +25,13 @@ from rewire.errors import (
     WidthMismatch,
 )
 from rewire.init import Initializer, initialize, make_initializer
-from rewire.passes.apply import apply, is_opened, undo
+from rewire.passes.apply import apply, undo
 from rewire.passes.connect import StreamsToTensors, convert_collected, register
 from rewire.passes.copies import shared
 from rewire.passes.edit import edited
 from rewire.passes.edits import Plans
 from rewire.passes.find import Found, definitions, find, prepared_copy
-from rewire.passes.install import edits_of, is_edited
+from rewire.passes.install import is_edited
 from rewire.passes.plan import plan
 from rewire.passes.projections import find_projections
 from rewire.passes.validate import STARTS, compare, normalise_inputs
@@ -173,25 +172,6 @@ def restore(model: nn.Module) -> nn.Module:
         for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, StreamsToTensors)]:
             del module._forward_hooks[key]
     return plain
-
-
-def source(model: nn.Module, path: str) -> str:
-    """The edited forward of the block at ``path`` of a rewired model.
-
-    Raises:
-        UnknownName: there is no module at that path.
-        RewireError: that module was not rewritten.
-    """
-    connections(model)
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:
-        raise UnknownName(f"{type(model).__name__} has no module '{path}'.") from None
-    if not is_edited(module):
-        rewritten = [p or "(the model)" for p, m in model.named_modules() if is_edited(m) and is_opened(m)]
-        near = f"; rewritten are {', '.join(rewritten[:5])}{', ...' if len(rewritten) > 5 else ''}" if rewritten else ""
-        raise RewireError(f"the forward of '{path}' was not rewritten{near}.")
-    return "\n".join(textwrap.dedent(edited.source) for edited in edits_of(module).values())
 
 
 def coefficients(model: nn.Module) -> dict[str, Tensor]:

@@ -60,6 +60,9 @@ class Gate:
         entries: one for each stream that runs through the function.
         original: a helper that is no method; it is called with the gate first.
         source: its new text.
+
+    Attributes:
+        helpers: gates of the module's functions that are no methods, by name: a helper may call others.
     """
 
     def __init__(
@@ -67,11 +70,12 @@ class Gate:
     ) -> None:
         self.block, self.where, self.entries = block, where, list(entries)
         self.original, self.source = original, source
+        self.helpers: dict[str, Gate] = {}
         self.function = None if original is None else edited_function(original, source)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles make the edited function anew: it cannot be imported."""
-        return Gate, (self.block, self.where, self.entries, self.original, self.source)
+        return Gate, (self.block, self.where, self.entries, self.original, self.source), {"helpers": self.helpers}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self.function is not None
@@ -81,7 +85,7 @@ class Gate:
         """What to call in place of a closure, or of an object with a ``__call__``: if it is still the one found."""
         function, bound = function_of(called)
         assert self.function is not None and self.original is not None
-        if function is None or function.__code__ is not self.original.__code__:
+        if function is None or function.__code__ != self.original.__code__:
             return called  # another one by now: the stream will miss its residual adds, and say so
         edited = self.function
         if function.__closure__:

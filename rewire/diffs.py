@@ -1,10 +1,11 @@
-"""rewire.diff: what rewiring changed in the user's files, as a unified diff."""
+"""What rewiring changed in the user's text: `rewire.source` of a block, `rewire.diff` of all files."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import linecache
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
@@ -14,7 +15,8 @@ from torch import nn
 
 from rewire.connection import connections
 from rewire.depth import Gate
-from rewire.errors import RewireError
+from rewire.errors import RewireError, UnknownName
+from rewire.passes.apply import is_opened
 from rewire.passes.install import edits_of, is_edited, original_class
 from rewire.passes.text import Text, lines_of, text_of
 
@@ -54,6 +56,25 @@ def diff(model: nn.Module) -> str:
     for rewritten in _rewritten(model):
         files.setdefault(rewritten.text.file, []).append(rewritten)
     return "".join(_file_diff(file, chosen) for file, found in files.items() for chosen in _one_text_each(found))
+
+
+def source(model: nn.Module, path: str) -> str:
+    """The edited forward of the block at ``path`` of a rewired model, and the edited functions that it calls.
+
+    Raises:
+        UnknownName: there is no module at that path.
+        RewireError: that module was not rewritten.
+    """
+    connections(model)
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        raise UnknownName(f"{type(model).__name__} has no module '{path}'.") from None
+    if not any(_edits(module)):
+        rewritten = [p or "(the model)" for p, m in model.named_modules() if is_edited(m) and is_opened(m)]
+        near = f"; rewritten are {', '.join(rewritten[:5])}{', ...' if len(rewritten) > 5 else ''}" if rewritten else ""
+        raise RewireError(f"the forward of '{path}' was not rewritten{near}.")
+    return "\n".join(textwrap.dedent(text) for _, text in _edits(module))
 
 
 @dataclasses.dataclass(frozen=True)

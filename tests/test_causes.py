@@ -6,6 +6,7 @@ Models that cannot be connected by nature are refused, by name.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -1029,6 +1030,147 @@ class NestedStack(Stack):
 
 def test_nested_results() -> None:
     assert_connected(NestedStack(Nested), {"layers": 2 * DEPTH}, vectors())
+
+
+class AddingProcessor:
+    """Attention that is no module, as diffusers have it."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+    def __call__(self, attn: nn.Module, x: Tensor) -> Tensor:
+        residual = x
+        x = attn.attn(attn.ln_1(x))
+        return residual + self.factor * x
+
+
+class OtherProcessor(AddingProcessor):
+    def __call__(self, attn: nn.Module, x: Tensor) -> Tensor:
+        return x + attn.attn(x)
+
+
+class ProcessedWithAdd(PreNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor = AddingProcessor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.processor(self, x)
+        return x + self.mlp(self.ln_2(x))
+
+
+def test_adds_in_methods_of_plain_objects() -> None:
+    rewired = assert_connected(Stack(ProcessedWithAdd), {"layers": 2 * DEPTH}, vectors())
+    assert "return depth.leave(depth.write(residual, self.factor * x))" in rewire.source(rewired, "layers.0")
+    before = rewired(vectors())
+    for layer in rewired.layers:
+        layer.processor = AddingProcessor(0.5)  # another of the same class: what runs is its own
+    assert not torch.allclose(before, rewired(vectors()))
+    for layer in rewired.layers:
+        layer.processor = OtherProcessor()
+    with pytest.raises(rewire.OutOfOrder):
+        rewired(vectors())
+
+
+def _plain_add(branch: Tensor, residual: Tensor, scale: float) -> Tensor:
+    return residual + branch * scale
+
+
+def _add_with(scale: float) -> Callable[[Tensor, Tensor], Tensor]:
+    def add(branch: Tensor, residual: Tensor) -> Tensor:
+        return _plain_add(branch, residual, scale)
+
+    return add
+
+
+class AddsByClosure(PreNorm):
+    """The function that adds is made when the block is called, as in Megatron-LM."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        add = _add_with(1.0 if self.training else 0.9)
+        x = add(self.attn(self.ln_1(x)), x)
+        return add(self.mlp(self.ln_2(x)), x)
+
+
+def test_adds_in_closures_that_call_other_functions() -> None:
+    rewired = assert_connected(Stack(AddsByClosure), {"layers": 2 * DEPTH}, vectors())
+    assert "gate.helpers['_depth__plain_add'](branch, depth.give(residual), scale)" in rewire.source(
+        rewired, "layers.0"
+    )
+
+
+def _counted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def wrapper(*args: Tensor) -> Tensor:
+        wrapper.calls += 1  # type: ignore[attr-defined]
+        return function(*args)
+
+    wrapper.calls = 0  # type: ignore[attr-defined]
+    return wrapper
+
+
+@_counted
+def _counted_add(branch: Tensor, residual: Tensor) -> Tensor:
+    return residual + branch
+
+
+class AddsByDecorated(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = _counted_add(self.attn(self.ln_1(x)), x)
+        return _counted_add(self.mlp(self.ln_2(x)), x)
+
+
+def test_decorators_of_functions_that_add_stay() -> None:
+    rewired = assert_connected(Stack(AddsByDecorated), {"layers": 2 * DEPTH}, vectors())
+    before = _counted_add.calls  # type: ignore[attr-defined]
+    rewired(vectors())
+    assert _counted_add.calls == before + 2 * DEPTH  # type: ignore[attr-defined]
+
+
+class FusedAddNorm(nn.LayerNorm):
+    """Adds and norms in one call, and returns both, as in vLLM."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return super().forward(x)
+        residual = residual + x
+        return super().forward(residual), residual
+
+
+class AddsInNorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = FusedAddNorm(WIDTH), FusedAddNorm(WIDTH)
+        self.attn, self.mlp = Attention(), Mlp()
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            residual = x
+            x = self.ln_1(x)
+        else:
+            x, residual = self.ln_1(x, residual)
+        x, residual = self.ln_2(self.attn(x), residual)
+        return self.mlp(x), residual
+
+
+class AddsInNormsNet(Stack):
+    def __init__(self) -> None:
+        super().__init__(AddsInNorms, 3)
+        self.norm = FusedAddNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, residual = self.inp(x), None
+        for layer in self.layers:
+            x, residual = layer(x, residual)
+        return self.out(self.norm(x, residual)[0])
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_norms_that_add_and_return_both(validate: bool) -> None:
+    model, x = AddsInNormsNet(), vectors()
+    rewired = rewire.compile(model, "residual", example_inputs=(x,), validate=validate)
+    assert [len(c.layout.units) for c in rewire.connections(rewired).values()] == [6]
+    assert_close(evaluate(model, (x,), {}), evaluate(rewired, (x,), {}))
 
 
 class ReturnsList(PreNorm):

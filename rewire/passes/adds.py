@@ -86,7 +86,7 @@ def residual_adds(flow: Flow) -> tuple[list[Add], list[Rejected]]:
     for op in flow:
         if not _is_sum(op):
             continue
-        add = _parallel(op, found, flow) or _plain(op, flow) or _projected(op)
+        add = _parallel(op, found, flow) or _plain(op, flow, found) or _projected(op)
         if add is None:
             scaled = _scaled(op, flow)
             if scaled is not None:
@@ -106,7 +106,7 @@ def _is_sum(op: Op) -> bool:
     return op.dtype is None or op.dtype.is_floating_point or op.dtype.is_complex
 
 
-def _plain(op: Op, flow: Flow) -> Add | None:
+def _plain(op: Op, flow: Flow, found: dict[Op, Add]) -> Add | None:
     """``x + f``, where ``x`` may be a cast or a view of what ``f`` is computed from."""
     for shortcut, branch in (op.inputs, op.inputs[::-1]):
         if op.shape is not None and shortcut.shape is not None and shortcut.shape != op.shape:
@@ -115,7 +115,7 @@ def _plain(op: Op, flow: Flow) -> Add | None:
             continue  # it is scaled
         state = shortcut
         while True:
-            region = _branch(op, state, branch, flow)
+            region = _branch(op, state, branch, flow) or _left_over(op, state, branch, found)
             if region:
                 return Add(op, shortcut, state, state, [branch], region)
             if state.name not in CASTS | VIEWS or not state.inputs:
@@ -164,6 +164,18 @@ def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
         if not _returned(add, scope, flow):
             break
     return frozenset()
+
+
+def _left_over(add: Op, state: Op, branch: Op, found: dict[Op, Add]) -> frozenset[Op]:
+    """The branch, where a block adds what the one before it has computed (``x, residual = norm(x, residual)``).
+
+    That the state is itself a sum tells it from a mask that is added in each block. The function gets both.
+    """
+    given = [op for ops in add.scope.arguments.values() for op in ops]
+    if state not in found or not {state, branch} <= {*given}:
+        return frozenset()
+    region = between(state, branch) - {state}
+    return region if any(op.weighted for op in region) else frozenset()
 
 
 def _returned(add: Op, scope: Scope, flow: Flow) -> bool:

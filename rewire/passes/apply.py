@@ -44,6 +44,9 @@ def apply(
                 definition = plan.decorated.function if plan.substituted else None
                 methods[plan.name] = Edited(plan.name, source, definition)
             module.__dict__[plan.gate] = _gate(plan, source, connections)
+        helpers = {plan.gate: module.__dict__[plan.gate] for plan, _ in of_module if not plan.method}
+        for gate in helpers.values():
+            gate.helpers = helpers
         if methods:
             install(module, methods, shared=not any(plan.adds for plan, _ in of_module))
         _mark_norms(module, looked_at.get_submodule(path), [plan for plan, _ in of_module])

@@ -231,6 +231,15 @@ class FunctionPlan:
         """Attribute of the module that holds the gate of this function."""
         return "_depth" if self.name == "forward" else f"_depth_{self.name}"
 
+    def helper(self, gate: str) -> str:
+        """How the gate of a function that this one calls is written in it."""
+        if not self.method:
+            return f"gate.helpers['{gate}']"
+        arguments = [*self.text.tree.args.posonlyargs, *self.text.tree.args.args]
+        if not arguments:
+            raise EditError(f"the function at {self.text.where()} has no 'self'")
+        return f"{arguments[0].arg}.{gate}"
+
     def put(self, key: Any, edit: Edit) -> None:
         """Add an edit.
 

@@ -48,7 +48,7 @@ class Scope:
         helper: whether it is a function that a forward calls, rather than a forward.
         arguments: its parameters that hold tensors: name -> the operations that made them.
         results: what made the tensors that it returned, where that is known.
-        namespace: of a helper: name of the Python module that its globals are.
+        namespace: globals of a helper.
         key: tells calls of one parent apart.
     """
 
@@ -61,7 +61,7 @@ class Scope:
     helper: bool = False
     arguments: dict[str, list[Op]] = dataclasses.field(default_factory=dict)
     results: list[Op] = dataclasses.field(default_factory=list)
-    namespace: str = ""
+    namespace: dict[str, Any] = dataclasses.field(default_factory=dict)
     key: Any = None
 
     def chain(self) -> list[Scope]:

@@ -68,7 +68,7 @@ class Frames:
                 path, module = own
             called = module is not None and module is not scope.module and forward_of(module).code is code
             helper = Scope(scope, path, module, kind_of(module), code, place, helper=not called, key=object())
-            helper.namespace = str(frame.f_globals.get("__name__", ""))
+            helper.namespace = getattr(frame.f_globals, "original", frame.f_globals)  # of a trace: see `follow`
             self._helpers[key] = helper
             helper.arguments = {name: self.values(value) for name, value in _parameters(frame)}
         return self._helpers[key]

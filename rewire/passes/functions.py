@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -37,22 +36,27 @@ def forward_of(module: nn.Module) -> Decorated:
     return undecorated(getattr(own, "__func__", own))
 
 
-def function_with(code: CodeType, namespace: str) -> FunctionType:
-    """The function that this is the code of, or for a closure one with empty cells.
+_CLOSURES: dict[CodeType, FunctionType] = {}  # stand-ins
+
+
+def function_with(code: CodeType, namespace: dict[str, Any]) -> FunctionType:
+    """The function that this is the code of; for a closure, one with empty cells.
 
     Args:
         code: of a function.
-        namespace: name of the Python module that its globals are.
+        namespace: its globals.
     """
-    found: Any = sys.modules.get(namespace)
-    globals_ = {} if found is None else vars(found)
-    for name in code.co_qualname.split("."):
-        found = getattr(found, name, None)
+    name, *attributes = code.co_qualname.split(".")
+    found: Any = undecorated(namespace.get(name)).function if not attributes else namespace.get(name)
+    for attribute in attributes:
+        found = getattr(found, attribute, None)
     if isinstance(found, FunctionType) and found.__code__ is code:
         return found
-    function = FunctionType(code, globals_, closure=tuple(CellType() for _ in code.co_freevars))
-    function.__qualname__ = code.co_qualname
-    return function
+    if code not in _CLOSURES:  # always the same one, as others remember functions
+        cells = tuple(CellType() for _ in code.co_freevars)
+        _CLOSURES[code] = FunctionType(code, namespace, closure=cells)
+        _CLOSURES[code].__qualname__ = code.co_qualname
+    return _CLOSURES[code]
 
 
 def function_of(value: Any) -> tuple[FunctionType | None, tuple[Any, ...]]:
@@ -61,7 +65,7 @@ def function_of(value: Any) -> tuple[FunctionType | None, tuple[Any, ...]]:
         return value, ()
     if isinstance(value, MethodType):
         return (value.__func__, (value.__self__,)) if isinstance(value.__func__, FunctionType) else (None, ())
-    called = getattr(type(value), "__call__", None)
+    called = getattr(type(value), "__call__", None)  # noqa: B004 - which, not whether
     return (called, (value,)) if isinstance(called, FunctionType) else (None, ())
 
 

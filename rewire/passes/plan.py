@@ -210,10 +210,11 @@ class _Planner:
 
     def _by_name(self, scope: Scope, call: ast.Call) -> bool:
         """Whether a function is called by its name, which always stands for it."""
-        assert scope.parent is not None
+        if scope.code is None or scope.parent is None or scope.code.co_freevars:
+            return False
         caller = self._decorated(scope.parent)[1].function
         known = caller is not None and isinstance(call.func, ast.Name) and caller.__globals__.get(call.func.id)
-        return bool(known) and undecorated(known).code is scope.code
+        return isinstance(known, FunctionType) and known.__code__ is scope.code
 
     def _call(self, scope: Scope) -> ast.Call:
         """The expression that made a call."""
@@ -303,14 +304,11 @@ class _Planner:
 
     def _through(self, scope: Scope, child: Scope) -> None:
         function, call = self._function(scope), self._call(child)
-        name, _, method = self._decorated(child)
+        _, _, method = self._decorated(child)
         key = child.path, child.code
         callee = None
         if key in self.plans and not method:
-            first = function.text.tree.args.args[:1]
-            if not function.method or not first:
-                raise EditError(f"{name}, which adds to the residual stream, is called by another such function")
-            callee = f"{first[0].arg}.{self.plans[key].gate}"
+            callee = function.helper(self.plans[key].gate)
             if not self._by_name(child, call):
                 callee += f".of({function.text.text[slice(*function.text.span(call.func))]})"
         after = max((n for n, add in enumerate(self.adds) if child.holds(add.op.scope)), default=-1) + 1
