@@ -31,7 +31,7 @@ from topologies import LAYERS, LENGTH, WIDTH, llama
 from torch import nn
 
 import rewire
-from rewire import harness
+from rewire.bench import harness
 from rewire.kernels import plain as by_hand
 
 BATCH = 8

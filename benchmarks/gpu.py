@@ -40,9 +40,9 @@ from rich.table import Table
 from torch import nn
 
 import rewire
-from rewire import cases, comparison, harness
+from rewire.bench import cases, comparison, harness
+from rewire.bench.shapes import batch_for, make_shape
 from rewire.patterns.tiny import tiny_model
-from rewire.shapes import batch_for, make_shape
 
 PHASES = ("check", "mixes", "steps")
 #: Training steps under torch.compile, LLaMA-1B: name, topology, options.

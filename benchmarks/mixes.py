@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from rewire import cases, comparison, harness
+from rewire.bench import cases, comparison, harness
 from rewire.plotting import plot_rates
 
 

@@ -3,10 +3,11 @@
 model = rewire.compile(model, topology="ancre-ingoing")
 """
 
-from rewire.backend import Backend, BackendReport
-from rewire.compiler import coefficients, compile, inspect, restore
-from rewire.connection import Connection, connections
-from rewire.diagnostics import Diagnosis, diagnose
+from rewire.backend import Backend
+from rewire.compiler import compile, inspect
+from rewire.connection import coefficients, connections
+from rewire.diagnostics.measure import diagnose
+from rewire.diagnostics.monitor import Monitor
 from rewire.diffs import diff, source
 from rewire.errors import (
     AlreadyConnected,
@@ -24,55 +25,43 @@ from rewire.errors import (
     ValidationMismatch,
     WidthMismatch,
 )
-from rewire.freeze import FreezeReport, FrozenTrunk, freeze
+from rewire.freezing import freeze
 from rewire.init import Initializer, initialize, initializers, register_initializer
 from rewire.init.roles import roles
 from rewire.kernels.fused_qkv import Fused
-from rewire.monitor import Monitor
-from rewire.optim import parameter_groups
-from rewire.passes.fusions import Fusion, fusions
+from rewire.logs import show_those_of_the_environment
+from rewire.passes.fusions import fusions
+from rewire.passes.rewrite import restore
 from rewire.patterns import Pattern, patterns, register_pattern
-from rewire.penalties import sparsity_penalty
-from rewire.pictures import plot
-from rewire.pretrained import from_pretrained
-from rewire.saving import load, save
-from rewire.stream import Stream
-from rewire.topologies import ANCRe, DenseFormer, Dims, Residual, Topology, Ways, register_topology, topologies
-from rewire.trunk import LeftAlone, Report, Site, Trunk
+from rewire.plotting.draw import plot
+from rewire.saving.folder import load, save
+from rewire.saving.pretrained import from_pretrained
+from rewire.topologies import ANCRe, Dims, Residual, Topology, Ways, register_topology, topologies
+from rewire.training import parameter_groups, sparsity_penalty
 
 __version__ = "0.1.0"
+
+show_those_of_the_environment()
 
 __all__ = [
     "ANCRe",
     "AlreadyConnected",
     "AlreadyRewired",
     "Backend",
-    "BackendReport",
     "BadExampleInputs",
-    "Connection",
-    "DenseFormer",
-    "Diagnosis",
     "Dims",
     "EditError",
-    "FreezeReport",
-    "FrozenTrunk",
     "Fused",
-    "Fusion",
     "Initializer",
-    "LeftAlone",
     "Monitor",
     "NoResidualAdds",
     "OutOfOrder",
     "Pattern",
-    "Report",
     "Residual",
     "RewireError",
     "ShardedModel",
-    "Site",
-    "Stream",
     "Topology",
     "TraceError",
-    "Trunk",
     "UnknownName",
     "UnsupportedCall",
     "UnsupportedTopology",

@@ -14,13 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from rewire.compiler import assigned, check_choices, check_names, chosen_topologies, layout_of
 from rewire.connection import CONNECTIONS, Connection, connections
 from rewire.errors import RewireError, UnsupportedCall, UnsupportedTopology
+from rewire.passes.checks import check_choices
+from rewire.passes.choose import assigned, check_names, chosen_topologies, layout_of
 from rewire.passes.find import Found, FoundTrunk, trunks_in
+from rewire.passes.flat import rewrite_chain
 from rewire.passes.graphs import flow_of
 from rewire.passes.mixes import LoweredMix, lower_mixes
-from rewire.passes.rewrite import rewrite_chain
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
 from rewire.trunk import LeftAlone, Report, Trunk

@@ -20,12 +20,12 @@ from torch import nn
 from typer.core import TyperGroup
 
 import rewire
-from rewire import cases, comparison, harness
+from rewire.bench import cases, comparison, harness
+from rewire.bench.shapes import batch_for, make_shape, shapes
 from rewire.errors import RewireError, UnknownName
 from rewire.kernels import MixSpec, source
 from rewire.patterns import first_given, patterns_for
 from rewire.plotting import plot_rates, plot_times
-from rewire.shapes import batch_for, make_shape, shapes
 
 _WIDTH = 120  # of what is written to a file or a pipe
 

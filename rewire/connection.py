@@ -151,3 +151,18 @@ def connections(model: nn.Module) -> dict[str, Connection]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     return {module.layout.trunk: module for module in model.modules() if isinstance(module, Connection)}
+
+
+def coefficients(model: nn.Module) -> dict[str, Tensor]:
+    """Effective connection weights of a rewired model.
+
+    Returns:
+        Trunk name -> matrix [destination, source], float32, detached.
+
+    Raises:
+        RewireError: the model was not rewired.
+    """
+    found = connections(model)
+    if not found:
+        raise RewireError(f"{type(model).__name__} was not rewired: it has no connection weights.")
+    return {name: connection.matrix().detach() for name, connection in found.items()}

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import rewire
 import rewire.cli
-from rewire import harness
+from rewire.bench import harness
 from rewire.cli import app
 
 USER_FILE = """

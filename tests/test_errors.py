@@ -25,6 +25,7 @@ from models import (
 from torch import Tensor, nn
 
 import rewire
+from rewire.stream import Stream
 from rewire.topologies import registry
 
 ANCRE = "ancre-ingoing"
@@ -354,7 +355,7 @@ def test_an_early_exit_says_what_to_do() -> None:
     """A head on a state between two blocks gets a stream, and names what it is given."""
     model = rewire.compile(Stack(PreNorm), ANCRE, example_inputs=(vectors(),))
     stream = model.layers[0](model.inp(vectors()))
-    assert isinstance(stream, rewire.Stream) and stream.value().shape == (2, 9, 32)
+    assert isinstance(stream, Stream) and stream.value().shape == (2, 9, 32)
     with pytest.raises(rewire.OutOfOrder, match="ends after 2 of its 6 residual adds: a block was skipped"):
         stream.finish()
 

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rewire
-from rewire.checkpoint import matrices
 from rewire.kernels import plain
 from rewire.patterns.tiny import timm_model, tiny_model
 from rewire.plotting import plot_arcs, plot_heatmap
+from rewire.saving.checkpoint import matrices
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 

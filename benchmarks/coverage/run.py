@@ -39,8 +39,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import rewire
 from rewire.passes.find import find, prepared_copy
+from rewire.passes.inputs import normalise_inputs
 from rewire.passes.streams import chains
-from rewire.passes.validate import normalise_inputs, tensors_in
+from rewire.passes.validate import tensors_in
 from rewire.patterns import first_given, patterns_for
 from rewire.patterns.tiny import timm_model, tiny_model
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from training import Log, Plan, adjusted, chosen, options, plot, train
 
 import rewire
-from rewire.shapes import make_shape
+from rewire.bench.shapes import make_shape
 
 TIMES = 1000
 PLAN = Plan(steps=400_000, warmup=0, batch=256, micro=128, rate=1e-4, schedule="constant")

@@ -21,7 +21,7 @@ from training import Log, Plan, adjusted, chosen, options, plot, train
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rewire
-from rewire.shapes import make_shape
+from rewire.bench.shapes import make_shape
 
 LENGTH = 256
 #: Table 7, FullPT: learning rate, steps, warm-up and micro-batch; the global batch is 512.

@@ -17,6 +17,7 @@ from rewire.init.network import TABLE, Branch, Network
 from rewire.init.table import Roles, Weight
 from rewire.passes.flow import Op
 from rewire.passes.functions import forward_of
+from rewire.passes.rewrite import restore
 
 _ROUTER = re.compile(r"(^|\.)(gate|router|wg)(\.|$)", re.I)
 _MODULATION = re.compile(r"ada_?ln|modulation|film", re.I)
@@ -35,11 +36,7 @@ def roles(model: nn.Module) -> Roles:
     Returns:
         A table with at least one row for each parameter, tied ones once; printing it shows it.
     """
-    plain = model
-    if connections(model):
-        from rewire.compiler import restore  # the driver imports this package
-
-        plain = restore(model)
+    plain = restore(model) if connections(model) else model
     network = Network(plain)
     rows = [row for name in network.parameters for row in _rows(network, name)]
     learned = {id(p) for connection in connections(model).values() for p in connection.parameters()}

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from rewire.logs import kernels as log
+
 _modules: dict[str, ModuleType] = {}
 _lock = threading.Lock()
 
@@ -29,8 +31,10 @@ def load(text: str) -> ModuleType:
     path = folder() / f"{_name('rewire_mix', text, _version('triton'))}.py"
     with _lock:
         if path.stem not in _modules:
-            if not (path.exists() and path.read_text(encoding="utf-8") == text):
+            known = path.exists() and path.read_text(encoding="utf-8") == text
+            if not known:
                 _make(path, lambda file: file.write_text(text, encoding="utf-8"))
+            log.info("%s: %s", "from the cache" if known else "generated", path)
             _modules[path.stem] = _import(path)
         return _modules[path.stem]
 

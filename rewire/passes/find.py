@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import linecache
-import logging
 from collections.abc import Callable, Sequence
 from types import FunctionType
 
 import torch
 from torch import fx, nn
 
-from rewire.errors import BadExampleInputs, RewireError
+from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
+from rewire.logs import find as log
 from rewire.passes.adds import Add
 from rewire.passes.copies import own_inputs, private, seeded, shared
 from rewire.passes.flow import Flow, Op
@@ -22,10 +22,9 @@ from rewire.passes.record import record
 from rewire.passes.streams import Chain, chains
 from rewire.passes.text import place_of
 from rewire.patterns.pattern import Inputs, Pattern
-from rewire.trunk import LeftAlone, Report, Site, Trunk
+from rewire.trunk import LeftAlone, Report, Site, Trunk, told
 
-log = logging.getLogger("rewire.find")
-
+_SHOWN = 12  # reasons in an error
 SINGLE = "a single residual add: there is nothing to connect it with"
 
 
@@ -89,6 +88,34 @@ def find(
         if found.trunks:
             break
     return [found]
+
+
+def trunks_of(found: Sequence[Found], name: str) -> list[Trunk]:
+    """The trunks of a model of this name.
+
+    Raises:
+        NoResidualAdds: there are none; saying what was looked at.
+    """
+    if not found[0].trunks:
+        raise NoResidualAdds(_nothing_found(name, found[0]))
+    return [linked.trunk for linked in found[0].trunks]
+
+
+def _nothing_found(name: str, found: Found) -> str:
+    """What was looked at, and why each add in it is none that could be connected."""
+    rows = told(found.left)
+    if not rows:
+        return (
+            f"no residual stream was found in {name}: nothing in its forwards adds to a value what is computed from it "
+            "through weights. If only a run shows that, pass example_inputs."
+        )
+    lines = [f"\n  {path}: {why}{f' ({place})' if place else ''}" for path, why, place in rows[:_SHOWN]]
+    more = f"\n  ... and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+    return (
+        f"no residual stream of two adds or more was found in {name}. Left alone:{''.join(lines)}{more}\nAn add is "
+        "connected where the value that it makes is the shortcut of the next one; weights on the way, other than a "
+        "norm's, end the stream. If a forward could not be traced, pass example_inputs."
+    )
 
 
 def _adds(found: FoundTrunk) -> int:
@@ -159,6 +186,7 @@ def _agree(evaluation: Found, training: Found) -> None:
 
 def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:
     """All residual streams of at least two adds, in the order of the model's modules."""
+    log.debug("the graph:\n%s", flow)
     linked, rejected = chains(flow)
     left = [LeftAlone(path, why) for path, why in flow.unread.items()]
     left += [

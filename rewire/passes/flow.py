@@ -159,6 +159,20 @@ class Flow:
     def __iter__(self) -> Iterator[Op]:
         return iter(self.ops)
 
+    def __str__(self) -> str:
+        """Each operation, and in which call of a function it stands; parameters aside."""
+        lines: list[str] = []
+        scope: Scope | None = None
+        for op in (op for op in self.ops if not op.parameter):
+            if op.scope is not scope:
+                scope = op.scope
+                where = f"{scope.code.co_filename}:{scope.code.co_firstlineno}" if scope.code else ""
+                lines.append(f"# {scope.path or '(the model)'} {where}".rstrip())
+            shape = "" if op.shape is None else f"  {list(op.shape)}"
+            inputs = ", ".join(f"%{source.index}" for source in op.inputs if not source.parameter)
+            lines.append(f"  %{op.index} = {op.name}({inputs}){shape}")
+        return "\n".join(lines)
+
     @functools.cached_property
     def users(self) -> dict[Op, list[Op]]:
         """For each operation those that read what it made, in order."""

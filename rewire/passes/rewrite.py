@@ -1,78 +1,111 @@
-"""Pass: rewrite a flat graph so that the residual adds of one trunk go through a stream.
-
-Only the residual adds change: ``x + f`` becomes ``stream.write(f)``, and what read ``x`` reads ``stream.value()``.
-"""
+"""Pass: edit the forwards of a copy, and give it the connections that they talk to."""
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Sequence
 
-from torch import fx
+import torch
+from torch import nn
 
-from rewire.passes.adds import Add
-from rewire.passes.streams import Chain
+from rewire.connection import CONNECTIONS, Connection, connections
+from rewire.errors import EditError, RewireError
+from rewire.logs import rewrite as log
+from rewire.passes.apply import apply, undo
+from rewire.passes.connect import StreamsToTensors, convert_collected, register
+from rewire.passes.copies import shared
+from rewire.passes.edit import edited
+from rewire.passes.edits import Plans
+from rewire.passes.find import Found, definitions
+from rewire.passes.plan import plan
+from rewire.passes.projections import find_projections
+from rewire.patterns import Pattern
+from rewire.stream import Layout
+from rewire.topologies.base import Start
+from rewire.trunk import Trunk
 
 
-def rewrite_chain(graph: fx.Graph, chain: Chain, opens: str) -> None:
-    """Let the adds of ``chain`` go through a stream.
+def rewrite(
+    rewired: nn.Module,
+    patterns: list[Pattern],
+    found: list[Found],
+    layouts: Sequence[Layout],
+    start: Start,
+    all_of_them: bool = True,
+) -> nn.Module:
+    """Rewire a copy of a model.
 
     Args:
-        graph: the graph that the chain was found in; changed in place.
-        chain: the residual adds.
-        opens: path of the module that opens the stream.
+        rewired: what `prepared_copy` made; changed in place.
+        patterns: those that match the model.
+        found: its trunks.
+        layouts: of the trunks to rewire.
+        start: of the connections.
+        all_of_them: whether a trunk that cannot be edited is an error; else it is left as it is, with a warning, if
+            others can.
+
+    Raises:
+        EditError: a trunk cannot be edited.
     """
-    entry = chain.entry.node
-    with graph.inserting_after(_last_placeholder(entry)):
-        stream = graph.call_module(opens, (entry,))
-    branches = {user for user in entry.users if user is not stream}
-    stream, value = _read(graph, stream)
-    first = chain.adds[0]
-    for user in branches & {op.node for op in first.region} | branches & {first.op.node}:
-        user.replace_input_with(entry, value)
-    for number, add in enumerate(chain.adds):
-        pushed = stream = _write(graph, add, stream)
-        if number + 1 < len(chain.adds):
-            stream, value = _read(graph, stream)
-        else:
-            with graph.inserting_after(stream):
-                value = graph.call_method("finish", (stream,))
-        for user in [user for user in add.result.node.users if user is not pushed]:
-            user.replace_input_with(add.result.node, value)
-        _sweep(graph, add)
+    trunks = {linked.trunk.name: linked.trunk for linked in found[0].trunks}
+    chosen = {layout.trunk: layout for layout in layouts}
+    while True:
+        plans: Plans = {}
+        name = ""
+        try:
+            for name, layout in chosen.items():
+                _plan(trunks[name], layout, found, patterns, plans)
+            texts = {}
+            for key, function in plans.items():
+                name = function.trunks[-1] if function.trunks else name
+                texts[key] = edited(function)
+            break
+        except EditError as error:
+            if all_of_them or len(chosen) == 1:
+                raise EditError(f"trunk '{name}' cannot be edited: {error}") from error
+            log.warning("trunk '%s' was left as it is: %s", name, error)
+            del chosen[name]
+    made = {}
+    for name, layout in chosen.items():
+        trunk = trunks[name]
+        made[name] = Connection(layout, start, _device_of(rewired.get_submodule(trunk.owner)), trunk)
+        register(rewired, trunk, made[name])
+        convert_collected(rewired, trunk)
+    apply(rewired, found[0].flow.model, [(function, texts[key]) for key, function in plans.items()], made)
+    return rewired
 
 
-def _read(graph: fx.Graph, stream: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The stream to write to, and its value."""
-    with graph.inserting_after(stream):
-        pair = graph.call_method("read", (stream,))
-    with graph.inserting_after(pair):
-        value = graph.call_function(operator.getitem, (pair, 0))
-    with graph.inserting_after(value):
-        return graph.call_function(operator.getitem, (pair, 1)), value
+def _plan(trunk: Trunk, layout: Layout, found: list[Found], patterns: list[Pattern], plans: Plans) -> None:
+    """Plan what changes for a trunk, in all ways of looking at the model."""
+    apart = [number for number in range(len(trunk.sites)) if layout.reads_apart(number)]
+    pairs = [(one, linked) for one in found for linked in one.trunks if linked.trunk.name == trunk.name]
+    for one, linked in pairs:
+        if len(linked.trunk.sites) != len(trunk.sites):
+            log.warning(
+                "trunk '%s' makes %d residual adds in training mode, and %d in evaluation mode: calls that skip some "
+                "will raise OutOfOrder; layer dropping has to be off.",
+                *(trunk.name, len(linked.trunk.sites), len(trunk.sites)),
+            )
+            continue
+        projections = {n: find_projections(one.flow, trunk.sites[n], patterns) for n in apart}
+        plan(one, linked, plans, definitions(patterns), projections)
 
 
-def _write(graph: fx.Graph, add: Add, stream: fx.Node) -> fx.Node:
-    """The stream after ``add``."""
-    with graph.inserting_before(add.op.node):
-        written = graph.call_method("write", (stream, *(branch.node for branch in add.branches)))
-        if not add.post:
-            return written
-        merged = graph.call_method("value", (written,))
-    add.op.node.replace_all_uses_with(merged)
-    with graph.inserting_after(add.post[-1].node):
-        return graph.call_method("push", (written, add.post[-1].node))
+def _device_of(module: nn.Module) -> torch.device | None:
+    return next((parameter.device for parameter in module.parameters()), None)
 
 
-def _sweep(graph: fx.Graph, add: Add) -> None:
-    """Erase the additions that nobody uses any more."""
-    for op in (add.op, *reversed(add.inner)):
-        if not op.node.users:
-            graph.erase_node(op.node)
+def restore(model: nn.Module) -> nn.Module:
+    """The plain model of a rewired one: original forwards, no connection weights, the same (shared) parameters.
 
-
-def _last_placeholder(entry: fx.Node) -> fx.Node:
-    """Where code that uses ``entry`` may begin: after all arguments."""
-    node = entry
-    while node.next.op == "placeholder":
-        node = node.next
-    return node
+    Raises:
+        RewireError: the model was not rewired.
+    """
+    if not connections(model):
+        raise RewireError(f"{type(model).__name__} was not rewired: there is nothing to restore.")
+    plain = shared(model)
+    for module in plain.modules():
+        undo(module)
+        module._modules.pop(CONNECTIONS, None)
+        for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, StreamsToTensors)]:
+            del module._forward_hooks[key]
+    return plain

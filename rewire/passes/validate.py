@@ -8,7 +8,6 @@ that neither model changes.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from rewire.connection import connections
 from rewire.errors import BadExampleInputs, OutOfOrder, RewireError, ValidationMismatch
-from rewire.passes.copies import ByPlace, own_inputs, private, seeded
+from rewire.logs import validate as log
+from rewire.passes.copies import ByPlace, own_inputs, private, seeded, shared
 from rewire.patterns.pattern import Inputs
-from rewire.stream import Stream
-
-log = logging.getLogger("rewire.validate")
+from rewire.stream import Layout, Stream
+from rewire.topologies.base import Start
+from rewire.topologies.residual import Residual
 
 #: Relative tolerance (norm of the difference over norm of the original) by dtype.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -87,26 +88,30 @@ class Comparison:
         return f"{self.outputs} outputs and {self.gradients} gradients agree (within {self.error:.1e}) in: {runs}"
 
 
-def normalise_inputs(example_inputs: Any) -> Inputs:
-    """A tuple of args, a dict of kwargs, or a pair of both, as a pair of both.
+def check(model: nn.Module, rewired: nn.Module, inputs: Inputs | None, start: Start) -> None:
+    """Compare the same rewrite with plain connections in it; and at a preserving start the learned ones, too.
 
     Raises:
-        BadExampleInputs: it is none of these.
+        ValidationMismatch, BadExampleInputs, OutOfOrder: see `compare`.
     """
-    if isinstance(example_inputs, dict):
-        return (), example_inputs
-    if isinstance(example_inputs, (tuple, list)):
-        if (
-            len(example_inputs) == 2
-            and isinstance(example_inputs[0], (tuple, list))
-            and isinstance(example_inputs[1], dict)
-        ):
-            return tuple(example_inputs[0]), example_inputs[1]
-        return tuple(example_inputs), {}
-    raise BadExampleInputs(
-        "example_inputs must be a tuple of args, a dict of kwargs, or a pair of both, "
-        f"not {type(example_inputs).__name__}."
-    )
+    name = type(model).__name__
+    if inputs is None:
+        log.warning("%s was rewired but not validated: there are no inputs to run it on; pass example_inputs.", name)
+        return
+    compare(model, _with_plain_connections(rewired), inputs)
+    if start == "preserve":
+        compare(model, rewired, inputs, STARTS)
+
+
+def _with_plain_connections(rewired: nn.Module) -> nn.Module:
+    """A copy of a rewired model with plain residual connections in place of the learned ones; q, k, v stay apart."""
+    plain = shared(rewired)
+    for connection in connections(plain).values():
+        old, sites = connection.layout, range(len(connection.layout.units))
+        apart = [site + 1 for site in sites if old.reads_apart(site)]
+        units = [site + 1 for site in sites]
+        connection.become(Layout(old.trunk, Residual(), units, old.dims.width, apart, old.channel_dim, old.posts))
+    return plain
 
 
 def compare(
@@ -154,6 +159,7 @@ def _compare_in(setting: Setting, original: nn.Module, rewired: nn.Module, input
     if problem:
         done.outputs += sum(map(_finite, expected.outputs))
         log.info("%s: %s, in %s: no more than the original by itself", type(original).__name__, problem, setting.name)
+    log.info("%s: %d outputs, %d gradients agree", setting.name, len(expected.outputs), actual.compared)
     done.settings.append(setting.name)
     done.gradients += actual.compared
 

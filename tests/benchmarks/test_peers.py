@@ -9,7 +9,7 @@ import sys
 PROGRAM = """
 import dataclasses
 import torch
-from rewire import cases, comparison
+from rewire.bench import cases, comparison
 sizes = cases.Sizes(1, 8, 32, torch.float32, torch.device("cpu"))
 comparison._CHECKED = 8
 for case in (cases.attention_residuals(sizes, 4), cases.manifold_hyper_connections(sizes, 4)):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rewire.checkpoint import matrices
+from rewire.saving.checkpoint import matrices
 
 STEPS = 6
 

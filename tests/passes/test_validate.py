@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import rewire
 from rewire.errors import ValidationMismatch
-from rewire.passes.validate import compare, normalise_inputs, relative_error, tensors_in
+from rewire.passes.inputs import normalise_inputs
+from rewire.passes.validate import compare, relative_error, tensors_in
 from rewire.topologies.base import computed
 from rewire.topologies.residual import Residual
 

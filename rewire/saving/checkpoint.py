@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rewire.connection import CONNECTIONS, Connection, read_recipe
 from rewire.errors import RewireError
-from rewire.recipes import EXTRA_STATE, first_line, is_recipe, layout_of, misfit
-from rewire.saving import files_of
+from rewire.saving.folder import files_of
+from rewire.saving.recipes import EXTRA_STATE, first_line, is_recipe, layout_of, misfit
 
 
 def matrices(path: str | os.PathLike[str]) -> dict[str, Tensor]:

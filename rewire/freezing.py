@@ -14,11 +14,12 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rewire.compiler import check_whole, inputs_for
 from rewire.connection import Connection, connections
 from rewire.errors import BadExampleInputs, RewireError, UnsupportedTopology
 from rewire.kernels.history import History
+from rewire.passes.checks import check_whole
 from rewire.passes.copies import shared
+from rewire.passes.inputs import inputs_for
 from rewire.passes.validate import outputs, relative_error
 from rewire.patterns import Pattern, patterns_for
 from rewire.stream import Layout

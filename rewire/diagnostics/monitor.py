@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.compiler import coefficients
-from rewire.connection import connections
-from rewire.diagnostics import TrunkSignals, diagnose
+from rewire.connection import coefficients, connections
+from rewire.diagnostics.measure import TrunkSignals, diagnose
 from rewire.plotting import plot_heatmap
 
 #: Called with values by name and the number of the step.

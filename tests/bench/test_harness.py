@@ -11,12 +11,12 @@ import torch
 from models import PreNorm, Stack, vectors
 
 import rewire
-from rewire import harness
+from rewire.bench import harness
+from rewire.bench.harness import Timing
+from rewire.bench.shapes import batch_for, make_shape, shapes
 from rewire.errors import RewireError, UnknownName
-from rewire.harness import Timing
 from rewire.patterns.tiny import tiny_model
 from rewire.plotting import plot_times
-from rewire.shapes import batch_for, make_shape, shapes
 
 CPU = torch.device("cpu")
 

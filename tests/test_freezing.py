@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rewire
-from rewire import checkpoint as saved
+from rewire.freezing import FreezeReport
 from rewire.kernels.history import History
 from rewire.patterns.tiny import timm_model, tiny_model
+from rewire.saving import checkpoint as saved
 from rewire.stream import Stream
 
 STATIC = [
@@ -210,7 +211,7 @@ def test_streams_that_nobody_reads_are_freed() -> None:
 
 
 def test_the_report_is_a_table() -> None:
-    def printed(report: rewire.FreezeReport) -> str:
+    def printed(report: FreezeReport) -> str:
         return " ".join(str(report).split())
 
     learned = stack_with(ROWS)

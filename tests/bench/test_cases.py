@@ -11,13 +11,13 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from rewire import cases, comparison, harness
-from rewire.comparison import Row
-from rewire.harness import Passes, Timing
+from rewire.bench import cases, comparison, harness
+from rewire.bench.comparison import Row
+from rewire.bench.harness import Passes, Timing
+from rewire.bench.peers import Way, status
 from rewire.kernels import launch, operators
 from rewire.kernels.grid import Launch
 from rewire.kernels.spec import FAN_IN, MixSpec
-from rewire.peers import Way, status
 from rewire.plotting import plot_rates
 
 CPU = torch.device("cpu")

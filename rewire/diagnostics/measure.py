@@ -18,11 +18,11 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from rewire.compiler import inputs_for
+from rewire.diagnostics.jacobian import Chi, mean_squared_singular_value
+from rewire.diagnostics.observing import Record, Run, observed
 from rewire.errors import BadExampleInputs, RewireError
-from rewire.jacobian import Chi, mean_squared_singular_value
-from rewire.observing import Record, Run, observed
 from rewire.passes.copies import seeded
+from rewire.passes.inputs import inputs_for
 from rewire.passes.validate import tensors_in
 from rewire.patterns import patterns_for
 from rewire.patterns.pattern import Inputs
@@ -182,7 +182,7 @@ def diagnose(
             ``loss`` (transformers, given labels); else the product of all outputs with a fixed random direction,
             ``sum_k v_k y_k / sqrt(n)``, which says how gradients grow or shrink, not how large those of training are.
         probes: random probes for chi where the trunk's output has more than 512 numbers (see
-            `rewire.jacobian.mean_squared_singular_value`); 0: no chi.
+            `rewire.diagnostics.jacobian.mean_squared_singular_value`); 0: no chi.
         seed: of the random direction, the probes, and what is random in the model.
         evaluate: run in evaluation mode. False: modules in the mode in which they are (dropout drops, batch norms use
             the batch; the model's running averages stay as they are).

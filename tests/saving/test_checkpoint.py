@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import rewire
-from rewire.checkpoint import matrices
 from rewire.errors import RewireError, UnknownName
+from rewire.saving.checkpoint import matrices
 from rewire.topologies import ANCRe, DenseFormer
 
 

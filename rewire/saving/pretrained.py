@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from rewire.checkpoint import read_connections
 from rewire.connection import read_recipe
 from rewire.errors import RewireError, UnknownName
-from rewire.recipes import EXTRA_STATE, connections_of, first_line, is_recipe, rewired_by
+from rewire.saving.checkpoint import read_connections
+from rewire.saving.recipes import EXTRA_STATE, connections_of, first_line, is_recipe, rewired_by
 
 
 def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **options: Any) -> nn.Module:

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rewire.compiler import check_whole, compile
+from rewire.compiler import compile
 from rewire.connection import connections
 from rewire.errors import RewireError
+from rewire.passes.checks import check_whole
 from rewire.passes.copies import shared
 from rewire.patterns.pattern import Inputs
 from rewire.stream import Layout

@@ -1,4 +1,4 @@
-"""Runs the cases of `rewire.cases`: compares the ways of each, times them in turn, and shows and saves the rows."""
+"""Runs the cases of `rewire.bench.cases`: compares the ways of each, times them in turn, shows and saves the rows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich import box
 from rich.table import Table
 from torch import Tensor, nn
 
-from rewire import harness
-from rewire.cases import EAGER, OURS, Bytes, Case
-from rewire.harness import Passes, Timing
+from rewire.bench import harness
+from rewire.bench.cases import EAGER, OURS, Bytes, Case
+from rewire.bench.harness import Passes, Timing
+from rewire.bench.peers import Way
 from rewire.passes.validate import relative_error
-from rewire.peers import Way
 
 #: Tokens on which the ways are compared before they are timed.
 _CHECKED = 48

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import rewire
-from rewire import saving
-from rewire.checkpoint import matrices
 from rewire.patterns.tiny import tiny_model
+from rewire.saving import folder as saving
+from rewire.saving.checkpoint import matrices
 
 
 def another(seed: int = 9) -> nn.Module:

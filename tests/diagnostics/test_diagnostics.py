@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 import rewire
 from rewire.cli import app
-from rewire.diagnostics import BlockSignals, Diagnosis, TrunkSignals, diagnose
+from rewire.diagnostics.jacobian import mean_squared_singular_value
+from rewire.diagnostics.measure import BlockSignals, Diagnosis, TrunkSignals, diagnose
+from rewire.diagnostics.observing import observed
 from rewire.errors import AlreadyRewired, BadExampleInputs, NoResidualAdds, RewireError, ShardedModel
-from rewire.jacobian import mean_squared_singular_value
-from rewire.observing import observed
 from rewire.patterns import tiny
 
 

@@ -8,11 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from rewire.checkpoint import matrices
-from rewire.compiler import coefficients
-from rewire.connection import Connection, connections
+from rewire.connection import Connection, coefficients, connections
 from rewire.errors import RewireError
 from rewire.plotting import plot_arcs, plot_bars, plot_heatmap
+from rewire.saving.checkpoint import matrices
 from rewire.topologies.grn import GRN
 
 Path = str | os.PathLike[str]

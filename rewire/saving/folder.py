@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rewire.connection import CONNECTIONS, Connection, connections
 from rewire.errors import RewireError, ShardedModel
-from rewire.recipes import connections_of, described, difference, first_line, is_recipe, rewired_by
+from rewire.saving.recipes import connections_of, described, difference, first_line, is_recipe, rewired_by
 
 RECIPE = "rewire.json"
 _FORMAT = 1  # of the folder; to be raised whenever older files would be read as something else

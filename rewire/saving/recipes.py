@@ -14,11 +14,13 @@ from typing import Any
 
 from torch import nn
 
-from rewire.compiler import check_model, known_inputs, rewrite
 from rewire.connection import CONNECTIONS, Connection
 from rewire.errors import RewireError, UnknownName, moved_trunk
+from rewire.passes.checks import check_model
 from rewire.passes.connect import place
-from rewire.passes.find import find, prepared_copy
+from rewire.passes.find import find, prepared_copy, trunks_of
+from rewire.passes.inputs import known_inputs
+from rewire.passes.rewrite import rewrite
 from rewire.patterns import patterns_for
 from rewire.stream import Layout
 from rewire.topologies import Topology, topologies
@@ -89,12 +91,6 @@ def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start, example_
         AlreadyRewired, ShardedModel: the model is no plain one.
     """
     check_model(model)
-
-    def layouts(trunks: list[Trunk]) -> list[Layout]:
-        here = {place(trunk): trunk for trunk in trunks}
-        _check_sites(model, recipes, here)
-        return [_layout(path, recipe, here[path]) for path, recipe in recipes.items()]
-
     patterns = patterns_for(model)
     inputs = known_inputs(model, patterns, example_inputs)
     prepared = prepared_copy(model, patterns)
@@ -102,6 +98,9 @@ def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start, example_
     found = find(prepared, patterns, inputs, run=example_inputs is not None, everything=everything)
     if inputs is not None and not _fits(recipes, found[0].report.trunks):
         found = find(prepared, patterns, inputs)
+    here = {place(trunk): trunk for trunk in trunks_of(found, type(model).__name__)}
+    _check_sites(model, recipes, here)
+    layouts = [_layout(path, recipe, here[path]) for path, recipe in recipes.items()]
     return rewrite(prepared, patterns, found, layouts, start)
 
 

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rewire import peers
+from rewire.bench import peers
+from rewire.bench.peers import Results, Way
 from rewire.kernels.history import History, Table, best_block
 from rewire.kernels.mix import mix, pending_mix
 from rewire.kernels.norms import mark
 from rewire.kernels.several import mixes
 from rewire.kernels.spec import MixSpec
 from rewire.kernels.traffic import bytes_moved, bytes_of_history
-from rewire.peers import Results, Way
 from rewire.topologies.attnres import AttnRes
 from rewire.topologies.base import Dims, computed
 from rewire.topologies.hyper import DynamicHyperConnections, ParallelStreams

@@ -1,0 +1,68 @@
+"""What each stage saw and did, for people: ``REWIRE_LOGS=find,rewrite,validate,kernels`` prints it.
+
+The stages log to `logging` under ``rewire.find`` and so on; the variable only makes that visible. ``+find`` shows what
+is too long to read every time, too: each operation of the model, where it stands, and what it is computed from.
+
+| stage | shows |
+|---|---|
+| find | how the model was looked at, its trunks, what was left alone, seconds; ``+find``: the graph |
+| rewrite | what connects each trunk, and the text of each changed function, before and after, as a diff; seconds |
+| validate | what was compared in which setting, the largest difference, seconds |
+| kernels | the kernels that were generated, and which were taken from the cache |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+STAGES = ("find", "rewrite", "validate", "kernels")
+
+find, rewrite, validate, kernels = (logging.getLogger(f"rewire.{stage}") for stage in STAGES)
+
+
+def show(stages: str) -> None:
+    """Print what the named stages log; ``stages`` is written as in ``REWIRE_LOGS``.
+
+    Raises:
+        ValueError: there is no such stage.
+    """
+    names = [name.strip() for name in stages.split(",") if name.strip()]
+    for name in names:
+        plain = name.removeprefix("+")
+        if plain not in (*STAGES, "all"):
+            near = difflib.get_close_matches(plain, STAGES, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise ValueError(f"REWIRE_LOGS: there is no stage '{plain}'.{hint} Stages are {', '.join(STAGES)}, all.")
+        for stage in STAGES if plain == "all" else (plain,):
+            logger = logging.getLogger(f"rewire.{stage}")
+            logger.setLevel(logging.DEBUG if name.startswith("+") else logging.INFO)
+            logger.propagate = False  # once is enough
+            if not any(isinstance(handler, _Printer) for handler in logger.handlers):
+                logger.addHandler(_Printer())
+
+
+class _Printer(logging.StreamHandler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("[%(name)s] %(message)s"))
+
+
+@contextlib.contextmanager
+def timed(logger: logging.Logger, what: str) -> Iterator[None]:
+    """Log how long the block took: ``what``, in 0.12 s."""
+    start = time.perf_counter()
+    yield
+    logger.info("%s, in %.2f s", what, time.perf_counter() - start)
+
+
+def show_those_of_the_environment() -> None:
+    """What ``REWIRE_LOGS`` names; what it does not know is said, since an import must not fail for it."""
+    try:
+        show(os.environ.get("REWIRE_LOGS", ""))
+    except ValueError as error:
+        logging.getLogger("rewire").warning("%s", error)

@@ -1,0 +1,122 @@
+"""Pass: which trunk gets which topology, and which of its residual adds are one unit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from rewire.errors import UnknownName, UnsupportedTopology, WidthMismatch
+from rewire.stream import Layout
+from rewire.topologies import Topology, make_topology
+from rewire.trunk import Trunk
+
+
+def choose(trunks: Sequence[Trunk], topologies: Mapping[str, Topology], granularity: str) -> list[Layout]:
+    """What connects each trunk that a key of ``topologies`` names.
+
+    Raises:
+        UnknownName: a key names no trunk.
+        UnsupportedTopology, WidthMismatch: a topology does not fit its trunk.
+    """
+    check_names(topologies, trunks)
+    return [layout_of(trunk, topologies[key], granularity) for trunk, key in assigned(trunks, topologies)]
+
+
+def chosen_topologies(
+    topology: str | Topology | Mapping[str, str | Topology], options: dict[str, Any], names: Sequence[str] | None
+) -> dict[str, Topology]:
+    """Topology by trunk name, or part of one; the empty key stands for all trunks."""
+    if not isinstance(topology, Mapping):
+        if names is not None and len(names) == 0:
+            raise ValueError("trunks is empty: it names no trunk. Leave it out to rewire all of them.")
+        chosen = make_topology(topology, options)
+        return dict.fromkeys([names] if isinstance(names, str) else names or ("",), chosen)
+    if options or names is not None:
+        given = "trunks" if names is not None else f"options {sorted(options)}"
+        raise TypeError(
+            f"{given} cannot be combined with a dict of topologies: its keys name the trunks, and options go into "
+            'Topology objects, as in {"encoder": rewire.ANCRe(temperature=0.1)}.'
+        )
+    if not topology:
+        raise ValueError("the dict of topologies is empty: it names no trunk.")
+    return {name: make_topology(value, {}) for name, value in topology.items()}
+
+
+def named_by(key: str, trunks: Sequence[Trunk]) -> list[Trunk]:
+    """The trunks that ``key`` names: the one of that name, else those of whose name it is a part."""
+    return [trunk for trunk in trunks if trunk.name == key] or [t for t in trunks if has_part(t.name, key)]
+
+
+def assigned(trunks: Sequence[Trunk], keys: Collection[str]) -> list[tuple[Trunk, str]]:
+    """Trunks that a key names, with that key."""
+    pairs = []
+    for trunk in trunks:
+        own = [key for key in keys if trunk in named_by(key, trunks)]
+        if len(own) > 1:
+            raise ValueError(f"trunk '{trunk.name}' is named by several keys: {', '.join(map(repr, own))}.")
+        pairs += [(trunk, key) for key in own]
+    return pairs
+
+
+def check_names(keys: Collection[str], trunks: Sequence[Trunk]) -> None:
+    """Refuse keys that name none of ``trunks``.
+
+    Raises:
+        UnknownName: saying which trunks there are.
+    """
+    for key in keys:
+        if key and not named_by(key, trunks):
+            known = ", ".join(trunk.name for trunk in trunks) or "none"
+            raise UnknownName(f"the model has no trunk '{key}'; its trunks are {known}.")
+
+
+def has_part(name: str, key: str) -> bool:
+    """Whether ``key`` is a run of parts of the dotted ``name``; the empty key is one of every name."""
+    return not key or f".{key}." in f".{name}."
+
+
+def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
+    """Which residual adds the topology connects as one unit."""
+    widths = {site.width for site in trunk.sites if site.width is not None}
+    if len(widths) > 1:
+        raise WidthMismatch(
+            f"the residual adds of trunk '{trunk.name}' have different widths ({', '.join(map(str, sorted(widths)))}), "
+            "and states of one trunk are mixed: pass trunks=[...] to leave it out."
+        )
+    if topology.needs_width and not widths:
+        raise UnsupportedTopology(
+            f"{type(topology).__name__} has weights per channel, and the width of trunk '{trunk.name}' is not known: "
+            "nothing next to its residual adds has a weight that tells. Use a topology with one weight per state."
+        )
+    if trunk.post_norm and not topology.supports_post_norm:
+        after = next(site.post[0] for site in trunk.sites if site.post)
+        raise UnsupportedTopology(
+            f"trunk '{trunk.name}' is post-norm (its states pass {after} after the residual add), and "
+            f"{type(topology).__name__} connects the branch outputs of pre-norm blocks only."
+        )
+    one_add_each = trunk.blocks == len(trunk.sites)
+    if granularity == "block" and trunk.post_norm and not one_add_each:
+        raise UnsupportedTopology(
+            f"trunk '{trunk.name}' is post-norm: inside a block the state passes a norm, so that the block has no "
+            "branch output of its own. Use granularity='sublayer'."
+        )
+    if granularity == "block" and trunk.blocks == 1:
+        raise UnsupportedTopology(
+            f"trunk '{trunk.name}' is one block: there is nothing to connect it with. Use granularity='sublayer', "
+            f"which connects its {len(trunk.sites)} residual adds."
+        )
+    resolved = topology.granularity if granularity == "auto" else granularity
+    separate = resolved == "sublayer" or trunk.post_norm or trunk.blocks == 1
+    units = tuple(range(1, len(trunk.sites) + 1)) if separate else trunk.units
+    channel_dim = next((site.channel_dim for site in trunk.sites if site.width), -1)
+    attention = _attention_units(trunk, topology, units)
+    posts = [number for number, site in enumerate(trunk.sites) if site.post]
+    return Layout(trunk.name, topology, units, next(iter(widths), 0), attention, channel_dim, posts)
+
+
+def _attention_units(trunk: Trunk, topology: Topology, units: Sequence[int]) -> list[int]:
+    """Units that begin with an attention, for a topology that feeds its queries, keys and values apart."""
+    if not topology.reads_qkv:
+        return []
+    opening = [n for n in range(len(units)) if n == 0 or units[n] != units[n - 1]]
+    return [units[n] for n in opening if trunk.sites[n].kind in ("attention", "parallel")]

@@ -1,0 +1,63 @@
+"""Example inputs: the ones that were given, or ones that the registry of architectures makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from rewire.errors import BadExampleInputs
+from rewire.logs import find as log
+from rewire.patterns import Pattern, first_given
+from rewire.patterns.pattern import Inputs
+
+
+def inputs_for(model: nn.Module, found: list[Pattern], example_inputs: Any) -> Inputs:
+    """The example inputs that were given, else ones that the registry of architectures makes.
+
+    Raises:
+        BadExampleInputs: what was given is none, or nothing was and the registry has none.
+    """
+    if example_inputs is not None:
+        return normalise_inputs(example_inputs)
+    make = first_given(found, "example_inputs")
+    if make is None:
+        raise BadExampleInputs("the registry of architectures knows no inputs for it")
+    try:
+        inputs: Inputs = make(model)
+    except (AttributeError, KeyError) as error:
+        raise BadExampleInputs(f"the registry's inputs do not fit its config: {error}") from error
+    return inputs
+
+
+def known_inputs(model: nn.Module, found: list[Pattern], example_inputs: Any) -> Inputs | None:
+    """The example inputs that were given, else those of the registry; None if it has none, which is logged."""
+    try:
+        return inputs_for(model, found, example_inputs)
+    except BadExampleInputs as error:
+        if example_inputs is not None:
+            raise
+        log.info("%s: %s", type(model).__name__, error)
+        return None
+
+
+def normalise_inputs(example_inputs: Any) -> Inputs:
+    """A tuple of args, a dict of kwargs, or a pair of both, as a pair of both.
+
+    Raises:
+        BadExampleInputs: it is none of these.
+    """
+    if isinstance(example_inputs, dict):
+        return (), example_inputs
+    if isinstance(example_inputs, (tuple, list)):
+        if (
+            len(example_inputs) == 2
+            and isinstance(example_inputs[0], (tuple, list))
+            and isinstance(example_inputs[1], dict)
+        ):
+            return tuple(example_inputs[0]), example_inputs[1]
+        return tuple(example_inputs), {}
+    raise BadExampleInputs(
+        "example_inputs must be a tuple of args, a dict of kwargs, or a pair of both, "
+        f"not {type(example_inputs).__name__}."
+    )

@@ -1,0 +1,65 @@
+"""The house: which modules import which, and what the root holds."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+
+import rewire
+
+ROOT = Path(rewire.__file__).parent
+
+
+def modules() -> dict[str, Path]:
+    """All modules of the package by name."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = ["rewire", *path.relative_to(ROOT).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(node: ast.AST, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of the package that are imported anywhere in ``node``, but for the sake of types."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.ImportFrom) and child.module:
+            names = [f"{child.module}.{alias.name}" for alias in child.names]
+            yield from (name if name in known else child.module for name in names)
+        elif isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        else:
+            yield from imported(child, known)
+
+
+def graph() -> nx.DiGraph:
+    known = modules()
+    edges = [
+        (name, other)
+        for name, path in known.items()
+        for other in imported(ast.parse(path.read_text()), known)
+        if other in known and other not in ("rewire", name)
+    ]
+    return nx.DiGraph(edges)
+
+
+def test_no_module_imports_itself_by_others() -> None:
+    circles = [sorted(circle) for circle in nx.strongly_connected_components(graph()) if len(circle) > 1]
+    assert circles == []
+
+
+def test_no_module_of_the_root_has_the_name_of_something_public() -> None:
+    root = {name.removeprefix("rewire.") for name in modules() if name.count(".") == 1}
+    assert root & set(rewire.__all__) <= {"patterns", "topologies"}  # folders of what these functions list
+    assert {path.name for path in ROOT.iterdir() if path.suffix == ".py"} <= ROOMS
+
+
+#: What a newcomer sees first.
+ROOMS = {
+    *("__init__.py", "__main__.py", "backend.py", "cli.py", "compiler.py", "connection.py", "depth.py", "diffs.py"),
+    *("errors.py", "freezing.py", "logs.py", "registry.py", "stream.py", "training.py", "trunk.py"),
+}
