@@ -172,6 +172,9 @@ def _rewired(model: nn.Module, found: Any, inputs: Any, result: Result) -> None:
     result.seconds = time.process_time() - start
     result.adds = sum(len(connection.layout.units) for connection in rewire.connections(plain).values())
     learned = rewire.compile(model, "ancre-ingoing", granularity="sublayer", example_inputs=inputs, start="paper")
+    with torch.no_grad():  # heads that start at zero would hide everything
+        for weight in learned.parameters():
+            weight.data = weight.data + 0.02 * torch.randn_like(weight)
     before = _run(learned, inputs)
     with torch.no_grad():
         for connection in rewire.connections(learned).values():

@@ -133,9 +133,13 @@ def only_returned(text: Text, nodes: Sequence[ast.AST]) -> bool:
 
 
 def assigned(text: Text, node: ast.AST) -> str | None:
-    """The variable that gets the value of an expression, or is changed by it; None if it is no single one."""
+    """The variable whose value an expression becomes, or that it changes; None if it is no single one."""
     statement = _statement(text, node)
+    while isinstance(text.parents.get(node), ast.IfExp):
+        node = text.parents[node]
     targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    if node not in (statement, getattr(statement, "value", None), *targets):
+        return None  # it is part of what becomes the value
     if isinstance(statement, ast.Expr):  # x.mul_(2)
         method = statement.value.func if isinstance(statement.value, ast.Call) else None
         in_place = isinstance(method, ast.Attribute) and method.attr.endswith("_")

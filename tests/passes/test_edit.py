@@ -57,6 +57,21 @@ class NoiseBetween(PreNorm):
         return x + self.mlp(x)
 
 
+class ProjectsFirst(PreNorm):
+    """The trunk starts with an operand, in an ``if``; an activation in place follows behind it."""
+
+    def __init__(self, projects: bool = False) -> None:
+        super().__init__()
+        self.shortcut = nn.Linear(WIDTH, WIDTH) if projects else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x
+        x = self.mlp(x)
+        if self.shortcut is not None:
+            x = x + self.shortcut(shortcut)
+        return F.relu(x, inplace=True)
+
+
 class WrittenTo(PreNorm):
     """The next state is made by an in-place operation, as a statement."""
 
@@ -163,6 +178,14 @@ def test_operations_that_run_in_some_calls(topology: str, training: bool) -> Non
         torch.testing.assert_close(rewired.train(training)(*given), model.train(training)(*given))
     text = rewire.source(rewired, "layers.0")
     assert text.count("\n    x = depth.settle(x)\n") == 2
+
+
+def test_a_start_that_is_an_operand_in_an_if() -> None:
+    x = vectors(width=WIDTH)
+    model = nn.Sequential(ProjectsFirst(True), ProjectsFirst(), ProjectsFirst())
+    rewired = rewire.compile(model, "residual", example_inputs=(x,))
+    assert [len(c.layout.units) for c in rewire.connections(rewired).values()] == [3]
+    assert "settle" not in rewire.source(rewired, "0")
 
 
 def test_views_of_the_stream_are_views_of_all_states() -> None:
