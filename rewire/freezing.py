@@ -173,7 +173,7 @@ def _most_held(topology: Topology, weights: Any, dims: Dims) -> int:
     states = topology.start(x, weights)
     most = 1
     for t in range(1, dims.depth + 1):
-        states = topology.write(topology.open(states, weights, t)[1], weights, t, torch.zeros_like(x))
+        states = topology.write(topology.read(states, weights, t)[1], weights, t, torch.zeros_like(x))
         storages = {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in _tensors(states))}
         most = max(most, sum(storages.values()) // x.nbytes)
     return most

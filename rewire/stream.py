@@ -235,7 +235,10 @@ class Stream:
             return layout.topology.merge(self.states, self.weights.value, unit, *self.pending), self
         if self.hidden:
             return self.hidden[0] if len(self.hidden) == 1 else Mix(added=self.hidden), self
-        value, states = layout.topology.open(self.states, self.weights.value, layout.units[self.position])
+        read = layout.topology.read(self.states, self.weights.value, layout.units[self.position])
+        if not isinstance(read, tuple):
+            raise TypeError(f"{type(layout.topology).__name__}.read has to return what a unit sees, and the states.")
+        value, states = read
         stream = self._next(states, (), self.branch, 0)
         if isinstance(value, Ways):
             return Ways(*map(layout.restored, (value.q, value.k, value.v, value.residual))), stream

@@ -31,12 +31,12 @@ class Apart(rewire.Topology):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Any:
         return parameters["ways"], dims.attention
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor | rewire.Ways:
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor | rewire.Ways, States]:
         (x,), (ways, attention) = states, weights
         if t not in attention:
-            return x
+            return x, states
         q, k, v = (a.to(x.dtype) * x + b.to(x.dtype) * x.flip(-1) for a, b in ways)
-        return rewire.Ways(q, k, v, x)
+        return rewire.Ways(q, k, v, x), states
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
         return states[0] + total(branches)

@@ -250,9 +250,9 @@ def test_gradients_reach_every_weight_through_a_stream() -> None:
 
 
 class TwoStates(Residual):
-    """Reads apart, and writes to what `open` made of the states."""
+    """Reads apart, and writes to what `read` made of the states."""
 
-    def open(self, states, weights, t):  # type: ignore[no-untyped-def]
+    def read(self, states, weights, t):  # type: ignore[no-untyped-def]
         (x,) = states
         return Ways(x, 2 * x, 3 * x, 4 * x), (x, 4 * x)
 

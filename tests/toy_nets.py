@@ -52,7 +52,7 @@ def begin(topology: Topology, x: Tensor, weights: Any) -> States:
 
 def opened(topology: Topology, x: Tensor, weights: Any) -> States:
     """The states that the first write gets."""
-    return topology.open(begin(topology, x, weights), weights, 1)[1]
+    return topology.read(begin(topology, x, weights), weights, 1)[1]
 
 
 def run(
@@ -66,7 +66,7 @@ def run(
     """The output of a trunk. A branch that reads q, k and v apart is called as ``block(q, k, v, residual)``."""
     states = begin(topology, x, weights)
     for t, block in enumerate(blocks, start=1):
-        read, opened = topology.open(states, weights, t)
+        read, opened = topology.read(states, weights, t)
         read = read if isinstance(read, Ways) else computed(read)
         branch = block(read.q, read.k, read.v, read.residual) if isinstance(read, Ways) else block(read)
         states = topology.write(opened, weights, t, branch)

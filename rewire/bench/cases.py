@@ -381,7 +381,7 @@ def _unit(topology: ParallelStreams) -> Callable[..., Results]:
     def function(streams: Tensor, branch: Tensor, static: Tensor, dynamic: Tensor, scale: Tensor) -> Results:
         parameters = {"static": static[None], "dynamic": dynamic[None], "scale": scale[None]}
         weights = topology.weights(parameters, Dims(1, branch.shape[-1]))
-        read, states = topology.open((streams,), weights, 1)
+        read, states = topology.read((streams,), weights, 1)
         (new,) = topology.write(states, weights, 1, branch)
         return computed(read), new
 

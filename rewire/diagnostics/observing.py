@@ -163,14 +163,11 @@ class Observed(Topology):
     def like(self, states: States) -> Tensor:
         return self.inner.like(_inside(states).states)
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor | Ways:
-        return self.open(states, weights, t)[0]
-
-    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor | Ways, States]:
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor | Ways, States]:
         run, inner, hidden, branches = _inside(states)
         value: Tensor | Ways
         if hidden is None:
-            due, inner = self.inner.open(inner, weights, self.layout.units[t - 1])
+            due, inner = self.inner.read(inner, weights, self.layout.units[t - 1])
             value = due if isinstance(due, Ways) else computed(due)
             hidden = value.residual if isinstance(value, Ways) else value
         else:

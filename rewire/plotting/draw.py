@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from rewire.connection import Connection, coefficients, connections
+from rewire.connection import coefficients, connections
 from rewire.errors import RewireError
 from rewire.plotting import plot_arcs, plot_bars, plot_heatmap
 from rewire.saving.checkpoint import matrices
-from rewire.topologies.grn import GRN
+from rewire.topologies.base import rows
 
 Path = str | os.PathLike[str]
 Kind = Literal["heatmap", "arcs", "bars"]
@@ -45,28 +45,12 @@ def plot(source: nn.Module | Path, path: Path, kind: Kind = "heatmap") -> None:
 def _bars(source: nn.Module | Path) -> dict[str, dict[str, Tensor]]:
     """By trunk and destination, [ways, sources] or [ways, sources, D]."""
     if not isinstance(source, nn.Module):
-        return {trunk: _rows(matrix) for trunk, matrix in matrices(source).items()}
+        return {trunk: rows(matrix) for trunk, matrix in matrices(source).items()}
     found = connections(source)
     if not found:
         raise RewireError(f"{type(source).__name__} was not rewired: it has no connection weights.")
     with torch.no_grad():
-        return {trunk: _reads(connection) or _rows(connection.matrix()) for trunk, connection in found.items()}
-
-
-def _reads(connection: Connection) -> dict[str, Tensor]:
-    """The biases b of a generalised residual network; none for other topologies."""
-    depth = connection.layout.dims.depth
-    if not isinstance(connection.layout.topology, GRN):
-        return {}
-    reads = {}
-    for t, read in enumerate(connection.effective(), start=1):
-        merged = t - read.b.shape[1]  # with `last`, increments that were summed share a weight
-        name = f"unit {t}" if t <= depth else "output"
-        reads[name] = read.b[:, [0, *(max(1, i - merged) for i in range(1, t))]]
-    return reads
-
-
-def _rows(matrix: Tensor) -> dict[str, Tensor]:
-    """The connections that exist in [destinations, sources]."""
-    width = matrix.shape[1] - matrix.shape[0]
-    return {f"destination {j}": row[None, : width + j] for j, row in enumerate(matrix, start=1)}
+        return {
+            trunk: connection.layout.topology.by_destination(connection.effective(), connection.layout.dims)
+            for trunk, connection in found.items()
+        }

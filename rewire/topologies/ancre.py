@@ -120,11 +120,7 @@ class ANCRe(Topology):
         """The newest state, ``x_0``, and the history of those that have been read."""
         return x, History.empty(weights.table)
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor:
-        x: Tensor = states[0]
-        return x
-
-    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
         history = states[1].push(states[0])
         x = history.states[-1]
         return x, (x, history)
@@ -138,7 +134,8 @@ class ANCRe(Topology):
         return x, states[1]
 
     def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
-        return self.read(states, weights, dims.depth + 1)
+        x: Tensor = states[0]
+        return x
 
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
         """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""
@@ -218,8 +215,8 @@ class ANCReConstant(Topology):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Any:
         return None
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor:
-        return states[-1]
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+        return states[-1], states
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Mix:
         # Filled where the states are: without parameters, `weights` does not know the device.
@@ -258,8 +255,8 @@ class ANCReCascaded(Topology):
         """a, float32 [T]."""
         return parameters["scales"].float()
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor:
-        return states[0]
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+        return states[0], states
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Mix:
         return pending_mix(states, weights[t - 1 : t], added=branches)

@@ -73,10 +73,7 @@ class AttnRes(Topology):
         """The queries, float32 [T, D]."""
         return parameters["queries"].float()
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor | Mix:
-        return self.open(states, weights, t)[0]
-
-    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor | Mix, States]:
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor | Mix, States]:
         """``r_t``, and the states with the scores of the sources that had none yet."""
         sources, scores = self._split(states, t)
         if t == 1:
@@ -96,7 +93,7 @@ class AttnRes(Topology):
         return (*sources, f, *scores)
 
     def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
-        return computed(self.read(states, weights, dims.depth + 1))
+        return computed(self.read(states, weights, dims.depth + 1)[0])
 
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: the weights where all scores are equal, as at the start."""

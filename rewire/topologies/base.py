@@ -93,22 +93,18 @@ class Topology(ABC):
         return (x,)
 
     @abstractmethod
-    def read(self, states: States, weights: Any, t: int) -> Tensor | Mix | Ways:
-        """``r_t``, what unit t sees; as a `Mix` it is computed together with the norm that follows, if one does."""
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor | Mix | Ways, States]:
+        """``r_t``, what unit t sees, and the states that `write` is to get.
 
-    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor | Mix | Ways, States]:
-        """``r_t``, and the states that `write` is to get.
-
-        For topologies that compute more from the states than ``r_t`` (hyper-connections mix their streams, too), so
-        that it is computed once.
+        As a `Mix`, ``r_t`` is computed together with the norm that follows, if one does. The states are others where
+        more than ``r_t`` is computed from them at once (hyper-connections mix their streams, too).
         """
-        return self.read(states, weights, t), states
 
     def write(self, states: States, weights: Any, t: int, *branches: Tensor) -> States:
         """States after unit t returned ``branches`` (several if they ran in parallel; ``f_t`` is their sum).
 
         Args:
-            states: as `open` returned them.
+            states: as `read` returned them.
         """
         return self.push(states, weights, t, computed(self.merge(states, weights, t, *branches)))
 
@@ -135,6 +131,13 @@ class Topology(ABC):
         Weights per channel are averaged over the channels, those of q, k and v over the three; of input-dependent
         weights it is the part that does not depend on the input.
         """
+
+    def by_destination(self, weights: Any, dims: Dims) -> dict[str, Tensor]:
+        """Effective weights into each destination, for plots: its name -> [ways, sources], or [ways, sources, D].
+
+        Only of connections that exist; ways are the separate inputs of queries, keys and values.
+        """
+        return rows(self.matrix(weights, dims))
 
     def distributions(self, weights: Any, dims: Dims) -> Sequence[Tensor]:
         """Effective weights that sum to 1 by a softmax, one [n] tensor for each; none if they are not normalised."""
@@ -165,6 +168,12 @@ class Topology(ABC):
     def options(self) -> dict[str, Any]:
         """The options of this topology, for saving and for messages."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+
+def rows(matrix: Tensor) -> dict[str, Tensor]:
+    """The connections that exist in [destinations, sources], by destination."""
+    width = matrix.shape[1] - matrix.shape[0]
+    return {f"destination {j}": row[None, : width + j] for j, row in enumerate(matrix, start=1)}
 
 
 def no_preserving_start(topology: str, why: str) -> UnsupportedTopology:

@@ -87,10 +87,7 @@ class DenseFormer(Topology):
         """``x_0`` and ``y_0``; with a table, ``x_0`` and the history of those that have been read."""
         return (x, x) if weights.table is None else (x, History.empty(weights.table))
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor:
-        return self.open(states, weights, t)[0]
-
-    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
         if weights.table is None:
             return states[-1], states
         x, history = states
@@ -113,7 +110,7 @@ class DenseFormer(Topology):
         return (*past, mix([past[i] for i in self._sources(t)], weights.rows[t // self.period - 1]))
 
     def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
-        return self.read(states, weights, dims.depth + 1)
+        return self.read(states, weights, dims.depth + 1)[0]
 
     def like(self, states: States) -> Tensor:
         x: Tensor = states[1] if isinstance(states[0], History) else states[0]

@@ -114,10 +114,7 @@ class Frozen(Topology):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Constants:
         return Constants(parameters["table"], parameters.get("channels"))
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor:
-        return self.open(states, weights, t)[0]
-
-    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
         unit, values = self.lines.units[t - 1], self._named(self._after[t - 1], states)
         self._run(unit.before, values, weights)
         return values[unit.read], tuple(values[name] for name in self._during[t - 1])

@@ -97,10 +97,7 @@ class GRN(Topology):
         table = weights[0].table
         return (x,) if table is None else (x, History.empty(table))
 
-    def read(self, states: States, weights: Any, t: int) -> Mix | Ways:
-        return self.open(states, weights, t)[0]
-
-    def open(self, states: States, weights: Any, t: int) -> tuple[Mix | Ways, States]:
+    def read(self, states: States, weights: Any, t: int) -> tuple[Mix | Ways, States]:
         b, w, table = weights[t - 1]
         if table is not None:
             f, history = states
@@ -122,7 +119,7 @@ class GRN(Topology):
         return stack
 
     def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
-        return computed(self.read(states, weights, dims.depth + 1))  # type: ignore[arg-type]
+        return computed(self.read(states, weights, dims.depth + 1)[0])  # type: ignore[arg-type]
 
     def matrix(self, weights: Any, dims: Dims) -> Tensor:
         """b, float32 [T + 1, T + 1]; increments that were summed into the middle share its weight."""
@@ -132,6 +129,15 @@ class GRN(Topology):
             merged = t - len(row)
             table[t - 1, :t] = row[[0, *(max(1, i - merged) for i in range(1, t))]]
         return table
+
+    def by_destination(self, weights: Any, dims: Dims) -> dict[str, Tensor]:
+        """The biases b, of each way and channel."""
+        found = {}
+        for t, (b, *_) in enumerate(weights, start=1):
+            merged = t - b.shape[1]  # with `last`, increments that were summed share a weight
+            name = f"unit {t}" if t <= dims.depth else "output"
+            found[name] = b[:, [0, *(max(1, i - merged) for i in range(1, t))]]
+        return found
 
     def program(self, weights: Any, dims: Dims) -> Program:
         if self.input_dependent:

@@ -91,10 +91,7 @@ class Streams(Topology):
         read, carry, write = values.split([self.parts, n, 1], dim=-1)
         return Gates(read, carry, write.squeeze(-1))
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor:
-        return self.open(states, weights, t)[0]
-
-    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
         (streams,) = states
         values, dynamic = weights[t - 1]
         if dynamic is not None:

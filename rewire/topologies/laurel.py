@@ -63,8 +63,8 @@ class LaurelRW(Topology):
         """(a_t, b_t), float32 [T, 2]."""
         return self.total * torch.softmax(parameters["logits"].float(), dim=1)
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor:
-        return states[0]
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+        return states[0], states
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
         a, b = weights[t - 1].unbind()
@@ -137,8 +137,8 @@ class LaurelLR(Topology):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> LowRank:
         return LowRank(parameters["down"].float(), parameters["up"].float())
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor:
-        return states[-1]
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+        return states[-1], states
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
         x = total((states[-1], *branches))  # in the model's own order: bitwise equality at B = 0

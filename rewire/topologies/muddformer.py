@@ -92,14 +92,11 @@ class MUDDFormer(Topology):
         ]
         return Weights(dims.attention, tuple(reads))
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor | Ways:
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor | Ways, States]:
+        """``r_t``, in four ways where an attention begins, and the states with the residual way."""
         ways = _WAYS if t in weights.attention else 1
         mixes = [states[0]] * ways if t == 1 else _mixes(states, weights.reads[t - 2])
-        return Ways(*mixes) if ways > 1 else mixes[0]
-
-    def open(self, states: States, weights: Any, t: int) -> tuple[Tensor | Ways, States]:
-        """``r_t``, in four ways where an attention begins, and the states with the residual way."""
-        value = self.read(states, weights, t)
+        value = Ways(*mixes) if ways > 1 else mixes[0]
         return value, (*states, value.residual if isinstance(value, Ways) else value)
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ class Residual(Topology):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Any:
         return None
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor:
-        return states[0]
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+        return states[0], states
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Mix:
         return Mix(added=(*states, *branches))  # in the model's own order: bitwise equality

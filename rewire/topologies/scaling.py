@@ -39,8 +39,8 @@ class BranchScale(Topology):
         """alpha, float32, as in `parameters`."""
         return parameters["scales"].float()
 
-    def read(self, states: States, weights: Any, t: int) -> Tensor:
-        return states[0]
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+        return states[0], states
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
         x = states[0]

@@ -66,7 +66,9 @@ def test_any_leading_shape() -> None:
 def test_large_scores_pick_one_source() -> None:
     sources, queries = torch.randn(4, 50, WIDTH), 1e4 * torch.randn(3, WIDTH)
     largest = (nn.functional.normalize(sources, dim=-1) @ queries[2]).argmax(0)  # [tokens]
-    torch.testing.assert_close(computed(AttnRes().read(tuple(sources), queries, 4)), sources[largest, torch.arange(50)])
+    torch.testing.assert_close(
+        computed(AttnRes().read(tuple(sources), queries, 4)[0]), sources[largest, torch.arange(50)]
+    )
 
 
 def test_a_group_of_one_unit_is_no_group() -> None:
@@ -80,7 +82,7 @@ def test_sources_of_the_block_variant() -> None:
     want = ["0", "0 1", "0 11", "0 111", "0 111 1000", "0 111 11000", "0 111 111000", "0 111 111000 1000000"]
     states = begin(topology, x, queries)
     for t, sources in enumerate(want, start=1):
-        _, opened = topology.open(states, queries, t)
+        _, opened = topology.read(states, queries, t)
         numbers = [f"{source[0] / 10:.0f}" for source in opened[: len(sources.split())]]
         assert " ".join(numbers) == sources
         assert len(opened) == (2 if t > 1 else 1) * len(numbers)
@@ -116,7 +118,7 @@ def test_bf16_states(block: int | None) -> None:
 def test_paper_start_averages() -> None:
     topology, x, f, g = AttnRes(), *torch.randn(3, 2, WIDTH)
     weights = topology.weights(topology.parameters(Dims(2, WIDTH), "paper"), Dims(2, WIDTH))
-    torch.testing.assert_close(computed(topology.read((x, f, g), weights, 3)), (x + f + g) / 3)
+    torch.testing.assert_close(computed(topology.read((x, f, g), weights, 3)[0]), (x + f + g) / 3)
     with pytest.raises(UnsupportedTopology, match=r"attnres.*scaled=True.*start='paper'"):
         topology.parameters(Dims(2, WIDTH), "preserve")
 
@@ -163,7 +165,7 @@ def test_liger_kernel(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
     want, sources_grad, w_grad = torch.load(tmp_path / "outputs.pt")
-    got = computed(topology.read(tuple(sources), queries, t))
+    got = computed(topology.read(tuple(sources), queries, t)[0])
     torch.testing.assert_close(got, want)
     *got_grads, queries_grad = torch.autograd.grad(got, (*sources, queries), upstream)
     torch.testing.assert_close(torch.stack(got_grads), sources_grad)
@@ -178,7 +180,7 @@ def test_inkling2() -> None:
     with torch.no_grad():
         theirs.query.copy_(queries[2] * WIDTH**0.5)
     (want,) = theirs(sources[:3].movedim(0, -2), sources[3])
-    got = computed(AttnRes().read(tuple(sources), queries, 4))
+    got = computed(AttnRes().read(tuple(sources), queries, 4)[0])
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     (want_grad,) = torch.autograd.grad(want, theirs.query, upstream)
     (got_grad,) = torch.autograd.grad(got, queries, upstream)
@@ -193,7 +195,7 @@ def test_x_transformers() -> None:
     sources = torch.randn(4, 1, WIDTH)
     queries = torch.zeros(3, WIDTH)
     queries[2] = nn.functional.normalize(sources[-1, 0], dim=-1)  # rmsnorm / sqrt(D)
-    got = computed(AttnRes().read(tuple(sources), queries, 4))
+    got = computed(AttnRes().read(tuple(sources), queries, 4)[0])
     torch.testing.assert_close(got, theirs(sources), rtol=1e-5, atol=1e-5)
 
 
@@ -206,9 +208,9 @@ def test_matrix() -> None:
 
 def test_scores_are_float32_under_autocast() -> None:
     queries, sources = torch.randn(3, WIDTH), tuple(torch.randn(4, 2, WIDTH))
-    want = computed(AttnRes().read(sources, queries, 4))
+    want = computed(AttnRes().read(sources, queries, 4)[0])
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(computed(AttnRes().read(sources, queries, 4)), want)
+        assert torch.equal(computed(AttnRes().read(sources, queries, 4)[0]), want)
         assert run(AttnRes(), queries, sources[0], net(3)).dtype == torch.float32
 
 

@@ -59,7 +59,7 @@ def as_frozen(topology: Topology, weights: Any, dims: Dims, threshold: float = 0
 def run(topology: Topology, weights: Any, dims: Dims, x: Tensor, post_norm: bool = False, parallel: int = 1) -> Tensor:
     states = begin(topology, x, weights)
     for t in range(1, dims.depth + 1):
-        read, states = topology.open(states, weights, t)
+        read, states = topology.read(states, weights, t)
         branches = [torch.tanh(computed(read) * (t + n)) for n in range(parallel)]
         if post_norm:
             merged = computed(topology.merge(states, weights, t, *branches))

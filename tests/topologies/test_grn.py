@@ -207,7 +207,7 @@ def test_low_precision_states_round_once(name: str) -> None:
     def finish(x: Tensor, *increments: Tensor) -> Tensor:
         states = begin(topology, x, weights)
         for t, f in enumerate(increments, start=1):
-            states = topology.write(topology.open(states, weights, t)[1], weights, t, f)
+            states = topology.write(topology.read(states, weights, t)[1], weights, t, f)
         return topology.finish(states, weights, dims)
 
     out = finish(*stack)

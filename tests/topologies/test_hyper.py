@@ -142,8 +142,7 @@ def test_states(topology: Streams) -> None:
     assert states[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()  # n copies cost nothing
     for t in (1, 2):
         assert len(states) == 1
-        read, opened = topology.open(states, weights, t)
-        assert torch.equal(topology.read(states, weights, t), read)
+        read, opened = topology.read(states, weights, t)
         for now in (states, opened):
             like = topology.like(now)
             assert (like.shape, like.dtype) == (x.shape, x.dtype)
@@ -157,7 +156,7 @@ def test_low_precision_rounds_once() -> None:
     values = learned(topology, 1, "paper", noise=0.5)
     weights, streams = topology.weights(values, Dims(1)), torch.randn(32, 4, WIDTH).bfloat16()
     f, g = torch.randn(2, 32, WIDTH).bfloat16()
-    read, opened = topology.open((streams,), weights, 1)
+    read, opened = topology.read((streams,), weights, 1)
     (got,) = topology.write(opened, weights, 1, f, g)
     a = values["static"][0].detach().double()
     exact = a[:, 1:5].T @ streams.double() + a[:, 5:] * (f.double() + g.double()).unsqueeze(-2)
@@ -170,7 +169,7 @@ def test_parallel_branches_keep_the_order_of_plain_adds() -> None:
     x, f, g = torch.randn(3, 5, WIDTH) * 10
     for topology in (HyperConnections(4), FracConnections(2)):
         weights = topology.weights(learned(topology, 1), Dims(1, WIDTH))
-        states = topology.write(topology.open(begin(topology, x, weights), weights, 1)[1], weights, 1, f, g)
+        states = topology.write(topology.read(begin(topology, x, weights), weights, 1)[1], weights, 1, f, g)
         assert torch.equal(topology.finish(states, weights, Dims(1, WIDTH)), x + f + g)
 
 
@@ -292,7 +291,7 @@ def test_hyper_connections_package_fractions(dynamic: bool) -> None:
         unit.dynamic_alpha_fn.copy_(values["dynamic"][0, :, swapped] if dynamic else torch.tensor(0.0))
     want_read, want_mix, _ = unit.width_connection(x)
     weights = topology.weights(values, Dims(1, WIDTH))
-    read, states = topology.open(begin(topology, x, weights), weights, 1)
+    read, states = topology.read(begin(topology, x, weights), weights, 1)
     mixed = topology.finish(topology.write(states, weights, 1, torch.zeros_like(x)), weights, Dims(1, WIDTH))
     torch.testing.assert_close(read, want_read, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mixed, want_mix, rtol=1e-5, atol=1e-5)

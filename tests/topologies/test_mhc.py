@@ -128,7 +128,7 @@ def test_orientation() -> None:
     values["static"][0, 6:] = 30 * torch.eye(3).roll(1, 0).flatten()  # [out, in]
     values["scale"].zero_()
     weights, streams = topology.weights(values, Dims(1, WIDTH)), torch.randn(5, 3, WIDTH)
-    _, states = topology.open((streams,), weights, 1)
+    _, states = topology.read((streams,), weights, 1)
     (mixed,) = topology.write(states, weights, 1, torch.zeros(5, WIDTH))
     torch.testing.assert_close(mixed, streams.roll(1, -2))
 
@@ -252,7 +252,7 @@ def test_names() -> None:
 def unit_of(topology: MHC, values: dict[str, Tensor], streams: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
     """What one unit reads from given streams, and the streams after it wrote f."""
     weights = topology.weights(values, Dims(1, WIDTH))
-    read, states = topology.open((streams,), weights, 1)
+    read, states = topology.read((streams,), weights, 1)
     return read, topology.write(states, weights, 1, f)[0]
 
 

@@ -139,7 +139,7 @@ def test_post_norm_adds_to_the_residual_way() -> None:
     dims = TRUNKS[3]
     weights = MUDD.weights(drawn(dims), dims)
     x, y, f, normed = torch.randn(4, 3, WIDTH)
-    value, opened = MUDD.open((x, y), weights, 2)
+    value, opened = MUDD.read((x, y), weights, 2)
     assert isinstance(value, Ways)
     assert torch.equal(MUDD.merge(opened, weights, 2, f), value.residual + f)
     assert MUDD.push(opened, weights, 2, normed) == (x, y, normed)
@@ -155,9 +155,9 @@ def test_matrix() -> None:
 def test_weights_are_float32_under_autocast() -> None:
     dims, sources = TRUNKS[-1], tuple(torch.randn(4, 2, WIDTH))
     weights = MUDD.weights(drawn(dims), dims)
-    want = MUDD.read(sources, weights, 4)
+    want = MUDD.read(sources, weights, 4)[0]
     with torch.autocast("cpu", torch.bfloat16):
-        got = MUDD.read(sources, weights, 4)
+        got = MUDD.read(sources, weights, 4)[0]
         assert run(weights, sources[0], net(5), dims).dtype == torch.float32
     assert isinstance(got, Ways) and isinstance(want, Ways)
     for way in ("q", "k", "v", "residual"):

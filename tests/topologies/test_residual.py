@@ -17,7 +17,7 @@ def test_is_the_plain_network_bitwise(dtype: torch.dtype) -> None:
     states = begin(topology, x, None)
     for t in range(1, 6):
         f, g = torch.randn(2, 2, 3, 8).to(dtype)
-        assert topology.read(states, None, t) is states[0]
+        assert topology.read(states, None, t)[0] is states[0]
         states = topology.write(states, None, t, f, g)
         x = x + f + g
         assert len(states) == 1
