@@ -44,6 +44,11 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
     Returns:
         A report with ``.trunks`` and ``.left`` (what was left alone, where and why), which prints as a table. Of a
         rewired model it shows the plain one.
+
+    Example:
+        >>> report = rewire.inspect(model)
+        >>> [(trunk.name, len(trunk.sites)) for trunk in report.trunks]
+        [('blocks', 6)]
     """
     if connections(model):
         model = restore(model)
@@ -111,6 +116,11 @@ def compile(
         WidthMismatch: a trunk's states have different widths.
         BadExampleInputs: the original does not run on the example inputs.
         ValidationMismatch: the rewritten model differs from the original.
+
+    Example:
+        >>> rewired = rewire.compile(model, "denseformer", example_inputs=(x,))
+        >>> torch.equal(rewired(x), model(x))  # it starts as the original network
+        True
     """
     topologies = chosen_topologies(topology, options, trunks)
     check_choices(granularity, start)

@@ -147,7 +147,12 @@ def read_recipe(state: Tensor) -> dict[str, Any]:
 
 
 def connections(model: nn.Module) -> dict[str, Connection]:
-    """The connection modules of a rewired model, by trunk name."""
+    """The connection modules of a rewired model, by trunk name.
+
+    Example:
+        >>> [parameter.shape for parameter in rewire.connections(rewired)["blocks"].parameters()]
+        [torch.Size([21])]
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     return {module.layout.trunk: module for module in model.modules() if isinstance(module, Connection)}
@@ -161,6 +166,10 @@ def coefficients(model: nn.Module) -> dict[str, Tensor]:
 
     Raises:
         RewireError: the model was not rewired.
+
+    Example:
+        >>> rewire.coefficients(rewired)["blocks"].shape  # [destination, source]
+        torch.Size([6, 6])
     """
     found = connections(model)
     if not found:

@@ -27,12 +27,6 @@ Opcode: TypeAlias = tuple[str, int, int, int, int]
 def diff(model: nn.Module) -> str:
     """All that rewiring changed in the text of a rewired model, as one unified diff of the files that it stands in.
 
-    ```python
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
-    model = rewire.compile(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), validate=False)
-    print(rewire.diff(model))
-    ```
-
     Behind the ``@@`` of each hunk stand the modules that run what it shows. Where modules got different texts of one
     function, its file has several diffs, and each applies to the file as it is. The files themselves stay as they are:
     the changed functions run in this model only.
@@ -47,6 +41,10 @@ def diff(model: nn.Module) -> str:
     Raises:
         RewireError: the model was not rewired, or a file has changed since.
         TypeError: ``model`` is no module.
+
+    Example:
+        >>> print(rewire.diff(rewired))  # doctest: +ELLIPSIS
+        --- a/...
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
@@ -64,6 +62,16 @@ def source(model: nn.Module, path: str) -> str:
     Raises:
         UnknownName: there is no module at that path.
         RewireError: that module was not rewritten.
+
+    Example:
+        >>> print(rewire.source(rewired, "blocks.0"))
+        def forward(self, x: Tensor) -> Tensor:
+            depth = self._depth.enter()
+            x = depth.open(x, norm=self.ln_1)
+            x = depth.add(x, self.attn(depth.normed(self.ln_1, x)), norm=self.ln_2)
+            x = depth.write(x, self.mlp(depth.normed(self.ln_2, x)))
+            return depth.leave(x)
+        <BLANKLINE>
     """
     connections(model)
     try:

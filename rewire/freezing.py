@@ -117,6 +117,11 @@ def freeze(model: nn.Module, threshold: float = 1e-3, example_inputs: Any = None
         ShardedModel: the model is sharded or compiled.
         ValueError: the threshold is negative.
         BadExampleInputs: the model does not run on the given example inputs.
+
+    Example:
+        >>> frozen, report = rewire.freeze(rewired, threshold=0.05, example_inputs=(x,))
+        >>> print(report)  # doctest: +ELLIPSIS
+        Frozen at threshold 0.05; change of the outputs: ...
     """
     learned = connections(model)
     if not learned:

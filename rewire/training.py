@@ -28,6 +28,10 @@ def parameter_groups(
 
     Returns:
         Groups for ``torch.optim.AdamW(groups)``: all other parameters, then the connection weights; none is empty.
+
+    Example:
+        >>> groups = rewire.parameter_groups(rewired, lr=1e-3, weight_decay=0.1, connection_lr=1e-2)
+        >>> optimizer = torch.optim.AdamW(groups)
     """
     learned = {id(p): p for connection in connections(model).values() for p in connection.parameters()}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in learned]
@@ -60,6 +64,9 @@ def sparsity_penalty(model: nn.Module, q: float = 2.0) -> Tensor:
         RewireError: the model was not rewired.
         UnsupportedTopology: no trunk has normalised weights of at least two entries.
         ValueError: q is not above 0.
+
+    Example:
+        >>> loss = rewired(x).mean() + 0.01 * rewire.sparsity_penalty(rewired)
     """
     if not q > 0:
         raise ValueError(f"q={q!r}: the entropic index has to be above 0.")

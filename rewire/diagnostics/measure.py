@@ -194,6 +194,11 @@ def diagnose(
         RewireError: the loss is no scalar that depends on the weights or hidden states; the model is on the meta
             device.
         ValueError: ``probes`` is negative.
+
+    Example:
+        >>> found = rewire.diagnose(rewired, (x,))
+        >>> [site.name for site in found.trunks[0].sites][:2]
+        ['blocks.0.attn', 'blocks.0.mlp']
     """
     if probes < 0:
         raise ValueError(f"probes={probes}: it has to be 0 (no chi) or more.")

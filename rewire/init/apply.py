@@ -84,6 +84,11 @@ def initialize(
         UnknownName: no such initialiser; near names are given.
         TypeError: no such option.
         RewireError: the initialiser has no meaning for this model.
+
+    Example:
+        >>> report = rewire.initialize(model, "idinit")
+        >>> report.deferred  # nothing was left to be initialised later
+        False
     """
     chosen = make_initializer(init, options)
     roles = roles or roles_of(model)

@@ -59,7 +59,12 @@ def register_initializer(name: str) -> Callable[[I], I]:
 
 
 def initializers() -> dict[str, str]:
-    """Name of every initialiser, and what it is in one line."""
+    """Name of every initialiser, and what it is in one line.
+
+    Example:
+        >>> "idinit" in rewire.initializers()
+        True
+    """
     return _FACTORIES.descriptions()
 
 

@@ -35,6 +35,10 @@ def roles(model: nn.Module) -> Roles:
 
     Returns:
         A table with at least one row for each parameter, tied ones once; printing it shows it.
+
+    Example:
+        >>> {weight.name: weight.role for weight in rewire.roles(model)}["blocks.0.mlp.down.weight"]
+        'last'
     """
     plain = restore(model) if connections(model) else model
     network = Network(plain)

@@ -33,6 +33,10 @@ def fusions(model: nn.Module) -> list[Fusion]:
 
     Args:
         model: a rewired model, in its present state.
+
+    Example:
+        >>> [fusion.module for fusion in rewire.fusions(rewired) if fusion.obstacle is None][:2]
+        ['blocks.0.ln_1', 'blocks.0.ln_2']
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")

@@ -99,6 +99,10 @@ def restore(model: nn.Module) -> nn.Module:
 
     Raises:
         RewireError: the model was not rewired.
+
+    Example:
+        >>> torch.equal(rewire.restore(rewired)(x), model(x))
+        True
     """
     if not connections(model):
         raise RewireError(f"{type(model).__name__} was not rewired: there is nothing to restore.")

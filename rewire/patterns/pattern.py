@@ -86,7 +86,12 @@ def register_pattern(name: str, pattern: Pattern) -> Pattern:
 
 
 def patterns() -> dict[str, str]:
-    """Name of every architecture in the registry, and what it is in one line."""
+    """Name of every architecture in the registry, and what it is in one line.
+
+    Example:
+        >>> "llama" in rewire.patterns()
+        True
+    """
     left_alone = " (left alone: it has learned depth connections of its own)"
     return {name: p.description + (left_alone if p.learned else "") for name, p in _REGISTRY.items()}
 

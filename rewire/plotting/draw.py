@@ -32,6 +32,9 @@ def plot(source: nn.Module | Path, path: Path, kind: Kind = "heatmap") -> None:
         ImportError: matplotlib is missing.
         RewireError: the model was not rewired; the checkpoint cannot be read, or holds no connection weights.
         ValueError: there is no such kind.
+
+    Example:
+        >>> rewire.plot(rewired, "connections.png")
     """
     if kind not in ("heatmap", "arcs", "bars"):
         raise ValueError(f"kind must be 'heatmap', 'arcs' or 'bars', not {kind!r}.")

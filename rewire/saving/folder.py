@@ -48,6 +48,9 @@ def save(
         RewireError: the model was not rewired, is wrapped, or holds tensors that are no plain ones.
         ShardedModel: its parameters are sharded.
         ValueError: ``weights`` or ``max_shard_bytes`` is no such thing.
+
+    Example:
+        >>> rewire.save(rewired, "folder")
     """
     _check_part(weights)
     if max_shard_bytes <= 0:
@@ -96,6 +99,12 @@ def load(
         UnknownName: a topology is not known here.
         AlreadyRewired, ShardedModel: the model is no plain one.
         ValueError: ``weights`` is no such thing.
+
+    Example:
+        >>> rewire.save(rewired, "folder")
+        >>> same = rewire.load("folder", model, example_inputs=(x,))
+        >>> torch.equal(same(x), rewired(x))
+        True
     """
     _check_part(weights)
     recipe = _read_recipe(Path(folder))

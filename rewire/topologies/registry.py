@@ -24,12 +24,25 @@ def register_topology(name: str) -> Callable[[T], T]:
 
     The first line of its docstring is its description in `topologies`. Its parameters are the options that
     ``rewire.compile(model, name, **options)`` accepts.
+
+    Example:
+        >>> @rewire.register_topology("halved")
+        ... class Halved(rewire.Residual):
+        ...     'Plain residual connections, with half of each branch.'
+        ...     def merge(self, states, weights, t, *branches):
+        ...         return states[0] + 0.5 * sum(branches)
+        >>> halved = rewire.compile(model, "halved", example_inputs=(x,), start="paper")
     """
     return _FACTORIES.register(name)
 
 
 def topologies() -> dict[str, str]:
-    """Name of every topology, and what it is in one line."""
+    """Name of every topology, and what it is in one line.
+
+    Example:
+        >>> "ancre-ingoing" in rewire.topologies()
+        True
+    """
     return _FACTORIES.descriptions()
 
 

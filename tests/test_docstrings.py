@@ -1,0 +1,49 @@
+"""What the public docstrings show runs as it stands."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+
+import pytest
+import torch
+from models import PreNorm
+from torch import nn
+
+import rewire
+
+#: Classes that one writes subclasses or objects of: their files, and docs/, show how.
+EXTENDED = {"ANCRe", "Dims", "Fused", "Initializer", "Pattern", "Residual", "Topology", "Ways"}
+#: What needs more than a small model: an optimiser's loop, a compiler, a folder of transformers'.
+LONGER = {"Backend", "Monitor", "from_pretrained", "register_initializer", "register_pattern"}
+VERBS = [
+    name
+    for name in rewire.__all__
+    if name not in EXTENDED | LONGER
+    and not (isinstance(value := getattr(rewire, name), type) and issubclass(value, Exception))
+]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(PreNorm(), PreNorm(), PreNorm())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.blocks(x)
+        return y
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_its_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, x = Net().eval(), torch.randn(2, 5, 32)
+    rewired = rewire.compile(model, "ancre-ingoing", granularity="sublayer", example_inputs=(x,))
+    given = {"rewire": rewire, "torch": torch, "nn": nn, "model": model, "rewired": rewired, "x": x}
+    tests = doctest.DocTestFinder(recurse=False).find(getattr(rewire, name), name, globs=given)
+    assert tests and tests[0].examples, f"rewire.{name} has no example"
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    said: list[str] = []
+    for test in tests:
+        runner.run(test, out=said.append)
+    assert runner.failures == 0, "".join(said)
