@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import json
 import logging
 import multiprocessing
@@ -74,6 +75,14 @@ class Result:
 
 
 # -- the models --------------------------------------------------------------------------------------------------------
+
+
+#: What models need of the libraries.
+PRELOADED = {
+    "transformers": ["transformers", "transformers.modeling_utils", "transformers.generation"],
+    "timm": ["timm"],
+    "diffusers": ["diffusers", "diffusers.models.unets.unet_2d_condition", "diffusers.models.autoencoders"],
+}
 
 
 def names(row: str) -> list[str]:
@@ -306,6 +315,9 @@ def main() -> None:
         wanted = [(row, name) for row, name in wanted if name in given.only]
         done = {key: result for key, result in done.items() if key not in wanted}
     left = [key for key in wanted if key not in done]
+    for library in {row for row, _ in left} - {"wild"}:  # once, rather than in each process
+        for name in PRELOADED[library]:
+            importlib.import_module(name)
     with given.log.open("a") as log, ThreadPoolExecutor(given.jobs) as pool, Progress() as progress:
         task = progress.add_task("models", total=len(left))
         for result in pool.map(lambda key: apart(*key), left):
