@@ -411,17 +411,19 @@ class Depth:
         live.stream = live.stream.push(state)
         return live.read(norm)
 
-    def settle(self, value: Any, trunk: int = 0) -> Any:
-        """The state of a stream, behind an ``if`` on one way of which it was made: on the others it is what it was.
-
-        That is the sum of the last residual add, or the value at which the trunk starts.
-        """
+    def start(self, value: Any, trunk: int = 0) -> Any:
+        """The value at which a trunk starts, behind an ``if`` on one way of which it was made."""
         entry = self.gate.entries[trunk]
-        live = next((live for live in self.live if live.stream.layout.trunk == entry.trunk), None)
-        if live is None:
-            starts = isinstance(value, Tensor) and entry.connection is not None
-            return self._began(value, None, entry) if starts else value
-        return self.push(value, trunk=trunk) if self._find(value) is live else value
+        begun = any(live.stream.layout.trunk == entry.trunk for live in self.live)
+        if begun or entry.connection is None or not isinstance(value, Tensor):
+            return value
+        return self._began(value, None, entry)
+
+    def settle(self, value: Any, trunk: int = 0) -> Any:
+        """The next state, behind an ``if`` on one way of which it was made: on the others it is the sum as it was."""
+        name = self.gate.entries[trunk].trunk
+        live = self._find(value) if isinstance(value, Tensor) else None
+        return self.push(value, trunk=trunk) if live is not None and live.stream.layout.trunk == name else value
 
     def copy(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         """``function(value)``, a cast or a clone: of a stream's value it is the stream's value, too."""

@@ -189,7 +189,8 @@ class _Editor:
         if name is None or around is None:
             return []
         trunk = [f"trunk={edit.trunk}"] if edit.trunk else []
-        return self._line_behind(around, f"{name} = {self.depth}.settle({', '.join([name, *trunk])})")
+        method = "start" if isinstance(edit, Value) else "settle"
+        return self._line_behind(around, f"{name} = {self.depth}.{method}({', '.join([name, *trunk])})")
 
     def _made(self, method: str, edit: Value | Push | Carry) -> list[Change]:
         """A method of `Depth` around an expression; what an in-place operation has changed gets its result."""

@@ -156,18 +156,27 @@ def on_one_way(text: Text, node: ast.AST, others: Iterable[Span]) -> ast.If | No
     Args:
         text: of the function.
         node: part of the assignment.
-        others: places that have to stay in front of the end of that ``if``, where they come after ``node``.
+        others: places that must not be in that ``if``, where they come after ``node``: all, if it runs several times.
     """
     name, parents = assigned(text, node), text.parents
     found, inner = None, _statement(text, node)
-    later = [at for at in others if (at[0], at[2]) >= span_of(node)[1::2]]
+    later = [at for at in others if _in_a_loop(text, node) or (at[0], at[2]) >= span_of(node)[1::2]]
     while isinstance(parents.get(inner), (ast.If, ast.With)):
         inner = parents[inner]
         if any(within(at, span_of(inner)) for at in later):
             break
-        if isinstance(inner, ast.If) and name is not None and name in _bound_before(text, inner):
+        elif_ = isinstance(inner, ast.If) and text.text.startswith("elif", text.span(inner)[0])
+        if isinstance(inner, ast.If) and not elif_ and name is not None and name in _bound_before(text, inner):
             found = inner
     return found
+
+
+def _in_a_loop(text: Text, node: ast.AST) -> bool:
+    while node in text.parents:
+        node = text.parents[node]
+        if isinstance(node, (ast.For, ast.While, ast.AsyncFor)):
+            return True
+    return False
 
 
 def _bound_before(text: Text, statement: ast.AST) -> set[str]:
