@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewire.passes.copies import own_inputs, private, seeded
+from rewire.passes.record import record
+
 Results = tuple[list[Tensor], dict[str, Tensor | None]]
 
 
@@ -62,6 +65,14 @@ def assert_close(expected: Results, actual: Results, tolerance: float = 1e-5, gr
         if gradient is not None:
             error = float((gradient.double() - other.double()).norm()) / max(float(gradient.norm()), 1e-3 * largest)
             assert error <= gradients, f"the gradient of {name} differs by {error:.1e}"
+
+
+def operations(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool = False) -> list[Any]:
+    """The operations with weights that a run of a copy shows: in which module, what, and of which shape."""
+    bench = private(model).train(training)
+    with seeded(0, bench):
+        flow = record(bench, own_inputs((args, kwargs)))
+    return [(op.scope.path, op.name, op.shape) for op in flow if op.weighted]
 
 
 def tensors_in(value: Any) -> list[Tensor]:

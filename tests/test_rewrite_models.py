@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_bitwise, assert_close, evaluate, tensors_in
+from comparing import assert_bitwise, assert_close, evaluate, operations, tensors_in
 from models import CASES, PreNorm, Stack, images
 from torch import nn
 
@@ -216,6 +216,7 @@ def test_plain_connections_are_bitwise_the_original(name: str) -> None:
     assert sizes == {trunk: sites for trunk, (sites, _) in MODELS[name].trunks.items()}
     for train in (False, True):
         assert_bitwise(evaluate(model, args, kwargs, train), evaluate(rewired, args, kwargs, train))
+    assert operations(rewired, args, kwargs) == operations(model, args, kwargs)  # the same graph, beside the adds
 
 
 @each_model

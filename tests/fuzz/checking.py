@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from comparing import tensors_in
+from comparing import operations, tensors_in
 from fuzz.nets import WIDTH, Net
 from torch import Tensor, nn
 
@@ -57,6 +57,8 @@ def _rewired_right(model: nn.Module, topology: str, inputs: tuple[Tensor, ...], 
         _assert_same(before, _state(model))
         _assert_same(world, _world())
     try:
+        for training in (False, True) if exact else ():
+            assert operations(rewired, inputs, {}, training) == operations(model, inputs, {}, training)
         for training in (False, True):
             for length in (4, 3):
                 given = tuple(t[:, :length].contiguous() for t in inputs)
