@@ -17,108 +17,19 @@ stream that it was found to be.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from rewire.connection import Connection
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.kernels.fused_qkv import project_fused
-from rewire.passes.functions import clone, function_of
-from rewire.passes.install import edited_function
 from rewire.stream import Stream
 from rewire.topologies.base import Ways
 
-
-@dataclasses.dataclass
-class Entry:
-    """What one function knows of one trunk.
-
-    Attributes:
-        trunk: its name.
-        connection: opens the stream, if the function stands at its start; otherwise None.
-        adds: for each position of the stream at which the function may be called, the adds that it makes then.
-    """
-
-    trunk: str
-    connection: Connection | None
-    adds: dict[int, int]
-
-
-class Gate:
-    """What an edited function knows of its trunks.
-
-    A plain attribute of its module: no child, no parameters; copied and pickled along with it.
-
-    Args:
-        block: path of the module, for messages.
-        where: file and line of the function, for messages.
-        entries: one for each stream that runs through the function.
-        original: a helper that is no method; it is called with the gate first.
-        source: its new text.
-
-    Attributes:
-        helpers: gates of the module's functions that are no methods, by name: a helper may call others.
-    """
-
-    def __init__(
-        self, block: str, where: str, entries: Sequence[Entry], original: FunctionType | None = None, source: str = ""
-    ) -> None:
-        self.block, self.where, self.entries = block, where, list(entries)
-        self.original, self.source = original, source
-        self.helpers: dict[str, Gate] = {}
-        self.function = None if original is None else edited_function(original, source)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles make the edited function anew: it cannot be imported."""
-        return Gate, (self.block, self.where, self.entries, self.original, self.source), {"helpers": self.helpers}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.function is not None
-        return self.function(self, *args, **kwargs)
-
-    def of(self, called: Any) -> Any:
-        """What to call in place of a closure, or of an object with a ``__call__``: if it is still the one found."""
-        function, bound = function_of(called)
-        assert self.function is not None and self.original is not None
-        if function is None or function.__code__ != self.original.__code__:
-            return called  # another one by now: the stream will miss its residual adds, and say so
-        edited = self.function
-        if function.__closure__:
-            cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
-            edited = clone(function, edited.__code__, tuple(cells[name] for name in edited.__code__.co_freevars))
-        return functools.partial(edited, self, *bound)
-
-    def enter(self) -> Depth:
-        """What one call of the function talks to."""
-        return Depth(self)
-
-    def ended(self, value: Any) -> Any:
-        """What a variable holds behind the calls of the blocks: the trunk's output.
-
-        Raises:
-            OutOfOrder: the stream has not ended.
-        """
-
-        def output_of(item: Any) -> Any:
-            if not isinstance(item, Stream) or item.layout.trunk not in [entry.trunk for entry in self.entries]:
-                return item
-            if item.settled().complete:  # nothing is made of the last sum, this time
-                return item.settled().finish()
-            raise OutOfOrder(
-                f"the blocks were called ({self.where}), and the stream left them in the middle of trunk "
-                f"'{item.layout.trunk}' after {item.position} of its {len(item.layout.units)} residual adds: a "
-                "block was skipped. Layer dropping has to be off."
-            )
-
-        return _mapped(value, output_of)
-
-    def __repr__(self) -> str:
-        return f"Gate({self.block!r}, {', '.join(entry.trunk for entry in self.entries)})"
+if TYPE_CHECKING:
+    from rewire.gate import Entry, Gate
 
 
 class Live:
@@ -257,7 +168,7 @@ class Depth:
 
     def give(self, value: Any) -> Any:
         """An argument for a function that the stream goes through: the stream, where ``value`` is its value."""
-        return _mapped(value, self._stream_of)
+        return mapped(value, self._stream_of)
 
     def _stream_of(self, value: Any) -> Any:
         live = self._find(value) if isinstance(value, Tensor) else None
@@ -281,7 +192,7 @@ class Depth:
             live.stream, live.given = item, False
             return live.read(norm)
 
-        result = _mapped(result, value_of)
+        result = mapped(result, value_of)
         self._forget_ended()
         return result
 
@@ -301,7 +212,7 @@ class Depth:
             self._check_count(live, True)
             return item
 
-        result = _mapped(result, lambda item: value_of(item) if isinstance(item, Stream) else item)
+        result = mapped(result, lambda item: value_of(item) if isinstance(item, Stream) else item)
         self._forget_ended()
         return result
 
@@ -321,7 +232,7 @@ class Depth:
             left.append(live)
             return live.stream
 
-        result = _mapped(result, stream_of)
+        result = mapped(result, stream_of)
         for live in self.live:
             self._check_count(live, live in left)
         return result
@@ -559,18 +470,18 @@ def _with_item(values: Any, item: int, change: Callable[[Any], Any]) -> Any:
     return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """``value`` with tensors and streams in it changed; the same object if none is."""
     if isinstance(value, (Tensor, Stream)):
         return change(value)
     if isinstance(value, (tuple, list)):
-        items = [_mapped(item, change) for item in value]
+        items = [mapped(item, change) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         for key in list(value):
-            new = _mapped(value[key], change)
+            new = mapped(value[key], change)
             if new is not value[key]:
                 value[key] = new
         return value
@@ -579,7 +490,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         fields = {
             field.name: held[field.name] for field in dataclasses.fields(value) if field.init and field.name in held
         }
-        changed = {name: _mapped(item, change) for name, item in fields.items()}
+        changed = {name: mapped(item, change) for name, item in fields.items()}
         changed = {name: new for name, new in changed.items() if new is not fields[name]}
         return dataclasses.replace(value, **changed) if changed else value
     return value

@@ -14,8 +14,8 @@ from typing import TypeAlias
 from torch import nn
 
 from rewire.connection import connections
-from rewire.depth import Gate
 from rewire.errors import RewireError, UnknownName
+from rewire.gate import Gate
 from rewire.passes.apply import is_opened
 from rewire.passes.install import edits_of, is_edited, original_class
 from rewire.passes.text import Text, lines_of, text_of

@@ -268,14 +268,6 @@ def test_a_file_that_has_changed_since() -> None:
         rewire.diff(model)
 
 
-def test_the_example() -> None:
-    example = re.search(r"```python\n(.*?)```", inspect.getdoc(rewire.diff) or "", re.DOTALL)
-    assert example is not None
-    shown: list[str] = []
-    exec(example[1], {"rewire": rewire, "nn": nn, "print": shown.append})
-    assert "@@ layers.0 (and 2 more)\n" in shown[0]
-
-
 def test_of_what_was_not_rewired() -> None:
     with pytest.raises(rewire.RewireError, match=r"Stack was not rewired: it has no connection weights\."):
         rewire.diff(Stack(PreNorm))

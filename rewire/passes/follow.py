@@ -12,11 +12,10 @@ import dis
 import functools
 import inspect
 import itertools
-import operator
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, FunctionType, MappingProxyType, SimpleNamespace
+from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -27,17 +26,11 @@ from rewire.passes.flow import CONTAINERS, Flow, Place, Scope, is_matrix
 from rewire.passes.frames import Frames
 from rewire.passes.functions import forward_of
 from rewire.passes.graphs import flow_of
+from rewire.passes.standins import SIZES, Globals, Proxy, Quiet, Weight, attribute, called, own, with_globals
 
-#: Creation functions: the only torch functions that ignore a proxy among their arguments.
-_CREATION = frozenset(["arange", "empty", "finfo", "full", "linspace", "ones", "rand", "randint", "randn"])
-_CREATION |= {"tensor", "zeros"}
 _ATTEMPTS = 12  # at tracing one forward
 _CHOICES = 4  # of the arguments of the model's own
 _FAILURES = 2  # of modules of one class, after which others are not tried
-#: What a weight is asked for that is no tensor.
-_SIZES = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad", "is_meta", "__len__"}
-#: Parts of a result that a tensor is taken apart into, where the arguments say how many.
-_PARTS = {"chunk", "split"}
 
 
 def follow(
@@ -78,13 +71,13 @@ class _Follower(fx.Tracer):
         self.constants: dict[str, torch.Tensor] = {}
         self.views: dict[nn.Module, nn.Module] = {}
         self.classes: dict[type, type] = {}
-        self.namespaces: dict[int, _Globals] = {}
+        self.namespaces: dict[int, Globals] = {}
         self.unread: dict[str, str] = {}
         self.result: Any = None
         self.failures: dict[type, int] = {}
         self.known: dict[tuple[nn.Module, str], bool] = {}
         self.scopes: list[Scope] = []
-        self.frames = Frames(self._nodes, self._module_of)
+        self.frames = Frames(self.nodes, self._module_of)
         self.decisions: list[list[bool]] = []  # of the forwards that are being traced: outcomes of tests
         self.tested: list[int] = []
 
@@ -111,8 +104,8 @@ class _Follower(fx.Tracer):
                 name: [made.get(node, node) for node in nodes] for name, nodes in scope.arguments.items()
             }
             results: list[Any] = scope.results
-            scope.results = [made[node] for node in results if node in made and made[node].name not in _SIZES]
-        flow.outputs = [made[node] for node in self._nodes(self.result) if node in made]
+            scope.results = [made[node] for node in results if node in made and made[node].name not in SIZES]
+        flow.outputs = [made[node] for node in self.nodes(self.result) if node in made]
         flow.unread = self.unread
         return flow
 
@@ -123,12 +116,12 @@ class _Follower(fx.Tracer):
         if module not in self.views:
             cls = type(module)
             if cls not in self.classes:
-                members = {**self._methods(cls), "__call__": _call, "__getattr__": _attribute}
+                members = {**self._methods(cls), "__call__": called, "__getattr__": attribute}
                 metaclass: Any = type(cls)
-                self.classes[cls] = metaclass(cls.__name__, (_Quiet, cls), members)
+                self.classes[cls] = metaclass(cls.__name__, (Quiet, cls), members)
             view: nn.Module = object.__new__(self.classes[cls])
             self.views[module] = view
-            vars(view).update({k: _own(v) for k, v in vars(module).items()}, _rewire_module=module, _rewire_tracer=self)
+            vars(view).update({k: own(v) for k, v in vars(module).items()}, _rewire_module=module, _rewire_tracer=self)
             vars(view)["_modules"] = {k: m and self.view(m) for k, m in module._modules.items()}
         return self.views[module]
 
@@ -141,14 +134,14 @@ class _Follower(fx.Tracer):
             for name, value in vars(base).items():
                 function = value.__func__ if isinstance(value, staticmethod) else value
                 if isinstance(function, FunctionType) and not name.startswith("__"):
-                    traced = _with_globals(function, self._namespace(function))
+                    traced = with_globals(function, self._namespace(function))
                     methods[name] = staticmethod(traced) if isinstance(value, staticmethod) else traced
         return methods
 
-    def _namespace(self, function: FunctionType) -> _Globals:
+    def _namespace(self, function: FunctionType) -> Globals:
         original = function.__globals__
         if id(original) not in self.namespaces:
-            self.namespaces[id(original)] = _Globals(original, self, frozenset())
+            self.namespaces[id(original)] = Globals(original, self, frozenset())
         return self.namespaces[id(original)]
 
     def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,10 +232,10 @@ class _Follower(fx.Tracer):
         parent = self._here()[0] if self.scopes else None
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         scope = Scope(parent, self.paths[module], module, kind, function.__code__, call, key=object())
-        globals_ = _Globals(function.__globals__, self, frozenset(opaque))
-        traced = _with_globals(function, globals_)
+        globals_ = Globals(function.__globals__, self, frozenset(opaque))
+        traced = with_globals(function, globals_)
         bound = inspect.signature(traced).bind(view, *args, **kwargs)
-        scope.arguments = {n: self._nodes(v) for n, v in list(bound.arguments.items())[1:]}
+        scope.arguments = {n: self.nodes(v) for n, v in list(bound.arguments.items())[1:]}
         hidden = {name: vars(view).get(name) for name in opaque if hasattr(type(module), name)}
         for name in hidden:
             vars(view)[name] = functools.partial(self._opaque_method, self.paths[module], name)
@@ -251,7 +244,7 @@ class _Follower(fx.Tracer):
         self.tested.append(0)
         try:
             result = traced(view, *args, **kwargs)
-            scope.results = self._nodes(result)
+            scope.results = self.nodes(result)
             return result
         finally:
             del decisions[self.tested.pop() :]
@@ -323,20 +316,20 @@ class _Follower(fx.Tracer):
         """The call that is being traced, and where in its code."""
         return self.frames.caller(self.scopes, sys._getframe(2))
 
-    def _nodes(self, value: Any) -> list[Any]:
+    def nodes(self, value: Any) -> list[Any]:
         if isinstance(value, fx.Proxy):
             return [value.node]
         if isinstance(value, (tuple, list)):
-            return [node for item in value for node in self._nodes(item)]
+            return [node for item in value for node in self.nodes(item)]
         if isinstance(value, dict):
-            return [node for item in value.values() for node in self._nodes(item)]
+            return [node for item in value.values() for node in self.nodes(item)]
         return []
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
+        return Proxy(node, self)
 
     def weight(self, tensor: torch.Tensor) -> fx.Proxy:
-        return _Weight(self.create_arg(tensor), self, tensor)
+        return Weight(self.create_arg(tensor), self, tensor)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """The outcome of a test on a traced value: no, until that turns out to lead nowhere."""
@@ -372,148 +365,6 @@ class _Follower(fx.Tracer):
 def _is_empty(module: nn.Module) -> bool:
     """Whether a module is an empty sequence: an identity."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not module._modules
-
-
-class _Proxy(fx.Proxy):
-    """A traced tensor; or a tuple of tensors, which is taken apart where the code says into how many."""
-
-    def __iter__(self) -> Iterator[Any]:
-        itself: Any = self
-        frame = sys._getframe(1)
-        current = _instructions(frame).get(frame.f_lasti)
-        if current is not None and current.opname == "UNPACK_SEQUENCE":
-            return iter([itself[index] for index in range(current.argval)])
-        count = self._count()
-        if current is not None and current.opname in ("LIST_EXTEND", "CALL_FUNCTION_EX"):
-            return iter([self])  # (*shape, -1): how many sizes there are does not matter here
-        if not count:
-            raise TraceError("it loops over a traced value")
-        return iter([itself[index] for index in range(count)])
-
-    def __radd__(self, other: Any) -> Any:
-        if isinstance(other, (tuple, list)):  # (x,) + more: the traced value stands for all of them
-            return type(other)([*other, self])
-        return self.tracer.create_proxy("call_function", operator.add, (other, self), {})
-
-    def _count(self) -> int:
-        node = self.node
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        if name not in _PARTS or len(node.args) < 2:
-            return 0
-        parts = node.args[1]
-        if isinstance(parts, (list, tuple)):
-            return len(parts)
-        return parts if name == "chunk" and isinstance(parts, int) else 0
-
-    def __len__(self) -> int:
-        raise TypeError("the length of a traced value is not known")
-
-
-class _Weight(_Proxy):
-    """A parameter or buffer."""
-
-    def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: torch.Tensor) -> None:
-        super().__init__(node, tracer)
-        self._tensor = tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tensor, name) if name in _SIZES else super().__getattr__(name)
-
-    def __len__(self) -> int:
-        return len(self._tensor)
-
-
-def _instructions(frame: FrameType) -> dict[int, dis.Instruction]:
-    return {instruction.offset: instruction for instruction in dis.get_instructions(frame.f_code)}
-
-
-class _Quiet:
-    """Keeps base classes' ``__init_subclass__`` from acting on the classes of views."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        pass
-
-
-def _call(view: Any, *args: Any, **kwargs: Any) -> Any:
-    return view._rewire_tracer.call_view(view, args, kwargs)
-
-
-def _attribute(view: Any, name: str) -> Any:
-    """Attribute lookup of a view: its parameters and buffers are traced values that know their sizes."""
-    for table in ("_parameters", "_buffers"):
-        tensor = view.__dict__.get(table, {}).get(name)
-        if tensor is not None:
-            return view._rewire_tracer.weight(tensor)
-    return nn.Module.__getattr__(view, name)
-
-
-def _own(value: Any) -> Any:
-    """A copy of a container, so that what a forward appends stays with the view."""
-    return value.copy() if type(value) in (list, dict, set) else value
-
-
-class _Globals(dict[str, Any]):
-    """The globals of a forward as its trace sees them; nothing is changed in the module that they are of."""
-
-    def __init__(self, original: dict[str, Any], tracer: _Follower, opaque: frozenset[str]) -> None:
-        super().__init__()
-        self.original, self.tracer, self.opaque = original, tracer, opaque
-
-    def __missing__(self, name: str) -> Any:
-        if name == "isinstance" and name not in self.original:
-            value: Any = _isinstance
-        else:
-            value = self._traced(name, self.original[name])
-        self[name] = value
-        return value
-
-    def _traced(self, name: str, value: Any) -> Any:
-        if value is torch:
-            return _Torch(self.tracer)
-        if name == "ALL_ATTENTION_FUNCTIONS":  # transformers' table of them: each is one operation
-            return SimpleNamespace(get_interface=lambda _name, function: _recorded(self.tracer, function))
-        if name in self.opaque or (
-            getattr(value, "__name__", "") in _CREATION and getattr(torch, value.__name__, None) is value
-        ):
-            return _recorded(self.tracer, value)
-        if isinstance(value, FunctionType) and value.__globals__ is self.original:
-            return _with_globals(value, self)
-        return value
-
-
-def _with_globals(function: FunctionType, namespace: dict[str, Any]) -> FunctionType:
-    copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-class _Torch:
-    """The module ``torch``, except that creation functions are recorded."""
-
-    def __init__(self, tracer: _Follower) -> None:
-        self._tracer = tracer
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(torch, name)
-        if name == "is_tensor":
-            return lambda x: isinstance(x, (fx.Proxy, torch.Tensor))
-        return _recorded(self._tracer, value) if name in _CREATION else value
-
-
-def _recorded(tracer: _Follower, function: Callable[..., Any]) -> Callable[..., Any]:
-    def record(*args: Any, **kwargs: Any) -> Any:
-        if tracer._nodes((args, kwargs)):
-            return tracer.create_proxy("call_function", function, args, kwargs)
-        return function(*args, **kwargs)
-
-    return record
-
-
-def _isinstance(value: Any, classes: Any) -> bool:
-    """``isinstance``, for which a traced value is a tensor."""
-    if isinstance(value, fx.Proxy):
-        return torch.Tensor in (classes if isinstance(classes, tuple) else (classes,))
-    return isinstance(value, classes)
 
 
 def _failed_in(function: FunctionType, view: Any, error: Exception) -> list[str]:

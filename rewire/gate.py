@@ -1,0 +1,103 @@
+"""What an edited function knows of its trunks: it stays on its module, as a plain attribute."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from types import FunctionType
+from typing import Any
+
+from rewire.connection import Connection
+from rewire.depth import Depth, mapped
+from rewire.errors import OutOfOrder
+from rewire.passes.functions import clone, function_of
+from rewire.passes.install import edited_function
+from rewire.stream import Stream
+
+
+@dataclasses.dataclass
+class Entry:
+    """What one function knows of one trunk.
+
+    Attributes:
+        trunk: its name.
+        connection: opens the stream, if the function stands at its start; otherwise None.
+        adds: for each position of the stream at which the function may be called, the adds that it makes then.
+    """
+
+    trunk: str
+    connection: Connection | None
+    adds: dict[int, int]
+
+
+class Gate:
+    """What an edited function knows of its trunks.
+
+    A plain attribute of its module: no child, no parameters; copied and pickled along with it.
+
+    Args:
+        block: path of the module, for messages.
+        where: file and line of the function, for messages.
+        entries: one for each stream that runs through the function.
+        original: a helper that is no method; it is called with the gate first.
+        source: its new text.
+
+    Attributes:
+        helpers: gates of the module's functions that are no methods, by name: a helper may call others.
+    """
+
+    def __init__(
+        self, block: str, where: str, entries: Sequence[Entry], original: FunctionType | None = None, source: str = ""
+    ) -> None:
+        self.block, self.where, self.entries = block, where, list(entries)
+        self.original, self.source = original, source
+        self.helpers: dict[str, Gate] = {}
+        self.function = None if original is None else edited_function(original, source)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles make the edited function anew: it cannot be imported."""
+        return Gate, (self.block, self.where, self.entries, self.original, self.source), {"helpers": self.helpers}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.function is not None
+        return self.function(self, *args, **kwargs)
+
+    def of(self, called: Any) -> Any:
+        """What to call in place of a closure, or of an object with a ``__call__``: if it is still the one found."""
+        function, bound = function_of(called)
+        assert self.function is not None and self.original is not None
+        if function is None or function.__code__ != self.original.__code__:
+            return called  # another one by now: the stream will miss its residual adds, and say so
+        edited = self.function
+        if function.__closure__:
+            cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+            edited = clone(function, edited.__code__, tuple(cells[name] for name in edited.__code__.co_freevars))
+        return functools.partial(edited, self, *bound)
+
+    def enter(self) -> Depth:
+        """What one call of the function talks to."""
+        return Depth(self)
+
+    def ended(self, value: Any) -> Any:
+        """What a variable holds behind the calls of the blocks: the trunk's output.
+
+        Raises:
+            OutOfOrder: the stream has not ended.
+        """
+
+        def output_of(item: Any) -> Any:
+            if not isinstance(item, Stream) or item.layout.trunk not in [entry.trunk for entry in self.entries]:
+                return item
+            if item.settled().complete:  # nothing is made of the last sum, this time
+                return item.settled().finish()
+            raise OutOfOrder(
+                f"the blocks were called ({self.where}), and the stream left them in the middle of trunk "
+                f"'{item.layout.trunk}' after {item.position} of its {len(item.layout.units)} residual adds: a "
+                "block was skipped. Layer dropping has to be off."
+            )
+
+        return mapped(value, output_of)
+
+    def __repr__(self) -> str:
+        return f"Gate({self.block!r}, {', '.join(entry.trunk for entry in self.entries)})"

@@ -1,0 +1,177 @@
+"""What a forward is given in place of tensors, modules and globals, while `follow` traces it.
+
+Tensors are torch.fx proxies; modules are views whose calls are traced; globals are a table that looks names up in the
+user's own, and hands out functions that see the same table. Nothing of the user's is changed.
+"""
+
+from __future__ import annotations
+
+import dis
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType, SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from rewire.errors import TraceError
+
+#: Creation functions: the only torch functions that ignore a proxy among their arguments.
+_CREATION = frozenset(["arange", "empty", "finfo", "full", "linspace", "ones", "rand", "randint", "randn"])
+_CREATION |= {"tensor", "zeros"}
+#: What a weight is asked for that is no tensor.
+SIZES = {"shape", "dtype", "device", "ndim", "size", "dim", "numel", "is_cuda", "requires_grad", "is_meta", "__len__"}
+#: Parts of a result that a tensor is taken apart into, where the arguments say how many.
+_PARTS = {"chunk", "split"}
+
+
+class Tracer(Protocol):
+    """What stand-ins ask of the one who traces."""
+
+    def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy: ...
+
+    def nodes(self, value: Any) -> list[Any]: ...
+
+
+class Proxy(fx.Proxy):
+    """A traced tensor; or a tuple of tensors, which is taken apart where the code says into how many."""
+
+    def __iter__(self) -> Iterator[Any]:
+        itself: Any = self
+        frame = sys._getframe(1)
+        current = _instructions(frame).get(frame.f_lasti)
+        if current is not None and current.opname == "UNPACK_SEQUENCE":
+            return iter([itself[index] for index in range(current.argval)])
+        count = self._count()
+        if current is not None and current.opname in ("LIST_EXTEND", "CALL_FUNCTION_EX"):
+            return iter([self])  # (*shape, -1): how many sizes there are does not matter here
+        if not count:
+            raise TraceError("it loops over a traced value")
+        return iter([itself[index] for index in range(count)])
+
+    def __radd__(self, other: Any) -> Any:
+        if isinstance(other, (tuple, list)):  # (x,) + more: the traced value stands for all of them
+            return type(other)([*other, self])
+        return self.tracer.create_proxy("call_function", operator.add, (other, self), {})
+
+    def _count(self) -> int:
+        node = self.node
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if name not in _PARTS or len(node.args) < 2:
+            return 0
+        parts = node.args[1]
+        if isinstance(parts, (list, tuple)):
+            return len(parts)
+        return parts if name == "chunk" and isinstance(parts, int) else 0
+
+    def __len__(self) -> int:
+        raise TypeError("the length of a traced value is not known")
+
+
+class Weight(Proxy):
+    """A parameter or buffer."""
+
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: torch.Tensor) -> None:
+        super().__init__(node, tracer)
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name) if name in SIZES else super().__getattr__(name)
+
+    def __len__(self) -> int:
+        return len(self._tensor)
+
+
+def _instructions(frame: FrameType) -> dict[int, dis.Instruction]:
+    return {instruction.offset: instruction for instruction in dis.get_instructions(frame.f_code)}
+
+
+class Quiet:
+    """Keeps base classes' ``__init_subclass__`` from acting on the classes of views."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+def called(view: Any, *args: Any, **kwargs: Any) -> Any:
+    return view._rewire_tracer.call_view(view, args, kwargs)
+
+
+def attribute(view: Any, name: str) -> Any:
+    """Attribute lookup of a view: its parameters and buffers are traced values that know their sizes."""
+    for table in ("_parameters", "_buffers"):
+        tensor = view.__dict__.get(table, {}).get(name)
+        if tensor is not None:
+            return view._rewire_tracer.weight(tensor)
+    return nn.Module.__getattr__(view, name)
+
+
+def own(value: Any) -> Any:
+    """A copy of a container, so that what a forward appends stays with the view."""
+    return value.copy() if type(value) in (list, dict, set) else value
+
+
+class Globals(dict[str, Any]):
+    """The globals of a forward as its trace sees them; nothing is changed in the module that they are of."""
+
+    def __init__(self, original: dict[str, Any], tracer: Tracer, opaque: frozenset[str]) -> None:
+        super().__init__()
+        self.original, self.tracer, self.opaque = original, tracer, opaque
+
+    def __missing__(self, name: str) -> Any:
+        if name == "isinstance" and name not in self.original:
+            value: Any = _isinstance
+        else:
+            value = self._traced(name, self.original[name])
+        self[name] = value
+        return value
+
+    def _traced(self, name: str, value: Any) -> Any:
+        if value is torch:
+            return _Torch(self.tracer)
+        if name == "ALL_ATTENTION_FUNCTIONS":  # transformers' table of them: each is one operation
+            return SimpleNamespace(get_interface=lambda _name, function: _recorded(self.tracer, function))
+        if name in self.opaque or (
+            getattr(value, "__name__", "") in _CREATION and getattr(torch, value.__name__, None) is value
+        ):
+            return _recorded(self.tracer, value)
+        if isinstance(value, FunctionType) and value.__globals__ is self.original:
+            return with_globals(value, self)
+        return value
+
+
+def with_globals(function: FunctionType, namespace: dict[str, Any]) -> FunctionType:
+    copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+class _Torch:
+    """The module ``torch``, except that creation functions are recorded."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        if name == "is_tensor":
+            return lambda x: isinstance(x, (fx.Proxy, torch.Tensor))
+        return _recorded(self._tracer, value) if name in _CREATION else value
+
+
+def _recorded(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
+    def record(*args: Any, **kwargs: Any) -> Any:
+        if tracer.nodes((args, kwargs)):
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return record
+
+
+def _isinstance(value: Any, classes: Any) -> bool:
+    """``isinstance``, for which a traced value is a tensor."""
+    if isinstance(value, fx.Proxy):
+        return torch.Tensor in (classes if isinstance(classes, tuple) else (classes,))
+    return isinstance(value, classes)
