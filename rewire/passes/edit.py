@@ -227,7 +227,7 @@ class _Editor:
 
     def _made_of_elements(self, method: str, element: ast.AST, how: Sequence[str]) -> list[Change]:
         """A line behind ``x[mask] = y``, by which elements of the value have changed."""
-        name: Any = element
+        name: Any = element.target if isinstance(element, ast.AugAssign) else element
         while isinstance(name, ast.Subscript):
             name = name.value
         if not isinstance(name, ast.Name):

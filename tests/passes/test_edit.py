@@ -99,6 +99,16 @@ class Transposed(PreNorm):
         return x + self.mlp(self.ln_2(x))
 
 
+class WrittenInPart(PreNorm):
+    """A branch is added to some elements of the sum only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        chosen = torch.arange(x.shape[1]) > 0
+        x[:, chosen] += self.mlp(self.ln_2(x[:, chosen]))
+        return x
+
+
 class SeveralLines(PreNorm):
     """Comments, strings and brackets over several lines stay."""
 
@@ -126,7 +136,18 @@ class OneLine(PreNorm):
     def forward(self, x: Tensor) -> Tensor: return x + self.mlp(self.ln_1(x))  # fmt: skip
 
 
-BLOCKS = [GPTJ, NormInTraining, NoiseBetween, WrittenTo, Augmented, Transposed, SeveralLines, Walrus, OneLine]
+BLOCKS = [
+    GPTJ,
+    NormInTraining,
+    NoiseBetween,
+    WrittenTo,
+    WrittenInPart,
+    Augmented,
+    Transposed,
+    SeveralLines,
+    Walrus,
+    OneLine,
+]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
