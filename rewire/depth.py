@@ -18,18 +18,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rewire.connection import Connection
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.kernels.fused_qkv import project_fused
 from rewire.stream import Stream
 from rewire.topologies.base import Ways
 
-if TYPE_CHECKING:
-    from rewire.gate import Entry, Gate
+
+@dataclasses.dataclass
+class Entry:
+    """What one function knows of one trunk.
+
+    Attributes:
+        trunk: its name.
+        connection: opens the stream, if the function stands at its start; otherwise None.
+        adds: for each position of the stream at which the function may be called, the adds that it makes then.
+    """
+
+    trunk: str
+    connection: Connection | None
+    adds: dict[int, int]
 
 
 class Live:
@@ -83,8 +96,8 @@ class Live:
 class Depth:
     """The residual streams of one call of an edited forward."""
 
-    def __init__(self, gate: Gate) -> None:
-        self.gate = gate
+    def __init__(self, block: str, where: str, entries: Sequence[Entry]) -> None:
+        self.block, self.where, self.entries = block, where, entries
         self.live: list[Live] = []
         self.read_apart: list[tuple[Tensor, Ways]] = []  # what stands for them, and values for queries, keys, values
 
@@ -116,7 +129,7 @@ class Depth:
         """
         if isinstance(value, (list, tuple)):
             opened, tensors = [], 0
-            may_start = self.gate.entries[trunk].connection is not None
+            may_start = self.entries[trunk].connection is not None
             may_start = may_start or not any(isinstance(part, Stream) for part in value)
             for part in value:
                 starts = begin and may_start and tensors == (item or 0)
@@ -128,17 +141,17 @@ class Depth:
             return known.values[0]
         if isinstance(value, Stream):
             return self._came(value if awaiting else value.settled(), norm)
-        entry = self.gate.entries[trunk]
+        entry = self.entries[trunk]
         if isinstance(value, Tensor) and begin and not any(live.entry is entry and live.start for live in self.live):
             return self._began(value, norm, entry)
         return value
 
     def _came(self, stream: Stream, norm: nn.Module | None) -> Tensor:
-        entry = next((entry for entry in self.gate.entries if entry.trunk == stream.layout.trunk), None)
+        entry = next((entry for entry in self.entries if entry.trunk == stream.layout.trunk), None)
         if entry is None or stream.position not in entry.adds:
-            places = [f"{' or '.join(map(str, e.adds))} of trunk '{e.trunk}'" for e in self.gate.entries]
+            places = [f"{' or '.join(map(str, e.adds))} of trunk '{e.trunk}'" for e in self.entries]
             raise OutOfOrder(
-                f"block '{self.gate.block}' was called out of order: it belongs after residual add "
+                f"block '{self.block}' was called out of order: it belongs after residual add "
                 f"{' and '.join(places)}, the stream is at {stream.position} of trunk '{stream.layout.trunk}'."
             )
         return self._added(Live(stream, entry, stream), norm)
@@ -146,18 +159,18 @@ class Depth:
     def _began(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
         if entry.connection is None and value.dtype == torch.float16:
             raise UnsupportedCall(
-                f"block '{self.gate.block}' was given a plain tensor where a stream belongs. Some models (T5, BART) "
+                f"block '{self.block}' was given a plain tensor where a stream belongs. Some models (T5, BART) "
                 "clamp their states in float16 between the adds: use bfloat16 or float32."
             )
         if entry.connection is None:
             raise OutOfOrder(
-                f"block '{self.gate.block}' was given a plain tensor, but it belongs after residual add "
+                f"block '{self.block}' was given a plain tensor, but it belongs after residual add "
                 f"{next(iter(entry.adds))} of trunk '{entry.trunk}' and needs the stream that the block before it "
                 "returns. Call the blocks in the model's order and hand on what they return."
             )
         if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
             raise UnsupportedCall(
-                f"block '{self.gate.block}' runs under re-entrant activation checkpointing, which loses the gradients "
+                f"block '{self.block}' runs under re-entrant activation checkpointing, which loses the gradients "
                 "of the residual stream. Use torch.utils.checkpoint(..., use_reentrant=False)."
             )
         return self._added(Live(entry.connection(value), entry, value), norm)
@@ -187,7 +200,7 @@ class Depth:
             item = item if awaiting else item.settled()
             live = next((live for live in self.live if live.stream.layout.trunk == item.layout.trunk), None)
             if live is None:
-                entry = next((entry for entry in self.gate.entries if entry.trunk == item.layout.trunk), None)
+                entry = next((entry for entry in self.entries if entry.trunk == item.layout.trunk), None)
                 return self._added(Live(item, entry), norm)
             live.stream, live.given = item, False
             return live.read(norm)
@@ -276,7 +289,7 @@ class Depth:
         live, before = next(found, (None, ()))
         if live is None:
             raise OutOfOrder(
-                f"a residual add of block '{self.gate.block}' ({self.gate.where}) has another shortcut than the value "
+                f"a residual add of block '{self.block}' ({self.where}) has another shortcut than the value "
                 "of its residual stream: something between the adds made a new tensor of it when the model was called "
                 "with these arguments. Pass example_inputs that take the same way through the model, or leave the "
                 "trunk out with trunks=[...]."
@@ -288,7 +301,7 @@ class Depth:
         self._check_unchanged(live)
         if live.stream.awaiting:
             raise OutOfOrder(
-                f"block '{self.gate.block}' ({self.gate.where}) reads the sum of residual add {live.stream.position} "
+                f"block '{self.block}' ({self.where}) reads the sum of residual add {live.stream.position} "
                 f"of trunk '{live.stream.layout.trunk}' as it is, where other operations followed when the model was "
                 "rewired: this call takes another way through the code. example_inputs have to take the way that "
                 "training does."
@@ -304,7 +317,7 @@ class Depth:
         """A value on the way from the sum to `push`: what the stream goes on with, if nothing more is made of it."""
         if item is not None and isinstance(value, (tuple, list)):
             return _with_item(value, item, lambda part: self.carry(part, trunk))
-        name = self.gate.entries[trunk].trunk
+        name = self.entries[trunk].trunk
         live = next((live for live in self.live if live.stream.layout.trunk == name), None)
         if live is not None and live.stream.awaiting:
             live.stream = dataclasses.replace(live.stream, hidden=(value,))
@@ -315,7 +328,7 @@ class Depth:
         """The state that the operations behind an add have made of its sum; ``item``: which of a tuple's tensors."""
         if item is not None and isinstance(state, (tuple, list)):
             return _with_item(state, item, lambda part: self.push(part, norm, trunk))
-        name = self.gate.entries[trunk].trunk
+        name = self.entries[trunk].trunk
         live = next((live for live in self.live if live.stream.layout.trunk == name), None)
         if live is None or not live.stream.awaiting:
             return state
@@ -324,7 +337,7 @@ class Depth:
 
     def start(self, value: Any, trunk: int = 0) -> Any:
         """The value at which a trunk starts, behind an ``if`` on one way of which it was made."""
-        entry = self.gate.entries[trunk]
+        entry = self.entries[trunk]
         begun = any(live.stream.layout.trunk == entry.trunk for live in self.live)
         if begun or entry.connection is None or not isinstance(value, Tensor):
             return value
@@ -332,7 +345,7 @@ class Depth:
 
     def settle(self, value: Any, trunk: int = 0) -> Any:
         """The next state, behind an ``if`` on one way of which it was made: on the others it is the sum as it was."""
-        name = self.gate.entries[trunk].trunk
+        name = self.entries[trunk].trunk
         live = self._find(value) if isinstance(value, Tensor) else None
         return self.push(value, trunk=trunk) if live is not None and live.stream.layout.trunk == name else value
 
@@ -440,7 +453,7 @@ class Depth:
         if not live.stream.awaiting and [*map(_version, live.values)] != live.versions:
             raise OutOfOrder(
                 f"the value of trunk '{live.stream.layout.trunk}' was written to in place in block "
-                f"'{self.gate.block}' ({self.gate.where}), after the stream was read: earlier states that other blocks "
+                f"'{self.block}' ({self.where}), after the stream was read: earlier states that other blocks "
                 "read would not change with it. Write `x = x.masked_fill(..)`, without the underscore, or pass "
                 "example_inputs for which this happens."
             )
@@ -450,14 +463,14 @@ class Depth:
         ran = stream.position - live.start
         if entry is not None and ran != entry.adds.get(live.start, ran):
             raise OutOfOrder(
-                f"block '{self.gate.block}' ({self.gate.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
+                f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
                 f"this call, and {entry.adds[live.start]} when it was rewired: a branch was skipped, or the call takes "
                 "another way through its code. Layer dropping has to be off; example_inputs have to take the way that "
                 "training does."
             )
         if not leaves and not stream.complete:
             raise OutOfOrder(
-                f"block '{self.gate.block}' ({self.gate.where}) returned without the value of trunk "
+                f"block '{self.block}' ({self.where}) returned without the value of trunk "
                 f"'{stream.layout.trunk}' after {stream.position} of its {len(stream.layout.units)} residual adds."
             )
 

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
-from rewire.connection import Connection
-from rewire.depth import Depth, mapped
+from rewire.depth import Depth, Entry, mapped
 from rewire.errors import OutOfOrder
 from rewire.passes.functions import clone, function_of
 from rewire.passes.install import edited_function
 from rewire.stream import Stream
-
-
-@dataclasses.dataclass
-class Entry:
-    """What one function knows of one trunk.
-
-    Attributes:
-        trunk: its name.
-        connection: opens the stream, if the function stands at its start; otherwise None.
-        adds: for each position of the stream at which the function may be called, the adds that it makes then.
-    """
-
-    trunk: str
-    connection: Connection | None
-    adds: dict[int, int]
 
 
 class Gate:
@@ -77,7 +60,7 @@ class Gate:
 
     def enter(self) -> Depth:
         """What one call of the function talks to."""
-        return Depth(self)
+        return Depth(self.block, self.where, self.entries)
 
     def ended(self, value: Any) -> Any:
         """What a variable holds behind the calls of the blocks: the trunk's output.

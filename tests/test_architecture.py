@@ -23,10 +23,8 @@ def modules() -> dict[str, Path]:
 
 
 def imported(node: ast.AST, known: dict[str, Path]) -> Iterator[str]:
-    """The modules of the package that are imported anywhere in ``node``, but for the sake of types."""
+    """The modules of the package that are imported anywhere in ``node``, for the sake of types alone, too."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
         if isinstance(child, ast.ImportFrom) and child.module:
             names = [f"{child.module}.{alias.name}" for alias in child.names]
             yield from (name if name in known else child.module for name in names)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rewire.connection import coefficients, connections
-from rewire.diagnostics.measure import TrunkSignals, diagnose
+from rewire.diagnostics.measure import diagnose
+from rewire.diagnostics.signals import TrunkSignals
 from rewire.plotting import plot_heatmap
 
 #: Called with values by name and the number of the step.

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from rewire.connection import Connection
+from rewire.depth import Entry
 from rewire.errors import EditError
-from rewire.gate import Entry, Gate
+from rewire.gate import Gate
 from rewire.kernels.norms import copy_mark, unmark
 from rewire.passes.edits import FunctionPlan
 from rewire.passes.fusions import NORMS

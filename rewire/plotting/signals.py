@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from rewire.diagnostics.measure import SiteSignals, TrunkSignals
+    from rewire.diagnostics.signals import SiteSignals, TrunkSignals
 
 _COLORS = {"attention": BLUE, "ffn": RED, "cross-attention": TEAL, "conv": BLUE, "parallel": TEAL, "branch": GREY}
 _DOTTED = (0, (1, 1.5))

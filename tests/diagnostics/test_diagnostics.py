@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 import rewire
 from rewire.cli import app
 from rewire.diagnostics.jacobian import mean_squared_singular_value
-from rewire.diagnostics.measure import BlockSignals, Diagnosis, TrunkSignals, diagnose
+from rewire.diagnostics.measure import Diagnosis, diagnose
 from rewire.diagnostics.observing import observed
+from rewire.diagnostics.signals import BlockSignals, TrunkSignals
 from rewire.errors import AlreadyRewired, BadExampleInputs, NoResidualAdds, RewireError, ShardedModel
 from rewire.patterns import tiny
 

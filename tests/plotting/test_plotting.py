@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import rewire
 from rewire import plotting
 from rewire.diagnostics.jacobian import Chi
-from rewire.diagnostics.measure import BlockSignals, SiteSignals, TrunkSignals
+from rewire.diagnostics.signals import BlockSignals, SiteSignals, TrunkSignals
 from rewire.plotting import plot_arcs, plot_bars, plot_curves, plot_heatmap, plot_signals
 from rewire.topologies import ANCRe, DenseFormer
 from rewire.topologies.base import Dims

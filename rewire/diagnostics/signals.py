@@ -1,0 +1,97 @@
+"""What `rewire.diagnose` measures: signals at residual adds, in blocks and in trunks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from rewire.diagnostics.jacobian import Chi
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteSignals:
+    """Signals at one residual add, site t of 1..T.
+
+    ``h_{t-1}`` is what its branch reads, ``h_t`` what the next one reads, ``h_T`` the trunk's output; of an attention
+    that reads q, k and v apart it is the residual way. The norm of a hidden state is the L2 norm over its channels,
+    averaged over all positions (examples, tokens, pixels; padding counts), in float32 or better.
+
+    Attributes:
+        name: path of the branch's main module from the model's root.
+        kind: ``attention``, ``ffn``, ..., as `rewire.inspect` says.
+        stream: norm of ``h_{t-1}``.
+        branch: norm of ``f_t``, what the branch adds.
+        update: norm of ``h_t - h_{t-1}``. In a plain pre-norm model it is that of ``f_t``; topologies and post-norms
+            change more than the branch adds.
+        cosine: of ``h_{t-1}`` and ``h_t`` over the channels, averaged over all positions.
+        gradient: L2 norm, over everything, of the loss's gradient in ``f_t`` as the branch returned it (the first
+            output, if several are added). In a plain pre-norm model it is that of the stream after the add. None if
+            nothing in the branch has a gradient.
+        weight_gradient: L2 norm of the loss's gradient in all weights of the branch's main module, all uses of a
+            shared one together; None if none of them is trained.
+    """
+
+    name: str
+    kind: str
+    stream: float
+    branch: float
+    update: float
+    cosine: float
+    gradient: float | None
+    weight_gradient: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSignals:
+    """How much a block changes the hidden state.
+
+    Attributes:
+        path: of the block.
+        influence: ``1 - cosine``, the Block Influence of ShortGPT (arXiv 2403.03853, Equation 1), accurate where the
+            cosine rounds to 1.
+    """
+
+    path: str
+    influence: float
+
+    @property
+    def cosine(self) -> float:
+        """Of its input and its output (what its first branch reads, and the first branch of the next block).
+
+        Over the channels, averaged over all positions.
+        """
+        return 1 - self.influence
+
+
+@dataclasses.dataclass(frozen=True)
+class TrunkSignals:
+    """Signals in one trunk.
+
+    Attributes:
+        name: of the trunk.
+        sites: its residual adds, in order.
+        blocks: its blocks, in order, each as often as it is called.
+        output: norm of the trunk's output ``h_T`` (see `SiteSignals`).
+        input_gradient: L2 norm, over everything, of the loss's gradient in the trunk's input ``x_0``.
+        chi: mean squared singular value of the Jacobian from ``x_0`` to ``h_T``, all positions of the batch together
+            (examples do not interact, so it is their mean); None if it was not asked for.
+    """
+
+    name: str
+    sites: tuple[SiteSignals, ...]
+    blocks: tuple[BlockSignals, ...]
+    output: float
+    input_gradient: float
+    chi: Chi | None
+
+    @property
+    def effective_depth(self) -> float:
+        """How many blocks do the work: from 1 (one block makes all changes) to the number of blocks (all alike).
+
+        ``exp(-sum_b p_b log p_b)`` with ``p_b`` the block's share of the sum of all influences: the Hill number of
+        order 1, as in the effective rank of Roy and Vetterli (EUSIPCO 2007). The notion is that of arXiv 2505.13898,
+        which puts no number on it; this one is ours. 0 if no block changes anything.
+        """
+        influences = [block.influence for block in self.blocks]
+        shares = [value / sum(influences) for value in influences if value > 0]
+        return math.exp(-sum(share * math.log(share) for share in shares)) if shares else 0.0
