@@ -69,7 +69,7 @@ TOPOLOGIES: list[tuple[str, dict[str, Any]]] = [
     ("attnres", {"block": 4}),
     ("muddformer", {}),
 ]
-OPERATIONS = ("open", "write", "merge", "push", "finish")
+OPERATIONS = ("read", "write", "merge", "push", "finish")
 
 
 def llama(vocabulary: int = 1000) -> nn.Module:
