@@ -7,7 +7,7 @@ DEV := .venv
 DEMO := .venv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint bench papers clean
+.PHONY: help env demo test slow lint bench papers clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 8
@@ -17,8 +17,11 @@ env: $(DEV)/stamp  ## create the development environment, .venv
 demo: $(DEMO)/stamp  ## train a small language model with and without learned depth connections
 	$(DEMO)/bin/python examples/train_lm.py
 
-test: env  ## run the whole test suite
+test: env  ## run the tests
 	$(DEV)/bin/pytest -n $(JOBS)
+
+slow: env  ## run the tests that take long: kernels in Triton's interpreter, compiled and distributed models
+	$(DEV)/bin/pytest -n $(JOBS) -m slow
 
 lint: env  ## check style and types
 	$(DEV)/bin/ruff check

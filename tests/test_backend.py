@@ -60,6 +60,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_flat_graph_gives_the_numbers_of_rewired_blocks(name: str) -> None:
     make, args, kwargs, topology = MODELS[name]

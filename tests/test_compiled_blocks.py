@@ -21,6 +21,7 @@ from rewire.patterns.tiny import tiny_config
 DEPTH = 16
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("fresh_dynamo"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # which Dynamo hides
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import two_processes
 
 
@@ -19,5 +20,6 @@ def test_training_is_that_of_one_process(tmp_path: Path) -> None:
     run(tmp_path, *trains, "sharded_before", "no_own_group")
 
 
+@pytest.mark.slow
 def test_every_topology(tmp_path: Path) -> None:
     run(tmp_path, "fsdp_every_topology", "fsdp_mixed_every_topology")

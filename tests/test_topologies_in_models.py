@@ -251,6 +251,7 @@ def test_gradient_checkpointing(key: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [*FAMILIES, "ancre-keep", "dca", "laurel-rw", "laurel-lr", "rezero", "attnres-groups"])
 def test_torch_compile(key: str) -> None:
     """Of hand-written blocks, which Dynamo reads faster than a library's; tests/test_torch_compile.py has those."""

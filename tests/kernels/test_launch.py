@@ -21,6 +21,7 @@ GUARD = 64  # elements around each tensor, NaN
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_in_the_interpreter(tmp_path: Path) -> None:
     interpret(f"{__file__}::TestKernels", tmp_path)

@@ -23,6 +23,8 @@ from triton.runtime.jit import create_function_from_signature
 from rewire.kernels import MixSpec, grid, traffic
 from rewire.kernels.grid import Launch
 
+pytestmark = pytest.mark.slow
+
 BF16, F32 = torch.bfloat16, torch.float32
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -217,6 +217,7 @@ def test_a_norm_is_left_alone_where_the_dtype_or_width_of_its_input_is_another()
     assert norm_of(module, torch.randn(2, 2 * WIDTH)) is None
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_in_the_interpreter(tmp_path: Path) -> None:
     interpret(f"{__file__}::TestFused", tmp_path)

@@ -23,6 +23,7 @@ N, WIDTH = 3, 24
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_in_the_interpreter(tmp_path: Path) -> None:
     interpret(f"{__file__}::TestOperators", tmp_path)

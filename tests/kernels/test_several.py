@@ -177,6 +177,7 @@ class TestPlain(Cases):
         assert torch.autograd.gradgradcheck(function, (streams, weights, write, *branches))
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_in_the_interpreter(tmp_path: Path) -> None:
     interpret(f"{__file__}::TestByKernels", tmp_path)

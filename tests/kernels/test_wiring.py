@@ -25,6 +25,7 @@ OPERATORS = ("mix", "mix_norm", "mix_backward", "mix_norm_backward", "gather", "
 TOLERANCE = 1e-5
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_in_the_interpreter(tmp_path: Path) -> None:
     interpret(f"{__file__}::TestWiring", tmp_path)
