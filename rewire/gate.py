@@ -50,7 +50,8 @@ class Gate:
         """What to call in place of a closure, or of an object with a ``__call__``: if it is still the one found."""
         function, bound = function_of(called)
         assert self.function is not None and self.original is not None
-        if function is None or function.__code__ != self.original.__code__:
+        same = function is not None and function.__code__ == self.original.__code__
+        if function is None or not same or function.__globals__ is not self.original.__globals__:
             return called  # another one by now: the stream will miss its residual adds, and say so
         edited = self.function
         if function.__closure__:

@@ -7,8 +7,10 @@ Models that cannot be connected by nature are refused, by name.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import models
@@ -1097,6 +1099,39 @@ def test_adds_in_closures_that_call_other_functions() -> None:
     assert "gate.helpers['_depth__plain_add'](branch, depth.give(residual), scale)" in rewire.source(
         rewired, "layers.0"
     )
+
+
+CLOSURES = """
+from models import PreNorm
+
+FACTOR = 1.0
+
+
+def add_with():
+    def add(branch, residual):
+        return residual + branch * FACTOR
+
+    return add
+
+
+class Block(PreNorm):
+    def forward(self, x):
+        add = add_with()
+        x = add(self.attn(self.ln_1(x)), x)
+        return add(self.mlp(self.ln_2(x)), x)
+"""
+
+
+def test_closures_of_two_files_with_the_same_text(tmp_path: Path) -> None:
+    for factor in (1.0, 0.5):
+        path = tmp_path / f"closures_{factor:.0%}.py"
+        path.write_text(CLOSURES)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.FACTOR = factor  # equal code, other globals
+        assert_connected(Stack(module.Block), {"layers": 2 * DEPTH}, vectors())
 
 
 def _counted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -36,7 +36,8 @@ def forward_of(module: nn.Module) -> Decorated:
     return undecorated(getattr(own, "__func__", own))
 
 
-_CLOSURES: dict[CodeType, FunctionType] = {}  # stand-ins
+#: Stand-ins, by the identities of code and globals, which they hold: code of two files may be equal.
+_CLOSURES: dict[tuple[int, int], FunctionType] = {}
 
 
 def function_with(code: CodeType, namespace: dict[str, Any]) -> FunctionType:
@@ -52,11 +53,12 @@ def function_with(code: CodeType, namespace: dict[str, Any]) -> FunctionType:
         found = getattr(found, attribute, None)
     if isinstance(found, FunctionType) and found.__code__ is code:
         return found
-    if code not in _CLOSURES:  # always the same one, as others remember functions
+    key = id(code), id(namespace)
+    if key not in _CLOSURES:  # always the same one, as others remember functions
         cells = tuple(CellType() for _ in code.co_freevars)
-        _CLOSURES[code] = FunctionType(code, namespace, closure=cells)
-        _CLOSURES[code].__qualname__ = code.co_qualname
-    return _CLOSURES[code]
+        _CLOSURES[key] = FunctionType(code, namespace, closure=cells)
+        _CLOSURES[key].__qualname__ = code.co_qualname
+    return _CLOSURES[key]
 
 
 def function_of(value: Any) -> tuple[FunctionType | None, tuple[Any, ...]]:
