@@ -172,7 +172,7 @@ def main(
 ) -> None:
     """Train a plain Llama, then train on with and without learned depth connections."""
     names = [PLAIN, *dict.fromkeys(filter(None, topologies.split(",")))]
-    unknown = [name for name in names[1:] if name not in rewire.topologies()]
+    unknown = [name for name in names[1:] if name not in rewire.list_topologies()]
     if unknown:
         raise typer.BadParameter(f"there is no topology {unknown[0]!r}.", param_hint="--topologies")
     config, retrofit, console = Config(steps, seed, layers=layers), Retrofit(extra), Console()

@@ -26,17 +26,17 @@ from rewire.errors import (
     WidthMismatch,
 )
 from rewire.freezing import freeze
-from rewire.init import Initializer, initialize, initializers, register_initializer
+from rewire.init import Initializer, initialize, list_initializers, register_initializer
 from rewire.init.roles import roles
 from rewire.kernels.fused_qkv import Fused
 from rewire.logs import show_those_of_the_environment
 from rewire.passes.fusions import fusions
 from rewire.passes.rewrite import restore
-from rewire.patterns import Pattern, patterns, register_pattern
+from rewire.patterns import Pattern, list_patterns, register_pattern
 from rewire.plotting.draw import plot
 from rewire.saving.folder import load, save
 from rewire.saving.pretrained import from_pretrained
-from rewire.topologies import ANCRe, Dims, Residual, Topology, Ways, register_topology, topologies
+from rewire.topologies import ANCRe, Dims, Recurrence, Residual, Topology, Ways, list_topologies, register_topology
 from rewire.training import parameter_groups, sparsity_penalty
 
 __version__ = "0.1.0"
@@ -57,6 +57,7 @@ __all__ = [
     "NoResidualAdds",
     "OutOfOrder",
     "Pattern",
+    "Recurrence",
     "Residual",
     "RewireError",
     "ShardedModel",
@@ -77,11 +78,12 @@ __all__ = [
     "from_pretrained",
     "fusions",
     "initialize",
-    "initializers",
     "inspect",
+    "list_initializers",
+    "list_patterns",
+    "list_topologies",
     "load",
     "parameter_groups",
-    "patterns",
     "plot",
     "register_initializer",
     "register_pattern",
@@ -91,5 +93,4 @@ __all__ = [
     "save",
     "source",
     "sparsity_penalty",
-    "topologies",
 ]

@@ -103,10 +103,10 @@ def diff_command(model: Model, topology: Topology = "ancre-ingoing", granularity
 def list_command() -> None:
     """List the topologies, initialisers and architectures that are known here, those of plug-ins included."""
     console = _console()
-    console.print(_table("Topologies", rewire.topologies()))
+    console.print(_table("Topologies", rewire.list_topologies()))
     console.print(_table("Shapes that bench knows", shapes()))
-    console.print(_table("Initialisers", rewire.initializers() or {"none": ""}))
-    console.print(_table("Architectures whose names are known; of others, the structure tells", rewire.patterns()))
+    console.print(_table("Initialisers", rewire.list_initializers() or {"none": ""}))
+    console.print(_table("Architectures whose names are known; of others, the structure tells", rewire.list_patterns()))
 
 
 @app.command("plot")

@@ -85,12 +85,12 @@ def compile(
 
     Args:
         model: any module, on any device (meta, too). It keeps behaving as before; its parameters are shared.
-        topology: a name (`rewire.topologies` lists them) or a `Topology` object; or a dict of these by trunk, for
+        topology: a name (`rewire.list_topologies` lists them) or a `Topology` object; or a dict of these by trunk, for
             trunks with different topologies: the key is the name of a trunk or a part of its path (``"encoder"``).
             Trunks that the dict does not name are left as they are.
-        init: an initialiser or its name (`rewire.initializers` lists them): the rewired model gets weights of its own,
-            with new values (see `rewire.initialize`); validation comes before. None keeps the weights. On the meta
-            device nothing is initialised, and a warning is logged: call `rewire.initialize` after ``to_empty``.
+        init: an initialiser or its name (`rewire.list_initializers` lists them): the rewired model gets weights of its
+            own, with new values (see `rewire.initialize`); validation comes before. None keeps the weights. On the
+            meta device nothing is initialised, and a warning is logged: call `rewire.initialize` after ``to_empty``.
         granularity: what the topology connects: whole ``"block"``s, each ``"sublayer"`` (residual add) by itself, or
             what the topology's paper does (``"auto"``).
         start: ``"preserve"``: start as the original network, up to rounding; ``"paper"``: start as published.

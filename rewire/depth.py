@@ -80,7 +80,7 @@ class Live:
         if stream.complete:
             value = stream.finish()
         elif stream.awaiting:
-            value = stream.hidden[0]
+            value = stream.value()
         elif norm is not None and not stream.layout.reads_apart(stream.position):
             value, self.normed, self.stream = stream.read_normed(norm)
             self.norm = norm
@@ -320,7 +320,7 @@ class Depth:
         name = self.entries[trunk].trunk
         live = next((live for live in self.live if live.stream.layout.trunk == name), None)
         if live is not None and live.stream.awaiting:
-            live.stream = dataclasses.replace(live.stream, hidden=(value,))
+            live.stream = live.stream.carrying(value)
             live.read(None)
         return value
 

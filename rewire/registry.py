@@ -20,7 +20,7 @@ class Registry(Generic[V]):
 
     Args:
         kind: singular, for messages ("topology").
-        plural: the public function that lists the names ("topologies").
+        plural: for messages ("topologies"): `rewire.list_<plural>` lists the names.
         entry_points: group of entry points; each one is loaded, which registers what its module declares.
     """
 
@@ -39,7 +39,7 @@ class Registry(Generic[V]):
             return self._entries[name]
         near = difflib.get_close_matches(name, self._entries, n=3, cutoff=0.4)
         hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
-        raise UnknownName(f"there is no {self.kind} '{name}'.{hint} rewire.{self.plural}() lists all of them.")
+        raise UnknownName(f"there is no {self.kind} '{name}'.{hint} rewire.list_{self.plural}() lists all of them.")
 
     def items(self) -> Iterator[tuple[str, V]]:
         self._discover()

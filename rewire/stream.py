@@ -19,7 +19,7 @@ from rewire.errors import OutOfOrder, WidthMismatch
 from rewire.kernels.history import History
 from rewire.kernels.mix import Mix
 from rewire.kernels.operators import uses_kernels
-from rewire.topologies.base import Dims, States, Ways, computed, total
+from rewire.topologies.base import Dims, Recurrence, States, Ways, computed, total
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,6 +62,12 @@ class Layout:
         # weights of one number per state do not care, and moving would change the order of sums in the backward pass
         self.channel_dim = channel_dim if topology.needs_width else -1
 
+    @property
+    def recurrence(self) -> Recurrence:
+        """The topology, where the model makes states of its sums, or a sum waits for a norm."""
+        assert isinstance(self.topology, Recurrence)
+        return self.topology
+
     def opens_unit(self, site: int) -> bool:
         return site == 0 or self.units[site - 1] != self.units[site]
 
@@ -95,32 +101,64 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Settled:
+    """A stream holds nothing but its states: the last unit is written, and the next one has not read."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reading:
+    """A branch of the next unit is running.
+
+    Attributes:
+        parts: what it has read, or tensors that this is the sum of (in a unit of several sites ``r + f_1 + ...``).
+        branch: between the sites of a unit, the sum of the branch outputs so far; otherwise None.
+        ways: what was read, if queries, keys and values have inputs of their own.
+    """
+
+    parts: tuple[Tensor, ...]
+    branch: Tensor | None = None
+    ways: Ways | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unsummed:
+    """The state of the last unit was not computed yet: it waits for the norm of the next read, for one kernel for both.
+
+    Attributes:
+        branches: outputs of the unit's branches.
+    """
+
+    branches: tuple[Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Awaiting:
+    """The model makes the next state of the last add's sum (post-norm blocks), and `Stream.push` is to bring it.
+
+    Attributes:
+        sum: of the add.
+    """
+
+    sum: Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Stream:
     """The state of the residual stream after ``position`` residual adds.
 
     Attributes:
         states: the tensors of the topology.
-        hidden: once the next branch's value was read: that value, or tensors that it is the sum of (in a unit of
-            several sites ``r + f_1 + ...``); otherwise empty.
-        branch: between the sites of a unit, the sum of the branch outputs so far; otherwise None.
+        held: what there is beside them, by its type.
         weights: effective connection weights, computed once per forward when the stream was opened.
         layout: what is fixed about the trunk.
         position: number of residual adds written so far.
-        pending: branch outputs of the last residual add, if the state that they make was not computed yet: it waits
-            for the norm of the next read, for one kernel to do both.
-        ways: where queries, keys and values are read apart, what was read, beside `hidden`.
-        awaiting: `hidden` is the sum of the last residual add; `push` is to bring the state that is made of it.
     """
 
     states: States
-    hidden: tuple[Tensor, ...]
-    branch: Tensor | None
+    held: Settled | Reading | Unsummed | Awaiting
     weights: Weights
     layout: Layout
     position: int = 0
-    pending: tuple[Tensor, ...] = ()
-    awaiting: bool = False
-    ways: Ways | None = None
 
     @classmethod
     def begin(cls, x: Tensor, weights: Any, layout: Layout) -> Stream:
@@ -135,12 +173,17 @@ class Stream:
                 f"trunk '{layout.trunk}' was found to be {width} channels wide (dimension {dim}), but its input has "
                 f"shape {tuple(x.shape)}. Use a topology with one weight per state, or trunks=[...] to leave it out."
             )
-        return cls(layout.topology.start(layout.channels_last(x), weights), (), None, Weights(weights), layout)
+        return cls(layout.topology.start(layout.channels_last(x), weights), Settled(), Weights(weights), layout)
 
     @property
     def complete(self) -> bool:
         """Whether every residual add of the trunk has been written."""
         return self.position == len(self.layout.units) and not self.awaiting
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether `push` is to bring the state that the model makes of the last add's sum."""
+        return isinstance(self.held, Awaiting)
 
     @property
     def like(self) -> Tensor:
@@ -207,15 +250,15 @@ class Stream:
         That is ``r_t`` of the topology, or inside a unit its running value. An attention may get `Ways`, one value
         each for its queries, keys and values.
         """
-        if self.ways is not None:
-            return self.ways, self
+        if isinstance(self.held, Reading) and self.held.ways is not None:
+            return self.held.ways, self
         value, stream = self._due()
         if not isinstance(value, Ways):
             value = computed(value)
             if not self.layout.reads_apart(self.position):
                 return value, stream._opened(value)
             value = Ways(value, value, value, value)
-        return value, dataclasses.replace(stream._opened(value.residual), ways=value)
+        return value, stream._opened(value.residual, value)
 
     def read_normed(self, norm: nn.Module) -> tuple[Tensor, Tensor, Stream]:
         """`read`, and what ``norm`` makes of the value: by one kernel, if the value is a sum yet to be computed.
@@ -229,33 +272,34 @@ class Stream:
 
     def _due(self) -> tuple[Tensor | Mix | Ways, Stream]:
         """What the next branch reads, perhaps yet to be computed, and the stream that `_opened` completes."""
-        layout = self.layout
-        if self.pending:
+        layout, held = self.layout, self.held
+        if isinstance(held, Unsummed):
             unit = layout.units[self.position - 1]
-            return layout.topology.merge(self.states, self.weights.value, unit, *self.pending), self
-        if self.hidden:
-            return self.hidden[0] if len(self.hidden) == 1 else Mix(added=self.hidden), self
+            return layout.recurrence.merge(self.states, self.weights.value, unit, *held.branches), self
+        if isinstance(held, Reading):
+            return held.parts[0] if len(held.parts) == 1 else Mix(added=held.parts), self
         read = layout.topology.read(self.states, self.weights.value, layout.units[self.position])
         if not isinstance(read, tuple):
             raise TypeError(f"{type(layout.topology).__name__}.read has to return what a unit sees, and the states.")
         value, states = read
-        stream = self._next(states, (), self.branch, 0)
+        stream = self._with(states, Settled())
         if isinstance(value, Ways):
             return Ways(*map(layout.restored, (value.q, value.k, value.v, value.residual))), stream
         return value if layout.channel_dim == -1 else layout.restored(computed(value)), stream
 
-    def _opened(self, value: Tensor) -> Stream:
+    def _opened(self, value: Tensor, ways: Ways | None = None) -> Stream:
         """The stream of `_due` when ``value`` has been read."""
-        if self.pending:
-            return self._settled(value)._due()[1]._opened(value)
-        return self._next(self.states, (value,), self.branch, 0)
+        if isinstance(self.held, Unsummed):
+            return self._pushed(value)._due()[1]._opened(value, ways)
+        branch = self.held.branch if isinstance(self.held, Reading) else None
+        return self._with(self.states, Reading((value,), branch, ways))
 
     def value(self) -> Tensor:
         """The hidden state that the model would have here: what the next branch reads, or the trunk's output."""
         if self.complete:
             return self.finish()
-        if self.awaiting:
-            return self.hidden[0]
+        if isinstance(self.held, Awaiting):
+            return self.held.sum
         value, _ = self.read()
         return value.residual if isinstance(value, Ways) else value
 
@@ -267,56 +311,51 @@ class Stream:
             WidthMismatch: a branch's shape is not the stream's.
         """
         branches = self._fitted(branches)
-        if not self.hidden:
+        if not isinstance(self.held, Reading):
             return self.read()[1].write(*branches)
-        layout, site = self.layout, self.position
-        outputs = branches if self.branch is None else (self.branch, *branches)
+        layout, site, reading = self.layout, self.position, self.held
+        outputs = branches if reading.branch is None else (reading.branch, *branches)
         if site in layout.posts:
-            return dataclasses.replace(self, hidden=(self._merged(outputs),), awaiting=True, position=site + 1)
+            return self._with(self.states, Awaiting(self._merged(outputs)), adds=1)
         if layout.closes_unit(site):  # the topology adds them up: in the same pass as its states
             return self._written(outputs)
-        return self._next(self.states, (*self.hidden, *branches), total(outputs), 1)
+        return self._with(self.states, Reading((*reading.parts, *branches), total(outputs)), adds=1)
 
     def _written(self, branches: Sequence[Tensor]) -> Stream:
         """The stream after the last residual add of a unit, whose outputs are ``branches``."""
         layout = self.layout
         unit, moved = layout.units[self.position], tuple(map(layout.channels_last, branches))
-        if layout.topology.reads_newest and _may_wait(moved[0]):
-            return Stream(self.states, (), None, self.weights, layout, self.position + 1, moved)
-        states = layout.topology.write(self.states, self.weights.value, unit, *moved)
-        return self._next(states, (), None, 1)
-
-    def _settled(self, state: Tensor) -> Stream:
-        """The stream when the state that `pending` branches make has been computed."""
-        layout = self.layout
-        states = layout.topology.push(self.states, self.weights.value, layout.units[self.position - 1], state)
-        return self._next(states, (), None, 0)
+        if isinstance(layout.topology, Recurrence) and layout.topology.reads_newest and _may_wait(moved[0]):
+            return self._with(self.states, Unsummed(moved), adds=1)
+        return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), Settled(), adds=1)
 
     def _merged(self, branches: Sequence[Tensor]) -> Tensor:
         """The sum of the last residual add of a unit, from which `push` gets the new state."""
         layout, unit = self.layout, self.layout.units[self.position]
         moved = map(layout.channels_last, branches)
-        return layout.restored(computed(layout.topology.merge(self.states, self.weights.value, unit, *moved)))
+        return layout.restored(computed(layout.recurrence.merge(self.states, self.weights.value, unit, *moved)))
 
     def push(self, state: Tensor) -> Stream:
         """The stream after the operations behind a residual add made ``state`` of its sum (post-norm blocks)."""
+        return self._pushed(self.layout.channels_last(state))
+
+    def _pushed(self, state: Tensor) -> Stream:
         layout = self.layout
-        unit = layout.units[self.position - 1]
-        states = layout.topology.push(self.states, self.weights.value, unit, layout.channels_last(state))
-        return self._next(states, (), None, 0)
+        states = layout.recurrence.push(self.states, self.weights.value, layout.units[self.position - 1], state)
+        return self._with(states, Settled())
 
     def settled(self) -> Stream:
-        """The stream, where nothing is made of the sum that is `awaiting` it: then that is the state."""
-        return self.push(self.hidden[0]) if self.awaiting else self
+        """The stream, where nothing is made of the sum that is `Awaiting` it: then that is the state."""
+        return self.push(self.held.sum) if isinstance(self.held, Awaiting) else self
+
+    def carrying(self, value: Tensor) -> Stream:
+        """The stream whose sum became ``value`` on the way to `push`."""
+        return self._with(self.states, Awaiting(value))
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Stream:
         """The stream in other dimensions: ``view`` of each tensor that it holds."""
         states = tuple(s.viewed(view) if isinstance(s, History) else view(s) for s in self.states)
-        hidden, pending = tuple(map(view, self.hidden)), tuple(map(view, self.pending))
-        branch = None if self.branch is None else view(self.branch)
-        read = self.ways
-        ways = None if read is None else Ways(*map(view, (read.q, read.k, read.v, read.residual)))
-        return dataclasses.replace(self, states=states, hidden=hidden, branch=branch, pending=pending, ways=ways)
+        return self._with(states, pytree.tree_map(view, self.held))
 
     def leave(self) -> Tensor | Stream:
         """What a block returns: the stream, or after the trunk's last residual add the plain tensor."""
@@ -334,14 +373,14 @@ class Stream:
                 f"trunk '{layout.trunk}' ends after {self.position} of its {len(layout.units)} residual adds: "
                 "a block was skipped. Switch layer dropping off, or rewire the model without these blocks."
             )
-        if self.pending:
+        if isinstance(self.held, Unsummed):
             due, stream = self._due()
             assert not isinstance(due, Ways)
-            return stream._settled(computed(due)).finish()
+            return stream._pushed(computed(due)).finish()
         return layout.restored(layout.topology.finish(self.states, self.weights.value, layout.dims))
 
-    def _next(self, states: States, hidden: tuple[Tensor, ...], branch: Tensor | None, adds: int) -> Stream:
-        return Stream(states, hidden, branch, self.weights, self.layout, self.position + adds)
+    def _with(self, states: States, held: Settled | Reading | Unsummed | Awaiting, adds: int = 0) -> Stream:
+        return Stream(states, held, self.weights, self.layout, self.position + adds)
 
     def _fitted(self, branches: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """``branches`` in the stream's shape."""
@@ -416,16 +455,13 @@ def _may_wait(x: Tensor) -> bool:
 
 
 def _flatten(stream: Stream) -> tuple[list[Any], Any]:
-    read = stream.ways
-    ways = None if read is None else (read.q, read.k, read.v, read.residual)
-    leaves = [stream.states, stream.hidden, stream.branch, stream.pending, ways]
-    return leaves, (stream.weights, stream.layout, stream.position, stream.awaiting)
+    return [stream.states, stream.held], (stream.weights, stream.layout, stream.position)
 
 
 def _unflatten(leaves: Any, context: Any) -> Stream:
-    states, hidden, branch, pending, ways = leaves
-    weights, layout, position, awaiting = context
-    return Stream(states, hidden, branch, weights, layout, position, pending, awaiting, ways and Ways(*ways))
+    return Stream(*leaves, *context)
 
 
 pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name="rewire.Stream")
+for _held in (Settled, Reading, Unsummed, Awaiting, Ways):
+    pytree.register_dataclass(_held, serialized_type_name=f"rewire.{_held.__name__}")

@@ -11,7 +11,7 @@ import rewire
 
 #: Test id -> name and options.
 EVERY: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in rewire.topologies()},
+    **{name: (name, {}) for name in rewire.list_topologies()},
     "ancre-keep": ("ancre-ingoing", {"cascade": "keep"}),
     "denseformer-2x2": ("denseformer", {"dilation": 2, "period": 2}),
     **{f"{name}-last": (name, {"last": 1}) for name in ("grn-v1", "grn-v2", "grn-v3", "dca")},

@@ -20,7 +20,7 @@ from rewire.topologies.base import Dims, Start, States, total
 
 
 @dataclasses.dataclass(frozen=True)
-class Apart(rewire.Topology):
+class Apart(rewire.Recurrence):
     """The plain residual network, except that way w of an attention reads ``a_w x + b_w flip(x)``."""
 
     reads_qkv = True

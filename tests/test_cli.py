@@ -134,7 +134,7 @@ def test_source_is_highlighted_on_a_terminal(run: Run, monkeypatch: pytest.Monke
 
 def test_list(run: Run) -> None:
     output = run("list").output
-    for names in (rewire.topologies(), rewire.initializers(), rewire.patterns()):
+    for names in (rewire.list_topologies(), rewire.list_initializers(), rewire.list_patterns()):
         assert all(name in output for name in names)
     assert "``" not in output
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -32,10 +32,26 @@ ANCRE = "ancre-ingoing"
 
 
 @dataclasses.dataclass(frozen=True)
-class PreNormOnly(rewire.Residual):
+class PreNormOnly(rewire.Topology):
     """Plain connections, for pre-norm trunks."""
 
-    supports_post_norm: ClassVar[bool] = False
+    def parameters(self, dims: rewire.Dims, start: str) -> dict[str, Tensor]:
+        return {}
+
+    def weights(self, parameters: dict[str, Tensor], dims: rewire.Dims) -> None:
+        return None
+
+    def read(self, states: Any, weights: Any, t: int) -> Any:
+        return states[0], states
+
+    def write(self, states: Any, weights: Any, t: int, *branches: Tensor) -> Any:
+        return (states[0] + sum(branches),)
+
+    def finish(self, states: Any, weights: Any, dims: rewire.Dims) -> Tensor:
+        return states[0]
+
+    def matrix(self, weights: Any, dims: rewire.Dims) -> Tensor:
+        return torch.eye(dims.depth)
 
 
 @dataclasses.dataclass(frozen=True)

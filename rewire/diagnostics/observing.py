@@ -19,7 +19,7 @@ from rewire.passes.checks import check_whole
 from rewire.passes.copies import shared
 from rewire.patterns.pattern import Inputs
 from rewire.stream import Layout
-from rewire.topologies.base import Dims, Start, States, Topology, Ways, computed, total
+from rewire.topologies.base import Dims, Recurrence, Start, States, Ways, computed, total
 from rewire.topologies.residual import Residual
 from rewire.trunk import Trunk
 
@@ -127,7 +127,7 @@ class _Inside(NamedTuple):
     branches: tuple[Tensor, ...] = ()
 
 
-class Observed(Topology):
+class Observed(Recurrence[Any]):
     """Another topology, each site by itself: it keeps what branches read and add, and changes nothing.
 
     Where the other one connects whole blocks, the sums inside a block are done here, in the stream's place.
@@ -187,10 +187,12 @@ class Observed(Topology):
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
         run, inner, *_ = _inside(states)
         run.branches[t - 1] = branches
+        assert isinstance(self.inner, Recurrence)
         return computed(self.inner.merge(inner, weights, self.layout.units[t - 1], *branches))
 
     def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
         run, inner, *_ = _inside(states)
+        assert isinstance(self.inner, Recurrence)
         return _Inside(run, self.inner.push(inner, weights, self.layout.units[t - 1], x))
 
     def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:

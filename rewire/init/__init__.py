@@ -7,7 +7,7 @@ import pkgutil
 
 from rewire.init.apply import InitReport, initialize
 from rewire.init.idinit import IDInit
-from rewire.init.registry import Initializer, Rule, initializers, make_initializer, register_initializer
+from rewire.init.registry import Initializer, Rule, list_initializers, make_initializer, register_initializer
 from rewire.init.table import ROLES, Roles, Weight
 from rewire.init.units import identity_, idi_, idic_, idiz_, idizc_, near_identity_, zero_hadamard_
 
@@ -28,7 +28,7 @@ __all__ = [
     "idiz_",
     "idizc_",
     "initialize",
-    "initializers",
+    "list_initializers",
     "make_initializer",
     "near_identity_",
     "register_initializer",

@@ -42,7 +42,7 @@ I = TypeVar("I", bound=Callable[..., Initializer])  # noqa: E741
 
 _FACTORIES: Factories[Initializer] = Factories(
     "initialiser",
-    "initializers",
+    "list_initializers",
     entry_points="rewire.initializers",
     product=Initializer,  # type: ignore[type-abstract]
     public="rewire.init.Initializer",
@@ -52,17 +52,17 @@ _FACTORIES: Factories[Initializer] = Factories(
 def register_initializer(name: str) -> Callable[[I], I]:
     """Decorator: make an `Initializer` class (or a function that returns one) available as ``init=name``.
 
-    The first line of its docstring is its description in `initializers`. Its parameters are the options that
+    The first line of its docstring is its description in `list_initializers`. Its parameters are the options that
     ``rewire.initialize(model, name, **options)`` accepts.
     """
     return _FACTORIES.register(name)
 
 
-def initializers() -> dict[str, str]:
+def list_initializers() -> dict[str, str]:
     """Name of every initialiser, and what it is in one line.
 
     Example:
-        >>> "idinit" in rewire.initializers()
+        >>> "idinit" in rewire.list_initializers()
         True
     """
     return _FACTORIES.descriptions()

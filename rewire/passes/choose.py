@@ -7,7 +7,7 @@ from typing import Any
 
 from rewire.errors import UnknownName, UnsupportedTopology, WidthMismatch
 from rewire.stream import Layout
-from rewire.topologies import Topology, make_topology
+from rewire.topologies import Recurrence, Topology, make_topology
 from rewire.trunk import Trunk
 
 
@@ -88,7 +88,7 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
             f"{type(topology).__name__} has weights per channel, and the width of trunk '{trunk.name}' is not known: "
             "nothing next to its residual adds has a weight that tells. Use a topology with one weight per state."
         )
-    if trunk.post_norm and not topology.supports_post_norm:
+    if trunk.post_norm and not isinstance(topology, Recurrence):
         after = next(site.post[0] for site in trunk.sites if site.post)
         raise UnsupportedTopology(
             f"trunk '{trunk.name}' is post-norm (its states pass {after} after the residual add), and "

@@ -3,9 +3,9 @@
 import importlib
 import pkgutil
 
-from rewire.patterns.pattern import Pattern, first_given, is_pretrained, patterns, patterns_for, register_pattern
+from rewire.patterns.pattern import Pattern, first_given, is_pretrained, list_patterns, patterns_for, register_pattern
 
 for _file in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_file.name}")
 
-__all__ = ["Pattern", "first_given", "is_pretrained", "patterns", "patterns_for", "register_pattern"]
+__all__ = ["Pattern", "first_given", "is_pretrained", "list_patterns", "patterns_for", "register_pattern"]

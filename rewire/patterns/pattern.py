@@ -23,7 +23,7 @@ class Pattern:
     """One architecture, or a family that shares its names.
 
     Attributes:
-        description: one line, for `rewire.patterns`.
+        description: one line, for `rewire.list_patterns`.
         matches: whether a model is of this architecture.
         model_types: in place of ``matches``: the model has a part (or is one) whose Hugging Face config is of one of
             these types.
@@ -85,11 +85,11 @@ def register_pattern(name: str, pattern: Pattern) -> Pattern:
     return pattern
 
 
-def patterns() -> dict[str, str]:
+def list_patterns() -> dict[str, str]:
     """Name of every architecture in the registry, and what it is in one line.
 
     Example:
-        >>> "llama" in rewire.patterns()
+        >>> "llama" in rewire.list_patterns()
         True
     """
     left_alone = " (left alone: it has learned depth connections of its own)"

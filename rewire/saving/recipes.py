@@ -23,7 +23,7 @@ from rewire.passes.inputs import known_inputs
 from rewire.passes.rewrite import rewrite
 from rewire.patterns import patterns_for
 from rewire.stream import Layout
-from rewire.topologies import Topology, topologies
+from rewire.topologies import Recurrence, Topology, list_topologies
 from rewire.topologies.base import Start
 from rewire.trunk import Trunk
 
@@ -142,7 +142,7 @@ def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: 
 
 def topology_class(name: str, path: str) -> Callable[..., Topology]:
     """The topology class of that name: a known one, never an import."""
-    topologies()  # loads the topologies of other installed packages
+    list_topologies()  # loads the topologies of other installed packages
     known = {cls.__name__: cls for cls in _subclasses(Topology)}
     if name not in known:
         raise UnknownName(
@@ -223,7 +223,7 @@ def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
             f"the recipe of '{path}' is of another trunk: units {list(layout.units)} and width {layout.dims.width} "
             f"(saved), {len(trunk.sites)} residual adds in {trunk.blocks} blocks and width {width} (here)."
         )
-    if trunk.post_norm and not layout.topology.supports_post_norm:
+    if trunk.post_norm and not isinstance(layout.topology, Recurrence):
         raise misfit(path, recipe, ValueError(f"{layout.topology} in a post-norm trunk"))
     return layout
 

@@ -6,9 +6,9 @@ import importlib
 import pkgutil
 
 from rewire.topologies.ancre import ANCRe
-from rewire.topologies.base import Dims, Topology, Ways
+from rewire.topologies.base import Dims, Recurrence, Topology, Ways
 from rewire.topologies.denseformer import DenseFormer
-from rewire.topologies.registry import make_topology, register_topology, topologies
+from rewire.topologies.registry import list_topologies, make_topology, register_topology
 from rewire.topologies.residual import Residual
 
 for _file in pkgutil.iter_modules(__path__):
@@ -18,10 +18,11 @@ __all__ = [
     "ANCRe",
     "DenseFormer",
     "Dims",
+    "Recurrence",
     "Residual",
     "Topology",
     "Ways",
+    "list_topologies",
     "make_topology",
     "register_topology",
-    "topologies",
 ]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from rewire.kernels.history import History, Table
 from rewire.kernels.mix import Mix, pending_mix
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology, no_preserving_start, one_hot_previous
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, no_preserving_start, one_hot_previous
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
 
@@ -33,7 +33,7 @@ class Shortcuts(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ANCRe(Topology):
+class ANCRe(Recurrence[Shortcuts]):
     """Learned shortcuts from every earlier state, ``x_t = f_t + sum_{i<t} p_it x_i`` (ANCRe, Section 4.1).
 
     Unit t reads ``r_t = x_{t-1}``; the trunk's output is ``x_T``; the states are ``x_0 .. x_t``. The shortcut
@@ -116,38 +116,38 @@ class ANCRe(Topology):
         table = logits.new_full((depth, depth), -math.inf).index_put((row, column), logits / self.temperature)
         return _softmax(table, dim=1 if self.normalize == "ingoing" else 0)
 
-    def start(self, x: Tensor, weights: Any) -> States:
+    def start(self, x: Tensor, weights: Shortcuts) -> States:
         """The newest state, ``x_0``, and the history of those that have been read."""
         return x, History.empty(weights.table)
 
-    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: Shortcuts, t: int) -> tuple[Tensor, States]:
         history = states[1].push(states[0])
         x = history.states[-1]
         return x, (x, history)
 
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Mix:
+    def merge(self, states: States, weights: Shortcuts, t: int, *branches: Tensor) -> Mix:
         x, history = states
         kept = (x,) if self.cascade == "keep" else ()
         return history.mix(t - 1, added=(*kept, *branches))
 
-    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+    def push(self, states: States, weights: Shortcuts, t: int, x: Tensor) -> States:
         return x, states[1]
 
-    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: Shortcuts, dims: Dims) -> Tensor:
         x: Tensor = states[0]
         return x
 
-    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+    def matrix(self, weights: Shortcuts, dims: Dims) -> Tensor:
         """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""
         return weights.matrix
 
-    def program(self, weights: Any, dims: Dims) -> Program:
+    def program(self, weights: Shortcuts, dims: Dims) -> Program:
         rows = _shortcuts(weights.matrix)
         if self.cascade == "keep":
             rows = [[Term(f"x{i}", 1.0, fixed=True), *row] for i, row in enumerate(rows)]
         return recurrence(rows)
 
-    def distributions(self, weights: Any, dims: Dims) -> Sequence[Tensor]:
+    def distributions(self, weights: Shortcuts, dims: Dims) -> Sequence[Tensor]:
         """The weights into each state (ingoing), or out of each (outgoing)."""
         if self.normalize == "none":
             return ()
@@ -192,7 +192,7 @@ def ancre_none(cascade: Cascade = "replace") -> ANCRe:
 
 @register_topology("ancre-constant")
 @dataclasses.dataclass(frozen=True)
-class ANCReConstant(Topology):
+class ANCReConstant(Recurrence[None]):
     """All shortcuts with the fixed weights 1/t, ANCRe's diverging ablation (arXiv 2602.09009, Table 5).
 
     ``x_t = f_t + (x_0 + .. + x_{t-1}) / t``, read ``x_{t-1}``, output ``x_T`` (Section 5.4). Nothing is
@@ -212,32 +212,32 @@ class ANCReConstant(Topology):
             raise no_preserving_start("ancre-constant", "its weights are fixed at 1/t")
         return {}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Any:
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> None:
         return None
 
-    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: None, t: int) -> tuple[Tensor, States]:
         return states[-1], states
 
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Mix:
+    def merge(self, states: States, weights: None, t: int, *branches: Tensor) -> Mix:
         # Filled where the states are: without parameters, `weights` does not know the device.
         return pending_mix(states, states[0].new_full((t,), 1 / t, dtype=torch.float32), added=branches)
 
-    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+    def push(self, states: States, weights: None, t: int, x: Tensor) -> States:
         return (*states, x)
 
-    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: None, dims: Dims) -> Tensor:
         return states[-1]
 
-    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+    def matrix(self, weights: None, dims: Dims) -> Tensor:
         return _uniform(dims.depth)
 
-    def program(self, weights: Any, dims: Dims) -> Program:
+    def program(self, weights: None, dims: Dims) -> Program:
         return recurrence(_shortcuts(_uniform(dims.depth)))
 
 
 @register_topology("ancre-cascaded")
 @dataclasses.dataclass(frozen=True)
-class ANCReCascaded(Topology):
+class ANCReCascaded(Recurrence[Tensor]):
     """A learned scalar on each plain shortcut, ANCRe's other ablation (arXiv 2602.09009, Table 5).
 
     ``x_t = f_t + a_t x_{t-1}``, output ``x_T`` (Section 5.4); both starts are ``a_t = 1``, the original
@@ -255,22 +255,22 @@ class ANCReCascaded(Topology):
         """a, float32 [T]."""
         return parameters["scales"].float()
 
-    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: Tensor, t: int) -> tuple[Tensor, States]:
         return states[0], states
 
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Mix:
+    def merge(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> Mix:
         return pending_mix(states, weights[t - 1 : t], added=branches)
 
-    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+    def push(self, states: States, weights: Tensor, t: int, x: Tensor) -> States:
         return (x,)
 
-    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: Tensor, dims: Dims) -> Tensor:
         return states[0]
 
-    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+    def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
         return torch.diag(weights)
 
-    def program(self, weights: Any, dims: Dims) -> Program:
+    def program(self, weights: Tensor, dims: Dims) -> Program:
         return recurrence([[Term(f"x{i}", scale)] for i, scale in enumerate(weights.tolist())])
 
 

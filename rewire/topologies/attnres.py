@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from rewire.topologies.registry import register_topology
 
 @register_topology("attnres")
 @dataclasses.dataclass(frozen=True)
-class AttnRes(Topology):
+class AttnRes(Topology[Tensor]):
     """Attention Residuals: every read is a softmax-weighted sum of all increments, per token (arXiv 2603.15031).
 
     ``r_t = sum_{i<t} a_ti f_i`` with ``f_0 = x_0`` and ``a_ti = softmax_i(w_t . rmsnorm(f_i))``; one more such read is
@@ -48,7 +48,6 @@ class AttnRes(Topology):
     """
 
     granularity: ClassVar[Granularity] = "sublayer"  # the paper's layers: attentions and MLPs, each by itself
-    supports_post_norm: ClassVar[bool] = False  # the state is the increment: there is no sum to normalise
     needs_width: ClassVar[bool] = True
 
     block: int | None = None
@@ -73,7 +72,7 @@ class AttnRes(Topology):
         """The queries, float32 [T, D]."""
         return parameters["queries"].float()
 
-    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor | Mix, States]:
+    def read(self, states: States, weights: Tensor, t: int) -> tuple[Tensor | Mix, States]:
         """``r_t``, and the states with the scores of the sources that had none yet."""
         sources, scores = self._split(states, t)
         if t == 1:
@@ -85,17 +84,17 @@ class AttnRes(Topology):
         shares = _softmax(logits, len(sources) if self.scaled else 1)
         return pending_mix(sources, None, scores=shares.unsqueeze(-1).unbind()), sources + scores
 
-    def write(self, states: States, weights: Any, t: int, *branches: Tensor) -> States:
+    def write(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> States:
         sources, scores = self._split(states, t)
         f = total(branches)
         if (t - 1) % self._group:  # the group has a sum, which becomes another source
             return (*sources[:-1], sources[-1] + f, *scores[:-1])
         return (*sources, f, *scores)
 
-    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: Tensor, dims: Dims) -> Tensor:
         return computed(self.read(states, weights, dims.depth + 1)[0])
 
-    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+    def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: the weights where all scores are equal, as at the start."""
         table = torch.ones(dims.depth + 1, dims.depth + 1, device=weights.device).tril()
         if self.scaled:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.mix import Mix
@@ -20,6 +21,8 @@ Start = Literal["preserve", "paper"]
 Granularity = Literal["block", "sublayer"]
 #: Tensors, and histories of such (`rewire.kernels.history`).
 States = tuple[Any, ...]
+#: Effective connection weights of a topology.
+W = TypeVar("W", default=Any)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,28 +56,23 @@ class Ways:
     residual: Tensor
 
 
-class Topology(ABC):
-    """How the T units of a trunk are connected. Subclasses are frozen dataclasses; their fields are the options.
+class Topology(ABC, Generic[W]):
+    """How the T units of a trunk are connected: `start`, `read`, `write`, `finish`, and the weights they use.
+
+    Subclasses are frozen dataclasses; their fields are the options. A `Topology[W]` has effective weights of type W.
 
     Units are numbered t = 1..T; unit t reads ``r_t`` from the stream, computes a branch output ``f_t`` and writes it.
     States are tuples of tensors; hidden states, branch outputs and what is read are [..., D], channels last for a
     topology that `needs_width` (the stream moves the channels of convolutional nets). Weights are float32. All
     methods are pure.
-
-    A topology whose new state is one tensor made of the branch output and the earlier states implements `merge` and
-    `push`; it then also serves post-norm blocks, whose norm comes between the two. Others override `write`.
     """
 
     #: Granularity that ``granularity="auto"`` selects.
     granularity: ClassVar[Granularity] = "block"
-    #: Whether post-norm blocks (``norm(x + f)``) can be connected.
-    supports_post_norm: ClassVar[bool] = True
     #: Whether there are weights per channel, so that the trunk's width has to be known.
     needs_width: ClassVar[bool] = False
     #: Whether `read` returns `Ways` for the units in ``Dims.attention``.
     reads_qkv: ClassVar[bool] = False
-    #: Whether units read the newest state just as `push` got it: a write may then wait for the norm of the next read.
-    reads_newest: ClassVar[bool] = False
 
     @abstractmethod
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
@@ -85,39 +83,31 @@ class Topology(ABC):
         """
 
     @abstractmethod
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Any:
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> W:
         """Effective weights, computed once per forward in float32 from the learned ones."""
 
-    def start(self, x: Tensor, weights: Any) -> States:
+    def start(self, x: Tensor, weights: W) -> States:
         """States at the trunk's input ``x_0``."""
         return (x,)
 
     @abstractmethod
-    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor | Mix | Ways, States]:
+    def read(self, states: States, weights: W, t: int) -> tuple[Tensor | Mix | Ways, States]:
         """``r_t``, what unit t sees, and the states that `write` is to get.
 
         As a `Mix`, ``r_t`` is computed together with the norm that follows, if one does. The states are others where
         more than ``r_t`` is computed from them at once (hyper-connections mix their streams, too).
         """
 
-    def write(self, states: States, weights: Any, t: int, *branches: Tensor) -> States:
+    @abstractmethod
+    def write(self, states: States, weights: W, t: int, *branches: Tensor) -> States:
         """States after unit t returned ``branches`` (several if they ran in parallel; ``f_t`` is their sum).
 
         Args:
             states: as `read` returned them.
         """
-        return self.push(states, weights, t, computed(self.merge(states, weights, t, *branches)))
-
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor | Mix:
-        """The new state of unit t before the norm or activation of a post-norm block."""
-        raise NotImplementedError
-
-    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
-        """States after ``x`` became the new state of unit t."""
-        raise NotImplementedError
 
     @abstractmethod
-    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: W, dims: Dims) -> Tensor:
         """The trunk's output after its last unit."""
 
     def like(self, states: States) -> Tensor:
@@ -125,21 +115,21 @@ class Topology(ABC):
         return states[0]
 
     @abstractmethod
-    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+    def matrix(self, weights: W, dims: Dims) -> Tensor:
         """Effective weights as a [destination, source] matrix, float32; entries that do not exist are 0.
 
         Weights per channel are averaged over the channels, those of q, k and v over the three; of input-dependent
         weights it is the part that does not depend on the input.
         """
 
-    def by_destination(self, weights: Any, dims: Dims) -> dict[str, Tensor]:
+    def by_destination(self, weights: W, dims: Dims) -> dict[str, Tensor]:
         """Effective weights into each destination, for plots: its name -> [ways, sources], or [ways, sources, D].
 
         Only of connections that exist; ways are the separate inputs of queries, keys and values.
         """
         return rows(self.matrix(weights, dims))
 
-    def distributions(self, weights: Any, dims: Dims) -> Sequence[Tensor]:
+    def distributions(self, weights: W, dims: Dims) -> Sequence[Tensor]:
         """Effective weights that sum to 1 by a softmax, one [n] tensor for each; none if they are not normalised."""
         return ()
 
@@ -150,7 +140,7 @@ class Topology(ABC):
         """
         return {}
 
-    def program(self, weights: Any, dims: Dims) -> Program:
+    def program(self, weights: W, dims: Dims) -> Program:
         """The same formulas as sums of named values, for `rewire.freeze`.
 
         Its matrix is that of `matrix`.
@@ -168,6 +158,28 @@ class Topology(ABC):
     def options(self) -> dict[str, Any]:
         """The options of this topology, for saving and for messages."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+
+class Recurrence(Topology[W]):
+    """A topology whose unit t makes one new state ``x_t`` of its branch output and of earlier states.
+
+    It says how in two steps, `merge` and `push`, in place of `write`. Between the two the model may do more: such
+    topologies connect post-norm blocks (``norm(x + f)``), too.
+    """
+
+    #: Whether units read the newest state just as `push` got it: `merge` may then wait for the norm of the next read.
+    reads_newest: ClassVar[bool] = False
+
+    @abstractmethod
+    def merge(self, states: States, weights: W, t: int, *branches: Tensor) -> Tensor | Mix:
+        """``x_t``, before the norm or activation of a post-norm block."""
+
+    @abstractmethod
+    def push(self, states: States, weights: W, t: int, x: Tensor) -> States:
+        """States after ``x`` became ``x_t``."""
+
+    def write(self, states: States, weights: W, t: int, *branches: Tensor) -> States:
+        return self.push(states, weights, t, computed(self.merge(states, weights, t, *branches)))
 
 
 def rows(matrix: Tensor) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.history import History, Table
 from rewire.kernels.mix import mix
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
 
@@ -31,7 +31,7 @@ class Averages(NamedTuple):
 
 @register_topology("denseformer")
 @dataclasses.dataclass(frozen=True)
-class DenseFormer(Topology):
+class DenseFormer(Recurrence[Averages]):
     """DenseFormer: after each unit, a weighted average of all states so far (arXiv 2402.02622).
 
     ``x_t = y_{t-1} + f_t`` and ``y_t = sum_i a_ti x_i`` over ``i <= t`` with ``i = t (mod dilation)``, if t
@@ -83,11 +83,11 @@ class DenseFormer(Topology):
             return Averages(table.rows, table)
         return Averages(alpha.split([len(self._sources(t)) for t in self._averaging(dims.depth)]), None)
 
-    def start(self, x: Tensor, weights: Any) -> States:
+    def start(self, x: Tensor, weights: Averages) -> States:
         """``x_0`` and ``y_0``; with a table, ``x_0`` and the history of those that have been read."""
         return (x, x) if weights.table is None else (x, History.empty(weights.table))
 
-    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: Averages, t: int) -> tuple[Tensor, States]:
         if weights.table is None:
             return states[-1], states
         x, history = states
@@ -95,13 +95,13 @@ class DenseFormer(Topology):
         y = x if t == 1 else history.mix(t - 2).value()
         return y, (history, y)
 
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+    def merge(self, states: States, weights: Averages, t: int, *branches: Tensor) -> Tensor:
         x = states[-1]
         for branch in branches:  # in the model's own order: bitwise equality at the start
             x = x + branch
         return x
 
-    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+    def push(self, states: States, weights: Averages, t: int, x: Tensor) -> States:
         if weights.table is not None:
             return x, states[0]
         past = (*states[:-1], x)  # x_0 .. x_t
@@ -109,21 +109,21 @@ class DenseFormer(Topology):
             return (*past, x)
         return (*past, mix([past[i] for i in self._sources(t)], weights.rows[t // self.period - 1]))
 
-    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: Averages, dims: Dims) -> Tensor:
         return self.read(states, weights, dims.depth + 1)[0]
 
     def like(self, states: States) -> Tensor:
         x: Tensor = states[1] if isinstance(states[0], History) else states[0]
         return x
 
-    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+    def matrix(self, weights: Averages, dims: Dims) -> Tensor:
         """float32 [T, T + 1]: row t - 1 holds y_t over the columns x_0 .. x_T."""
         table = torch.eye(dims.depth, dims.depth + 1, device=weights.rows[0].device).roll(1, dims=1)  # y_t = x_t
         for t, row in zip(self._averaging(dims.depth), weights.rows, strict=True):
             table[t - 1, list(self._sources(t))] = row
         return table
 
-    def program(self, weights: Any, dims: Dims) -> Program:
+    def program(self, weights: Averages, dims: Dims) -> Program:
         rows = dict(zip(self._averaging(dims.depth), weights.rows, strict=True))
         units, y = [], "x0"
         for t in range(1, dims.depth + 1):

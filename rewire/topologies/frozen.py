@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.mix import mix
-from rewire.topologies.base import Dims, Start, States, Topology, total
+from rewire.topologies.base import Dims, Recurrence, Start, States, total
 from rewire.topologies.program import (
     Line,
     PerChannel,
@@ -39,7 +39,7 @@ class Constants(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Frozen(Topology):
+class Frozen(Recurrence[Constants]):
     """A topology whose weights became constants.
 
     States are the values that are still read; nothing is learned. Numbers are part of the program, weights per channel
@@ -114,12 +114,12 @@ class Frozen(Topology):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Constants:
         return Constants(parameters["table"], parameters.get("channels"))
 
-    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: Constants, t: int) -> tuple[Tensor, States]:
         unit, values = self.lines.units[t - 1], self._named(self._after[t - 1], states)
         self._run(unit.before, values, weights)
         return values[unit.read], tuple(values[name] for name in self._during[t - 1])
 
-    def write(self, states: States, weights: Any, t: int, *branches: Tensor) -> States:
+    def write(self, states: States, weights: Constants, t: int, *branches: Tensor) -> States:
         own, values = branch_of(t), self._named(self._during[t - 1], states)
         if own in self._after[t]:
             values[own] = total(branches)
@@ -127,29 +127,29 @@ class Frozen(Topology):
         self._run(self.lines.units[t - 1].after, values, weights, own, branches)
         return tuple(values[name] for name in self._after[t])
 
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+    def merge(self, states: States, weights: Constants, t: int, *branches: Tensor) -> Tensor:
         line = self.written(t)
         if line is None:
             return total(branches)  # nobody reads what the norm makes of it
         return _sum(line, self._named(self._during[t - 1], states), weights, branch_of(t), branches)
 
-    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+    def push(self, states: States, weights: Constants, t: int, x: Tensor) -> States:
         written, values = self.written(t), self._named(self._during[t - 1], states)
         for line in self.lines.units[t - 1].after:
             values[line.target] = x if line is written else _sum(line, values, weights)
         return tuple(values[name] for name in self._after[t])
 
-    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: Constants, dims: Dims) -> Tensor:
         values = self._named(self._after[-1], states)
         self._run(self.lines.finish, values, weights)
         return values[self.lines.output]
 
-    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+    def matrix(self, weights: Constants, dims: Dims) -> Tensor:
         """That of the topology that it was, with 0 for what was dropped."""
         table: Tensor = weights.table
         return table
 
-    def program(self, weights: Any, dims: Dims) -> Program:
+    def program(self, weights: Constants, dims: Dims) -> Program:
         raise UnsupportedTopology(f"{self} is frozen already")
 
     def written(self, t: int) -> Line | None:

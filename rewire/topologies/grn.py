@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Read(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class GRN(Topology):
+class GRN(Topology[tuple[Read, ...]]):
     """What the generalised residual networks share (arXiv 2502.06785, Section 3.1).
 
     The states are the stack ``G_t = [f_0, .., f_{t-1}]`` with ``f_0 = x_0``. Unit t reads a weighted sum of it and
@@ -57,7 +57,6 @@ class GRN(Topology):
     """
 
     granularity: ClassVar[Granularity] = "block"  # Section 5, Table 6: one GRN per decoder block
-    supports_post_norm: ClassVar[bool] = False  # the state is the increment: there is no sum to normalise
     #: Whether a part of the weights is computed from the sources.
     input_dependent: ClassVar[bool] = False
 
@@ -92,12 +91,12 @@ class GRN(Topology):
         w = parameters["w"].float().split(ways)
         return tuple(Read(b_t, w_t.T) for b_t, w_t in zip(b, w, strict=True))
 
-    def start(self, x: Tensor, weights: Any) -> States:
+    def start(self, x: Tensor, weights: tuple[Read, ...]) -> States:
         """The stack; with a table, its newest vector and the history of those that have been read."""
         table = weights[0].table
         return (x,) if table is None else (x, History.empty(table))
 
-    def read(self, states: States, weights: Any, t: int) -> tuple[Mix | Ways, States]:
+    def read(self, states: States, weights: tuple[Read, ...], t: int) -> tuple[Mix | Ways, States]:
         b, w, table = weights[t - 1]
         if table is not None:
             f, history = states
@@ -110,7 +109,7 @@ class GRN(Topology):
         q, k, v = mixes(states, b, torch.stack(scores, dim=-1))
         return Ways(q, k, v, residual=q), states
 
-    def write(self, states: States, weights: Any, t: int, *branches: Tensor) -> States:
+    def write(self, states: States, weights: tuple[Read, ...], t: int, *branches: Tensor) -> States:
         if weights[t - 1].table is not None:
             return total(branches), states[1]
         stack = (*states, total(branches))
@@ -118,10 +117,10 @@ class GRN(Topology):
             return (stack[0], stack[1] + stack[2], *stack[3:])  # the oldest of the last k joins the middle
         return stack
 
-    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: tuple[Read, ...], dims: Dims) -> Tensor:
         return computed(self.read(states, weights, dims.depth + 1)[0])  # type: ignore[arg-type]
 
-    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+    def matrix(self, weights: tuple[Read, ...], dims: Dims) -> Tensor:
         """b, float32 [T + 1, T + 1]; increments that were summed into the middle share its weight."""
         table = torch.zeros(dims.depth + 1, dims.depth + 1, device=weights[0].b.device)
         for t, (b, *_) in enumerate(weights, start=1):
@@ -130,7 +129,7 @@ class GRN(Topology):
             table[t - 1, :t] = row[[0, *(max(1, i - merged) for i in range(1, t))]]
         return table
 
-    def by_destination(self, weights: Any, dims: Dims) -> dict[str, Tensor]:
+    def by_destination(self, weights: tuple[Read, ...], dims: Dims) -> dict[str, Tensor]:
         """The biases b, of each way and channel."""
         found = {}
         for t, (b, *_) in enumerate(weights, start=1):
@@ -139,7 +138,7 @@ class GRN(Topology):
             found[name] = b[:, [0, *(max(1, i - merged) for i in range(1, t))]]
         return found
 
-    def program(self, weights: Any, dims: Dims) -> Program:
+    def program(self, weights: tuple[Read, ...], dims: Dims) -> Program:
         if self.input_dependent:
             return super().program(weights, dims)
         units, stack, merged = list[Unit](), ["x0"], tuple[Line, ...]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class Unit(NamedTuple):
     dynamic: tuple[Tensor, Tensor] | None
 
 
-class Streams(Topology):
+class Streams(Topology[tuple[Unit, ...]]):
     """Base of all hyper-connections: ``r_t = A_m^T H``, ``H' = A_r^T H + B f_t^T`` (arXiv 2409.19606, Section 2).
 
     The one state is H [..., n, D/p]: n streams, each as wide as one of the p parts of a hidden state. While a
@@ -56,7 +56,6 @@ class Streams(Topology):
     """
 
     granularity: ClassVar[Granularity] = "sublayer"  # attention and feed-forward are wrapped one by one
-    supports_post_norm: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -91,7 +90,7 @@ class Streams(Topology):
         read, carry, write = values.split([self.parts, n, 1], dim=-1)
         return Gates(read, carry, write.squeeze(-1))
 
-    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: tuple[Unit, ...], t: int) -> tuple[Tensor, States]:
         (streams,) = states
         values, dynamic = weights[t - 1]
         if dynamic is not None:
@@ -99,12 +98,12 @@ class Streams(Topology):
             values = values + scale * self.signal(streams, projection)
         return self._read(streams, self.gates(values))
 
-    def write(self, states: States, weights: Any, t: int, *branches: Tensor) -> States:
+    def write(self, states: States, weights: tuple[Unit, ...], t: int, *branches: Tensor) -> States:
         streams, carry, write = states
         split = [branch.unflatten(-1, (self.parts, -1)) for branch in branches]  # [..., p, D/p]
         return (combine(streams, carry, split, write),)
 
-    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+    def matrix(self, weights: tuple[Unit, ...], dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.
 
         Of the static values. Between p parts a weight is a p x p matrix: its diagonal is averaged.
@@ -145,10 +144,10 @@ class ParallelStreams(Streams):
     def parts(self) -> int:
         return 1
 
-    def start(self, x: Tensor, weights: Any) -> States:
+    def start(self, x: Tensor, weights: tuple[Unit, ...]) -> States:
         return (x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, x.shape[-1]),)
 
-    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: tuple[Unit, ...], dims: Dims) -> Tensor:
         (streams,) = states
         # With a dtype: autocast would make the sum float32.
         return streams.mean(-2) if self.output == "mean" else streams.sum(-2, dtype=streams.dtype)
@@ -204,7 +203,7 @@ class HyperConnections(ParallelStreams):
         read = torch.eye(n)[torch.arange(1, depth + 1) % n].unsqueeze(-1)  # [T, n, 1]
         return {"static": torch.cat([read, torch.eye(n).expand(depth, n, n), torch.ones(depth, n, 1)], dim=-1)}
 
-    def program(self, weights: Any, dims: Dims) -> Program:
+    def program(self, weights: tuple[Unit, ...], dims: Dims) -> Program:
         if any(unit.dynamic is not None for unit in weights):
             return super().program(weights, dims)
         units, streams = list[ProgramUnit](), ["x0"] * self.streams
@@ -316,10 +315,10 @@ class FracConnections(Streams):
         static = {"static": torch.cat([eye, eye, torch.ones(depth, m, 1)], dim=-1)}
         return static | _dynamic_start(depth, dims.width // m, 2 * m + 1) if self.dynamic else static
 
-    def start(self, x: Tensor, weights: Any) -> States:
+    def start(self, x: Tensor, weights: tuple[Unit, ...]) -> States:
         return (x.unflatten(-1, (self.fractions, -1)),)
 
-    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: tuple[Unit, ...], dims: Dims) -> Tensor:
         return states[0].flatten(-2)
 
     def like(self, states: States) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rewire.kernels.mix import mix
 from rewire.kernels.tokens import project
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology, no_preserving_start, total
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, no_preserving_start, total
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
 
@@ -22,7 +22,7 @@ _GRANULARITY: Granularity = "block"
 
 @register_topology("laurel-rw")
 @dataclasses.dataclass(frozen=True)
-class LaurelRW(Topology):
+class LaurelRW(Recurrence[Tensor]):
     """LAuReL with residual weights: learned scalars on branch and shortcut (LAuReL-RW, arXiv 2411.07501).
 
     ``x_t = a_t f_t + b_t x_{t-1}`` (Section 2.1). Unit t reads ``x_{t-1}``, the only state; the trunk's output is
@@ -63,24 +63,24 @@ class LaurelRW(Topology):
         """(a_t, b_t), float32 [T, 2]."""
         return self.total * torch.softmax(parameters["logits"].float(), dim=1)
 
-    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: Tensor, t: int) -> tuple[Tensor, States]:
         return states[0], states
 
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+    def merge(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> Tensor:
         a, b = weights[t - 1].unbind()
         return mix((*states, *branches), (b, *[a] * len(branches)))
 
-    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+    def push(self, states: States, weights: Tensor, t: int, x: Tensor) -> States:
         return (x,)
 
-    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: Tensor, dims: Dims) -> Tensor:
         return states[0]
 
-    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+    def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
         """float32 [T, T]: ``b_t`` on the diagonal."""
         return torch.diag(weights[:, 1])
 
-    def program(self, weights: Any, dims: Dims) -> Program:
+    def program(self, weights: Tensor, dims: Dims) -> Program:
         scales, shortcuts = weights.T.tolist()
         return recurrence([[Term(f"x{i}", b)] for i, b in enumerate(shortcuts)], scales)
 
@@ -101,7 +101,7 @@ class LowRank(NamedTuple):
 
 @register_topology("laurel-lr")
 @dataclasses.dataclass(frozen=True)
-class LaurelLR(Topology):
+class LaurelLR(Recurrence[LowRank]):
     """LAuReL, low rank: the shortcut is the identity plus a learned low-rank map (LAuReL-LR, arXiv 2411.07501).
 
     ``x_t = f_t + x_{t-1} + B_t A_t x_{t-1}`` (Equation 3), A being r x D and B D x r. Unit t reads ``x_{t-1}``, the
@@ -137,21 +137,21 @@ class LaurelLR(Topology):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> LowRank:
         return LowRank(parameters["down"].float(), parameters["up"].float())
 
-    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: LowRank, t: int) -> tuple[Tensor, States]:
         return states[-1], states
 
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+    def merge(self, states: States, weights: LowRank, t: int, *branches: Tensor) -> Tensor:
         x = total((states[-1], *branches))  # in the model's own order: bitwise equality at B = 0
         low = project(self._mapped(states, weights, t), weights.down[t - 1])  # [..., r]
         return x + project(low, weights.up[t - 1]).to(x.dtype)
 
-    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+    def push(self, states: States, weights: LowRank, t: int, x: Tensor) -> States:
         return (x,)
 
-    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: LowRank, dims: Dims) -> Tensor:
         return states[-1]
 
-    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+    def matrix(self, weights: LowRank, dims: Dims) -> Tensor:
         """float32 [T, T]: the mean diagonal of the D x D matrix that multiplies each state."""
         return torch.diag(1 + _mean_diagonal(weights, dims))
 
@@ -197,10 +197,10 @@ class LaurelPA(LaurelLR):
         gains = parameters["gains"].float().split(self._counts(dims))
         return super().weights(parameters, dims)._replace(gains=gains)
 
-    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+    def push(self, states: States, weights: LowRank, t: int, x: Tensor) -> States:
         return (*states, x)[-self.last :]
 
-    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+    def matrix(self, weights: LowRank, dims: Dims) -> Tensor:
         """float32 [T, T]: the mean diagonal of the D x D matrix that multiplies each state."""
         table = torch.eye(dims.depth, device=weights.up.device)
         for row, (gains, diagonal) in enumerate(zip(weights.gains, _mean_diagonal(weights, dims), strict=True)):

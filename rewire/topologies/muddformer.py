@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from rewire.kernels.several import mixes
 from rewire.kernels.tokens import project, rms_norm
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology, Ways, one_hot_previous, total
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, Ways, one_hot_previous, total
 from rewire.topologies.registry import register_topology
 
 _WAYS = 4  # q, k, v, residual
@@ -45,7 +45,7 @@ class Weights(NamedTuple):
 
 @register_topology("muddformer")
 @dataclasses.dataclass(frozen=True)
-class MUDDFormer(Topology):
+class MUDDFormer(Recurrence[Weights]):
     """MUDDFormer: q, k, v and shortcut each read their own per-token mix of all states (arXiv 2502.12170).
 
     ``x_t = r_t + f_t``, where ``r_t = sum_{i<t} A_ti x_i`` and the weights depend on the token's last state,
@@ -92,24 +92,24 @@ class MUDDFormer(Topology):
         ]
         return Weights(dims.attention, tuple(reads))
 
-    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor | Ways, States]:
+    def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor | Ways, States]:
         """``r_t``, in four ways where an attention begins, and the states with the residual way."""
         ways = _WAYS if t in weights.attention else 1
         mixes = [states[0]] * ways if t == 1 else _mixes(states, weights.reads[t - 2])
         value = Ways(*mixes) if ways > 1 else mixes[0]
         return value, (*states, value.residual if isinstance(value, Ways) else value)
 
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+    def merge(self, states: States, weights: Weights, t: int, *branches: Tensor) -> Tensor:
         return total((states[-1], *branches))  # in the model's own order: bitwise equality at the start
 
-    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+    def push(self, states: States, weights: Weights, t: int, x: Tensor) -> States:
         return (*states[:-1], x)
 
-    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: Weights, dims: Dims) -> Tensor:
         (output,) = _mixes(states, weights.reads[-1])
         return output
 
-    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+    def matrix(self, weights: Weights, dims: Dims) -> Tensor:
         """a, float32 [T, T + 1]: row t - 1 is what is read after unit t, over the columns x_0 .. x_T."""
         table = torch.zeros(dims.depth, dims.depth + 1, device=weights.reads[0].static.device)
         for row, read in enumerate(weights.reads):

@@ -12,7 +12,7 @@ T = TypeVar("T", bound=Callable[..., Topology])
 
 _FACTORIES: Factories[Topology] = Factories(
     "topology",
-    "topologies",
+    "list_topologies",
     entry_points="rewire.topologies",
     product=Topology,  # type: ignore[type-abstract]
     public="rewire.Topology",
@@ -22,7 +22,7 @@ _FACTORIES: Factories[Topology] = Factories(
 def register_topology(name: str) -> Callable[[T], T]:
     """Decorator: make a `Topology` class (or a function that returns one) available as ``topology=name``.
 
-    The first line of its docstring is its description in `topologies`. Its parameters are the options that
+    The first line of its docstring is its description in `list_topologies`. Its parameters are the options that
     ``rewire.compile(model, name, **options)`` accepts.
 
     Example:
@@ -36,11 +36,11 @@ def register_topology(name: str) -> Callable[[T], T]:
     return _FACTORIES.register(name)
 
 
-def topologies() -> dict[str, str]:
+def list_topologies() -> dict[str, str]:
     """Name of every topology, and what it is in one line.
 
     Example:
-        >>> "ancre-ingoing" in rewire.topologies()
+        >>> "ancre-ingoing" in rewire.list_topologies()
         True
     """
     return _FACTORIES.descriptions()

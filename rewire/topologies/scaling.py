@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from rewire.kernels.mix import mix
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States
 from rewire.topologies.program import Program, Term, branch_of, recurrence
 from rewire.topologies.registry import register_topology
 
 
 @dataclasses.dataclass(frozen=True)
-class BranchScale(Topology):
+class BranchScale(Recurrence[Tensor]):
     """A learned scalar on each branch, ``x_t = x_{t-1} + alpha_t f_t``.
 
     Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. In post-norm blocks the scale is inside
@@ -39,22 +39,22 @@ class BranchScale(Topology):
         """alpha, float32, as in `parameters`."""
         return parameters["scales"].float()
 
-    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: Tensor, t: int) -> tuple[Tensor, States]:
         return states[0], states
 
-    def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
+    def merge(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> Tensor:
         x = states[0]
         for branch in branches:  # one by one, in the model's own order: bitwise equality at alpha = 1
             x = mix((branch,), (weights[t - 1],), added=(x,))
         return x
 
-    def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
+    def push(self, states: States, weights: Tensor, t: int, x: Tensor) -> States:
         return (x,)
 
-    def finish(self, states: States, weights: Any, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: Tensor, dims: Dims) -> Tensor:
         return states[0]
 
-    def matrix(self, weights: Any, dims: Dims) -> Tensor:
+    def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1], in terms of increments (post-norm's norms left out).
 
         Row t - 1 is the read of unit t, the last one the output: 1 for ``x_0``, ``alpha_i`` for ``f_i``.
@@ -62,7 +62,7 @@ class BranchScale(Topology):
         scales = weights if weights.dim() == 1 else weights.mean(1)
         return torch.cat([scales.new_ones(1), scales]).expand(dims.depth + 1, -1).tril()
 
-    def program(self, weights: Any, dims: Dims) -> Program:
+    def program(self, weights: Tensor, dims: Dims) -> Program:
         scales = weights.tolist() if weights.dim() == 1 else weights.unbind()
         program = recurrence([[Term(f"x{i}", 1.0)] for i in range(dims.depth)], scales)
         columns = ["x0", *(branch_of(t) for t in range(1, dims.depth + 1))]

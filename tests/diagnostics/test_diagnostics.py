@@ -128,7 +128,7 @@ def test_effective_depth() -> None:
 # -- the observed copy ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", [k for k in rewire.topologies() if k != "dca"])
+@pytest.mark.parametrize("key", [k for k in rewire.list_topologies() if k != "dca"])
 def test_observed_copies_compute_the_same(key: str) -> None:
     model, x = mixed(Stack(PreNorm), key), vectors()
     copy, (record,) = observed(model)

@@ -32,7 +32,7 @@ def identity(rows: int, columns: int) -> torch.Tensor:
     return idi_(torch.empty(rows, columns), loose=0)
 
 
-@pytest.mark.parametrize("init", rewire.initializers())
+@pytest.mark.parametrize("init", rewire.list_initializers())
 def test_every_parameter_is_filled_or_kept_for_a_reason(init: str) -> None:
     model = Stack(Scaled)
     if init == "zero-gamma":

@@ -20,6 +20,7 @@ import rewire
 from rewire.kernels import operators
 from rewire.passes.fusions import fusions
 from rewire.patterns.tiny import tiny_model
+from rewire.stream import Unsummed
 
 OPERATORS = ("mix", "mix_norm", "mix_backward", "mix_norm_backward", "gather", "mixes", "several", "several_backward")
 TOLERANCE = 1e-5
@@ -126,7 +127,9 @@ def saved_by_mixes(result: Tensor) -> list[Tensor]:
 class TestWiring:
     __test__ = INTERPRETED
 
-    @pytest.mark.parametrize("key", [*rewire.topologies(), "ancre-keep", "grn-v2-last", "dca-last", "attnres-groups"])
+    @pytest.mark.parametrize(
+        "key", [*rewire.list_topologies(), "ancre-keep", "grn-v2-last", "dca-last", "attnres-groups"]
+    )
     def test_every_topology(self, key: str, launched: Launched) -> None:
         check(mixed(llama(), key), ids(1, 5))
         assert sum(launched.counts.values()) >= 6
@@ -178,7 +181,7 @@ class TestWiring:
         """Nothing waits between checkpointed blocks: what waits would be kept beside the state that it makes."""
         model, waiting = mixed(Checkpointed(), key, granularity="sublayer"), []
         for layer in model.layers[1:]:
-            layer.register_forward_pre_hook(lambda _, args: waiting.append(args[0].pending))
+            layer.register_forward_pre_hook(lambda _, args: waiting.append(isinstance(args[0].held, Unsummed)))
         check(model, states())
         assert len(waiting) == 8 and not any(waiting)  # twice each, with kernels and without
         want = results(model, states())

@@ -12,7 +12,7 @@ from torch import nn
 import rewire
 from rewire.errors import AlreadyConnected, UnknownName
 from rewire.passes.find import find, prepared_copy
-from rewire.patterns import Pattern, first_given, patterns, patterns_for, register_pattern
+from rewire.patterns import Pattern, first_given, list_patterns, patterns_for, register_pattern
 from rewire.patterns import pattern as pattern_module
 from rewire.patterns.tiny import timm_model, tiny_config, tiny_model
 from rewire.registry import Registry
@@ -259,14 +259,14 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry[Pattern]:
 
 
 def test_patterns_lists_all_with_a_line_each() -> None:
-    listed = patterns()
+    listed = list_patterns()
     assert {"llama", "timm", "diffusers.dit", "torch.nn.Transformer"} <= listed.keys()
     assert all(line and "\n" not in line for line in listed.values())
 
 
 def test_an_unknown_pattern_is_told_with_near_names(registry: Registry[Pattern]) -> None:
     register_pattern("llama", a_pattern("a"))
-    with pytest.raises(UnknownName, match=r"no pattern 'lama'. Did you mean 'llama'\? rewire.patterns\(\)"):
+    with pytest.raises(UnknownName, match=r"no pattern 'lama'. Did you mean 'llama'\? rewire.list_patterns\(\)"):
         registry.get("lama")
 
 
@@ -295,7 +295,7 @@ def test_installed_packages_add_patterns(registry: Registry[Pattern], monkeypatc
         return [Point("theirs", "their.module", group)]
 
     monkeypatch.setattr("rewire.registry.installed_entry_points", installed)
-    assert patterns() == patterns() == {"theirs": "from a package"}
+    assert list_patterns() == list_patterns() == {"theirs": "from a package"}
     assert asked == ["rewire.patterns"]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from toy_nets import begin, net, opened, plain, run
 
 from rewire.errors import UnsupportedTopology
-from rewire.topologies import ANCRe, Topology, make_topology, topologies
+from rewire.topologies import ANCRe, Topology, list_topologies, make_topology
 from rewire.topologies.ancre import ANCReCascaded, ANCReConstant
 from rewire.topologies.base import Dims
 
@@ -301,8 +301,8 @@ def test_names() -> None:
     with pytest.raises(TypeError, match="no option 'temperature': it takes cascade"):
         make_topology("ancre-none", {"temperature": 1.0})
     names = {"ancre-ingoing", "ancre-outgoing", "ancre-none", "ancre-constant", "ancre-cascaded"}
-    assert names <= topologies().keys()
-    assert all(topologies()[name] for name in names)
+    assert names <= list_topologies().keys()
+    assert all(list_topologies()[name] for name in names)
     assert ANCRe().options() == {"normalize": "ingoing", "temperature": 0.01, "cascade": "replace"}
 
 

@@ -15,7 +15,7 @@ from transformers.models.inkling2.modeling_inkling2 import Inkling2BlockAttentio
 from x_transformers.x_transformers import AttentionResidual
 
 from rewire.errors import UnsupportedTopology
-from rewire.topologies import attnres, make_topology, topologies
+from rewire.topologies import Recurrence, attnres, list_topologies, make_topology
 from rewire.topologies.attnres import AttnRes
 from rewire.topologies.base import Dims, computed
 
@@ -235,6 +235,6 @@ def test_wrong_options(block: float) -> None:
 
 def test_name() -> None:
     assert make_topology("attnres", {"block": 4, "scaled": True}) == AttnRes(4, True)
-    assert topologies()["attnres"]
+    assert list_topologies()["attnres"]
     assert AttnRes().options() == {"block": None, "scaled": False}
-    assert AttnRes.needs_width and not AttnRes.supports_post_norm
+    assert AttnRes.needs_width and not issubclass(AttnRes, Recurrence)

@@ -10,7 +10,7 @@ import toy_nets
 from torch import Tensor, nn
 from toy_nets import WIDTH, begin, opened, plain
 
-from rewire.topologies import Topology, make_topology
+from rewire.topologies import Recurrence, Topology, make_topology
 from rewire.topologies.base import Dims, States, Ways
 
 NAMES = ["grn-v1", "grn-v2", "grn-v3", "dca"]
@@ -137,7 +137,7 @@ def test_sizes(name: str, last: int | None, b: tuple[int, ...], w: tuple[int, ..
     assert shapes == ({"b": b} if w is None else {"b": b, "w": w})
     assert topology.needs_width == (name != "grn-v1")
     assert topology.granularity == "block"
-    assert not topology.supports_post_norm
+    assert not isinstance(topology, Recurrence)
 
 
 @pytest.mark.parametrize("last", [None, 1, 2])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from toy_nets import WIDTH, begin, net, plain, run_learned
 
 from rewire.errors import UnsupportedTopology
-from rewire.topologies import make_topology, topologies
+from rewire.topologies import list_topologies, make_topology
 from rewire.topologies.base import Dims
 from rewire.topologies.hyper import DynamicHyperConnections, FracConnections, HyperConnections, Streams
 
@@ -232,7 +232,7 @@ def test_names() -> None:
     assert make_topology("hc-static", {"streams": 2}) == HyperConnections(2)
     assert make_topology("hc-dynamic", {}) == DynamicHyperConnections(4, "mean")
     assert make_topology("frac-hc", {"dynamic": False}) == FracConnections(4, False)
-    assert all(topologies()[name] for name in ("hc-static", "hc-dynamic", "frac-hc"))
+    assert all(list_topologies()[name] for name in ("hc-static", "hc-dynamic", "frac-hc"))
     assert [one.needs_width for one in (HyperConnections, DynamicHyperConnections, FracConnections)] == [0, 1, 1]
     with pytest.raises(UnsupportedTopology, match=r"fractions=3.*8 channels"):
         FracConnections(3).parameters(Dims(2, WIDTH), "paper")

@@ -13,7 +13,7 @@ from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextLaurelBlock
 
 from rewire.errors import UnsupportedTopology
-from rewire.topologies import Topology, make_topology, topologies
+from rewire.topologies import Topology, list_topologies, make_topology
 from rewire.topologies.base import Dims, States
 from rewire.topologies.laurel import LaurelLR, LaurelPA, LaurelRW
 
@@ -213,5 +213,5 @@ def test_names() -> None:
     assert make_topology("laurel-lr", {"rank": 4}) == LaurelLR(4)
     assert make_topology("laurel-pa", {"rank": 4, "last": 2}) == LaurelPA(4, 2)
     assert LaurelPA().options() == {"rank": 16, "last": 3}
-    assert all(topologies()[name] for name in ("laurel-rw", "laurel-lr", "laurel-pa"))
+    assert all(list_topologies()[name] for name in ("laurel-rw", "laurel-lr", "laurel-pa"))
     assert LaurelLR.needs_width and LaurelPA.needs_width and not LaurelRW.needs_width

@@ -16,7 +16,7 @@ from toy_nets import WIDTH, net, plain, run_learned
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
 from rewire.errors import UnsupportedTopology
-from rewire.topologies import make_topology, topologies
+from rewire.topologies import list_topologies, make_topology
 from rewire.topologies.base import Dims
 from rewire.topologies.hyper import combine
 from rewire.topologies.mhc import ManifoldHyperConnections, sinkhorn, sinkhorn_backward
@@ -243,7 +243,7 @@ def test_wrong_options(option: str, value: Any) -> None:
 
 def test_names() -> None:
     assert make_topology("mhc", {"streams": 2, "iterations": 5}) == MHC(2, "mean", 5)
-    assert topologies()["mhc"]
+    assert list_topologies()["mhc"]
     assert MHC.needs_width
     with pytest.raises(UnsupportedTopology, match=r"mhc.*output='sum'.*start='paper'"):
         MHC(output="sum").parameters(Dims(3, WIDTH), "preserve")

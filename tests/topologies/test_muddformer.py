@@ -10,7 +10,7 @@ import toy_nets
 from torch import Tensor, nn
 from toy_nets import WIDTH, plain
 
-from rewire.topologies import make_topology, topologies
+from rewire.topologies import list_topologies, make_topology
 from rewire.topologies.base import Dims, States, Ways
 from rewire.topologies.muddformer import MUDDFormer
 
@@ -178,5 +178,5 @@ def test_compiles_in_one_graph(dims: Dims) -> None:
 
 def test_name() -> None:
     assert make_topology("muddformer", {}) == MUDD
-    assert topologies()["muddformer"]
+    assert list_topologies()["muddformer"]
     assert MUDD.reads_qkv and MUDD.needs_width and MUDD.granularity == "block"

@@ -5,7 +5,7 @@ import torch
 from toy_nets import begin
 
 from rewire.errors import UnknownName
-from rewire.topologies import Residual, make_topology, topologies
+from rewire.topologies import Residual, list_topologies, make_topology
 from rewire.topologies.base import Dims, computed
 
 
@@ -40,7 +40,7 @@ def test_has_no_parameters(start: str) -> None:
 
 def test_names() -> None:
     assert make_topology("residual", {}) == Residual()
-    assert topologies()["residual"].startswith("Plain residual connections")
+    assert list_topologies()["residual"].startswith("Plain residual connections")
     with pytest.raises(UnknownName, match="'residual'"):
         make_topology("residal", {})
     with pytest.raises(TypeError, match="no option 'depth': it takes none"):

@@ -9,7 +9,7 @@ import toy_nets
 from torch import Tensor, nn
 from toy_nets import plain
 
-from rewire.topologies import Topology, make_topology, topologies
+from rewire.topologies import Topology, list_topologies, make_topology
 from rewire.topologies.base import Dims, States
 from rewire.topologies.scaling import BranchScale, LayerScale
 
@@ -143,7 +143,7 @@ def test_wrong_options(eps: float) -> None:
 def test_names() -> None:
     assert make_topology("rezero", {}) == make_topology("skipinit", {}) == BranchScale()
     assert make_topology("layerscale", {"eps": 1e-4}) == LayerScale(1e-4)
-    assert all(topologies()[name] for name in NAMES)
+    assert all(list_topologies()[name] for name in NAMES)
     assert LayerScale.needs_width and not BranchScale.needs_width
     assert BranchScale().options() == {}
     with pytest.raises(TypeError, match="no option 'eps'"):
