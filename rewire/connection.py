@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rewire.errors import RewireError
 from rewire.stream import Layout, Stream
 from rewire.topologies.base import Start
+from rewire.topologies.registry import name_and_options, named_topology
 from rewire.trunk import Trunk
 
 #: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
@@ -95,9 +96,10 @@ class Connection(nn.Module):
     def recipe(self) -> dict[str, Any]:
         """What the weights belong to: topology, options, and the trunk's sizes."""
         layout = self.layout
+        name, options = name_and_options(layout.topology)
         return {
-            "topology": type(layout.topology).__name__,
-            "options": layout.topology.options(),
+            "topology": name,
+            "options": options,
             "units": list(layout.units),
             "width": layout.dims.width,
             "attention": sorted(layout.dims.attention),
@@ -142,8 +144,16 @@ def _gathered(parameter: Any) -> Tensor:
 
 def read_recipe(state: Tensor) -> dict[str, Any]:
     """The recipe that `Connection.get_extra_state` wrote."""
-    recipe: dict[str, Any] = json.loads(bytes(state.tolist()).decode())
-    return recipe
+    return current_recipe(json.loads(bytes(state.tolist()).decode()))
+
+
+def current_recipe(recipe: Any) -> Any:
+    """A recipe as this version writes it: version 0.1 named the classes of topologies."""
+    try:
+        name, options = name_and_options(named_topology(recipe["topology"], recipe["options"]))
+    except (KeyError, RuntimeError, TypeError, ValueError, RewireError):
+        return recipe  # it is damaged, which is said where it is used
+    return recipe if name == recipe["topology"] else {**recipe, "topology": name, "options": options}
 
 
 def connections(model: nn.Module) -> dict[str, Connection]:

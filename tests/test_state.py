@@ -102,7 +102,7 @@ def test_state_dict_round_trip(tmp_path: Path) -> None:
         ({"topology": "ancre-outgoing"}, "outgoing"),
         ({"topology": ANCRE, "temperature": 0.1}, "temperature.*0.01.*0.1"),
         ({"topology": ANCRE, "granularity": "sublayer"}, r"units: \[1, 1, 2, 2, 3, 3\] \(saved\)"),
-        ({"topology": "denseformer"}, "topology: ANCRe"),
+        ({"topology": "denseformer"}, "topology: ancre-ingoing"),
     ],
 )
 def test_weights_of_another_recipe_are_refused(recipe: dict[str, Any], difference: str) -> None:

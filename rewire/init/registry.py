@@ -42,7 +42,7 @@ I = TypeVar("I", bound=Callable[..., Initializer])  # noqa: E741
 
 _FACTORIES: Factories[Initializer] = Factories(
     "initialiser",
-    "list_initializers",
+    "initializers",
     entry_points="rewire.initializers",
     product=Initializer,  # type: ignore[type-abstract]
     public="rewire.init.Initializer",

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rewire.connection import CONNECTIONS, Connection, connections
+from rewire.connection import CONNECTIONS, Connection, connections, current_recipe
 from rewire.errors import RewireError, ShardedModel
 from rewire.saving.recipes import connections_of, described, difference, first_line, is_recipe, rewired_by
 
@@ -253,6 +253,9 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
     damage = _damage(recipe)
     if damage:
         raise RewireError(f"'{path}' is damaged: {damage}")
+    trunks = recipe.get("trunks")
+    if isinstance(trunks, dict):
+        recipe["trunks"] = {path: current_recipe(trunk) for path, trunk in trunks.items()}
     checked: dict[str, Any] = recipe
     return checked
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -23,8 +23,9 @@ from rewire.passes.inputs import known_inputs
 from rewire.passes.rewrite import rewrite
 from rewire.patterns import patterns_for
 from rewire.stream import Layout
-from rewire.topologies import Recurrence, Topology, list_topologies
+from rewire.topologies import Recurrence
 from rewire.topologies.base import Start
+from rewire.topologies.registry import named_topology
 from rewire.trunk import Trunk
 
 #: How the entry of a state dict ends that holds a recipe.
@@ -129,27 +130,18 @@ def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: 
         name, options, units = recipe["topology"], recipe["options"], recipe["units"]
         width, attention = recipe["width"], recipe["attention"]
         _check_sizes(units, width, attention)
+        if not isinstance(name, str):
+            raise ValueError(f"topology {name!r}")
         if not all(isinstance(site, str) for site in recipe.get("sites", ())):
             raise ValueError(f"sites {recipe['sites']!r}")
-        cls = topology_class(name, path)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RewireError(f"the recipe of '{path}' is damaged: {type(error).__name__}: {first_line(error)}") from error
     try:
-        return Layout(trunk, cls(**options), units, width, attention, channel_dim, posts)
+        return Layout(trunk, named_topology(name, options), units, width, attention, channel_dim, posts)
+    except UnknownName as error:
+        raise UnknownName(f"'{path}' cannot be made: {error}") from error
     except (RuntimeError, TypeError, ValueError, RewireError) as error:
         raise misfit(path, recipe, error) from error
-
-
-def topology_class(name: str, path: str) -> Callable[..., Topology]:
-    """The topology class of that name: a known one, never an import."""
-    list_topologies()  # loads the topologies of other installed packages
-    known = {cls.__name__: cls for cls in _subclasses(Topology)}
-    if name not in known:
-        raise UnknownName(
-            f"'{path}' was saved with the topology class '{name}', which is not known here; known are "
-            f"{', '.join(sorted(known))}. Import or install the package that defines it."
-        )
-    return known[name]
 
 
 def misfit(path: str, recipe: Any, error: BaseException) -> RewireError:
@@ -237,8 +229,3 @@ def _check_sizes(units: Any, width: Any, attention: Any) -> None:
         raise ValueError(f"width {width!r}")
     if not isinstance(attention, list) or any(t not in units for t in attention):
         raise ValueError(f"attention {attention!r}")
-
-
-def _subclasses(cls: type) -> list[type]:
-    direct: list[type] = cls.__subclasses__()
-    return direct + [below for child in direct for below in _subclasses(child)]

@@ -62,6 +62,53 @@ def changed(folder: Path, change: Callable[[Any], None]) -> Path:
     return folder
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
+class Net(nn.Module):
+    """What the files of version 0.1 are of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+OLD = Path(__file__).parent / "version_0_1"
+
+
+@pytest.mark.parametrize("name", ["ancre-outgoing", "grn-v3", "hc-dynamic"])
+def test_files_of_version_0_1(name: str) -> None:
+    """They name the classes of topologies: ``ANCRe`` with ``normalize="outgoing"``."""
+    recipe = json.loads((OLD / name / saving.RECIPE).read_text())["trunks"]["depth_connections.blocks"]
+    assert recipe["topology"] in ("ANCRe", "GRNv3", "DynamicHyperConnections")
+    saved, model = load_file(OLD / f"{name}.safetensors"), rewire.load(OLD / name, Net())
+    torch.testing.assert_close(model(saved["x"]), saved["output"])
+    (connection,) = rewire.connections(model).values()
+    assert connection.recipe()["topology"] == name
+    (file,) = (OLD / name).glob("*.safetensors")
+    rewire.compile(Net(), name, **connection.recipe()["options"], validate=False).load_state_dict(load_file(file))
+
+
+@pytest.mark.parametrize("key", EVERY)
+def test_recipes_name_topologies_as_users_do(key: str) -> None:
+    name, options = EVERY[key]
+    (connection,) = rewire.connections(mixed_by_key(stack(), key)).values()
+    recipe = connection.recipe()
+    assert recipe["topology"] == {"skipinit": "rezero"}.get(name, name)  # two names of one
+    assert recipe["options"].items() >= options.items()
+
+
 @pytest.mark.parametrize("key", EVERY)
 def test_every_topology(key: str, tmp_path: Path) -> None:
     model = mixed_by_key(stack(), key)
