@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,10 +18,11 @@ from rewire.connection import CONNECTIONS, Connection, connections
 from rewire.errors import RewireError, UnsupportedCall, UnsupportedTopology
 from rewire.passes.checks import check_choices
 from rewire.passes.choose import assigned, check_names, chosen_topologies, layout_of
-from rewire.passes.find import Found, FoundTrunk, trunks_in
+from rewire.passes.find import Found, trunks_in
 from rewire.passes.flat import rewrite_chain
 from rewire.passes.graphs import flow_of
 from rewire.passes.mixes import LoweredMix, lower_mixes
+from rewire.passes.streams import Chain
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
 from rewire.trunk import LeftAlone, Report, Trunk
@@ -202,14 +203,13 @@ class Backend:
         found = _found(graph)
         rewired = []
         if self.topologies:
-            trunks = [flat.trunk for flat in found.trunks]
-            by_name = {flat.trunk.name: flat for flat in found.trunks}
-            chosen = [(by_name[trunk.name], self.topologies[key]) for trunk, key in assigned(trunks, self.topologies)]
+            trunks = list(found.trunks.values())
+            chosen = {trunk.name: self.topologies[key] for trunk, key in assigned(trunks, self.topologies)}
             self._check_names(graph, trunks)
-            self._check_whole(graph, [flat for flat, _ in chosen])
-            for flat, topology in chosen:
-                self._connect(graph, flat, topology)
-                rewired.append(flat.trunk)
+            self._check_whole(graph, found, chosen)
+            for name, topology in chosen.items():
+                self._connect(graph, found.trunks[name], found.chains[name], topology)
+                rewired.append(found.trunks[name])
         mixes, left = lower_mixes(graph.graph, graph)
         graph.graph.lint()
         graph.recompile()
@@ -224,9 +224,9 @@ class Backend:
             if seen or reason is None:
                 check_names(self.topologies, seen)
 
-    def _connect(self, graph: fx.GraphModule, flat: FoundTrunk, topology: Topology) -> None:
+    def _connect(self, graph: fx.GraphModule, trunk: Trunk, chain: Chain, topology: Topology) -> None:
         """Let a trunk go through a stream that this backend's connection opens."""
-        trunk, key = flat.trunk, flat.trunk.name.replace(".", "_")
+        key = trunk.name.replace(".", "_")
         if key not in self._connections:
             layout = layout_of(trunk, topology, self.granularity)
             if layout.dims.attention:
@@ -244,9 +244,9 @@ class Backend:
             )
         gate = f"{CONNECTIONS}.{key}"
         graph.add_submodule(gate, self._connections[key])  # what `rewrite_chain` calls
-        rewrite_chain(graph.graph, flat.chain, gate)
+        rewrite_chain(graph.graph, chain, gate)
 
-    def _check_whole(self, graph: fx.GraphModule, trunks: Sequence[FoundTrunk]) -> None:
+    def _check_whole(self, graph: fx.GraphModule, found: Found, chosen: Collection[str]) -> None:
         """Refuse trunks that go on outside this graph, as far as one graph of Dynamo's can tell."""
         reason = getattr(graph, "compile_subgraph_reason", None)
         if reason is None:  # not Dynamo's
@@ -254,22 +254,21 @@ class Backend:
         if reason.graph_break:
             at = f" at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
             self._break = f"{reason.reason.splitlines()[0]}{at}"
-            if not trunks:
+            if not chosen:
                 log.warning("no residual stream was found in a graph that ends in a break: %s.", self._break)
         output = next(iter(reversed(graph.graph.nodes)))
-        for flat in trunks:
-            handed_in, handed_out = (
-                flat.chain.entry.node.op == "placeholder",
-                flat.chain.adds[-1].result.node in output.all_input_nodes,
-            )
-            what = f"trunk '{flat.trunk.name}', of which this graph holds {_span(flat.trunk)},"
+        for name in chosen:
+            chain = found.chains[name]
+            handed_in = chain.entry.node.op == "placeholder"
+            handed_out = chain.adds[-1].result.node in output.all_input_nodes
+            what = f"trunk '{name}', of which this graph holds {_span(found.trunks[name])},"
             if (reason.graph_break and handed_out) or (handed_in and self._break):
                 raise UnsupportedCall(
                     f"{what} borders on a graph break ({self._break}), which may cut it, and its "
                     "connections have to lie within one graph. Remove the break (torch.compile(.., "
                     "fullgraph=True) shows it), or use rewire.compile, which does not depend on graphs."
                 )
-            if handed_in and handed_out and not any(site.block for site in flat.trunk.sites):
+            if handed_in and handed_out and not any(site.block for site in found.trunks[name].sites):
                 raise UnsupportedCall(
                     f"{what} is one block by itself, compiled apart from the others whose stream it shares. Compile "
                     "the whole model, or use rewire.compile, which does not depend on graphs."
@@ -322,17 +321,11 @@ _BY_OPTIONS: list[tuple[Mapping[str, Any], Backend]] = []
 def _found(graph: fx.GraphModule) -> Found:
     """The trunks of a graph, without those whose stream is reshaped on its way."""
     found = trunks_in(flow_of(graph.graph, graph))
-    for linked in list(found.trunks):
-        chain = linked.chain
+    for name, chain in list(found.chains.items()):
         if any(chain.passages) or any(add.shortcut is not add.state for add in chain.adds):
-            found.trunks.remove(linked)
-            why = "its stream is cast or reshaped between the adds, which this backend does not follow"
-            found.left.append(LeftAlone(linked.trunk.name, why))
+            found.leave(name, "its stream is cast or reshaped between the adds, which this backend does not follow")
         elif any(op.scale not in (None, 1) for add in chain.adds for op in (add.op, *add.inner)):
-            found.trunks.remove(linked)
-            found.left.append(
-                LeftAlone(linked.trunk.name, "its adds have a factor (alpha), which this backend ignores")
-            )
+            found.leave(name, "its adds have a factor (alpha), which this backend ignores")
     return found
 
 

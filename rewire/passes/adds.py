@@ -64,25 +64,10 @@ class Add:
         return scopes
 
 
-@dataclasses.dataclass(frozen=True)
-class Rejected:
-    """An addition that looked like a residual add, and why it is none.
-
-    Attributes:
-        op: the addition.
-        why: the reason.
-        add: what it would have been.
-    """
-
-    op: Op
-    why: str
-    add: Add | None = None
-
-
-def residual_adds(flow: Flow) -> tuple[list[Add], list[Rejected]]:
-    """The residual adds of a flow, in order; and what was rejected."""
+def residual_adds(flow: Flow) -> tuple[list[Add], dict[Add, str]]:
+    """The residual adds of a flow, in order; and what looks like one, with the reason why it is none."""
     found: dict[Op, Add] = {}  # by the operation, that of the outermost addition
-    rejected: list[Rejected] = []
+    rejected: dict[Add, str] = {}
     for op in flow:
         if not _is_sum(op):
             continue
@@ -90,11 +75,11 @@ def residual_adds(flow: Flow) -> tuple[list[Add], list[Rejected]]:
         if add is None:
             scaled = _scaled(op, flow)
             if scaled is not None:
-                rejected.append(Rejected(op, SCALED, scaled))
+                rejected[scaled] = SCALED
             continue
         why = _false_friend(add) or _around(add, found)
         if why:
-            rejected.append(Rejected(op, why, add))
+            rejected[add] = why
         else:
             found[op] = add
     return list(found.values()), rejected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
 
 import torch
@@ -28,25 +28,35 @@ _SHOWN = 12  # reasons in an error
 SINGLE = "a single residual add: there is nothing to connect it with"
 
 
-@dataclasses.dataclass(eq=False)
-class FoundTrunk:
-    """A trunk, and the residual adds that it is in a flow."""
-
-    trunk: Trunk
-    chain: Chain
-
-
 @dataclasses.dataclass
 class Found:
-    """The trunks of a flow, and what was left alone: where, and why."""
+    """What was found in a flow.
+
+    Attributes:
+        flow: what was looked at.
+        trunks: by name.
+        chains: the residual adds of each of them in the flow.
+        left: what was left alone: where, and why.
+    """
 
     flow: Flow
-    trunks: list[FoundTrunk]
+    trunks: dict[str, Trunk]
+    chains: dict[str, Chain]
     left: list[LeftAlone]
 
     @property
     def report(self) -> Report:
-        return Report(tuple(found.trunk for found in self.trunks), tuple(self.left))
+        return Report(tuple(self.trunks.values()), tuple(self.left))
+
+    @property
+    def adds(self) -> int:
+        """Number of residual adds that can be connected."""
+        return sum(len(chain.adds) for chain in self.chains.values())
+
+    def leave(self, name: str, why: str) -> None:
+        """Leave a trunk alone."""
+        del self.trunks[name], self.chains[name]
+        self.left.append(LeftAlone(name, why))
 
 
 def find(
@@ -83,7 +93,7 @@ def find(
         except BadExampleInputs as error:
             log.info("%s", error)
             continue
-        if sum(map(_adds, recorded[0].trunks)) > sum(map(_adds, found.trunks)) - picked:
+        if recorded[0].adds > found.adds - picked:
             return recorded
         if found.trunks:
             break
@@ -98,7 +108,7 @@ def trunks_of(found: Sequence[Found], name: str) -> list[Trunk]:
     """
     if not found[0].trunks:
         raise NoResidualAdds(_nothing_found(name, found[0]))
-    return [linked.trunk for linked in found[0].trunks]
+    return list(found[0].trunks.values())
 
 
 def _nothing_found(name: str, found: Found) -> str:
@@ -118,13 +128,9 @@ def _nothing_found(name: str, found: Found) -> str:
     )
 
 
-def _adds(found: FoundTrunk) -> int:
-    return len(found.trunk.sites)
-
-
 def _picks(found: Found) -> bool:
     """Whether a state is one of several values of a call into which the trace did not look."""
-    posts = (op for linked in found.trunks for add in linked.chain.adds for op in add.post)
+    posts = (op for chain in found.chains.values() for add in chain.adds for op in add.post)
     return any(op.name == "getitem" and op.inputs[0].leaf is not None for op in posts)
 
 
@@ -171,17 +177,18 @@ def _recorded(prepared: nn.Module, patterns: list[Pattern], inputs: Inputs, devi
 
 def _agree(evaluation: Found, training: Found) -> None:
     """Operations behind an add that run in one mode only: the state is yet to be made there in both."""
-    for one, other in ((a, b) for a in evaluation.trunks for b in training.trunks if a.trunk.name == b.trunk.name):
-        sites = list(zip(one.trunk.sites, other.trunk.sites, strict=False))
-        if len(one.trunk.sites) != len(other.trunk.sites):
+    for name in evaluation.trunks.keys() & training.trunks.keys():
+        one, other = evaluation.trunks[name], training.trunks[name]
+        sites = list(zip(one.sites, other.sites, strict=False))
+        if len(one.sites) != len(other.sites):
             continue
         posts = [mine.post or yours.post for mine, yours in sites]
         if bool(sites[-1][0].post) != bool(sites[-1][1].post):  # no state follows: they may stand behind the stream
             posts[-1] = ()
-            for linked in (one, other):
-                linked.chain.adds[-1].post = []
+            for found in (evaluation, training):
+                found.chains[name].adds[-1].post = []
         agreed = [dataclasses.replace(site, post=post) for (site, _), post in zip(sites, posts, strict=True)]
-        one.trunk = dataclasses.replace(one.trunk, sites=tuple(agreed))
+        evaluation.trunks[name] = dataclasses.replace(one, sites=tuple(agreed))
 
 
 def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:
@@ -189,10 +196,7 @@ def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:
     log.debug("the graph:\n%s", flow)
     linked, rejected = chains(flow)
     left = [LeftAlone(path, why) for path, why in flow.unread.items()]
-    left += [
-        LeftAlone(one.op.scope.path if one.add is None else _site(flow, one.add).name, one.why, *written_at(one.op))
-        for one in rejected
-    ]
+    left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op)) for add, why in rejected.items()]
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
@@ -202,11 +206,11 @@ def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:
                 left.append(LeftAlone(sites[0].name, SINGLE, *written_at(piece.adds[0].op)))
             else:
                 rows.append((piece, sites))
-    trunks: list[FoundTrunk] = []
+    found = Found(flow, {}, {}, left)
     for chain, sites in sorted(rows, key=lambda row: position.get(row[1][0].block, 0)):
-        taken = {found.trunk.name for found in trunks}
-        trunks.append(FoundTrunk(_trunk(flow, chain, sites, taken), chain))
-    return Found(flow, trunks, left)
+        trunk = _trunk(flow, chain, sites, found.trunks)
+        found.trunks[trunk.name], found.chains[trunk.name] = trunk, chain
+    return found
 
 
 def written_at(op: Op) -> tuple[str, str]:
@@ -278,7 +282,7 @@ def _called_in(op: Op, block: str, depth: int) -> str:
     return path if len(op.calls()) > depth and path else op.name
 
 
-def _trunk(flow: Flow, chain: Chain, sites: Sequence[Site], taken: set[str]) -> Trunk:
+def _trunk(flow: Flow, chain: Chain, sites: Sequence[Site], taken: Collection[str]) -> Trunk:
     prefix, above = common_path(sites, flow.containers)
     root = "trunk" if isinstance(flow.model, fx.GraphModule) else type(flow.model).__name__
     name = ".".join(prefix) or root

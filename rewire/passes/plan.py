@@ -33,8 +33,8 @@ from rewire.passes.edits import (
     Value,
     Written,
 )
-from rewire.passes.find import Found, FoundTrunk
-from rewire.passes.flow import Flow, Op, Place, Scope, common
+from rewire.passes.find import Found
+from rewire.passes.flow import Op, Place, Scope, common
 from rewire.passes.functions import Decorated, forward_of, function_with, undecorated
 from rewire.passes.projections import Projections
 from rewire.passes.streams import same_size
@@ -45,7 +45,7 @@ from rewire.passes.variables import assigned, behind, hands_on, only_returned
 
 def plan(
     found: Found,
-    trunk: FoundTrunk,
+    name: str,
     plans: Plans,
     definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}),
     apart: Mapping[int, Projections] = MappingProxyType({}),
@@ -54,7 +54,7 @@ def plan(
 
     Args:
         found: what was found in the flow.
-        trunk: the trunk.
+        name: of the trunk.
         plans: by path of a module and code of a function.
         definitions: functions that take the place of the forwards of modules of these classes.
         apart: for residual adds whose attention reads q, k and v apart: where it projects them.
@@ -63,21 +63,21 @@ def plan(
         EditError: a function that would have to change cannot be edited.
         UnsupportedTopology: q, k and v of an attention cannot be taken apart.
     """
-    _Planner(found.flow, trunk, plans, definitions, apart).run()
+    _Planner(found, name, plans, definitions, apart).run()
 
 
 class _Planner:
     def __init__(
         self,
-        flow: Flow,
-        found: FoundTrunk,
+        found: Found,
+        name: str,
         plans: Plans,
         definitions: Mapping[type[nn.Module], FunctionType],
         apart: Mapping[int, Projections],
     ) -> None:
-        self.flow, self.plans, self.definitions, self.apart = flow, plans, definitions, apart
-        self.name, self.chain = found.trunk.name, found.chain
-        self.adds = found.chain.adds
+        self.flow, self.plans, self.definitions, self.apart = found.flow, plans, definitions, apart
+        self.name, self.chain = name, found.chains[name]
+        self.adds = self.chain.adds
         self.stage: dict[Op, int] = {}  # for values of the stream, the number of adds before
         self.on_way: set[Op] = set()  # operations of the stream's own way
         self.unfinished: set[Op] = set()  # those of which the next state is yet to be made

@@ -46,7 +46,7 @@ def rewrite(
     Raises:
         EditError: a trunk cannot be edited.
     """
-    trunks = {linked.trunk.name: linked.trunk for linked in found[0].trunks}
+    trunks = found[0].trunks
     chosen = {layout.trunk: layout for layout in layouts}
     while True:
         plans: Plans = {}
@@ -77,17 +77,17 @@ def rewrite(
 def _plan(trunk: Trunk, layout: Layout, found: list[Found], patterns: list[Pattern], plans: Plans) -> None:
     """Plan what changes for a trunk, in all ways of looking at the model."""
     apart = [number for number in range(len(trunk.sites)) if layout.reads_apart(number)]
-    pairs = [(one, linked) for one in found for linked in one.trunks if linked.trunk.name == trunk.name]
-    for one, linked in pairs:
-        if len(linked.trunk.sites) != len(trunk.sites):
+    for one in (one for one in found if trunk.name in one.trunks):
+        sites = one.trunks[trunk.name].sites
+        if len(sites) != len(trunk.sites):
             log.warning(
                 "trunk '%s' makes %d residual adds in training mode, and %d in evaluation mode: calls that skip some "
                 "will raise OutOfOrder; layer dropping has to be off.",
-                *(trunk.name, len(linked.trunk.sites), len(trunk.sites)),
+                *(trunk.name, len(sites), len(trunk.sites)),
             )
             continue
         projections = {n: find_projections(one.flow, trunk.sites[n], patterns) for n in apart}
-        plan(one, linked, plans, definitions(patterns), projections)
+        plan(one, trunk.name, plans, definitions(patterns), projections)
 
 
 def _device_of(module: nn.Module) -> torch.device | None:

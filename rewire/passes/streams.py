@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-from rewire.passes.adds import CASTS, VIEWS, Add, Rejected, between, residual_adds
+from rewire.passes.adds import CASTS, VIEWS, Add, between, residual_adds
 from rewire.passes.flow import Flow, Op, Scope, common
 
 LONG = "a shortcut around a whole trunk"
@@ -43,8 +43,8 @@ class Chain:
         return scopes[-1]
 
 
-def chains(flow: Flow) -> tuple[list[Chain], list[Rejected]]:
-    """The residual streams of a flow; and additions that were rejected."""
+def chains(flow: Flow) -> tuple[list[Chain], dict[Add, str]]:
+    """The residual streams of a flow; and additions that belong to none, with the reason."""
     found, rejected = residual_adds(flow)
     adds = _without_nested(flow, found, rejected)
     follows = _links(flow, adds)
@@ -83,7 +83,7 @@ def same_size(op: Op, other: Op) -> bool:
     return op.shape is None or other.shape is None or op.shape.numel() == other.shape.numel()
 
 
-def _without_nested(flow: Flow, adds: list[Add], rejected: list[Rejected]) -> list[Add]:
+def _without_nested(flow: Flow, adds: list[Add], rejected: dict[Add, str]) -> list[Add]:
     """The adds that are no part of another one's branch; and of long skips around whole trunks, the trunks."""
     alive = set(adds)
     follows = _links(flow, adds)
@@ -97,7 +97,7 @@ def _without_nested(flow: Flow, adds: list[Add], rejected: list[Rejected]) -> li
         body = any(_place(first) != _place(second) or not outside for first, second in linked)
         dead = [add] if body else sorted(inner, key=lambda one: one.op.index)
         alive.difference_update(dead)
-        rejected += [Rejected(one.op, LONG if body else NESTED, one) for one in dead]
+        rejected.update(dict.fromkeys(dead, LONG if body else NESTED))
     return [add for add in adds if add in alive]
 
 

@@ -78,7 +78,7 @@ def test_the_trunks_are_those_of_blocks_one_by_one(name: str) -> None:
     make, args, kwargs = SAME[name]
     model = make().eval()
     expected = {trunk.name: trunk for trunk in rewire.inspect(model).trunks}
-    actual = {flat.trunk.name: flat.trunk for flat in found(model, *args, **kwargs).trunks}
+    actual = found(model, *args, **kwargs).trunks
     assert list(actual) == ["trunk" if key == "Sequential" else key for key in expected]  # the root has no name there
     for ours, trunk in zip(actual.values(), expected.values(), strict=True):
         assert ours.units == trunk.units
@@ -134,7 +134,7 @@ class Convolved(nn.Module):
 
 def test_adds_inside_a_branch_belong_to_it() -> None:
     result = found(Stack(lambda: Residual(Inner())), vectors())
-    assert [[site.name for site in flat.trunk.sites] for flat in result.trunks] == [
+    assert [[site.name for site in trunk.sites] for trunk in result.trunks.values()] == [
         [f"layers.{n}.fn" for n in range(3)]
     ]
     assert result.report.skipped["layers.1.fn.a"] == "inside the branch of another residual add"
@@ -143,7 +143,7 @@ def test_adds_inside_a_branch_belong_to_it() -> None:
 def test_an_add_around_a_trunk_is_left_alone() -> None:
     """The stream goes on with what comes out of it, as after a norm."""
     result = found(LongSkip(), vectors())
-    (trunk,) = (flat.trunk for flat in result.trunks)
+    (trunk,) = result.trunks.values()
     assert [site.block for site in trunk.sites[::2]] == ["down.0", "down.1", "up.0", "up.1"]
     assert [site.post for site in trunk.sites] == [(), (), (), ("add", "mul"), (), (), (), ()]
     assert set(result.report.skipped.values()) == {"a shortcut around a whole trunk"}
@@ -151,7 +151,7 @@ def test_an_add_around_a_trunk_is_left_alone() -> None:
 
 def test_position_embeddings_are_no_branches() -> None:
     result = found(Convolved(), vectors())
-    assert [len(flat.trunk.sites) for flat in result.trunks] == [4]
+    assert [len(trunk.sites) for trunk in result.trunks.values()] == [4]
     assert result.report.skipped == {"pos_conv": "adds a position embedding"}
 
 
@@ -174,6 +174,6 @@ def test_a_forward_that_is_written_out() -> None:
             x = x + torch.tanh(x @ self.weight)
             return x.mean(1)
 
-    (flat,) = found(Flat(), vectors()).trunks
-    assert [site.branch for site in flat.trunk.sites][:2] == ["attn", "mlp"]
-    assert flat.trunk.units == (1, 2, 3)
+    (trunk,) = found(Flat(), vectors()).trunks.values()
+    assert [site.branch for site in trunk.sites][:2] == ["attn", "mlp"]
+    assert trunk.units == (1, 2, 3)
