@@ -808,6 +808,25 @@ def test_a_stage_inside_a_segmentation_model_is_one_trunk() -> None:
     assert_connected(Segments(), {f"encoder.stages_{number}.blocks": DEPTH for number in range(2)}, images())
 
 
+class AllChildren(nn.Module):
+    """timm's RegNet: a stage runs whatever is registered on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(DEPTH):
+            self.add_module(f"b{number}", PreActivation(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.children():
+            x = block(x)
+        return x
+
+
+def test_connections_are_not_registered_where_all_children_run() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), AllChildren(), nn.Conv2d(8, 8, 1), AllChildren())
+    assert_connected(model, {"1": DEPTH, "3": DEPTH}, images())
+
+
 # -- compiled, and connected nothing -----------------------------------------------------------------------------------
 
 

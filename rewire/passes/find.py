@@ -25,6 +25,7 @@ from rewire.patterns.pattern import Inputs, Pattern
 from rewire.trunk import LeftAlone, Report, Site, Trunk, told
 
 _SHOWN = 12  # reasons in an error
+_CHILDREN = frozenset({"children", "named_children", "_modules"})
 SINGLE = "a single residual add: there is nothing to connect it with"
 
 
@@ -317,13 +318,22 @@ def _units(chain: Chain, sites: Sequence[Site], depth: int) -> tuple[int, ...]:
 
 
 def _owner(flow: Flow, chain: Chain, sites: Sequence[Site]) -> str:
-    """The nearest module around all adds that is no container; else the first block."""
+    """The nearest module around all adds that runs no child which it does not name; else the first block."""
     path = chain.home().path
-    while flow.containers(path):
+    while flow.containers(path) or _runs_its_children(flow.model, path):
         if not path:
             return sites[0].block
         path = path.rpartition(".")[0]
     return path
+
+
+def _runs_its_children(model: nn.Module, path: str) -> bool:
+    """Whether a forward goes through ``self.children()``: a connection that is registered there would be called."""
+    if isinstance(model, fx.GraphModule):
+        return False
+    cls = type(model.get_submodule(path))
+    codes = [getattr(getattr(cls, name), "__code__", None) for name in dir(cls) if name.startswith("forward")]
+    return any(code and not _CHILDREN.isdisjoint(code.co_names) for code in codes)
 
 
 def common_path(sites: Sequence[Site], is_container: Callable[[str], bool]) -> tuple[list[str], list[str]]:
