@@ -57,6 +57,11 @@ class Trunk:
         return any(site.post for site in self.sites)
 
     @property
+    def widths(self) -> set[int]:
+        """What is known of the channels of its states; several only where no run has shown their shapes."""
+        return {site.width for site in self.sites if site.width is not None}
+
+    @property
     def blocks(self) -> int:
         """Number of blocks, each counted as often as it is called."""
         return self.units[-1]

@@ -827,6 +827,30 @@ def test_connections_are_not_registered_where_all_children_run() -> None:
     assert_connected(model, {"1": DEPTH, "3": DEPTH}, images())
 
 
+class Widened(nn.Module):
+    """timm's NextViT: between two adds the stream gets more channels, which a trace does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.more, self.third = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, 2 * WIDTH)
+        self.back = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        x = x + self.second(x)
+        x = torch.cat([x, self.more(x)], -1)
+        return self.back(x + self.third(x))
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_streams_that_become_wider_are_cut_there(validate: bool) -> None:
+    model, x = nn.Sequential(Widened(), Widened()), vectors()
+    rewired = rewire.compile(model, "residual", example_inputs=(x,), validate=validate)
+    assert [len(c.layout.units) for c in rewire.connections(rewired).values()] == [2, 2]
+    torch.testing.assert_close(rewired(x), model(x))
+
+
 # -- compiled, and connected nothing -----------------------------------------------------------------------------------
 
 

@@ -77,7 +77,7 @@ def has_part(name: str, key: str) -> bool:
 
 def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
     """Which residual adds the topology connects as one unit."""
-    widths = {site.width for site in trunk.sites if site.width is not None}
+    widths = trunk.widths
     if len(widths) > 1:
         raise WidthMismatch(
             f"the residual adds of trunk '{trunk.name}' have different widths ({', '.join(map(str, sorted(widths)))}), "

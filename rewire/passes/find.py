@@ -85,8 +85,8 @@ def find(
     if inputs is not None and run and not on_meta:
         return _recorded(prepared, patterns, inputs)
     found = trunks_in(follow(prepared, definitions(patterns), everything), patterns)
-    picked = _picks(found)
-    if inputs is None or (found.trunks and not found.flow.unread and not picked):
+    picked, mixed = _picks(found), any(len(trunk.widths) > 1 for trunk in found.trunks.values())
+    if inputs is None or (found.trunks and not found.flow.unread and not picked and not mixed):
         return [found]
     for device in ("meta", None) if not on_meta else ("meta",):
         try:
@@ -94,7 +94,7 @@ def find(
         except BadExampleInputs as error:
             log.info("%s", error)
             continue
-        if recorded[0].adds > found.adds - picked:
+        if mixed or recorded[0].adds > found.adds - picked:
             return recorded
         if found.trunks:
             break
