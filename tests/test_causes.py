@@ -845,7 +845,7 @@ class Widened(nn.Module):
 
 @pytest.mark.parametrize("validate", [True, False])
 def test_streams_that_become_wider_are_cut_there(validate: bool) -> None:
-    model, x = nn.Sequential(Widened(), Widened()), vectors()
+    model, x = nn.Sequential(Widened(), Widened()), vectors(width=WIDTH)
     rewired = rewire.compile(model, "residual", example_inputs=(x,), validate=validate)
     assert [len(c.layout.units) for c in rewire.connections(rewired).values()] == [2, 2]
     torch.testing.assert_close(rewired(x), model(x))
