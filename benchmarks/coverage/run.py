@@ -122,7 +122,7 @@ def model_of(row: str, name: str) -> tuple[nn.Module, Any]:
     if row == "transformers":
         return tiny_model(name), None
     if row == "timm":
-        return timm_model(name), None
+        return _small_images(name)
     if row == "diffusers":
         from diffusion import DIFFUSION
 
@@ -131,6 +131,19 @@ def model_of(row: str, name: str) -> tuple[nn.Module, Any]:
     from wild import WILD
 
     return WILD[name]()
+
+
+def _small_images(name: str) -> tuple[nn.Module, Any]:
+    """A model of timm, and images smaller than those that it was made for, if it takes them."""
+    images = torch.randn(2, 3, 112, 112)
+    for options in ({"img_size": 112}, {}):
+        try:
+            model = timm_model(name, **options)
+            _run(model.eval(), ((images,), {}))
+            return model, ((images,), {})
+        except Exception as error:
+            logging.debug("%s does not take small images: %s", name, error)
+    return timm_model(name), None
 
 
 # -- one model ---------------------------------------------------------------------------------------------------------
