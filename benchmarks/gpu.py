@@ -40,7 +40,7 @@ from rich.table import Table
 from torch import nn
 
 import rewire
-from rewire.bench import cases, comparison, harness
+from rewire.bench import comparison, harness, workloads
 from rewire.bench.shapes import batch_for, make_shape
 from rewire.patterns.tiny import tiny_model
 
@@ -91,15 +91,20 @@ def check_jobs(device: torch.device, seed: int, dry: bool) -> list[Job]:
 
 
 def mix_jobs(device: torch.device, rounds: int, bandwidth: float, dry: bool) -> list[Job]:
-    def run(case: cases.Case) -> dict[str, Any]:
-        (rows,) = comparison.run([case], rounds, compiled=not dry)
+    def run(workload: workloads.Workload) -> dict[str, Any]:
+        (rows,) = comparison.run([workload], rounds, compiled=not dry)
         return {"rows": comparison.as_json(rows, bandwidth)}
 
-    sizes = cases.Sizes(1, 32, 32, torch.float32, device)
-    todo = cases.make_cases(sizes, small=True) if dry else cases.default_cases(device)
+    sizes = workloads.Sizes(1, 32, 32, torch.float32, device)
+    todo = workloads.make_workloads(sizes, small=True) if dry else workloads.default_workloads(device)
     return [
-        Job("mixes", case.name, functools.partial(run, case), 0 if case.name.startswith(("sum", "trunk")) else 1)
-        for case in todo
+        Job(
+            "mixes",
+            workload.name,
+            functools.partial(run, workload),
+            0 if workload.name.startswith(("sum", "trunk")) else 1,
+        )
+        for workload in todo
     ]
 
 
@@ -189,16 +194,24 @@ def run_all(jobs: Sequence[Job], report: dict[str, Any], write: Callable[[], Non
 def goals(jobs: Sequence[dict[str, Any]]) -> list[tuple[str, str, float | None, bool | None]]:
     """Each goal with what was measured (the worst case) and whether that meets it; None if nothing was."""
     rows = [row for job in jobs for row in job.get("rows", ()) if row["status"] == "measured"]
-    ours = [row for row in rows if row["way"] == cases.OURS]
-    sums = [row for row in ours if row["case"].startswith("sum of") and "RMSNorm" not in row["case"]]
-    compiled = [row for row in rows if row["way"] == cases.COMPILED and row["case"].startswith("sum of")]
+    ours = [row for row in rows if row["implementation"] == workloads.OURS]
+    sums = [row for row in ours if row["workload"].startswith("sum of") and "RMSNorm" not in row["workload"]]
+    compiled = [
+        row for row in rows if row["implementation"] == workloads.COMPILED and row["workload"].startswith("sum of")
+    ]
     steps = {job["name"]: job for job in jobs if job["phase"] == "steps" and job["status"] == "done"}
 
     def least(values: Sequence[float | None]) -> float | None:
         return min((value for value in values if value is not None), default=None)
 
-    def peer(case: str, way: str) -> float | None:
-        return least([row["over ours"] for row in rows if row["case"].startswith(case) and row["way"] == way])
+    def peer(workload: str, implementation: str) -> float | None:
+        return least(
+            [
+                row["over ours"]
+                for row in rows
+                if row["workload"].startswith(workload) and row["implementation"] == implementation
+            ]
+        )
 
     def over(name: str, what: str = "time over plain") -> float | None:
         value = steps.get(name, {}).get(what)
@@ -243,7 +256,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
                 console.print(f"  {job['name']}: {job['status']}", markup=False)
     others = [row for job in report["jobs"] for row in job.get("rows", ()) if row["status"] != "measured"]
     for row in others:
-        console.print(f"  {row['case']}, {row['way']}: {row['status']}", markup=False)
+        console.print(f"  {row['workload']}, {row['implementation']}: {row['status']}", markup=False)
 
 
 def main() -> int:

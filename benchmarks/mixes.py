@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from rewire.bench import cases, comparison, harness
+from rewire.bench import comparison, harness, workloads
 from rewire.plotting import plot_rates
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device(torch.accelerator.current_accelerator() or "cpu")
     bandwidth = harness.copy_bandwidth(device)
-    todo = track(cases.default_cases(device), f"mixes on {device}")
+    todo = track(workloads.default_workloads(device), f"mixes on {device}")
     rows = [row for found in comparison.run(todo, arguments.rounds, not arguments.eager) for row in found]
     Console(width=140).print(comparison.table(rows, bandwidth))
     comparison.save(arguments.out, rows, bandwidth, device)

@@ -39,7 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rewire
 from rewire.kernels.history import History
 from rewire.stream import Stream
-from rewire.topologies.base import computed
+from rewire.topologies.base import materialize
 
 LAYERS, WIDTH, BATCH, LENGTH = 12, 256, 4, 128
 TOKENS = BATCH * LENGTH
@@ -159,14 +159,14 @@ def counted(topology: rewire.Topology) -> Iterator[list[Traffic]]:
 
 def _computed(result: Any) -> Any:
     """What an operation returns, with the sums that were left for later."""
-    return tuple(map(_computed, result)) if type(result) is tuple else computed(result)
+    return tuple(map(_computed, result)) if type(result) is tuple else materialize(result)
 
 
 def _plain(result: Any) -> Any:
     """What is in a result, as containers that pytrees know."""
     if isinstance(result, History):
         return result.states
-    if isinstance(result, rewire.Ways):
+    if isinstance(result, rewire.QKVInputs):
         return dict(vars(result))
     return tuple(map(_plain, result)) if isinstance(result, tuple) else result
 

@@ -36,7 +36,7 @@ from rewire.patterns import Pattern, list_patterns, register_pattern
 from rewire.plotting.draw import plot
 from rewire.saving.folder import load, save
 from rewire.saving.pretrained import from_pretrained
-from rewire.topologies import ANCRe, Dims, Recurrence, Residual, Topology, Ways, list_topologies, register_topology
+from rewire.topologies import ANCRe, Dims, QKVInputs, Recurrence, Residual, Topology, list_topologies, register_topology
 from rewire.training import parameter_groups, sparsity_penalty
 
 __version__ = "0.1.0"
@@ -57,6 +57,7 @@ __all__ = [
     "NoResidualAdds",
     "OutOfOrder",
     "Pattern",
+    "QKVInputs",
     "Recurrence",
     "Residual",
     "RewireError",
@@ -67,7 +68,6 @@ __all__ = [
     "UnsupportedCall",
     "UnsupportedTopology",
     "ValidationMismatch",
-    "Ways",
     "WidthMismatch",
     "coefficients",
     "compile",

@@ -231,7 +231,7 @@ class Backend:
             layout = layout_of(trunk, topology, self.granularity)
             if layout.dims.attention:
                 raise UnsupportedTopology(
-                    f"{type(topology).__name__} reads queries, keys and values apart, which this backend does not "
+                    f"{type(topology).__name__} has separate q/k/v inputs, which this backend does not "
                     "take apart in a flat graph: use rewire.compile, and torch.compile what it returns."
                 )
             self._connections[key] = Connection(layout, self.start, _device(graph))

@@ -20,7 +20,7 @@ from torch import nn
 from typer.core import TyperGroup
 
 import rewire
-from rewire.bench import cases, comparison, harness
+from rewire.bench import comparison, harness, workloads
 from rewire.bench.shapes import batch_for, make_shape, shapes
 from rewire.errors import RewireError, UnknownName
 from rewire.kernels import MixSpec, source
@@ -222,7 +222,7 @@ def bench_command(
     if mixes and (model or topology):
         raise RewireError("--mixes times mixes without a model: leave out MODEL and --topology.")
     if mixes:
-        todo = cases.default_cases(where, dtype and getattr(torch, dtype), batch, length)
+        todo = workloads.default_workloads(where, dtype and getattr(torch, dtype), batch, length)
         _bench_mixes(todo, where, rounds, compiled, out, plot)
         return
     if model is None:
@@ -247,7 +247,12 @@ def bench_command(
 
 
 def _bench_mixes(
-    todo: list[cases.Case], where: torch.device, rounds: int, compiled: bool, out: Path | None, plot: Path | None
+    todo: list[workloads.Workload],
+    where: torch.device,
+    rounds: int,
+    compiled: bool,
+    out: Path | None,
+    plot: Path | None,
 ) -> None:
     shown = track(todo, f"mixes on {where}", console=_console(stderr=True))
     bandwidth = harness.copy_bandwidth(where)

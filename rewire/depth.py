@@ -27,7 +27,7 @@ from rewire.connection import Connection
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.kernels.fused_qkv import project_fused
 from rewire.stream import Stream
-from rewire.topologies.base import Ways
+from rewire.topologies.base import QKVInputs
 
 
 @dataclasses.dataclass
@@ -56,7 +56,7 @@ class Live:
         norm, normed: a module, and what it makes of the value, if both were computed together.
         entry: what the function knows of the trunk; None if a function that it called opened the stream.
         start: position of the stream when it came in.
-        ways: what an attention reads, where queries, keys and values are read apart.
+        qkv: what an attention reads, if it has separate q/k/v inputs.
         given: whether a function that was called has the stream now.
         parts: sums of the value and some of the parallel branches of the next residual add, with these branches.
     """
@@ -68,27 +68,27 @@ class Live:
         self.versions: list[int] = []
         self.norm: nn.Module | None = None
         self.normed: Tensor | None = None
-        self.ways: Ways | None = None
+        self.qkv: QKVInputs | None = None
         self.given = False
         self.parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
 
     def read(self, norm: nn.Module | None) -> Tensor:
         """The value; with a norm, what that makes of it is computed, too."""
         stream = self.stream
-        self.norm = self.normed = self.ways = None
+        self.norm = self.normed = self.qkv = None
         self.parts = []
         if stream.complete:
             value = stream.finish()
         elif stream.awaiting:
             value = stream.value()
-        elif norm is not None and not stream.layout.reads_apart(stream.position):
+        elif norm is not None and not stream.layout.reads_qkv(stream.position):
             value, self.normed, self.stream = stream.read_normed(norm)
             self.norm = norm
         else:
             read, self.stream = stream.read()
-            if isinstance(read, Ways):
-                self.ways = read
-            value = read.residual if isinstance(read, Ways) else read
+            if isinstance(read, QKVInputs):
+                self.qkv = read
+            value = read.residual if isinstance(read, QKVInputs) else read
         self.values, self.versions = [value], [_version(value)]
         return value
 
@@ -99,7 +99,7 @@ class Depth:
     def __init__(self, block: str, where: str, entries: Sequence[Entry]) -> None:
         self.block, self.where, self.entries = block, where, entries
         self.live: list[Live] = []
-        self.read_apart: list[tuple[Tensor, Ways]] = []  # what stands for them, and values for queries, keys, values
+        self.separate_values: list[tuple[Tensor, QKVInputs]] = []  # the tensor that stands for them, and they
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
@@ -374,69 +374,69 @@ class Depth:
         normed: Tensor = norm(value)
         return normed
 
-    # -- queries, keys and values apart --------------------------------------------------------------------------------
+    # -- separate q/k/v inputs -----------------------------------------------------------------------------------------
 
-    def ways(self, value: Any) -> Any:
+    def qkv(self, value: Any) -> Any:
         """The tensor that stands for the values of queries, keys and values in a function that projects them."""
-        if not isinstance(value, Ways):
+        if not isinstance(value, QKVInputs):
             return value
-        self.read_apart.append((value.q, value))
+        self.separate_values.append((value.q, value))
         return value.q
 
     def each(self, function: Callable[[Tensor], Any], value: Tensor) -> Any:
         """``function(value)``, computed for queries, keys and values each."""
-        ways = self._ways(value)
-        if ways is None:
+        qkv = self._qkv(value)
+        if qkv is None:
             return function(value)
-        inputs = (ways.q, ways.k, ways.v, ways.residual)
+        inputs = (qkv.q, qkv.k, qkv.v, qkv.residual)
         made: list[Any] = []
         for number, x in enumerate(inputs):
             same = next((earlier for earlier in range(number) if inputs[earlier] is x), None)
             made.append(function(x) if same is None else made[same])
-        number = 0 if value is ways.q else 3
+        number = 0 if value is qkv.q else 3
         if isinstance(made[0], tuple):
             for items in zip(*made, strict=True):
                 if isinstance(items[0], Tensor):
-                    self.read_apart.append((items[number], Ways(*items)))
+                    self.separate_values.append((items[number], QKVInputs(*items)))
         else:
-            self.read_apart.append((made[number], Ways(*made)))
+            self.separate_values.append((made[number], QKVInputs(*made)))
         return made[number]
 
-    def apart(self, value: Any) -> Any:
+    def separate(self, value: Any) -> Any:
         """An argument of what holds an attention's projections: the values for all three."""
-        ways = self._ways(value)
-        return value if ways is None else ways
+        qkv = self._qkv(value)
+        return value if qkv is None else qkv
 
     def q(self, value: Tensor) -> Tensor:
         """What queries are projected from."""
-        ways = self._ways(value)
-        return value if ways is None else ways.q
+        qkv = self._qkv(value)
+        return value if qkv is None else qkv.q
 
     def k(self, value: Tensor) -> Tensor:
         """What keys are projected from."""
-        ways = self._ways(value)
-        return value if ways is None else ways.k
+        qkv = self._qkv(value)
+        return value if qkv is None else qkv.k
 
     def v(self, value: Tensor) -> Tensor:
         """What values are projected from."""
-        ways = self._ways(value)
-        return value if ways is None else ways.v
+        qkv = self._qkv(value)
+        return value if qkv is None else qkv.v
 
     def fused(self, projection: nn.Module, groups: int, sizes: tuple[int, int, int], value: Tensor) -> Tensor:
         """``projection(value)``, with the features of each of the three from its own value; layout: see `Fused`."""
-        ways = self._ways(value)
-        if ways is None:
+        qkv = self._qkv(value)
+        if qkv is None:
             projected: Tensor = projection(value)
             return projected
-        return project_fused(projection, groups, sizes, ways.q, ways.k, ways.v)
+        return project_fused(projection, groups, sizes, qkv.q, qkv.k, qkv.v)
 
-    def _ways(self, value: Any) -> Ways | None:
-        for stands, ways in self.read_apart:
+    def _qkv(self, value: Any) -> QKVInputs | None:
+        for stands, qkv in self.separate_values:
             if stands is value:
-                return ways
+                return qkv
         for live in self.live:
-            if live.ways is not None and live.values[0] is value:
-                return live.ways
+            if live.qkv is not None and live.values[0] is value:
+                return live.qkv
         return None
 
     # -- checks --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from rewire.errors import OutOfOrder, WidthMismatch
 from rewire.kernels.history import History
 from rewire.kernels.mix import Mix
 from rewire.kernels.operators import uses_kernels
-from rewire.topologies.base import Dims, Recurrence, States, Ways, computed, total
+from rewire.topologies.base import Dims, QKVInputs, Recurrence, States, materialize, total
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +39,7 @@ class Layout:
         topology: the formulas.
         units: unit number (1-based, non-decreasing) of each site.
         width: channels of the hidden states, 0 if unknown.
-        attention: units that read q, k and v apart.
+        attention: units that have separate q/k/v inputs.
         channel_dim: dimension of the hidden states' channels; topologies with weights per channel see it last.
         posts: sites whose sum passes a norm or another operation before it is the new state.
     """
@@ -74,8 +74,8 @@ class Layout:
     def closes_unit(self, site: int) -> bool:
         return site + 1 == len(self.units) or self.units[site + 1] != self.units[site]
 
-    def reads_apart(self, site: int) -> bool:
-        """Whether the branch of ``site`` begins with an attention that reads q, k and v apart."""
+    def reads_qkv(self, site: int) -> bool:
+        """Whether the branch of ``site`` begins with an attention that has separate q/k/v inputs."""
         return self.opens_unit(site) and self.units[site] in self.dims.attention
 
     def channels_last(self, x: Tensor) -> Tensor:
@@ -112,12 +112,12 @@ class Reading:
     Attributes:
         parts: what it has read, or tensors that this is the sum of (in a unit of several sites ``r + f_1 + ...``).
         branch: between the sites of a unit, the sum of the branch outputs so far; otherwise None.
-        ways: what was read, if queries, keys and values have inputs of their own.
+        qkv: what was read, if queries, keys and values have inputs of their own.
     """
 
     parts: tuple[Tensor, ...]
     branch: Tensor | None = None
-    ways: Ways | None = None
+    qkv: QKVInputs | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -186,21 +186,21 @@ class Stream:
         return isinstance(self.held, Awaiting)
 
     @property
-    def like(self) -> Tensor:
+    def template(self) -> Tensor:
         """A tensor with the hidden states' shape, dtype and device; its values mean nothing."""
-        return self.layout.restored(self.layout.topology.like(self.states))
+        return self.layout.restored(self.layout.topology.template(self.states))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.like.dtype
+        return self.template.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.like.device
+        return self.template.device
 
     @property
     def shape(self) -> torch.Size:
-        return self.like.shape
+        return self.template.shape
 
     # -- read as a tensor, a stream is its value -----------------------------------------------------------------------
 
@@ -244,33 +244,33 @@ class Stream:
             "a new tensor, or leave the trunk out with trunks=[...]."
         )
 
-    def read(self) -> tuple[Tensor | Ways, Stream]:
+    def read(self) -> tuple[Tensor | QKVInputs, Stream]:
         """What the next branch sees, and the stream to `write` to.
 
-        That is ``r_t`` of the topology, or inside a unit its running value. An attention may get `Ways`, one value
+        That is ``r_t`` of the topology, or inside a unit its running value. An attention may get `QKVInputs`, one value
         each for its queries, keys and values.
         """
-        if isinstance(self.held, Reading) and self.held.ways is not None:
-            return self.held.ways, self
+        if isinstance(self.held, Reading) and self.held.qkv is not None:
+            return self.held.qkv, self
         value, stream = self._due()
-        if not isinstance(value, Ways):
-            value = computed(value)
-            if not self.layout.reads_apart(self.position):
+        if not isinstance(value, QKVInputs):
+            value = materialize(value)
+            if not self.layout.reads_qkv(self.position):
                 return value, stream._opened(value)
-            value = Ways(value, value, value, value)
+            value = QKVInputs(value, value, value, value)
         return value, stream._opened(value.residual, value)
 
     def read_normed(self, norm: nn.Module) -> tuple[Tensor, Tensor, Stream]:
         """`read`, and what ``norm`` makes of the value: by one kernel, if the value is a sum yet to be computed.
 
-        Not for reads of q, k and v apart.
+        Not for separate q/k/v inputs.
         """
         due, stream = self._due()
-        assert not isinstance(due, Ways)
+        assert not isinstance(due, QKVInputs)
         value, normed = due.normed(norm) if isinstance(due, Mix) else (due, norm(due))
         return value, normed, stream._opened(value)
 
-    def _due(self) -> tuple[Tensor | Mix | Ways, Stream]:
+    def _due(self) -> tuple[Tensor | Mix | QKVInputs, Stream]:
         """What the next branch reads, perhaps yet to be computed, and the stream that `_opened` completes."""
         layout, held = self.layout, self.held
         if isinstance(held, Unsummed):
@@ -283,16 +283,16 @@ class Stream:
             raise TypeError(f"{type(layout.topology).__name__}.read has to return what a unit sees, and the states.")
         value, states = read
         stream = self._with(states, Settled())
-        if isinstance(value, Ways):
-            return Ways(*map(layout.restored, (value.q, value.k, value.v, value.residual))), stream
-        return value if layout.channel_dim == -1 else layout.restored(computed(value)), stream
+        if isinstance(value, QKVInputs):
+            return QKVInputs(*map(layout.restored, (value.q, value.k, value.v, value.residual))), stream
+        return value if layout.channel_dim == -1 else layout.restored(materialize(value)), stream
 
-    def _opened(self, value: Tensor, ways: Ways | None = None) -> Stream:
+    def _opened(self, value: Tensor, qkv: QKVInputs | None = None) -> Stream:
         """The stream of `_due` when ``value`` has been read."""
         if isinstance(self.held, Unsummed):
-            return self._pushed(value)._due()[1]._opened(value, ways)
+            return self._pushed(value)._due()[1]._opened(value, qkv)
         branch = self.held.branch if isinstance(self.held, Reading) else None
-        return self._with(self.states, Reading((value,), branch, ways))
+        return self._with(self.states, Reading((value,), branch, qkv))
 
     def value(self) -> Tensor:
         """The hidden state that the model would have here: what the next branch reads, or the trunk's output."""
@@ -301,7 +301,7 @@ class Stream:
         if isinstance(self.held, Awaiting):
             return self.held.sum
         value, _ = self.read()
-        return value.residual if isinstance(value, Ways) else value
+        return value.residual if isinstance(value, QKVInputs) else value
 
     def write(self, *branches: Tensor) -> Stream:
         """The stream after one residual add of ``branches`` (several when branches run in parallel).
@@ -333,7 +333,7 @@ class Stream:
         """The sum of the last residual add of a unit, from which `push` gets the new state."""
         layout, unit = self.layout, self.layout.units[self.position]
         moved = map(layout.channels_last, branches)
-        return layout.restored(computed(layout.recurrence.merge(self.states, self.weights.value, unit, *moved)))
+        return layout.restored(materialize(layout.recurrence.merge(self.states, self.weights.value, unit, *moved)))
 
     def push(self, state: Tensor) -> Stream:
         """The stream after the operations behind a residual add made ``state`` of its sum (post-norm blocks)."""
@@ -375,8 +375,8 @@ class Stream:
             )
         if isinstance(self.held, Unsummed):
             due, stream = self._due()
-            assert not isinstance(due, Ways)
-            return stream._pushed(computed(due)).finish()
+            assert not isinstance(due, QKVInputs)
+            return stream._pushed(materialize(due)).finish()
         return layout.restored(layout.topology.finish(self.states, self.weights.value, layout.dims))
 
     def _with(self, states: States, held: Settled | Reading | Unsummed | Awaiting, adds: int = 0) -> Stream:
@@ -463,5 +463,5 @@ def _unflatten(leaves: Any, context: Any) -> Stream:
 
 
 pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name="rewire.Stream")
-for _held in (Settled, Reading, Unsummed, Awaiting, Ways):
+for _held in (Settled, Reading, Unsummed, Awaiting, QKVInputs):
     pytree.register_dataclass(_held, serialized_type_name=f"rewire.{_held.__name__}")

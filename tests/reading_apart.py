@@ -1,4 +1,4 @@
-"""A topology whose attentions read queries, keys and values apart, and what shows that they do.
+"""A topology whose attentions have separate q/k/v inputs, and what shows that they do.
 
 Told without knowing any layout: with all biases zero, keys of zero make the attention's weights uniform, whatever the
 queries are; queries of zero do so whatever the keys are; values of zero make its output zero, whatever both are.
@@ -31,12 +31,12 @@ class Apart(rewire.Recurrence):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Any:
         return parameters["ways"], dims.attention
 
-    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor | rewire.Ways, States]:
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor | rewire.QKVInputs, States]:
         (x,), (ways, attention) = states, weights
         if t not in attention:
             return x, states
         q, k, v = (a.to(x.dtype) * x + b.to(x.dtype) * x.flip(-1) for a, b in ways)
-        return rewire.Ways(q, k, v, x), states
+        return rewire.QKVInputs(q, k, v, x), states
 
     def merge(self, states: States, weights: Any, t: int, *branches: Tensor) -> Tensor:
         return states[0] + total(branches)

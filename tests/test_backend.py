@@ -277,7 +277,7 @@ def test_another_trunk_of_the_same_name_is_refused() -> None:
 
 
 def test_queries_keys_and_values_apart_are_refused() -> None:
-    with pytest.raises(BackendCompilerFailed, match="DCA reads queries, keys and values apart"):
+    with pytest.raises(BackendCompilerFailed, match="DCA has separate q/k/v inputs"):
         torch.compile(Stack(PreNorm), backend=backend("dca", start="paper"))(vectors())
 
 

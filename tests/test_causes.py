@@ -1,4 +1,4 @@
-"""Ways of writing a residual model that rewire once refused, or connected nothing of: one small model for each.
+"""QKVInputs of writing a residual model that rewire once refused, or connected nothing of: one small model for each.
 
 Each is rewired, validated, and compared in both modes; every trunk is shown to be connected by moving its weights.
 Models that cannot be connected by nature are refused, by name.

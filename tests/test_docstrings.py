@@ -13,7 +13,7 @@ from torch import nn
 import rewire
 
 #: Classes that one writes subclasses or objects of: their files, and docs/, show how.
-EXTENDED = {"ANCRe", "Dims", "Fused", "Initializer", "Pattern", "Residual", "Topology", "Ways"}
+EXTENDED = {"ANCRe", "Dims", "Fused", "Initializer", "Pattern", "Residual", "Topology", "QKVInputs"}
 #: What needs more than a small model: an optimiser's loop, a compiler, a folder of transformers'.
 LONGER = {"Backend", "Monitor", "from_pretrained", "register_initializer", "register_pattern"}
 VERBS = [

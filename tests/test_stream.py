@@ -11,7 +11,7 @@ from rewire.errors import OutOfOrder, WidthMismatch
 from rewire.stream import Layout, Reading, Settled, Stream
 from rewire.topologies import ANCRe, DenseFormer, Residual, Topology
 from rewire.topologies.ancre import ANCReCascaded
-from rewire.topologies.base import Dims, Ways
+from rewire.topologies.base import Dims, QKVInputs
 
 PRESERVING = [
     Residual(),
@@ -250,7 +250,7 @@ class TwoStates(Residual):
 
     def read(self, states, weights, t):  # type: ignore[no-untyped-def]
         (x,) = states
-        return Ways(x, 2 * x, 3 * x, 4 * x), (x, 4 * x)
+        return QKVInputs(x, 2 * x, 3 * x, 4 * x), (x, 4 * x)
 
     def write(self, states, weights, t, *branches):  # type: ignore[no-untyped-def]
         _, residual = states
@@ -261,7 +261,7 @@ def test_reading_opens_a_unit_once() -> None:
     x, f, g = torch.randn(3, 3, 8)
     stream = open_stream(TwoStates(), x, (1, 1))
     value, opened = stream.read()
-    assert isinstance(value, Ways) and (stream.position, opened.position) == (0, 0)
+    assert isinstance(value, QKVInputs) and (stream.position, opened.position) == (0, 0)
     for way, factor in zip((value.q, value.k, value.v, value.residual), (1, 2, 3, 4), strict=True):
         assert torch.equal(way, factor * x)
     again, unchanged = opened.read()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rewire.topologies import Topology
-from rewire.topologies.base import Dims, States, Ways, computed
+from rewire.topologies.base import Dims, QKVInputs, States, materialize
 
 WIDTH = 8
 #: Called for each unit as (t, what it reads, the states that its open leaves, the states after its write).
@@ -63,12 +63,12 @@ def run(
     dims: Dims | None = None,
     check: Check | None = None,
 ) -> Tensor:
-    """The output of a trunk. A branch that reads q, k and v apart is called as ``block(q, k, v, residual)``."""
+    """The output of a trunk. A branch that has separate q/k/v inputs is called as ``block(q, k, v, residual)``."""
     states = begin(topology, x, weights)
     for t, block in enumerate(blocks, start=1):
         read, opened = topology.read(states, weights, t)
-        read = read if isinstance(read, Ways) else computed(read)
-        branch = block(read.q, read.k, read.v, read.residual) if isinstance(read, Ways) else block(read)
+        read = read if isinstance(read, QKVInputs) else materialize(read)
+        branch = block(read.q, read.k, read.v, read.residual) if isinstance(read, QKVInputs) else block(read)
         states = topology.write(opened, weights, t, branch)
         if check is not None:
             check(t, read, opened, states)

@@ -1,4 +1,4 @@
-"""Runs the cases of `rewire.bench.cases`: compares the ways of each, times them in turn, shows and saves the rows."""
+"""Runs workloads: compares the implementations of each, times them in turn, shows and saves the rows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from rewire.bench import harness
-from rewire.bench.cases import EAGER, OURS, Bytes, Case
 from rewire.bench.harness import Passes, Timing
-from rewire.bench.peers import Way
+from rewire.bench.peers import Implementation
+from rewire.bench.workloads import EAGER, OURS, Bytes, Workload
 from rewire.passes.validate import relative_error
 
-#: Tokens on which the ways are compared before they are timed.
+#: Tokens on which the implementations are compared before they are timed.
 _CHECKED = 48
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was measured of one way of one case.
+    """What was measured of one implementation of one workload.
 
     Attributes:
         status: why there are no times; empty if there are.
@@ -32,8 +32,8 @@ class Row:
             torch.compile made of a function that was compared itself.
     """
 
-    case: Case
-    way: str
+    workload: Workload
+    implementation: str
     status: str = ""
     error: float | None = None
     passes: Passes | None = None
@@ -41,60 +41,70 @@ class Row:
     def rate(self, name: Literal["forward", "backward"]) -> float:
         """Bytes of the floor per second."""
         assert self.passes is not None
-        return getattr(self.case.floor, name) / getattr(self.passes, name).median
+        return getattr(self.workload.floor, name) / getattr(self.passes, name).median
 
 
-def run(cases: Iterable[Case], rounds: int, compiled: bool = True) -> Iterator[list[Row]]:
-    """Measure one case after the other, the ways of each in turn.
+def run(workloads: Iterable[Workload], rounds: int, compiled: bool = True) -> Iterator[list[Row]]:
+    """Measure one workload after the other, the implementations of each in turn.
 
-    Every way is compared with the float64 twin first, on a few tokens; one that differs is not timed, nor is one that
-    fails: its row says why.
+    Every implementation is compared with the float64 twin first, on a few tokens; one that differs is not timed, nor is
+    one that fails: its row says why.
 
     Args:
-        rounds: how often each way is timed.
-        compiled: whether to measure the ways that need torch.compile.
+        rounds: how often each implementation is timed.
+        compiled: whether to measure the implementations that need torch.compile.
 
     Returns:
-        The rows of each case, in the order of its ways.
+        The rows of each workload, in the order of its implementations.
     """
-    for case in cases:
-        torch._dynamo.reset()  # the functions of many cases share one code, whose compilations are limited
-        statuses = {name: _status(way, compiled) for name, way in case.ways.items()}
-        errors = _errors(case, {name: way for name, way in case.ways.items() if not statuses[name]})
+    for workload in workloads:
+        torch._dynamo.reset()  # the functions of many workloads share one code, whose compilations are limited
+        statuses = {
+            name: _status(implementation, compiled) for name, implementation in workload.implementations.items()
+        }
+        errors = _errors(
+            workload,
+            {name: implementation for name, implementation in workload.implementations.items() if not statuses[name]},
+        )
         statuses |= {name: error for name, error in errors.items() if isinstance(error, str)}
-        passes = _time(case, statuses, rounds)
+        passes = _time(workload, statuses, rounds)
         numbers = {name: error for name, error in errors.items() if isinstance(error, float)}
-        yield [Row(case, name, statuses[name], numbers.get(name), passes.get(name)) for name in case.ways]
+        yield [
+            Row(workload, name, statuses[name], numbers.get(name), passes.get(name))
+            for name in workload.implementations
+        ]
 
 
-def _status(way: Way, compiled: bool) -> str:
-    return way.status or ("" if compiled or not way.compiled else "not run: without torch.compile")
+def _status(implementation: Implementation, compiled: bool) -> str:
+    return implementation.status or (
+        "" if compiled or not implementation.compiled else "not run: without torch.compile"
+    )
 
 
-def _errors(case: Case, ways: Mapping[str, Way]) -> dict[str, float | str]:
-    """By way, its largest relative error; or a status."""
-    small = dataclasses.replace(case.sizes, batch=1, length=_CHECKED)
-    inputs = case.inputs(small)
+def _errors(workload: Workload, implementations: Mapping[str, Implementation]) -> dict[str, float | str]:
+    """By implementation, its largest relative error; or a status."""
+    small = dataclasses.replace(workload.sizes, batch=1, length=_CHECKED)
+    inputs = workload.inputs(small)
     exact = [x.double() for x in inputs]
     grads: list[Tensor] = []
 
-    def results(way: Way, given: Sequence[Tensor]) -> list[Tensor]:
+    def results(implementation: Implementation, given: Sequence[Tensor]) -> list[Tensor]:
         leaves = [nn.Parameter(x.detach()) for x in given]  # kernels take norms of parameters only
-        outputs = way.back(way.run(*way.into(*leaves)))
+        outputs = implementation.back(implementation.run(*implementation.into(*leaves)))
         if not grads:
             grads.extend(torch.randn_like(y) for y in outputs)
         upstream = [g.to(y.dtype) for g, y in zip(grads, outputs, strict=True)]
         found = [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
         return [x.detach() for x in found]
 
-    wanted = results(case.ways[EAGER], exact)
+    wanted = results(workload.implementations[EAGER], exact)
     tolerance = max(4 * torch.finfo(small.dtype).eps, 1e-4)
     found: dict[str, float | str] = {}
-    for name, way in ways.items():
-        if way.other_work or way.compiled:
+    for name, implementation in implementations.items():
+        if implementation.other_work or implementation.compiled:
             continue
         try:
-            error = max(map(relative_error, wanted, results(way, inputs)))
+            error = max(map(relative_error, wanted, results(implementation, inputs)))
         except Exception as failure:  # of any library: the others are still measured
             found[name] = _failed(failure)
             continue
@@ -102,26 +112,26 @@ def _errors(case: Case, ways: Mapping[str, Way]) -> dict[str, float | str]:
     return found
 
 
-def _time(case: Case, statuses: dict[str, str], rounds: int) -> dict[str, Passes]:
-    """Times of the ways without a status; one that fails gets it."""
-    inputs = case.inputs(case.sizes)
+def _time(workload: Workload, statuses: dict[str, str], rounds: int) -> dict[str, Passes]:
+    """Times of the implementations without a status; one that fails gets it."""
+    inputs = workload.inputs(workload.sizes)
     steps: dict[str, Any] = {}
-    for name, way in case.ways.items():
+    for name, implementation in workload.implementations.items():
         if not statuses[name]:
-            step = _step(way, inputs)
+            step = _step(implementation, inputs)
             try:
                 step()()  # compiles
                 steps[name] = step
             except Exception as failure:
                 statuses[name] = _failed(failure)
-    return harness.passes_side_by_side(steps, rounds, case.sizes.device)
+    return harness.passes_side_by_side(steps, rounds, workload.sizes.device)
 
 
-def _step(way: Way, inputs: Sequence[Tensor]) -> Callable[[], Callable[[], object]]:
+def _step(implementation: Implementation, inputs: Sequence[Tensor]) -> Callable[[], Callable[[], object]]:
     """Runs forward; what it returns runs backward. Gradients are returned, not accumulated."""
-    leaves = [nn.Parameter(x.detach()) for x in way.into(*inputs)]  # kernels take norms of parameters only
-    function = torch.compile(way.run, dynamic=False) if way.compiled else way.run
-    used = leaves[: way.used]
+    leaves = [nn.Parameter(x.detach()) for x in implementation.into(*inputs)]  # kernels take norms of parameters only
+    function = torch.compile(implementation.run, dynamic=False) if implementation.compiled else implementation.run
+    used = leaves[: implementation.used]
     grads: list[Tensor] = []
 
     def forward() -> Callable[[], object]:
@@ -139,55 +149,58 @@ def _failed(failure: Exception) -> str:
 
 
 def table(rows: Sequence[Row], bandwidth: float) -> Table:
-    """The rows, case by case.
+    """The rows, workload by workload.
 
     Args:
         bandwidth: bytes per second of a copy, as `harness.copy_bandwidth` measures it.
     """
     counted = any(row.passes and row.passes.both.peak is not None for row in rows)
     columns = ["ms forward", "GB/s", "copy", "ms backward", "GB/s", "copy", "/ ours", *(["MiB"] if counted else [])]
-    cases = list({id(row.case): row.case for row in rows}.values())
+    workloads = list({id(row.workload): row.workload for row in rows}.values())
     caption = [
         f"A copy moves {bandwidth / 1e9:.1f} GB/s. GB/s and its share count the floor: each input read once, each "
         "result written once. ms: median and half the distance of the quartiles. / ours: both passes, round by round.",
-        *(f"{case.name}: {case.remark}." for case in cases if case.remark),
+        *(f"{workload.name}: {workload.remark}." for workload in workloads if workload.remark),
     ]
     result = Table("", *columns, "", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="\n".join(caption))
     result.caption_justify = "left"
     for column in result.columns[1:-1]:
         column.justify = "right"
         column.no_wrap = True
-    for case in cases:
-        result.add_row(f"[bold]{case.name}[/bold]", *[""] * len(columns), _describe(case))
+    for workload in workloads:
+        result.add_row(f"[bold]{workload.name}[/bold]", *[""] * len(columns), _describe(workload))
         for row in rows:
-            if row.case is case:
+            if row.workload is workload:
                 result.add_row(*_cells(row, rows, bandwidth, counted))
         result.add_section()
     return result
 
 
-def _describe(case: Case) -> str:
+def _describe(workload: Workload) -> str:
     def mebibytes(bytes_: Bytes) -> str:
         return f"{bytes_.forward / 2**20:.1f} + {bytes_.backward / 2**20:.1f}"
 
-    moved = f", our kernels {mebibytes(case.moved)}" if case.moved else ""
-    unblocked = f", without blocks {mebibytes(case.unblocked)}" if case.unblocked else ""
-    return f"floor {mebibytes(case.floor)} MiB{moved}{unblocked}"
+    moved = f", our kernels {mebibytes(workload.moved)}" if workload.moved else ""
+    unblocked = f", without blocks {mebibytes(workload.unblocked)}" if workload.unblocked else ""
+    return f"floor {mebibytes(workload.floor)} MiB{moved}{unblocked}"
 
 
 def _cells(row: Row, rows: Sequence[Row], bandwidth: float, counted: bool) -> list[str]:
-    way = row.case.ways[row.way]
-    name = f"  {row.way}"
+    implementation = row.workload.implementations[row.implementation]
+    name = f"  {row.implementation}"
     if row.passes is None:
         return [name, *[""] * (8 if counted else 7), row.status]
     cells = [name]
     for timing, rate in ((row.passes.forward, row.rate("forward")), (row.passes.backward, row.rate("backward"))):
-        cells += [_spread(timing), *(["", ""] if way.other_work else [f"{rate / 1e9:.3g}", f"{rate / bandwidth:.0%}"])]
+        cells += [
+            _spread(timing),
+            *(["", ""] if implementation.other_work else [f"{rate / 1e9:.3g}", f"{rate / bandwidth:.0%}"]),
+        ]
     ratio = over_ours(row, rows)
     cells.append("" if ratio is None else f"{ratio:.2f}")
     if counted:
         cells.append(f"{(row.passes.both.peak or 0) / 2**20:.0f}")
-    return [*cells, "other work: plain adds" if way.other_work else way.note]
+    return [*cells, "other work: plain adds" if implementation.other_work else implementation.note]
 
 
 def _spread(timing: Timing) -> str:
@@ -196,8 +209,10 @@ def _spread(timing: Timing) -> str:
 
 
 def over_ours(row: Row, rows: Iterable[Row]) -> float | None:
-    """Time of both passes over that of "ours" in the same case; None if one of the two was not measured."""
-    ours = next((other.passes for other in rows if other.case is row.case and other.way == OURS), None)
+    """Time of both passes over that of "ours" in the same workload; None if one of the two was not measured."""
+    ours = next(
+        (other.passes for other in rows if other.workload is row.workload and other.implementation == OURS), None
+    )
     return row.passes.both.ratio(ours.both) if row.passes and ours else None
 
 
@@ -207,41 +222,41 @@ def as_json(rows: Sequence[Row], bandwidth: float) -> list[dict[str, Any]]:
 
 
 def _entry(row: Row, rows: Sequence[Row], bandwidth: float) -> dict[str, Any]:
-    sizes, way = row.case.sizes, row.case.ways[row.way]
+    sizes, implementation = row.workload.sizes, row.workload.implementations[row.implementation]
     entry: dict[str, Any] = {
-        "case": row.case.name,
-        "remark": row.case.remark,
+        "workload": row.workload.name,
+        "remark": row.workload.remark,
         "shape": [sizes.batch, sizes.length, sizes.width],
         "dtype": str(sizes.dtype).removeprefix("torch."),
-        "way": row.way,
-        "note": way.note,
-        "other work": way.other_work,
+        "implementation": row.implementation,
+        "note": implementation.note,
+        "other work": implementation.other_work,
         "status": row.status or "measured",
         "relative error": row.error,
-        "floor bytes": dataclasses.asdict(row.case.floor),
-        "moved bytes": _counted(row.case.moved, row.way),
-        "unblocked bytes": _counted(row.case.unblocked, row.way),
+        "floor bytes": dataclasses.asdict(row.workload.floor),
+        "moved bytes": _counted(row.workload.moved, row.implementation),
+        "unblocked bytes": _counted(row.workload.unblocked, row.implementation),
     }
     if row.passes is None:
         return entry
     passes: dict[str, Any] = {}
     for name, timing in (("forward", row.passes.forward), ("backward", row.passes.backward)):
-        rate = getattr(row.case.floor, name) / timing.median
-        shares = {} if way.other_work else {"bytes per second": rate, "share of copy": rate / bandwidth}
+        rate = getattr(row.workload.floor, name) / timing.median
+        shares = {} if implementation.other_work else {"bytes per second": rate, "share of copy": rate / bandwidth}
         passes[name] = {"median": timing.median, "quartiles": timing.quartiles, "seconds": timing.seconds, **shares}
     return entry | passes | {"over ours": over_ours(row, rows), "peak bytes": row.passes.both.peak}
 
 
-def _counted(bytes_: Bytes | None, way: str) -> dict[str, int] | None:
-    return dataclasses.asdict(bytes_) if bytes_ and way == OURS else None
+def _counted(bytes_: Bytes | None, implementation: str) -> dict[str, int] | None:
+    return dataclasses.asdict(bytes_) if bytes_ and implementation == OURS else None
 
 
 def rates(rows: Iterable[Row]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Bytes per second of both passes by case and way, where they were measured: what `plot_rates` draws."""
+    """Bytes per second of both passes by workload and implementation, where measured: what `plot_rates` draws."""
     found: dict[str, dict[str, tuple[float, float]]] = {}
     for row in rows:
-        if row.passes and not row.case.ways[row.way].other_work:
-            found.setdefault(row.case.name, {})[row.way] = (row.rate("forward"), row.rate("backward"))
+        if row.passes and not row.workload.implementations[row.implementation].other_work:
+            found.setdefault(row.workload.name, {})[row.implementation] = (row.rate("forward"), row.rate("backward"))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Measuring side by side: several ways to do the same, in turn, in one process.
+"""Measuring side by side: several implementations to do the same, in turn, in one process.
 
 Machines get warm, and other programs come and go. What is measured in turn suffers alike, so that ratios hold where
 times do not.
@@ -59,7 +59,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """Both passes of one way; the peaks are those of forward and backward together."""
+    """Both passes of one implementation; the peaks are those of forward and backward together."""
 
     forward: Timing
     backward: Timing
@@ -104,26 +104,29 @@ def side_by_side(
 
 
 def passes_side_by_side(
-    ways: Mapping[str, Callable[[], Callable[[], object]]], rounds: int, device: torch.device, warmup: int = WARMUP
+    implementations: Mapping[str, Callable[[], Callable[[], object]]],
+    rounds: int,
+    device: torch.device,
+    warmup: int = WARMUP,
 ) -> dict[str, Passes]:
-    """Run forward and backward of each of ``ways`` once per round, in turn, from cold caches.
+    """Run forward and backward of each of ``implementations`` once per round, in turn, from cold caches.
 
     On CUDA the time is the device's, between two events: what the host takes to launch a pass does not count as long
     as it is less than what flushing the caches takes. Elsewhere it is that of the clock.
 
     Args:
-        ways: by name, a function that runs forward and returns one that runs backward.
+        implementations: by name, a function that runs forward and returns one that runs backward.
         rounds, device, warmup: as for `side_by_side`.
     """
-    forward: dict[str, list[float]] = {name: [] for name in ways}
-    backward: dict[str, list[float]] = {name: [] for name in ways}
+    forward: dict[str, list[float]] = {name: [] for name in implementations}
+    backward: dict[str, list[float]] = {name: [] for name in implementations}
     peaks: dict[str, int] = {}
     flush = torch.empty(_FLUSH.get(device.type, _FLUSH["cpu"]), dtype=torch.uint8, device=device)
     for number in range(warmup + rounds):
-        for name, way in ways.items():
+        for name, implementation in implementations.items():
             before = _reset_peak(device)
             flush.zero_()
-            started, back = _timed(way, device)
+            started, back = _timed(implementation, device)
             flush.zero_()
             ended, result = _timed(back, device)
             _wait(device)
@@ -135,7 +138,7 @@ def passes_side_by_side(
             del back, result
     return {
         name: Passes(Timing(tuple(forward[name]), peaks.get(name)), Timing(tuple(backward[name]), peaks.get(name)))
-        for name in ways
+        for name in implementations
     }
 
 

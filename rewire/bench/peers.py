@@ -1,4 +1,4 @@
-"""Other libraries' operators, called to do what a case of the benchmarks does; imported when they run."""
+"""Other libraries' operators, called to do what a workload of the benchmarks does; imported when they run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _as_given(results: Results) -> Results:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """One way to do the work of a case.
+class Implementation:
+    """One implementation to do the work of a workload.
 
     Attributes:
         run: the function that is timed, from inputs to results.
-        into: turns the case's inputs into those of ``run``, and ``back`` its results into the case's; differentiable,
-            not timed.
+        into: turns the workload's inputs into those of ``run``, and ``back`` its results into the workload's;
+            differentiable, not timed.
         compiled: whether ``run`` goes through torch.compile.
         note: what it computes differently.
         status: why it cannot run here; empty if it can.
@@ -54,7 +54,7 @@ def status(module: str, distribution: str, device: torch.device, needs_cuda: boo
     return "not run: needs CUDA" if needs_cuda and device.type != "cuda" else ""
 
 
-def attention_residuals(device: torch.device) -> dict[str, Way]:
+def attention_residuals(device: torch.device) -> dict[str, Implementation]:
     """Inputs: states [batch, length, D], then the query [D]. Its RMSNorm has no scale: here it is 1."""
 
     def liger(*given: Tensor) -> Results:
@@ -75,17 +75,19 @@ def attention_residuals(device: torch.device) -> dict[str, Way]:
 
     needs = "scale of the norm is learned, too"
     return {
-        "liger-kernel": Way(
+        "liger-kernel": Implementation(
             liger,
             into=in_their_dtype,
             note=f"stacks the states; query and normed states in their dtype; {needs}",
             status=status("liger_kernel", "liger-kernel", device, needs_cuda=True),
         ),
-        "fla-core": Way(fla, into=with_scale, note=needs, status=status("fla", "fla-core", device, needs_cuda=True)),
+        "fla-core": Implementation(
+            fla, into=with_scale, note=needs, status=status("fla", "fla-core", device, needs_cuda=True)
+        ),
     }
 
 
-def hyper_connections(n: int, width: int, device: torch.device) -> dict[str, Way]:
+def hyper_connections(n: int, width: int, device: torch.device) -> dict[str, Implementation]:
     """Inputs: streams [batch, length, n, D], branch, static [n, 1 + n + 1], dynamic [D, 1 + n + 1], scale [2]."""
     names = (
         "static_alpha", "dynamic_alpha_fn", "dynamic_alpha_scale",
@@ -108,8 +110,11 @@ def hyper_connections(n: int, width: int, device: torch.device) -> dict[str, Way
 
     note = "all in the states' dtype; its norm has a scale"
     missing = status("hyper_connections", "hyper-connections", device, needs_cuda=False)
-    way = Way(run, into, back, note=note, status=missing)
-    return {"hyper-connections": way, "hyper-connections, compiled": dataclasses.replace(way, compiled=True)}
+    implementation = Implementation(run, into, back, note=note, status=missing)
+    return {
+        "hyper-connections": implementation,
+        "hyper-connections, compiled": dataclasses.replace(implementation, compiled=True),
+    }
 
 
 _modules: dict[Any, torch.nn.Module] = {}
@@ -123,7 +128,7 @@ def _hyper_connections(n: int, width: int, device: torch.device) -> torch.nn.Mod
     return _modules[key]
 
 
-def manifold_hyper_connections(n: int, iterations: int, device: torch.device) -> dict[str, Way]:
+def manifold_hyper_connections(n: int, iterations: int, device: torch.device) -> dict[str, Implementation]:
     """Inputs: streams [batch, length, n, D], branch, bias [K], phi [n D, K], alpha [3], with K = n + n + n n."""
 
     def run(streams: Tensor, branch: Tensor, bias: Tensor, phi: Tensor, *alphas: Tensor) -> Results:
@@ -141,4 +146,4 @@ def manifold_hyper_connections(n: int, iterations: int, device: torch.device) ->
 
     note = "phi in the states' dtype; adds 1e-6 in Sinkhorn"
     missing = status("liger_kernel", "liger-kernel", device, needs_cuda=True)
-    return {"liger-kernel": Way(run, into, back, note=note, status=missing)}
+    return {"liger-kernel": Implementation(run, into, back, note=note, status=missing)}

@@ -19,7 +19,7 @@ from rewire.passes.checks import check_whole
 from rewire.passes.copies import shared
 from rewire.patterns.pattern import Inputs
 from rewire.stream import Layout
-from rewire.topologies.base import Dims, Recurrence, Start, States, Ways, computed, total
+from rewire.topologies.base import Dims, QKVInputs, Recurrence, Start, States, materialize, total
 from rewire.topologies.residual import Residual
 from rewire.trunk import Trunk
 
@@ -30,7 +30,7 @@ class Run:
 
     Attributes:
         input: ``x_0``, the hidden states at the trunk's input; with a gradient, except under ``torch.func``.
-        reads: for each site, by position, what its branch read (of q, k and v apart, the residual way).
+        reads: for each site, by position, what its branch read (of separate q/k/v inputs, that of the residual).
         branches: for each site, by position, the branch outputs that it added; several if they ran in parallel.
         output: the trunk's output; None if its last block was not reached.
     """
@@ -106,7 +106,7 @@ def observed(model: nn.Module, inputs: Inputs | None = None) -> tuple[nn.Module,
 def _by_site(record: Record) -> Layout:
     """The layout of an observed trunk: each residual add is a unit, so that each passes the observer."""
     old, sites = record.layout, range(len(record.layout.units))
-    apart = [site + 1 for site in sites if old.reads_apart(site)]
+    apart = [site + 1 for site in sites if old.reads_qkv(site)]
     units = [site + 1 for site in sites]
     return Layout(old.trunk, Observed(record), units, old.dims.width, apart, old.channel_dim, old.posts)
 
@@ -160,16 +160,16 @@ class Observed(Recurrence[Any]):
         run = self.record.begin(x)
         return _Inside(run, self.inner.start(run.input, weights))
 
-    def like(self, states: States) -> Tensor:
-        return self.inner.like(_inside(states).states)
+    def template(self, states: States) -> Tensor:
+        return self.inner.template(_inside(states).states)
 
-    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor | Ways, States]:
+    def read(self, states: States, weights: Any, t: int) -> tuple[Tensor | QKVInputs, States]:
         run, inner, hidden, branches = _inside(states)
-        value: Tensor | Ways
+        value: Tensor | QKVInputs
         if hidden is None:
             due, inner = self.inner.read(inner, weights, self.layout.units[t - 1])
-            value = due if isinstance(due, Ways) else computed(due)
-            hidden = value.residual if isinstance(value, Ways) else value
+            value = due if isinstance(due, QKVInputs) else materialize(due)
+            hidden = value.residual if isinstance(value, QKVInputs) else value
         else:
             value = hidden
         run.reads[t - 1] = hidden
@@ -188,7 +188,7 @@ class Observed(Recurrence[Any]):
         run, inner, *_ = _inside(states)
         run.branches[t - 1] = branches
         assert isinstance(self.inner, Recurrence)
-        return computed(self.inner.merge(inner, weights, self.layout.units[t - 1], *branches))
+        return materialize(self.inner.merge(inner, weights, self.layout.units[t - 1], *branches))
 
     def push(self, states: States, weights: Any, t: int, x: Tensor) -> States:
         run, inner, *_ = _inside(states)

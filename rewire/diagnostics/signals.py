@@ -13,8 +13,8 @@ class SiteSignals:
     """Signals at one residual add, site t of 1..T.
 
     ``h_{t-1}`` is what its branch reads, ``h_t`` what the next one reads, ``h_T`` the trunk's output; of an attention
-    that reads q, k and v apart it is the residual way. The norm of a hidden state is the L2 norm over its channels,
-    averaged over all positions (examples, tokens, pixels; padding counts), in float32 or better.
+    that has separate q/k/v inputs it is the input of the residual. The norm of a hidden state is the L2 norm over its
+    channels, averaged over all positions (examples, tokens, pixels; padding counts), in float32 or better.
 
     Attributes:
         name: path of the branch's main module from the model's root.

@@ -115,7 +115,7 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
 
 
 def _attention_units(trunk: Trunk, topology: Topology, units: Sequence[int]) -> list[int]:
-    """Units that begin with an attention, for a topology that feeds its queries, keys and values apart."""
+    """Units that begin with an attention, for a topology that gives attentions separate q/k/v inputs."""
     if not topology.reads_qkv:
         return []
     opening = [n for n in range(len(units)) if n == 0 or units[n] != units[n - 1]]

@@ -11,7 +11,6 @@ from typing import Any
 
 from rewire.errors import EditError
 from rewire.passes.edits import (
-    Apart,
     Carry,
     Each,
     Ended,
@@ -22,6 +21,7 @@ from rewire.passes.edits import (
     Projected,
     Push,
     Reshape,
+    Separate,
     Sum,
     Through,
     Value,
@@ -105,7 +105,7 @@ class _Editor:
         lines = [f"{self.depth} = {self._gate}.enter()"]
         for edit in self.plan.edits.values():
             if isinstance(edit, Parameter):
-                method = "ways" if edit.ways else "open"
+                method = "qkv" if edit.qkv else "open"
                 how = [edit.name, *self._how(edit), *["begin=False"] * self._begins_later(edit)]
                 lines.append(f"{edit.name} = {self.depth}.{method}({', '.join(how)})")
         body = tree.body[1:] if ast.get_docstring(tree, clean=False) is not None and len(tree.body) > 1 else tree.body
@@ -287,8 +287,8 @@ class _Editor:
 
         return Change(start, end, write)
 
-    def _apart(self, edit: Apart) -> list[Change]:
-        return self._arguments(self._call(edit.at), dict.fromkeys(edit.given, "apart"))
+    def _separate(self, edit: Separate) -> list[Change]:
+        return self._arguments(self._call(edit.at), dict.fromkeys(edit.given, "separate"))
 
     def _projected(self, edit: Projected) -> list[Change]:
         call = self._call(edit.at)
@@ -439,7 +439,7 @@ _WRITERS: dict[type, Callable[..., list[Change]]] = {
     Reshape: _Editor._reshape,
     Through: _Editor._through,
     Each: _Editor._each,
-    Apart: _Editor._apart,
+    Separate: _Editor._separate,
     Projected: _Editor._projected,
     Normed: _Editor._normed,
     Sum: _Editor._sum,

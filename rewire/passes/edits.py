@@ -23,7 +23,7 @@ class Parameter:
         name: of the parameter.
         trunk: number of the trunk among those of the function.
         norm: what reads it first.
-        ways: whether it brings values for queries, keys and values, rather than the stream.
+        qkv: whether it brings values for queries, keys and values, rather than the stream.
         awaiting: whether the next state is yet to be made of what it brings.
         item: of a tuple of tensors, the number of the one at which the trunk starts.
     """
@@ -31,7 +31,7 @@ class Parameter:
     name: str
     trunk: int = 0
     norm: Written | None = None
-    ways: bool = False
+    qkv: bool = False
     awaiting: bool = False
     item: int | None = None
 
@@ -153,7 +153,7 @@ class Each:
 
 
 @dataclasses.dataclass(frozen=True)
-class Apart:
+class Separate:
     """A call of what holds projections: some arguments are the values for all three."""
 
     at: Span
@@ -185,7 +185,7 @@ class Ended:
 
 
 Edit: TypeAlias = (
-    Carry | Ended | Part | Parameter | Value | Sum | Push | Reshape | Through | Normed | Each | Apart | Projected
+    Carry | Ended | Part | Parameter | Value | Sum | Push | Reshape | Through | Normed | Each | Separate | Projected
 )
 
 
@@ -264,7 +264,7 @@ def _merged(a: Any, b: Any) -> Any:
         return a if isinstance(a, Carry) else b
     if type(a) is not type(b):
         return None
-    if isinstance(a, (Through, Apart)):
+    if isinstance(a, (Through, Separate)):
         given = a.given | b.given
         a, b = dataclasses.replace(a, given=given), dataclasses.replace(b, given=given)
     if isinstance(a, Parameter) and None in (a.item, b.item):  # the trunk starts in one of two calls

@@ -17,7 +17,6 @@ from rewire.errors import EditError
 from rewire.kernels.norms import mark
 from rewire.passes.adds import CASTS, VIEWS, Add, between
 from rewire.passes.edits import (
-    Apart,
     Carry,
     Each,
     FunctionPlan,
@@ -28,6 +27,7 @@ from rewire.passes.edits import (
     Projected,
     Push,
     Reshape,
+    Separate,
     Sum,
     Through,
     Value,
@@ -57,7 +57,7 @@ def plan(
         name: of the trunk.
         plans: by path of a module and code of a function.
         definitions: functions that take the place of the forwards of modules of these classes.
-        apart: for residual adds whose attention reads q, k and v apart: where it projects them.
+        apart: for residual adds whose attention has separate q/k/v inputs: where it projects them.
 
     Raises:
         EditError: a function that would have to change cannot be edited.
@@ -496,10 +496,10 @@ class _Planner:
             last = max(brought, key=lambda op: op.index)  # not the shortcut, which comes along in some
             names = [name for name, ops in scope.arguments.items() if last in ops]
             for name in names:
-                function.put(("parameter", name), Parameter(name, ways=True))
+                function.put(("parameter", name), Parameter(name, qkv=True))
             above, call = self._function(scope.parent), self._call(scope)
             at = span_of(call)
-            above.put(("apart", at), Apart(at, self._arguments_of(scope, call, set(names))))
+            above.put(("apart", at), Separate(at, self._arguments_of(scope, call, set(names))))
             scope = scope.parent
 
     def _project(self, scope: Scope, projections: Projections) -> None:

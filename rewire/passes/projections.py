@@ -49,7 +49,7 @@ class Projections:
 
     def error(self, why: str) -> UnsupportedTopology:
         return UnsupportedTopology(
-            f"the attention '{self.where}' cannot read its queries, keys and values apart: {why}. Use a topology that "
+            f"the attention '{self.where}' cannot have separate q/k/v inputs: {why}. Use a topology that "
             "reads one value, or register a pattern whose `qkv` names the projections that its forward calls."
         )
 
@@ -73,7 +73,7 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern]) -> Projec
     block = model.get_submodule(site.block)
     below = [name for name, child in block.named_modules() if name and isinstance(child, nn.Linear)]
     raise UnsupportedTopology(
-        f"the attention '{site.name}' cannot read its queries, keys and values apart: no projections with usual names "
+        f"the attention '{site.name}' cannot have separate q/k/v inputs: no projections with usual names "
         f"were found (linear maps of '{site.block}': {', '.join(below) or 'none'}). Use a topology that reads one "
         "value, or register a pattern with `qkv` set to the paths of the three below the block (or of a fused one, and "
         "`fused` to the layout of its output)."

@@ -76,7 +76,7 @@ def rewrite(
 
 def _plan(trunk: Trunk, layout: Layout, found: list[Found], patterns: list[Pattern], plans: Plans) -> None:
     """Plan what changes for a trunk, in all ways of looking at the model."""
-    apart = [number for number in range(len(trunk.sites)) if layout.reads_apart(number)]
+    apart = [number for number in range(len(trunk.sites)) if layout.reads_qkv(number)]
     for one in (one for one in found if trunk.name in one.trunks):
         sites = one.trunks[trunk.name].sites
         if len(sites) != len(trunk.sites):

@@ -104,11 +104,11 @@ def check(model: nn.Module, rewired: nn.Module, inputs: Inputs | None, start: St
 
 
 def _with_plain_connections(rewired: nn.Module) -> nn.Module:
-    """A copy of a rewired model with plain residual connections in place of the learned ones; q, k, v stay apart."""
+    """A copy of a rewired model with plain residual connections for the learned ones; separate q/k/v inputs stay."""
     plain = shared(rewired)
     for connection in connections(plain).values():
         old, sites = connection.layout, range(len(connection.layout.units))
-        apart = [site + 1 for site in sites if old.reads_apart(site)]
+        apart = [site + 1 for site in sites if old.reads_qkv(site)]
         units = [site + 1 for site in sites]
         connection.become(Layout(old.trunk, Residual(), units, old.dims.width, apart, old.channel_dim, old.posts))
     return plain

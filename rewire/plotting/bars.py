@@ -25,7 +25,7 @@ def plot_bars(weights: dict[str, dict[str, Tensor]], path: Path) -> None:
 
     A bar goes up to the median over the channels; where there are weights per channel, a line over it spans from the
     5th to the 95th percentile. Where that would be too dense, with more than 16 sources, the medians are a line and
-    the percentiles a shaded area, as in the paper. Destinations that read queries, keys and values apart have three
+    the percentiles a shaded area, as in the paper. Destinations that have separate q/k/v inputs have three
     bars or lines. The panels of a trunk share their axes.
 
     Args:

@@ -48,10 +48,10 @@ def plot_times(seconds: dict[str, tuple[float, ...]], path: Path) -> None:
 
 
 def plot_rates(rates: dict[str, dict[str, tuple[float, float]]], limit: float, path: Path) -> None:
-    """Write a chart of the bytes per second of forward and backward: a group of bars for each case, a bar for each way.
+    """Write a chart of the bytes per second of forward and backward: for each workload a bar for each implementation.
 
     Args:
-        rates: by case and way, bytes per second of forward and of backward.
+        rates: by workload and implementation, bytes per second of forward and of backward.
         limit: those of a copy, drawn as a line.
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
 
@@ -63,13 +63,24 @@ def plot_rates(rates: dict[str, dict[str, tuple[float, float]]], limit: float, p
         raise ValueError("there is nothing to plot: no rates were measured.")
     rc_context, new_figure = matplotlib_parts()
     with rc_context(STYLE):
-        ways = list(dict.fromkeys(way for case in rates.values() for way in case))
-        colors = dict(zip(ways, _way_colors(ways), strict=True))
-        bars = sum(len(case) + 1 for case in rates.values())
+        implementations = list(
+            dict.fromkeys(implementation for workload in rates.values() for implementation in workload)
+        )
+        colors = dict(zip(implementations, _colors_of(implementations), strict=True))
+        bars = sum(len(workload) + 1 for workload in rates.values())
         figure = new_figure(figsize=(9.0, 0.15 * bars + 1.1), layout="constrained")
         for index, (ax, title) in enumerate(zip(figure.subplots(1, 2, sharey=True), _PASSES, strict=True)):
-            _rate_bars(ax, {case: {way: pair[index] for way, pair in of.items()} for case, of in rates.items()}, colors)
-            ax.set_xlim(0, 1.05e-9 * max(limit, *(pair[index] for case in rates.values() for pair in case.values())))
+            _rate_bars(
+                ax,
+                {
+                    workload: {implementation: pair[index] for implementation, pair in of.items()}
+                    for workload, of in rates.items()
+                },
+                colors,
+            )
+            ax.set_xlim(
+                0, 1.05e-9 * max(limit, *(pair[index] for workload in rates.values() for pair in workload.values()))
+            )
             ax.axvline(limit / 1e9, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
             ax.set_title(title, color=INK, loc="left")
             ax.set_xlabel("GB/s")
@@ -111,11 +122,14 @@ def plot_curves(curves: dict[str, list[tuple[float, float]]], path: Path, xlabel
         figure.savefig(path, dpi=200)
 
 
-def _way_colors(ways: Sequence[str]) -> list[Any]:
+def _colors_of(implementations: Sequence[str]) -> list[Any]:
     """Reds for ours, greys for plain torch, blues for peers."""
     from matplotlib import colormaps
 
-    families = [way.startswith("ours") + 2 * (way.split(",")[0] in ("eager", "stack")) for way in ways]
+    families = [
+        implementation.startswith("ours") + 2 * (implementation.split(",")[0] in ("eager", "stack"))
+        for implementation in implementations
+    ]
     maps = [colormaps[name] for name in ("Blues", "Reds", "Greys")]
     shades = [(0.75, 0.45, 0.6, 0.9)[families[:index].count(kind) % 4] for index, kind in enumerate(families)]
     return [maps[kind](shade) for kind, shade in zip(families, shades, strict=True)]
@@ -123,11 +137,11 @@ def _way_colors(ways: Sequence[str]) -> list[Any]:
 
 def _rate_bars(ax: Axes, rates: dict[str, dict[str, float]], colors: dict[str, Any]) -> None:
     row, middles = 0.0, []
-    for case in rates.values():
-        for way, rate in case.items():
-            ax.barh(row, rate / 1e9, height=0.85, color=colors[way])
+    for workload in rates.values():
+        for implementation, rate in workload.items():
+            ax.barh(row, rate / 1e9, height=0.85, color=colors[implementation])
             row += 1
-        middles.append(row - (len(case) + 1) / 2)
+        middles.append(row - (len(workload) + 1) / 2)
         row += 1
     ax.set_yticks(middles, labels=list(rates))
     ax.set_ylim(row - 1, -1)
@@ -141,6 +155,6 @@ def _rate_legend(figure: Figure, colors: dict[str, Any]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(color=color, label=way) for way, color in colors.items()]
+    handles: list[Any] = [Patch(color=color, label=implementation) for implementation, color in colors.items()]
     handles.append(Line2D([], [], color=INK, linewidth=0.8, linestyle=(0, (4, 3)), label="a copy"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5), frameon=False, fontsize=8)

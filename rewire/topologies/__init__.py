@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 
 from rewire.topologies.ancre import ANCRe
-from rewire.topologies.base import Dims, Recurrence, Topology, Ways
+from rewire.topologies.base import Dims, QKVInputs, Recurrence, Topology
 from rewire.topologies.denseformer import DenseFormer
 from rewire.topologies.registry import list_topologies, make_topology, register_topology
 from rewire.topologies.residual import Residual
@@ -18,10 +18,10 @@ __all__ = [
     "ANCRe",
     "DenseFormer",
     "Dims",
+    "QKVInputs",
     "Recurrence",
     "Residual",
     "Topology",
-    "Ways",
     "list_topologies",
     "make_topology",
     "register_topology",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rewire.kernels.mix import Mix, pending_mix
 from rewire.kernels.tokens import project, rms_norm
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology, computed, no_preserving_start, total
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology, materialize, no_preserving_start, total
 from rewire.topologies.registry import register_topology
 
 
@@ -92,7 +92,7 @@ class AttnRes(Topology[Tensor]):
         return (*sources, f, *scores)
 
     def finish(self, states: States, weights: Tensor, dims: Dims) -> Tensor:
-        return computed(self.read(states, weights, dims.depth + 1)[0])
+        return materialize(self.read(states, weights, dims.depth + 1)[0])
 
     def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: the weights where all scores are equal, as at the start."""

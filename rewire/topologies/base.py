@@ -32,7 +32,7 @@ class Dims:
     Attributes:
         depth: number of units, the T of the formulas.
         width: channels D of the hidden states; known wherever a topology says that it `needs_width`.
-        attention: units t whose branch begins with an attention that reads q, k and v apart; empty for topologies
+        attention: units t whose branch begins with an attention that has separate q/k/v inputs; empty for topologies
             that do not ask for it.
     """
 
@@ -42,7 +42,7 @@ class Dims:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Ways:
+class QKVInputs:
     """What an attention reads when its queries, keys and values come from different mixes.
 
     Attributes:
@@ -71,7 +71,7 @@ class Topology(ABC, Generic[W]):
     granularity: ClassVar[Granularity] = "block"
     #: Whether there are weights per channel, so that the trunk's width has to be known.
     needs_width: ClassVar[bool] = False
-    #: Whether `read` returns `Ways` for the units in ``Dims.attention``.
+    #: Whether `read` returns `QKVInputs` for the units in ``Dims.attention``.
     reads_qkv: ClassVar[bool] = False
 
     @abstractmethod
@@ -91,7 +91,7 @@ class Topology(ABC, Generic[W]):
         return (x,)
 
     @abstractmethod
-    def read(self, states: States, weights: W, t: int) -> tuple[Tensor | Mix | Ways, States]:
+    def read(self, states: States, weights: W, t: int) -> tuple[Tensor | Mix | QKVInputs, States]:
         """``r_t``, what unit t sees, and the states that `write` is to get.
 
         As a `Mix`, ``r_t`` is computed together with the norm that follows, if one does. The states are others where
@@ -110,7 +110,7 @@ class Topology(ABC, Generic[W]):
     def finish(self, states: States, weights: W, dims: Dims) -> Tensor:
         """The trunk's output after its last unit."""
 
-    def like(self, states: States) -> Tensor:
+    def template(self, states: States) -> Tensor:
         """A tensor of the hidden states' shape, dtype and device; its values mean nothing."""
         return states[0]
 
@@ -165,6 +165,10 @@ class Recurrence(Topology[W]):
 
     It says how in two steps, `merge` and `push`, in place of `write`. Between the two the model may do more: such
     topologies connect post-norm blocks (``norm(x + f)``), too.
+
+    Example:
+        >>> isinstance(rewire.ANCRe(), rewire.Recurrence)
+        True
     """
 
     #: Whether units read the newest state just as `push` got it: `merge` may then wait for the norm of the next read.
@@ -179,7 +183,7 @@ class Recurrence(Topology[W]):
         """States after ``x`` became ``x_t``."""
 
     def write(self, states: States, weights: W, t: int, *branches: Tensor) -> States:
-        return self.push(states, weights, t, computed(self.merge(states, weights, t, *branches)))
+        return self.push(states, weights, t, materialize(self.merge(states, weights, t, *branches)))
 
 
 def rows(matrix: Tensor) -> dict[str, Tensor]:
@@ -200,7 +204,7 @@ def one_hot_previous(depth: int) -> Tensor:
     return torch.eye(depth, dtype=torch.float32)
 
 
-def computed(value: Tensor | Mix) -> Tensor:
+def materialize(value: Tensor | Mix) -> Tensor:
     """The tensor that ``value`` is, or that it stands for."""
     return value.value() if isinstance(value, Mix) else value
 

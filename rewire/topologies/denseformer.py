@@ -112,7 +112,7 @@ class DenseFormer(Recurrence[Averages]):
     def finish(self, states: States, weights: Averages, dims: Dims) -> Tensor:
         return self.read(states, weights, dims.depth + 1)[0]
 
-    def like(self, states: States) -> Tensor:
+    def template(self, states: States) -> Tensor:
         x: Tensor = states[1] if isinstance(states[0], History) else states[0]
         return x
 

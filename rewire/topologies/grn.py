@@ -14,7 +14,7 @@ from rewire.kernels.history import History, Table
 from rewire.kernels.mix import Mix, pending_mix
 from rewire.kernels.several import mixes
 from rewire.kernels.tokens import project
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology, Ways, computed, total
+from rewire.topologies.base import Dims, Granularity, QKVInputs, Start, States, Topology, materialize, total
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
 
@@ -96,7 +96,7 @@ class GRN(Topology[tuple[Read, ...]]):
         table = weights[0].table
         return (x,) if table is None else (x, History.empty(table))
 
-    def read(self, states: States, weights: tuple[Read, ...], t: int) -> tuple[Mix | Ways, States]:
+    def read(self, states: States, weights: tuple[Read, ...], t: int) -> tuple[Mix | QKVInputs, States]:
         b, w, table = weights[t - 1]
         if table is not None:
             f, history = states
@@ -107,7 +107,7 @@ class GRN(Topology[tuple[Read, ...]]):
         if len(b) == 1:
             return pending_mix(states, b[0], scores=scores), states
         q, k, v = mixes(states, b, torch.stack(scores, dim=-1))
-        return Ways(q, k, v, residual=q), states
+        return QKVInputs(q, k, v, residual=q), states
 
     def write(self, states: States, weights: tuple[Read, ...], t: int, *branches: Tensor) -> States:
         if weights[t - 1].table is not None:
@@ -118,7 +118,7 @@ class GRN(Topology[tuple[Read, ...]]):
         return stack
 
     def finish(self, states: States, weights: tuple[Read, ...], dims: Dims) -> Tensor:
-        return computed(self.read(states, weights, dims.depth + 1)[0])  # type: ignore[arg-type]
+        return materialize(self.read(states, weights, dims.depth + 1)[0])  # type: ignore[arg-type]
 
     def matrix(self, weights: tuple[Read, ...], dims: Dims) -> Tensor:
         """b, float32 [T + 1, T + 1]; increments that were summed into the middle share its weight."""

@@ -152,7 +152,7 @@ class ParallelStreams(Streams):
         # With a dtype: autocast would make the sum float32.
         return streams.mean(-2) if self.output == "mean" else streams.sum(-2, dtype=streams.dtype)
 
-    def like(self, states: States) -> Tensor:
+    def template(self, states: States) -> Tensor:
         return states[0].select(-2, 0)
 
     def check_start(self, start: Start) -> None:
@@ -321,7 +321,7 @@ class FracConnections(Streams):
     def finish(self, states: States, weights: tuple[Unit, ...], dims: Dims) -> Tensor:
         return states[0].flatten(-2)
 
-    def like(self, states: States) -> Tensor:
+    def template(self, states: States) -> Tensor:
         return states[0].flatten(-2)
 
 

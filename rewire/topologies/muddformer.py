@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from rewire.kernels.several import mixes
 from rewire.kernels.tokens import project, rms_norm
-from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, Ways, one_hot_previous, total
+from rewire.topologies.base import Dims, Granularity, QKVInputs, Recurrence, Start, States, one_hot_previous, total
 from rewire.topologies.registry import register_topology
 
 _WAYS = 4  # q, k, v, residual
@@ -92,12 +92,12 @@ class MUDDFormer(Recurrence[Weights]):
         ]
         return Weights(dims.attention, tuple(reads))
 
-    def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor | Ways, States]:
+    def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor | QKVInputs, States]:
         """``r_t``, in four ways where an attention begins, and the states with the residual way."""
         ways = _WAYS if t in weights.attention else 1
         mixes = [states[0]] * ways if t == 1 else _mixes(states, weights.reads[t - 2])
-        value = Ways(*mixes) if ways > 1 else mixes[0]
-        return value, (*states, value.residual if isinstance(value, Ways) else value)
+        value = QKVInputs(*mixes) if ways > 1 else mixes[0]
+        return value, (*states, value.residual if isinstance(value, QKVInputs) else value)
 
     def merge(self, states: States, weights: Weights, t: int, *branches: Tensor) -> Tensor:
         return total((states[-1], *branches))  # in the model's own order: bitwise equality at the start
@@ -118,7 +118,7 @@ class MUDDFormer(Recurrence[Weights]):
 
 
 def _reads(dims: Dims) -> list[tuple[int, int]]:
-    """Ways, and states to read, of units 2..T and the output in turn."""
+    """QKVInputs, and states to read, of units 2..T and the output in turn."""
     return [(_WAYS if t in dims.attention else 1, t) for t in range(2, dims.depth + 2)]
 
 

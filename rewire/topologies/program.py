@@ -82,7 +82,7 @@ class Edge:
 
     Attributes:
         weight: its weight, of weights per channel the largest magnitude.
-        unread: it went because nobody reads the destination any more, whatever its weight.
+        unread: it went because the destination is unused, whatever its weight.
     """
 
     destination: str
@@ -116,7 +116,7 @@ def edges(program: Program) -> int:
 
 
 def prune(program: Program, threshold: float) -> tuple[Program, list[Edge]]:
-    """Leave out what has a weight below ``threshold``, or of exactly 0, and then what nobody reads.
+    """Leave out what has a weight below ``threshold``, or of exactly 0, and then what is unused.
 
     A weight per channel counts as its largest magnitude. A unit's own branch output always stays in what the unit
     writes. Of a line without it whose terms would all go, the largest stays: there has to be a value.
@@ -253,7 +253,7 @@ def _mapped(program: Program, change: Callable[[Line, str], Line | None]) -> Pro
 
 
 def _swept(program: Program) -> tuple[Program, list[Edge]]:
-    """Without the lines that nobody reads; last first, so that what only they read goes, too."""
+    """Without the unused lines; last first, so that what only they read goes, too."""
     read, dropped = {program.output}, list[Edge]()
 
     def used(lines: Sequence[Line], own: str = "") -> tuple[Line, ...]:

@@ -49,7 +49,7 @@ def test_ratios_are_taken_round_by_round() -> None:
 def test_passes_run_in_turn_and_are_timed_apart() -> None:
     calls: list[str] = []
 
-    def way(name: str, forward: float, backward: float) -> Callable[[], Callable[[], None]]:
+    def implementation(name: str, forward: float, backward: float) -> Callable[[], Callable[[], None]]:
         def back() -> None:
             calls.append(f"{name} backward")
             time.sleep(backward)
@@ -61,7 +61,9 @@ def test_passes_run_in_turn_and_are_timed_apart() -> None:
 
         return run
 
-    found = harness.passes_side_by_side({"a": way("a", 0.001, 0.02), "b": way("b", 0.02, 0.001)}, 3, CPU, warmup=1)
+    found = harness.passes_side_by_side(
+        {"a": implementation("a", 0.001, 0.02), "b": implementation("b", 0.02, 0.001)}, 3, CPU, warmup=1
+    )
     assert calls == ["a forward", "a backward", "b forward", "b backward"] * 4
     a, b = found["a"], found["b"]
     assert a.backward.median >= 0.02 and b.forward.median >= 0.02

@@ -13,7 +13,7 @@ import rewire
 from rewire.errors import ValidationMismatch
 from rewire.passes.inputs import normalise_inputs
 from rewire.passes.validate import compare, relative_error, tensors_in
-from rewire.topologies.base import computed
+from rewire.topologies.base import materialize
 from rewire.topologies.residual import Residual
 
 IDS = torch.arange(12).reshape(2, 6)
@@ -31,7 +31,7 @@ class Drifting(Residual):
     """Wrong from the third unit on."""
 
     def merge(self, states, weights, t, *branches):
-        return computed(super().merge(states, weights, t, *branches)) * (1.01 if t >= 3 else 1.0)
+        return materialize(super().merge(states, weights, t, *branches)) * (1.01 if t >= 3 else 1.0)
 
 
 def test_wrong_gradients_are_noticed_behind_right_outputs():

@@ -17,7 +17,7 @@ from x_transformers.x_transformers import AttentionResidual
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import Recurrence, attnres, list_topologies, make_topology
 from rewire.topologies.attnres import AttnRes
-from rewire.topologies.base import Dims, computed
+from rewire.topologies.base import Dims, materialize
 
 VARIANTS = [AttnRes(block, scaled) for block in (None, 2, 3, 9) for scaled in (False, True)]
 
@@ -67,7 +67,7 @@ def test_large_scores_pick_one_source() -> None:
     sources, queries = torch.randn(4, 50, WIDTH), 1e4 * torch.randn(3, WIDTH)
     largest = (nn.functional.normalize(sources, dim=-1) @ queries[2]).argmax(0)  # [tokens]
     torch.testing.assert_close(
-        computed(AttnRes().read(tuple(sources), queries, 4)[0]), sources[largest, torch.arange(50)]
+        materialize(AttnRes().read(tuple(sources), queries, 4)[0]), sources[largest, torch.arange(50)]
     )
 
 
@@ -118,7 +118,7 @@ def test_bf16_states(block: int | None) -> None:
 def test_paper_start_averages() -> None:
     topology, x, f, g = AttnRes(), *torch.randn(3, 2, WIDTH)
     weights = topology.weights(topology.parameters(Dims(2, WIDTH), "paper"), Dims(2, WIDTH))
-    torch.testing.assert_close(computed(topology.read((x, f, g), weights, 3)[0]), (x + f + g) / 3)
+    torch.testing.assert_close(materialize(topology.read((x, f, g), weights, 3)[0]), (x + f + g) / 3)
     with pytest.raises(UnsupportedTopology, match=r"attnres.*scaled=True.*start='paper'"):
         topology.parameters(Dims(2, WIDTH), "preserve")
 
@@ -165,7 +165,7 @@ def test_liger_kernel(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
     want, sources_grad, w_grad = torch.load(tmp_path / "outputs.pt")
-    got = computed(topology.read(tuple(sources), queries, t)[0])
+    got = materialize(topology.read(tuple(sources), queries, t)[0])
     torch.testing.assert_close(got, want)
     *got_grads, queries_grad = torch.autograd.grad(got, (*sources, queries), upstream)
     torch.testing.assert_close(torch.stack(got_grads), sources_grad)
@@ -180,7 +180,7 @@ def test_inkling2() -> None:
     with torch.no_grad():
         theirs.query.copy_(queries[2] * WIDTH**0.5)
     (want,) = theirs(sources[:3].movedim(0, -2), sources[3])
-    got = computed(AttnRes().read(tuple(sources), queries, 4)[0])
+    got = materialize(AttnRes().read(tuple(sources), queries, 4)[0])
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     (want_grad,) = torch.autograd.grad(want, theirs.query, upstream)
     (got_grad,) = torch.autograd.grad(got, queries, upstream)
@@ -195,7 +195,7 @@ def test_x_transformers() -> None:
     sources = torch.randn(4, 1, WIDTH)
     queries = torch.zeros(3, WIDTH)
     queries[2] = nn.functional.normalize(sources[-1, 0], dim=-1)  # rmsnorm / sqrt(D)
-    got = computed(AttnRes().read(tuple(sources), queries, 4)[0])
+    got = materialize(AttnRes().read(tuple(sources), queries, 4)[0])
     torch.testing.assert_close(got, theirs(sources), rtol=1e-5, atol=1e-5)
 
 
@@ -208,9 +208,9 @@ def test_matrix() -> None:
 
 def test_scores_are_float32_under_autocast() -> None:
     queries, sources = torch.randn(3, WIDTH), tuple(torch.randn(4, 2, WIDTH))
-    want = computed(AttnRes().read(sources, queries, 4)[0])
+    want = materialize(AttnRes().read(sources, queries, 4)[0])
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(computed(AttnRes().read(sources, queries, 4)[0]), want)
+        assert torch.equal(materialize(AttnRes().read(sources, queries, 4)[0]), want)
         assert run(AttnRes(), queries, sources[0], net(3)).dtype == torch.float32
 
 

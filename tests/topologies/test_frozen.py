@@ -13,7 +13,7 @@ from toy_nets import begin
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import ANCRe, Dims, Topology, make_topology
-from rewire.topologies.base import computed
+from rewire.topologies.base import materialize
 from rewire.topologies.frozen import Frozen, frozen
 from rewire.topologies.program import (
     Edge,
@@ -60,13 +60,13 @@ def run(topology: Topology, weights: Any, dims: Dims, x: Tensor, post_norm: bool
     states = begin(topology, x, weights)
     for t in range(1, dims.depth + 1):
         read, states = topology.read(states, weights, t)
-        branches = [torch.tanh(computed(read) * (t + n)) for n in range(parallel)]
+        branches = [torch.tanh(materialize(read) * (t + n)) for n in range(parallel)]
         if post_norm:
-            merged = computed(topology.merge(states, weights, t, *branches))
+            merged = materialize(topology.merge(states, weights, t, *branches))
             states = topology.push(states, weights, t, torch.sin(merged))
         else:
             states = topology.write(states, weights, t, *branches)
-        assert topology.like(states).shape == x.shape
+        assert topology.template(states).shape == x.shape
     return topology.finish(states, weights, dims)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from toy_nets import WIDTH, begin, opened, plain
 
 from rewire.topologies import Recurrence, Topology, make_topology
-from rewire.topologies.base import Dims, States, Ways
+from rewire.topologies.base import Dims, QKVInputs, States
 
 NAMES = ["grn-v1", "grn-v2", "grn-v3", "dca"]
 
@@ -41,8 +41,8 @@ net = functools.partial(toy_nets.net, branch=Block)
 
 def run(topology: Topology, parameters: dict[str, Tensor], x: Tensor, blocks: list[nn.Module], dims: Dims) -> Tensor:
     def check(t: int, read: Any, opened: States, written: States) -> None:
-        assert isinstance(read, Ways) == (t in dims.attention)
-        assert not isinstance(read, Ways) or read.residual is read.q
+        assert isinstance(read, QKVInputs) == (t in dims.attention)
+        assert not isinstance(read, QKVInputs) or read.residual is read.q
 
     return toy_nets.run(topology, topology.weights(parameters, dims), x, blocks, dims, check)
 

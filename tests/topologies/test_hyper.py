@@ -144,7 +144,7 @@ def test_states(topology: Streams) -> None:
         assert len(states) == 1
         read, opened = topology.read(states, weights, t)
         for now in (states, opened):
-            like = topology.like(now)
+            like = topology.template(now)
             assert (like.shape, like.dtype) == (x.shape, x.dtype)
         states = topology.write(opened, weights, t, read)
         assert states[0].dtype == torch.bfloat16

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from toy_nets import WIDTH, plain
 
 from rewire.topologies import list_topologies, make_topology
-from rewire.topologies.base import Dims, States, Ways
+from rewire.topologies.base import Dims, QKVInputs, States
 from rewire.topologies.muddformer import MUDDFormer
 
 TRUNKS = [Dims(1, WIDTH), Dims(1, WIDTH, frozenset({1})), Dims(2, WIDTH), Dims(2, WIDTH, frozenset({1, 2}))]
@@ -62,8 +62,8 @@ def naive(x: Tensor, blocks: list[nn.Module], dims: Dims, parameters: dict[str, 
 def run(weights: object, x: Tensor, blocks: list[nn.Module], dims: Dims) -> Tensor:
     def check(t: int, read: Any, opened: States, written: States) -> None:
         assert len(opened) == len(written) == t + 1
-        assert isinstance(read, Ways) == (t in dims.attention)
-        assert opened[-1] is (read.residual if isinstance(read, Ways) else read)
+        assert isinstance(read, QKVInputs) == (t in dims.attention)
+        assert opened[-1] is (read.residual if isinstance(read, QKVInputs) else read)
 
     return toy_nets.run(MUDD, weights, x, blocks, dims, check)
 
@@ -140,7 +140,7 @@ def test_post_norm_adds_to_the_residual_way() -> None:
     weights = MUDD.weights(drawn(dims), dims)
     x, y, f, normed = torch.randn(4, 3, WIDTH)
     value, opened = MUDD.read((x, y), weights, 2)
-    assert isinstance(value, Ways)
+    assert isinstance(value, QKVInputs)
     assert torch.equal(MUDD.merge(opened, weights, 2, f), value.residual + f)
     assert MUDD.push(opened, weights, 2, normed) == (x, y, normed)
 
@@ -159,7 +159,7 @@ def test_weights_are_float32_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = MUDD.read(sources, weights, 4)[0]
         assert run(weights, sources[0], net(5), dims).dtype == torch.float32
-    assert isinstance(got, Ways) and isinstance(want, Ways)
+    assert isinstance(got, QKVInputs) and isinstance(want, QKVInputs)
     for way in ("q", "k", "v", "residual"):
         assert torch.equal(getattr(got, way), getattr(want, way))
 

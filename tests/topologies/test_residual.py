@@ -6,7 +6,7 @@ from toy_nets import begin
 
 from rewire.errors import UnknownName
 from rewire.topologies import Residual, list_topologies, make_topology
-from rewire.topologies.base import Dims, computed
+from rewire.topologies.base import Dims, materialize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -27,7 +27,7 @@ def test_is_the_plain_network_bitwise(dtype: torch.dtype) -> None:
 def test_merge_then_push_is_write() -> None:
     x, f = torch.randn(2, 2, 8)
     topology = Residual()
-    merged = computed(topology.merge((x,), None, 1, f))
+    merged = materialize(topology.merge((x,), None, 1, f))
     assert torch.equal(merged, x + f)
     assert topology.push((x,), None, 1, merged) == (merged,)
 

@@ -11,52 +11,56 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from rewire.bench import cases, comparison, harness
+from rewire.bench import comparison, harness, workloads
 from rewire.bench.comparison import Row
 from rewire.bench.harness import Passes, Timing
-from rewire.bench.peers import Way, status
+from rewire.bench.peers import Implementation, status
 from rewire.kernels import launch, operators
 from rewire.kernels.grid import Launch
 from rewire.kernels.spec import FAN_IN, MixSpec
 from rewire.plotting import plot_rates
 
 CPU = torch.device("cpu")
-SIZES = cases.Sizes(1, 6, 16, torch.float32, CPU)
+SIZES = workloads.Sizes(1, 6, 16, torch.float32, CPU)
 BANDWIDTH = 1e10
 
 
-def all_cases(sizes: cases.Sizes) -> list[cases.Case]:
-    return [*cases.make_cases(sizes, small=True), cases.weighted_sum(sizes, 18, "scores")]
+def all_workloads(sizes: workloads.Sizes) -> list[workloads.Workload]:
+    return [*workloads.make_workloads(sizes, small=True), workloads.weighted_sum(sizes, 18, "scores")]
 
 
-@pytest.mark.parametrize("case", all_cases(SIZES), ids=lambda case: case.name)
-def test_all_ways_do_the_same_work(case: cases.Case) -> None:
-    (rows,) = comparison.run([case], rounds=2, compiled=False)
-    assert [row.way for row in rows] == list(case.ways)
+@pytest.mark.parametrize("workload", all_workloads(SIZES), ids=lambda workload: workload.name)
+def test_all_implementations_do_the_same_work(workload: workloads.Workload) -> None:
+    (rows,) = comparison.run([workload], rounds=2, compiled=False)
+    assert [row.implementation for row in rows] == list(workload.implementations)
     for row in rows:
         measured = not row.status
         assert measured == (row.passes is not None)
         if measured:
-            assert case.ways[row.way].other_work == (row.error is None)
-    assert {row.way for row in rows if not row.status} >= {"plain residual", "eager", "ours"}
+            assert workload.implementations[row.implementation].other_work == (row.error is None)
+    assert {row.implementation for row in rows if not row.status} >= {"plain residual", "eager", "ours"}
     assert all(row.status.startswith(("not run: ", "not installed: ")) for row in rows if row.status)
 
 
 def test_bfloat16() -> None:
-    case = cases.weighted_sum(dataclasses.replace(SIZES, dtype=torch.bfloat16), 4, "channel")
-    (rows,) = comparison.run([case], rounds=1, compiled=False)
+    workload = workloads.weighted_sum(dataclasses.replace(SIZES, dtype=torch.bfloat16), 4, "channel")
+    (rows,) = comparison.run([workload], rounds=1, compiled=False)
     assert all(1e-5 < row.error < 1e-2 for row in rows if row.error is not None)
 
 
 def test_torch_compile() -> None:
-    (rows,) = comparison.run([cases.weighted_sum(SIZES, 2, "scalar")], rounds=1)
+    (rows,) = comparison.run([workloads.weighted_sum(SIZES, 2, "scalar")], rounds=1)
     assert not any(row.status for row in rows)
-    assert {row.way for row in rows if row.error is None} == {"plain residual", "eager, compiled", "ours, compiled"}
+    assert {row.implementation for row in rows if row.error is None} == {
+        "plain residual",
+        "eager, compiled",
+        "ours, compiled",
+    }
 
 
-def with_way(way: Way) -> cases.Case:
-    case = cases.weighted_sum(SIZES, 2, "scalar")
-    return dataclasses.replace(case, ways={**case.ways, "another": way})
+def with_implementation(implementation: Implementation) -> workloads.Workload:
+    workload = workloads.weighted_sum(SIZES, 2, "scalar")
+    return dataclasses.replace(workload, implementations={**workload.implementations, "another": implementation})
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -64,7 +68,7 @@ def test_a_way_that_fails_is_listed_and_the_others_are_measured(compiled: bool) 
     def run(*given: Tensor) -> Any:
         raise ZeroDivisionError("in their code\nmore")
 
-    (rows,) = comparison.run([with_way(Way(run, other_work=compiled))], rounds=1, compiled=False)
+    (rows,) = comparison.run([with_implementation(Implementation(run, other_work=compiled))], rounds=1, compiled=False)
     assert rows[-1].status == "failed: ZeroDivisionError: in their code"
     assert rows[-1].passes is None and rows[3].passes is not None
 
@@ -77,7 +81,7 @@ def test_a_way_that_computes_something_else_is_not_timed() -> None:
         return (w[0] * a + w[1].detach() * b + 0 * w[1],)
 
     for wrong in (values, gradients):
-        (rows,) = comparison.run([with_way(Way(wrong))], rounds=1, compiled=False)
+        (rows,) = comparison.run([with_implementation(Implementation(wrong))], rounds=1, compiled=False)
         assert rows[-1].status.startswith("differs from float64 by ")
         assert rows[-1].passes is None
 
@@ -94,22 +98,22 @@ def test_peers_that_cannot_run_say_why() -> None:
 
 def test_floors() -> None:
     """Against the inputs and results themselves: each once, in backward with the gradients."""
-    for case in (cases.weighted_sum(SIZES, 3, "channel"), cases.sum_and_norm(SIZES, 3)):
-        inputs = case.inputs(SIZES)
-        results = case.ways["eager"].run(*inputs)
+    for workload in (workloads.weighted_sum(SIZES, 3, "channel"), workloads.sum_and_norm(SIZES, 3)):
+        inputs = workload.inputs(SIZES)
+        results = workload.implementations["eager"].run(*inputs)
         given, made = (sum(x.numel() * x.element_size() for x in tensors) for tensors in (inputs, results))
-        assert case.floor.forward == given + made
+        assert workload.floor.forward == given + made
         # Backward of a norm reads the sum as well, which is one of the results.
         again = SIZES.state if len(results) == 2 else 0
-        assert case.floor.backward == made + 2 * given + again
+        assert workload.floor.backward == made + 2 * given + again
 
 
 def test_floors_of_streams() -> None:
     """H [4 states] and f: a read of H gives r, a write of H and f gives H'."""
-    for case in (cases.hyper_connections(SIZES, 4), cases.manifold_hyper_connections(SIZES, 4)):
-        assert case.floor.forward == (4 + 1 + 4 + 1 + 4) * SIZES.state
+    for workload in (workloads.hyper_connections(SIZES, 4), workloads.manifold_hyper_connections(SIZES, 4)):
+        assert workload.floor.forward == (4 + 1 + 4 + 1 + 4) * SIZES.state
         # Write: gradient of H', H, f to gradients of H and f. Read: gradient of r and H, added to the gradient of H.
-        assert case.floor.backward == (4 + 4 + 1 + 4 + 1 + 1 + 4 + 4 + 4) * SIZES.state
+        assert workload.floor.backward == (4 + 4 + 1 + 4 + 1 + 1 + 4 + 4 + 4) * SIZES.state
 
 
 @pytest.mark.parametrize("n", [3, FAN_IN + 2, 2 * FAN_IN + 1])
@@ -124,7 +128,7 @@ def test_moved_bytes_are_those_of_the_launches(n: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(launch, "start", count)
     sizes = dataclasses.replace(SIZES, dtype=torch.bfloat16)
     xs, weights = sizes.states(n), torch.ones(n)
-    wanted = cases.weighted_sum(sizes, n, "scalar").moved
+    wanted = workloads.weighted_sum(sizes, n, "scalar").moved
     assert wanted is not None
     launch.mix_forward(MixSpec(n), xs, weights)
     assert sum(moved) == wanted.forward
@@ -135,11 +139,11 @@ def test_moved_bytes_are_those_of_the_launches(n: int, monkeypatch: pytest.Monke
 
 def test_bytes_of_a_trunk() -> None:
     unit = SIZES.state
-    trunk = cases.trunk(SIZES, 3)
+    trunk = workloads.trunk(SIZES, 3)
     # Four inputs and three results; three gradients, the three states that are mixed, and four gradients.
-    assert trunk.floor == cases.Bytes(7 * unit, 10 * unit)
+    assert trunk.floor == workloads.Bytes(7 * unit, 10 * unit)
     assert trunk.moved == trunk.unblocked and "do not block" in trunk.remark
-    deep = cases.trunk(SIZES, 24)
+    deep = workloads.trunk(SIZES, 24)
     assert deep.moved is not None and deep.unblocked is not None
     assert deep.floor.both < deep.moved.both < deep.unblocked.both
     assert "in blocks of 4 mixes" in deep.remark
@@ -153,10 +157,10 @@ def test_bytes_of_a_trunk() -> None:
 
 
 def test_a_norm_is_fused_with_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, started = cases.sum_and_norm(SIZES, 3), list[Launch]()
+    workload, started = workloads.sum_and_norm(SIZES, 3), list[Launch]()
     monkeypatch.setattr(launch, "start", lambda call, device: started.append(call))
     monkeypatch.setattr(operators, "INTERPRETED", True)
-    results = case.ways["ours"].run(*map(torch.nn.Parameter, case.inputs(SIZES)))
+    results = workload.implementations["ours"].run(*map(torch.nn.Parameter, workload.inputs(SIZES)))
     torch.autograd.backward(results, list(map(torch.zeros_like, results)))
     assert [(call.backward, call.spec.norm) for call in started] == [(False, "rms"), (True, "rms")]
 
@@ -166,13 +170,13 @@ def test_a_norm_is_fused_with_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rows() -> list[Row]:
-    case = cases.weighted_sum(SIZES, 2, "scalar")
+    workload = workloads.weighted_sum(SIZES, 2, "scalar")
     ours = Passes(Timing((1e-3, 2e-3, 3e-3), peak=2**20), Timing((2e-3, 2e-3, 2e-3), peak=2**20))
     eager = Passes(Timing((2e-3, 4e-3, 6e-3), peak=2**21), Timing((4e-3, 4e-3, 4e-3), peak=2**21))
     return [
-        Row(case, "eager", error=1e-7, passes=eager),
-        Row(case, "ours", error=1e-7, passes=ours),
-        Row(case, "ours, compiled", "not run: for a test"),
+        Row(workload, "eager", error=1e-7, passes=eager),
+        Row(workload, "ours", error=1e-7, passes=ours),
+        Row(workload, "ours, compiled", "not run: for a test"),
     ]
 
 
@@ -202,9 +206,9 @@ def test_json(rows: list[Row], tmp_path: Path) -> None:
 
 def test_a_plot(rows: list[Row], tmp_path: Path) -> None:
     found = comparison.rates(rows)
-    (case,) = found.values()
-    assert case["ours"] == (rows[1].case.floor.forward / 2e-3, rows[1].case.floor.backward / 2e-3)
-    assert "ours, compiled" not in case
+    (workload,) = found.values()
+    assert workload["ours"] == (rows[1].workload.floor.forward / 2e-3, rows[1].workload.floor.backward / 2e-3)
+    assert "ours, compiled" not in workload
     plot_rates(found, BANDWIDTH, tmp_path / "rates.png")
     assert matplotlib.image.imread(tmp_path / "rates.png").shape[1] == 1800
     with pytest.raises(ValueError, match="nothing to plot"):
@@ -212,10 +216,12 @@ def test_a_plot(rows: list[Row], tmp_path: Path) -> None:
 
 
 def test_default_sizes_depend_on_the_device() -> None:
-    small, large = cases.default_cases(CPU), cases.default_cases(torch.device("cuda"))
-    assert {case.sizes.dtype for case in small} == {torch.float32}
-    assert {case.sizes.dtype for case in large} == {torch.bfloat16}
-    assert {case.sizes.tokens for case in large} == {16384}
-    assert {case.sizes.width for case in large} == {1024, 2048, 4096, 8192}
+    small, large = workloads.default_workloads(CPU), workloads.default_workloads(torch.device("cuda"))
+    assert {workload.sizes.dtype for workload in small} == {torch.float32}
+    assert {workload.sizes.dtype for workload in large} == {torch.bfloat16}
+    assert {workload.sizes.tokens for workload in large} == {16384}
+    assert {workload.sizes.width for workload in large} == {1024, 2048, 4096, 8192}
     assert len(large) > len(small)
-    assert cases.default_cases(CPU, torch.float16, 2, 3)[0].sizes == cases.Sizes(2, 3, 1024, torch.float16, CPU)
+    assert workloads.default_workloads(CPU, torch.float16, 2, 3)[0].sizes == workloads.Sizes(
+        2, 3, 1024, torch.float16, CPU
+    )

@@ -1,4 +1,4 @@
-"""What the benchmarks of single mixes measure: pieces of work, each with several ways to do it."""
+"""What the benchmarks of single mixes measure: pieces of work, each with several implementations to do it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rewire.bench import peers
-from rewire.bench.peers import Results, Way
+from rewire.bench.peers import Implementation, Results
 from rewire.kernels.history import History, Table, best_block
 from rewire.kernels.mix import mix, pending_mix
 from rewire.kernels.norms import mark
@@ -21,7 +21,7 @@ from rewire.kernels.several import mixes
 from rewire.kernels.spec import MixSpec
 from rewire.kernels.traffic import bytes_moved, bytes_of_history
 from rewire.topologies.attnres import AttnRes
-from rewire.topologies.base import Dims, computed
+from rewire.topologies.base import Dims, materialize
 from rewire.topologies.hyper import DynamicHyperConnections, ParallelStreams
 from rewire.topologies.mhc import ManifoldHyperConnections
 
@@ -32,7 +32,7 @@ OURS, OURS_COMPILED, EAGER, COMPILED, RESIDUAL = "ours", "ours, compiled", "eage
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the states x_i of a case: [batch, length, width].
+    """Of the states x_i of a workload: [batch, length, width].
 
     Attributes:
         dtype: of the states; weights and scores are float32.
@@ -76,7 +76,7 @@ class Bytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Workload:
     """One piece of work.
 
     Attributes:
@@ -84,7 +84,7 @@ class Case:
         sizes: of its states.
         inputs: makes its inputs, random, for any sizes; forward takes all of them, and backward returns a gradient for
             each.
-        ways: by name. The results of "eager" in float64 are what those of all others have to be.
+        implementations: by name. The results of "eager" in float64 are what those of all others have to be.
         floor: bytes if each input is read once and each output written once; see docs/benchmarks.md.
         moved: bytes that "ours" moves where the generated kernels run; None where nobody counted.
         unblocked: of a trunk, what "ours" would move without depth blocking.
@@ -94,25 +94,25 @@ class Case:
     name: str
     sizes: Sizes
     inputs: Callable[[Sizes], Sequence[Tensor]]
-    ways: Mapping[str, Way]
+    implementations: Mapping[str, Implementation]
     floor: Bytes
     moved: Bytes | None = None
     unblocked: Bytes | None = None
     remark: str = ""
 
 
-def default_cases(
+def default_workloads(
     device: torch.device, dtype: torch.dtype | None = None, batch: int | None = None, length: int | None = None
-) -> list[Case]:
-    """2 to 32 sources, width 1024 to 8192, 16384 tokens, bfloat16; on a CPU fewer cases, 1024 tokens, float32."""
+) -> list[Workload]:
+    """2 to 32 sources, width 1024 to 8192, 16384 tokens, bfloat16; on a CPU fewer workloads, 1024 tokens, float32."""
     small = device.type == "cpu"
     dtype = dtype or (torch.float32 if small else torch.bfloat16)
     length = length or (1024 if small else 16384)
-    return make_cases(Sizes(batch or 1, length, 1024 if small else 2048, dtype, device), small)
+    return make_workloads(Sizes(batch or 1, length, 1024 if small else 2048, dtype, device), small)
 
 
-def make_cases(sizes: Sizes, small: bool) -> list[Case]:
-    """The cases at the width of ``sizes``; if not ``small``, more numbers of sources, and other widths."""
+def make_workloads(sizes: Sizes, small: bool) -> list[Workload]:
+    """The workloads at the width of ``sizes``; if not ``small``, more numbers of sources, and other widths."""
     if small:
         return [
             weighted_sum(sizes, 8, "scalar"),
@@ -139,13 +139,22 @@ def make_cases(sizes: Sizes, small: bool) -> list[Case]:
     ]
 
 
-def _only_eager(case: Case) -> Case:
-    """Without what takes a CPU half a minute to compile; those ways are listed as not run."""
-    late = {name: dataclasses.replace(way, status="not run: compiles too long") for name, way in case.ways.items()}
-    return dataclasses.replace(case, ways={n: late[n] if way.compiled else way for n, way in case.ways.items()})
+def _only_eager(workload: Workload) -> Workload:
+    """Without what takes a CPU half a minute to compile; those implementations are listed as not run."""
+    late = {
+        name: dataclasses.replace(implementation, status="not run: compiles too long")
+        for name, implementation in workload.implementations.items()
+    }
+    return dataclasses.replace(
+        workload,
+        implementations={
+            n: late[n] if implementation.compiled else implementation
+            for n, implementation in workload.implementations.items()
+        },
+    )
 
 
-def weighted_sum(sizes: Sizes, n: int, kind: Kind) -> Case:
+def weighted_sum(sizes: Sizes, n: int, kind: Kind) -> Workload:
     """``sum_i w_i x_i`` of n states, with a weight each, one per channel, or one per token."""
 
     def inputs(at: Sizes) -> list[Tensor]:
@@ -168,8 +177,15 @@ def weighted_sum(sizes: Sizes, n: int, kind: Kind) -> Case:
     weight = {"scalar": 4 * n, "channel": 4 * n * sizes.width, "scores": 4 * n * sizes.tokens}[kind]
     floor = Bytes((n + 1) * sizes.state + weight, (2 * n + 1) * sizes.state + 2 * weight)
     rounded = "" if sizes.dtype == torch.float32 else "weights rounded to the states' dtype"
-    ways = _ways(ours, plain) | {"stack, einsum": Way(stacked, note=rounded)}
-    return Case(f"sum of {n}, {_label(kind)}, width {sizes.width}", sizes, inputs, ways, floor, _moved(floor, sizes, n))
+    implementations = _implementations(ours, plain) | {"stack, einsum": Implementation(stacked, note=rounded)}
+    return Workload(
+        f"sum of {n}, {_label(kind)}, width {sizes.width}",
+        sizes,
+        inputs,
+        implementations,
+        floor,
+        _moved(floor, sizes, n),
+    )
 
 
 class _SumAndNorm(nn.Module):
@@ -185,7 +201,7 @@ class _SumAndNorm(nn.Module):
         return pending_mix(states, weights).normed(self.norm)
 
 
-def sum_and_norm(sizes: Sizes, n: int) -> Case:
+def sum_and_norm(sizes: Sizes, n: int) -> Workload:
     """The sum of n states and the RMSNorm of the next block on it; both are wanted, as the sum is a state."""
     module = _SumAndNorm(sizes.width)
 
@@ -206,10 +222,10 @@ def sum_and_norm(sizes: Sizes, n: int) -> Case:
     floor = Bytes((n + 2) * sizes.state + weight, (2 * n + 3) * sizes.state + 2 * weight)
     name = f"sum of {n}, RMSNorm after, width {sizes.width}"
     moved = _moved_by(MixSpec(n, norm="rms", keep_mix=True), sizes)
-    return Case(name, sizes, inputs, _ways(ours, plain), floor, moved)
+    return Workload(name, sizes, inputs, _implementations(ours, plain), floor, moved)
 
 
-def three_reads(sizes: Sizes, n: int) -> Case:
+def three_reads(sizes: Sizes, n: int) -> Workload:
     """Queries, keys and values, each from a mix of its own of n states, per channel and per token (DCA)."""
 
     def inputs(at: Sizes) -> list[Tensor]:
@@ -225,16 +241,23 @@ def three_reads(sizes: Sizes, n: int) -> Case:
 
     def plain(*given: Tensor) -> Results:
         *xs, weights, scores = given
-        ways = [zip(w.unbind(), s.unbind(-1), xs, strict=True) for w, s in zip(weights, scores.unbind(-2), strict=True)]
-        return tuple(sum((w + s.unsqueeze(-1)) * x for w, s, x in way).to(xs[0].dtype) for way in ways)
+        implementations = [
+            zip(w.unbind(), s.unbind(-1), xs, strict=True) for w, s in zip(weights, scores.unbind(-2), strict=True)
+        ]
+        return tuple(
+            sum((w + s.unsqueeze(-1)) * x for w, s, x in implementation).to(xs[0].dtype)
+            for implementation in implementations
+        )
 
     weight = 4 * 3 * n * (sizes.width + sizes.tokens)
     floor = Bytes((n + 3) * sizes.state + weight, (2 * n + 3) * sizes.state + 2 * weight)
     moved = _moved_by(MixSpec(n, "channel", True, outputs=3), sizes)
-    return Case(f"queries, keys, values of {n}, width {sizes.width}", sizes, inputs, _ways(ours, plain), floor, moved)
+    return Workload(
+        f"queries, keys, values of {n}, width {sizes.width}", sizes, inputs, _implementations(ours, plain), floor, moved
+    )
 
 
-def trunk(sizes: Sizes, depth: int) -> Case:
+def trunk(sizes: Sizes, depth: int) -> Workload:
     """All mixes of a trunk, ``x_t = f_t + sum_{i<t} p_ti x_i`` for t = 1..depth (ANCRe), with branches f_t given.
 
     All states are results, as the branches of a model read them. A model's branches run in between, which keeps
@@ -270,8 +293,12 @@ def trunk(sizes: Sizes, depth: int) -> Case:
     block = best_block(depth)
     moved, unblocked = _chain(sizes, depth, block), _chain(sizes, depth, None)
     remark = "our kernels do not block it" if block > depth else f"our kernels go in blocks of {block} mixes"
-    ways = _ways(ours, plain) | {RESIDUAL: Way(residual, other_work=True, used=depth + 1)}
-    return Case(f"trunk of {depth} mixes, width {sizes.width}", sizes, inputs, ways, floor, moved, unblocked, remark)
+    implementations = _implementations(ours, plain) | {
+        RESIDUAL: Implementation(residual, other_work=True, used=depth + 1)
+    }
+    return Workload(
+        f"trunk of {depth} mixes, width {sizes.width}", sizes, inputs, implementations, floor, moved, unblocked, remark
+    )
 
 
 def _chain(sizes: Sizes, depth: int, block: int | None) -> Bytes:
@@ -281,7 +308,7 @@ def _chain(sizes: Sizes, depth: int, block: int | None) -> Bytes:
     return Bytes(forward, backward + 3 * (depth - 1) * sizes.state)
 
 
-def attention_residuals(sizes: Sizes, n: int) -> Case:
+def attention_residuals(sizes: Sizes, n: int) -> Workload:
     """One read of Attention Residuals: ``sum_i softmax_i(q . rmsnorm(x_i)) x_i`` over n states (arXiv 2603.15031)."""
 
     def inputs(at: Sizes) -> list[Tensor]:
@@ -300,11 +327,11 @@ def attention_residuals(sizes: Sizes, n: int) -> Case:
         return (torch.einsum("nbt,nbtd->btd", shares.to(values.dtype), values),)
 
     floor = Bytes((n + 1) * sizes.state, (2 * n + 1) * sizes.state)
-    ways = _ways(ours, plain) | peers.attention_residuals(sizes.device)
-    return Case(f"attention residuals over {n}, width {sizes.width}", sizes, inputs, ways, floor)
+    implementations = _implementations(ours, plain) | peers.attention_residuals(sizes.device)
+    return Workload(f"attention residuals over {n}, width {sizes.width}", sizes, inputs, implementations, floor)
 
 
-def hyper_connections(sizes: Sizes, n: int) -> Case:
+def hyper_connections(sizes: Sizes, n: int) -> Workload:
     """One unit of dynamic hyper-connections: read and new streams, for a branch output that is given."""
     topology = DynamicHyperConnections(streams=n)
 
@@ -324,11 +351,13 @@ def hyper_connections(sizes: Sizes, n: int) -> Case:
         new = mixed[..., 1:, :] + gates[..., -1:] * branch.unsqueeze(-2)
         return mixed[..., 0, :].to(streams.dtype), new.to(streams.dtype)
 
-    ways = _ways(_unit(topology), plain) | peers.hyper_connections(n, sizes.width, sizes.device)
-    return Case(f"hyper-connections, {n} streams, width {sizes.width}", sizes, inputs, ways, _stream_bytes(sizes, n))
+    implementations = _implementations(_unit(topology), plain) | peers.hyper_connections(n, sizes.width, sizes.device)
+    return Workload(
+        f"hyper-connections, {n} streams, width {sizes.width}", sizes, inputs, implementations, _stream_bytes(sizes, n)
+    )
 
 
-def manifold_hyper_connections(sizes: Sizes, n: int) -> Case:
+def manifold_hyper_connections(sizes: Sizes, n: int) -> Workload:
     """One unit of mHC: read and new streams, for a branch output that is given."""
     topology = ManifoldHyperConnections(streams=n)
     sizes_of_gates = (n, n, n * n)
@@ -356,22 +385,24 @@ def manifold_hyper_connections(sizes: Sizes, n: int) -> Case:
         new = carry @ states + 2 * torch.sigmoid(post).unsqueeze(-1) * branch.unsqueeze(-2)
         return read.to(streams.dtype), new.to(streams.dtype)
 
-    ways = _ways(_unit(topology), plain) | peers.manifold_hyper_connections(n, topology.iterations, sizes.device)
-    return Case(f"mHC, {n} streams, width {sizes.width}", sizes, inputs, ways, _stream_bytes(sizes, n))
+    implementations = _implementations(_unit(topology), plain) | peers.manifold_hyper_connections(
+        n, topology.iterations, sizes.device
+    )
+    return Workload(f"mHC, {n} streams, width {sizes.width}", sizes, inputs, implementations, _stream_bytes(sizes, n))
 
 
-def _ways(ours: Callable[..., Results], plain: Callable[..., Results]) -> dict[str, Way]:
+def _implementations(ours: Callable[..., Results], plain: Callable[..., Results]) -> dict[str, Implementation]:
     """Ours, a user's torch, and both under torch.compile; and the add that a mix replaces."""
 
     def residual(x: Tensor, *others: Tensor) -> Results:
         return (x + torch.broadcast_to(others[0].unsqueeze(-2) if x.dim() > others[0].dim() else others[0], x.shape),)
 
     return {
-        RESIDUAL: Way(residual, other_work=True, used=2),
-        EAGER: Way(plain),
-        COMPILED: Way(plain, compiled=True),
-        OURS: Way(ours),
-        OURS_COMPILED: Way(ours, compiled=True),
+        RESIDUAL: Implementation(residual, other_work=True, used=2),
+        EAGER: Implementation(plain),
+        COMPILED: Implementation(plain, compiled=True),
+        OURS: Implementation(ours),
+        OURS_COMPILED: Implementation(ours, compiled=True),
     }
 
 
@@ -383,7 +414,7 @@ def _unit(topology: ParallelStreams) -> Callable[..., Results]:
         weights = topology.weights(parameters, Dims(1, branch.shape[-1]))
         read, states = topology.read((streams,), weights, 1)
         (new,) = topology.write(states, weights, 1, branch)
-        return computed(read), new
+        return materialize(read), new
 
     return function
 
