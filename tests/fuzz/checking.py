@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from pathlib import Path
@@ -14,6 +15,7 @@ from fuzz.nets import WIDTH, Net
 from torch import Tensor, nn
 
 import rewire
+from rewire.passes.copies import ByPlace
 
 #: A learned topology for each net, which starts as the original network.
 TOPOLOGIES = ("denseformer", "grn-v2", "layerscale", "ancre-none")
@@ -73,7 +75,9 @@ def _rewired_right(model: nn.Module, topology: str, inputs: tuple[Tensor, ...], 
 
 
 def _assert_equal(model: nn.Module, rewired: nn.Module, inputs: tuple[Tensor, ...], exact: bool) -> None:
-    expected, actual = _run(model, inputs), _run(rewired, inputs)
+    # learned topologies have states of other strides, in whose order random numbers are drawn
+    with contextlib.nullcontext() if exact else ByPlace():
+        expected, actual = _run(model, inputs), _run(rewired, inputs)
     assert len(expected[0]) == len(actual[0])
     for a, b in zip(expected[0], actual[0], strict=True):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
