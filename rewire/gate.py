@@ -63,15 +63,20 @@ class Gate:
         """What one call of the function talks to."""
         return Depth(self.block, self.where, self.entries)
 
-    def ended(self, value: Any) -> Any:
+    def ended(self, value: Any, *trunks: int) -> Any:
         """What a variable holds behind the calls of the blocks: the trunk's output.
+
+        Args:
+            value: of the variable.
+            trunks: which of the function's trunks end here; else the first.
 
         Raises:
             OutOfOrder: the stream has not ended.
         """
+        names = [self.entries[number].trunk for number in trunks or (0,)]
 
         def output_of(item: Any) -> Any:
-            if not isinstance(item, Stream) or item.layout.trunk not in [entry.trunk for entry in self.entries]:
+            if not isinstance(item, Stream) or item.layout.trunk not in names:
                 return item
             if item.settled().complete:  # nothing is made of the last sum, this time
                 return item.settled().finish()

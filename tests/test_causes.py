@@ -851,6 +851,31 @@ def test_streams_that_become_wider_are_cut_there(validate: bool) -> None:
     torch.testing.assert_close(rewired(x), model(x))
 
 
+class Encoder(nn.Module):
+    """A VAE's: one loop runs the blocks of two streams, and the second goes on behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.ModuleList(PreActivation(width) for _ in range(2)) for width in (8, 16))
+        self.downsample, self.mid = nn.Conv2d(8, 16, 2, 2), nn.ModuleList(PreActivation(16) for _ in range(2))
+        self.stem = nn.Conv2d(3, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        for level in range(2):
+            for number in range(2):
+                h = self.down[level][number](h)
+            if level == 0:
+                h = self.downsample(h)
+        h = self.mid[0](h)
+        h = self.mid[1](h)
+        return torch.tanh(h)
+
+
+def test_two_streams_in_one_loop_of_which_one_goes_on() -> None:
+    assert_connected(Encoder(), {"down.0": 2, "Encoder": 4}, images())
+
+
 # -- compiled, and connected nothing -----------------------------------------------------------------------------------
 
 

@@ -167,7 +167,8 @@ class _Editor:
     def _ended(self, edit: Ended) -> list[Change]:
         """A line behind a statement."""
         statement = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.stmt))
-        return self._line_behind(statement, *(f"{name} = {self._gate}.ended({name})" for name in edit.names))
+        trunks = "" if edit.trunks == (0,) else "".join(f", {number}" for number in edit.trunks)
+        return self._line_behind(statement, *(f"{name} = {self._gate}.ended({name}{trunks})" for name in edit.names))
 
     # -- expressions ---------------------------------------------------------------------------------------------------
 

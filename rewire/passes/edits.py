@@ -178,10 +178,16 @@ class Projected:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A statement behind which the trunk has ended: a stream that is left in these variables has not."""
+    """A statement behind which trunks have ended: a stream that is left in these variables has not.
+
+    Attributes:
+        names: of the variables.
+        trunks: which of the function's trunks.
+    """
 
     at: Span
     names: tuple[str, ...]
+    trunks: tuple[int, ...]
 
 
 Edit: TypeAlias = (
@@ -264,6 +270,9 @@ def _merged(a: Any, b: Any) -> Any:
         return a if isinstance(a, Carry) else b
     if type(a) is not type(b):
         return None
+    if isinstance(a, Ended):  # several trunks end there
+        names, trunks = {*a.names, *b.names}, {*a.trunks, *b.trunks}
+        return Ended(a.at, tuple(sorted(names)), tuple(sorted(trunks)))
     if isinstance(a, (Through, Separate)):
         given = a.given | b.given
         a, b = dataclasses.replace(a, given=given), dataclasses.replace(b, given=given)

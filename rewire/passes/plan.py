@@ -19,6 +19,7 @@ from rewire.passes.adds import CASTS, VIEWS, Add, between
 from rewire.passes.edits import (
     Carry,
     Each,
+    Ended,
     FunctionPlan,
     Normed,
     Parameter,
@@ -403,10 +404,10 @@ class _Planner:
             function = self._function(home)
         except EditError:
             return
-        ended = behind(function.text, calls)
-        if ended is not None:
+        last = behind(function.text, calls)
+        if last is not None:
             function.adds.setdefault(self.name, {})
-            function.put(("ended", ended.at), ended)
+            function.put(("ended", last[0]), Ended(*last, (function.trunks.index(self.name),)))
 
     def _norm(self, scope: Scope, stage: int, value: Op | None) -> Written | None:
         """The norm that reads the stream's value first in ``scope``, if a kernel may compute both together."""

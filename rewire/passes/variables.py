@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence, Set
 
-from rewire.passes.edits import Ended
 from rewire.passes.text import Place as Span
 from rewire.passes.text import Text, span_of, within
 
@@ -32,7 +31,7 @@ def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
     return all(_harmless(node, parents) for node in reads if node.id in names)
 
 
-def behind(text: Text, calls: Sequence[Span]) -> Ended | None:
+def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | None:
     """The last statement that calls blocks, and the variables in which it may leave a stream."""
     nodes = [node for span in calls for node in text.nodes.get(span, []) if isinstance(node, ast.Call)]
     parents = text.parents
@@ -45,7 +44,7 @@ def behind(text: Text, calls: Sequence[Span]) -> Ended | None:
         names = _targets(last, parents)
     assigned = {n.id for n in ast.walk(last) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     names &= assigned
-    return Ended(span_of(last), tuple(sorted(names))) if names else None
+    return (span_of(last), tuple(sorted(names))) if names else None
 
 
 #: Functions that tell a stream from a tensor.
