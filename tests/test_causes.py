@@ -876,6 +876,39 @@ def test_two_streams_in_one_loop_of_which_one_goes_on() -> None:
     assert_connected(Encoder(), {"down.0": 2, "Encoder": 4}, images())
 
 
+class Rotations:
+    """An object that is no module, and keeps what it computes for the next call."""
+
+    def __init__(self) -> None:
+        self.kept: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.kept is None or self.kept.device != x.device:
+            self.kept = torch.cos(torch.ones_like(x[:1]))
+        return x * self.kept
+
+
+class Rotated(Stack):
+    def __init__(self) -> None:
+        super().__init__(PreNorm)
+        self.rotations = Rotations()
+
+    def forward(self, x: Tensor, y: Tensor | None = None, z: Tensor | None = None) -> Tensor:
+        x = self.rotations(self.inp(x))
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_trace_leaves_nothing_in_objects_that_modules_hold(validate: bool) -> None:
+    model, x = Rotated(), vectors()
+    rewired = rewire.compile(model, "residual", example_inputs=(x,), validate=validate)
+    assert model.rotations.kept is None
+    assert rewired.rotations.kept is None
+    torch.testing.assert_close(rewired(x), model(x))
+
+
 # -- compiled, and connected nothing -----------------------------------------------------------------------------------
 
 

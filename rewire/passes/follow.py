@@ -26,7 +26,18 @@ from rewire.passes.flow import CONTAINERS, Flow, Place, Scope, is_matrix
 from rewire.passes.frames import Frames
 from rewire.passes.functions import forward_of
 from rewire.passes.graphs import flow_of
-from rewire.passes.standins import SIZES, Globals, Proxy, Quiet, Weight, attribute, called, own, with_globals
+from rewire.passes.standins import (
+    SIZES,
+    Globals,
+    Proxy,
+    Quiet,
+    Weight,
+    attribute,
+    called,
+    keeps_values,
+    own,
+    with_globals,
+)
 
 _ATTEMPTS = 12  # at tracing one forward
 _CHOICES = 4  # of the arguments of the model's own
@@ -80,6 +91,7 @@ class _Follower(fx.Tracer):
         self.frames = Frames(self.nodes, self._module_of)
         self.decisions: list[list[bool]] = []  # of the forwards that are being traced: outcomes of tests
         self.tested: list[int] = []
+        self.objects: dict[int, tuple[Any, dict[str, Any]]] = {}  # what modules hold, and what was in it
 
     def _module_of(self, view: Any) -> tuple[str, nn.Module] | None:
         module = vars(view).get("_rewire_module") if isinstance(view, nn.Module) else None
@@ -94,6 +106,8 @@ class _Follower(fx.Tracer):
         except TraceError as error:
             self.unread[""] = f"its forward cannot be traced: {error}"
             self._rows(view)
+        finally:
+            self._put_back()
         return self._flow()
 
     def _flow(self) -> Flow:
@@ -122,6 +136,8 @@ class _Follower(fx.Tracer):
             view: nn.Module = object.__new__(self.classes[cls])
             self.views[module] = view
             vars(view).update({k: own(v) for k, v in vars(module).items()}, _rewire_module=module, _rewire_tracer=self)
+            held = [value for value in vars(module).values() if keeps_values(value)]
+            self.objects.update({id(value): (value, dict(vars(value))) for value in held})
             vars(view)["_modules"] = {k: m and self.view(m) for k, m in module._modules.items()}
         return self.views[module]
 
@@ -259,11 +275,20 @@ class _Follower(fx.Tracer):
         return self.create_proxy("call_method", name, (self.create_proxy("get_attr", path, (), {}), *args), kwargs)
 
     def _forget_since(self, last: fx.Node | None) -> None:
-        """Erase the nodes behind ``last``."""
+        """Erase the nodes behind ``last``, and what objects have kept of them."""
+        self._put_back()
         for node in reversed(list(self.graph.nodes)):
             if node is last:
                 return
             self.graph.erase_node(node)
+
+    def _put_back(self) -> None:
+        """Objects that modules hold are as they were: some keep what they compute for the next call."""
+        for value, before in self.objects.values():
+            now = vars(value)
+            if now.keys() != before.keys() or any(now[name] is not before[name] for name in before):
+                now.clear()
+                now.update(before)
 
     def _rows(self, view: Any) -> None:
         """Follow the blocks of a module whose own forward cannot be traced: each takes what the one before returns."""

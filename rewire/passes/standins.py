@@ -10,7 +10,7 @@ import dis
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType, FunctionType, SimpleNamespace
+from types import FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -111,6 +111,12 @@ def attribute(view: Any, name: str) -> Any:
 def own(value: Any) -> Any:
     """A copy of a container, so that what a forward appends stays with the view."""
     return value.copy() if type(value) in (list, dict, set) else value
+
+
+def keeps_values(value: Any) -> bool:
+    """Whether it is an object of a user's class, which may keep what a forward computes."""
+    others = isinstance(value, (nn.Module, torch.Tensor, type, ModuleType, FunctionType))
+    return hasattr(value, "__dict__") and not others and not type(value).__module__.startswith("torch.")
 
 
 class Globals(dict[str, Any]):
