@@ -909,6 +909,40 @@ def test_a_trace_leaves_nothing_in_objects_that_modules_hold(validate: bool) -> 
     torch.testing.assert_close(rewired(x), model(x))
 
 
+class Joint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.f, self.context_norm, self.g = nn.LayerNorm(WIDTH), Mlp(), nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.f(self.norm(x))
+        context = context + self.g(self.context_norm(context))
+        return x, context
+
+
+class JointStreams(nn.Module):
+    """Hunyuan Video's: a function reads one stream, and hands both from block to block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.context, self.out = nn.Linear(8, WIDTH), nn.Linear(8, WIDTH), nn.Linear(WIDTH, 8)
+        self.refiner = nn.ModuleList(PreNorm() for _ in range(2))
+        self.blocks = nn.ModuleList(Joint() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, context = self.inp(x), self.context(x)
+        for block in self.refiner:
+            context = block(context)
+        gate = torch.sigmoid(context.mean(1, keepdim=True))
+        for block in self.blocks:
+            x, context = block(x, context)
+        return self.out(x * gate + context)
+
+
+def test_a_function_that_reads_one_of_two_streams_gives_both_to_its_blocks() -> None:
+    assert_connected(JointStreams(), {"JointStreams": 4 + DEPTH, "blocks": DEPTH}, vectors())
+
+
 # -- compiled, and connected nothing -----------------------------------------------------------------------------------
 
 

@@ -286,4 +286,6 @@ def _merged(a: Any, b: Any) -> Any:
     )
 
 
-Plans: TypeAlias = dict[tuple[str, CodeType], FunctionPlan]
+#: Path of a module, and code of a function.
+Key: TypeAlias = tuple[str, CodeType]
+Plans: TypeAlias = dict[Key, FunctionPlan]

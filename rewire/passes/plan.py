@@ -7,7 +7,7 @@ the stream. A function that only hands the stream on, to the blocks that it call
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -21,6 +21,7 @@ from rewire.passes.edits import (
     Each,
     Ended,
     FunctionPlan,
+    Key,
     Normed,
     Parameter,
     Part,
@@ -50,7 +51,8 @@ def plan(
     plans: Plans,
     definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}),
     apart: Mapping[int, Projections] = MappingProxyType({}),
-) -> None:
+    opened: Collection[Key] = (),
+) -> set[Key]:
     """Add what changes for one trunk of one flow to ``plans``.
 
     Args:
@@ -59,12 +61,16 @@ def plan(
         plans: by path of a module and code of a function.
         definitions: functions that take the place of the forwards of modules of these classes.
         apart: for residual adds whose attention has separate q/k/v inputs: where it projects them.
+        opened: functions that hold tensors where streams run, because of other trunks.
+
+    Returns:
+        Functions that only hand this trunk's stream on.
 
     Raises:
         EditError: a function that would have to change cannot be edited.
         UnsupportedTopology: q, k and v of an attention cannot be taken apart.
     """
-    _Planner(found, name, plans, definitions, apart).run()
+    return _Planner(found, name, plans, definitions, apart, opened).run()
 
 
 class _Planner:
@@ -75,7 +81,9 @@ class _Planner:
         plans: Plans,
         definitions: Mapping[type[nn.Module], FunctionType],
         apart: Mapping[int, Projections],
+        opened: Collection[Key],
     ) -> None:
+        self.others = opened
         self.flow, self.plans, self.definitions, self.apart = found.flow, plans, definitions, apart
         self.name, self.chain = name, found.chains[name]
         self.adds = self.chain.adds
@@ -86,7 +94,7 @@ class _Planner:
         self.begin = self._beginning()
         self.carriers = dict.fromkeys(self._carriers())  # in order, and quickly looked up
 
-    def run(self) -> None:
+    def run(self) -> set[Key]:
         opened = self._opened()
         for scope in opened:
             self._function(scope)
@@ -101,6 +109,7 @@ class _Planner:
         self._end(opened)
         for number, projections in self.apart.items():
             self._attention(number, projections)
+        return {(scope.path, scope.code) for scope in self.carriers if scope not in opened and scope.code is not None}
 
     # -- what the stream is --------------------------------------------------------------------------------------------
 
@@ -153,7 +162,7 @@ class _Planner:
                 if stage or self.begin.holds(scope):
                     opened.add(scope)
         for scope in self.carriers:
-            if scope not in opened and not self._hands_on(scope):
+            if (scope.path, scope.code) in self.others or (scope not in opened and not self._hands_on(scope)):
                 opened.add(scope)
         for scope in reversed(self.carriers):
             if scope in opened and scope.helper and scope.parent in self.carriers and not self._decorated(scope)[2]:

@@ -14,7 +14,7 @@ from rewire.passes.apply import apply, undo
 from rewire.passes.connect import StreamsToTensors, convert_collected, register
 from rewire.passes.copies import shared
 from rewire.passes.edit import edited
-from rewire.passes.edits import Plans
+from rewire.passes.edits import Key, Plans
 from rewire.passes.find import Found, definitions
 from rewire.passes.plan import plan
 from rewire.passes.projections import find_projections
@@ -49,11 +49,18 @@ def rewrite(
     trunks = found[0].trunks
     chosen = {layout.trunk: layout for layout in layouts}
     while True:
-        plans: Plans = {}
         name = ""
         try:
-            for name, layout in chosen.items():
-                _plan(trunks[name], layout, found, patterns, plans)
+            opened: set[Key] = set()
+            while True:
+                plans: Plans = {}
+                handed: set[Key] = set()
+                for name, layout in chosen.items():
+                    handed |= _plan(trunks[name], layout, found, patterns, plans, opened)
+                missed = {key for key in handed & plans.keys() if plans[key].opened}
+                if not missed:
+                    break
+                opened |= missed  # one trunk is only handed through, and another one makes it hold tensors
             texts = {}
             for key, function in plans.items():
                 name = function.trunks[-1] if function.trunks else name
@@ -74,8 +81,11 @@ def rewrite(
     return rewired
 
 
-def _plan(trunk: Trunk, layout: Layout, found: list[Found], patterns: list[Pattern], plans: Plans) -> None:
-    """Plan what changes for a trunk, in all ways of looking at the model."""
+def _plan(
+    trunk: Trunk, layout: Layout, found: list[Found], patterns: list[Pattern], plans: Plans, opened: set[Key]
+) -> set[Key]:
+    """Plan what changes for a trunk, in all ways of looking at the model; which functions only hand it on."""
+    handed: set[Key] = set()
     apart = [number for number in range(len(trunk.sites)) if layout.reads_qkv(number)]
     for one in (one for one in found if trunk.name in one.trunks):
         sites = one.trunks[trunk.name].sites
@@ -87,7 +97,8 @@ def _plan(trunk: Trunk, layout: Layout, found: list[Found], patterns: list[Patte
             )
             continue
         projections = {n: find_projections(one.flow, trunk.sites[n], patterns) for n in apart}
-        plan(one, trunk.name, plans, definitions(patterns), projections)
+        handed |= plan(one, trunk.name, plans, definitions(patterns), projections, opened)
+    return handed
 
 
 def _device_of(module: nn.Module) -> torch.device | None:

@@ -14,6 +14,8 @@ from rewire.passes.adds import CASTS, VIEWS, Add, between, residual_adds
 from rewire.passes.flow import Flow, Op, Scope, common
 
 LONG = "a shortcut around a whole trunk"
+#: Operations that make a larger tensor of several, which a trace without shapes does not tell.
+_JOINS = ("cat", "concat", "stack")
 NESTED = "inside the branch of another residual add"
 
 
@@ -71,7 +73,7 @@ def _links(flow: Flow, adds: Sequence[Add]) -> dict[Add, Add]:
     for op in flow:
         if op in by_op:
             origin[op] = by_op[op]
-        elif not op.weighted:
+        elif not op.weighted and op.name not in _JOINS:
             sources = [origin[source] for source in op.inputs if source in origin]
             latest = max(sources, key=lambda add: add.op.index, default=None)
             if latest is not None and same_size(op, latest.op):
