@@ -943,6 +943,32 @@ def test_a_function_that_reads_one_of_two_streams_gives_both_to_its_blocks() -> 
     assert_connected(JointStreams(), {"JointStreams": 4 + DEPTH, "blocks": DEPTH}, vectors())
 
 
+class Chained(Stack):
+    """Latte's: the stream is viewed by calls of methods that go over several lines."""
+
+    def __init__(self) -> None:
+        super().__init__(PreNorm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+            # fmt: off
+            x = x.reshape(
+                x.shape[0], x.shape[1], 1, x.shape[2]
+            ).permute(1, 0, 2, 3)
+            x = (
+                x.flatten(2)
+                .transpose(0, 1)
+            )
+            # fmt: on
+        return self.out(x)
+
+
+def test_methods_that_are_called_on_another_line() -> None:
+    assert_connected(Chained(), {"layers": 2 * DEPTH}, vectors())
+
+
 # -- compiled, and connected nothing -----------------------------------------------------------------------------------
 
 

@@ -65,11 +65,20 @@ class Text:
 
     @functools.cached_property
     def nodes(self) -> dict[Place, list[ast.AST]]:
-        """Nodes by their place; the outermost first."""
+        """Nodes by their place; the outermost first.
+
+        The instruction that calls a method stands at the method's name, where that is not on the line that the
+        expression begins on (``x.reshape(..`` and then ``).permute(..)``).
+        """
         found: dict[Place, list[ast.AST]] = {}
         for node in ast.walk(self.tree):
             if hasattr(node, "lineno"):
                 found.setdefault(span_of(node), []).append(node)
+            method = node.func if isinstance(node, ast.Call) else None
+            if isinstance(method, ast.Attribute) and method.lineno != method.end_lineno:
+                start = (method.end_col_offset or 0) - len(method.attr.encode())
+                place = method.end_lineno, node.end_lineno, start, node.end_col_offset  # type: ignore[attr-defined]
+                found.setdefault(place, []).append(node)
         return found
 
     @functools.cached_property
