@@ -969,6 +969,25 @@ def test_methods_that_are_called_on_another_line() -> None:
     assert_connected(Chained(), {"layers": 2 * DEPTH}, vectors())
 
 
+def gated(x: Tensor, f: Tensor, gate: Tensor, depth: float = 1.0) -> Tensor:
+    return x + f * gate * depth
+
+
+class Gated(nn.Module):
+    """Kandinsky's: a helper has arguments with the names that an edited function would take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.f, self.gate = nn.LayerNorm(WIDTH), Mlp(), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gated(x, self.f(self.norm(x)), self.gate, depth=0.5)
+
+
+def test_a_helper_with_the_arguments_gate_and_depth() -> None:
+    assert_connected(Stack(Gated), {"layers": DEPTH}, vectors())
+
+
 # -- compiled, and connected nothing -----------------------------------------------------------------------------------
 
 

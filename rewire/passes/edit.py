@@ -69,9 +69,7 @@ class _Editor:
     def __init__(self, plan: FunctionPlan) -> None:
         self.plan, self.text = plan, plan.text
         self.globals = plan.decorated.function.__globals__ if plan.decorated.function else {}
-        self.depth = "depth"
-        while self.depth in self.text.names:
-            self.depth += "_"
+        self.depth = self.text.unused("depth")
         self.parents = self.text.parents
 
     def run(self) -> str:
@@ -95,7 +93,7 @@ class _Editor:
     def _gate(self) -> str:
         """How the function's gate is written."""
         arguments = [*self.text.tree.args.posonlyargs, *self.text.tree.args.args]
-        return f"{arguments[0].arg}.{self.plan.gate}" if self.plan.method else "gate"
+        return f"{arguments[0].arg}.{self.plan.gate}" if self.plan.method else self.plan.parameter
 
     # -- lines at the start and at the end -----------------------------------------------------------------------------
 
@@ -134,7 +132,7 @@ class _Editor:
     def _gate_parameter(self) -> Change:
         """The first parameter of a helper that is no method."""
         header = self.text.text.index("(", self.text.span(self.text.tree)[0]) + 1
-        return Change(header, header, lambda _: "gate, ")
+        return Change(header, header, lambda _: f"{self.plan.parameter}, ")
 
     def _is_own_return(self, node: ast.AST) -> bool:
         if not isinstance(node, ast.Return) or node.value is None:

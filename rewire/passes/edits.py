@@ -237,10 +237,15 @@ class FunctionPlan:
         """Attribute of the module that holds the gate of this function."""
         return "_depth" if self.name == "forward" else f"_depth_{self.name}"
 
+    @property
+    def parameter(self) -> str:
+        """Name of the first parameter that a helper which is no method gets: its gate."""
+        return self.text.unused("gate")
+
     def helper(self, gate: str) -> str:
         """How the gate of a function that this one calls is written in it."""
         if not self.method:
-            return f"gate.helpers['{gate}']"
+            return f"{self.parameter}.helpers['{gate}']"
         arguments = [*self.text.tree.args.posonlyargs, *self.text.tree.args.args]
         if not arguments:
             raise EditError(f"the function at {self.text.where()} has no 'self'")

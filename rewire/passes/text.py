@@ -92,6 +92,12 @@ class Text:
         arguments = {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
         return arguments | {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
 
+    def unused(self, name: str) -> str:
+        """``name``, or one like it, that the function does not use."""
+        while name in self.names:
+            name += "_"
+        return name
+
     def where(self, node: ast.AST | None = None) -> str:
         """File and line, for messages."""
         return f"{self.file}:{self.tree.lineno if node is None else node.lineno}"  # type: ignore[attr-defined]
