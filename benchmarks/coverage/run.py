@@ -48,7 +48,7 @@ from rewire.patterns.tiny import timm_model, tiny_model
 
 HERE = Path(__file__).parent
 ROWS = ("transformers", "timm", "diffusers", "wild")
-SECONDS, BYTES = 120, 9 << 30
+SECONDS, BYTES = 300, 16 << 30
 
 
 @dataclasses.dataclass
