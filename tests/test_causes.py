@@ -988,6 +988,25 @@ def test_a_helper_with_the_arguments_gate_and_depth() -> None:
     assert_connected(Stack(Gated), {"layers": DEPTH}, vectors())
 
 
+class Unbound(nn.Module):
+    """Z-Image's: the stream starts with the last of several tensors that one expression makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.blocks = nn.Linear(8, 2 * WIDTH), nn.ModuleList(PreNorm() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = list(torch.unbind(self.inp(x).unflatten(-1, (2, -1)), -2))
+        x = made.pop(-1)
+        for norm_and_branch in self.blocks:
+            x = x + norm_and_branch.attn(norm_and_branch.ln_1(x))
+        return torch.cat([*made, x], -1)
+
+
+def test_a_stream_that_starts_with_one_of_several_tensors() -> None:
+    assert_connected(Unbound(), {"blocks": 2}, vectors())
+
+
 # -- compiled, and connected nothing -----------------------------------------------------------------------------------
 
 

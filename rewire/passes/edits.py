@@ -38,11 +38,12 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An expression whose value is where the stream starts."""
+    """An expression whose value is where the stream starts; ``item``: which of several tensors that it makes."""
 
     at: Span
     trunk: int = 0
     norm: Written | None = None
+    item: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -274,7 +274,15 @@ class _Planner:
             if value is None or not scope.holds(value.scope):
                 raise EditError(f"the residual stream does not come into {function.text.where()} as an argument")
             at = self._span(scope, value)
-            function.put(("value", at), Value(at, number, self._norm(scope, start, value)))
+            norm = self._norm(scope, start, value)
+            function.put(("value", at), Value(at, number, norm, self._number_made(value, scope)))
+
+    def _number_made(self, value: Op, scope: Scope) -> int | None:
+        """Which of several tensors that an expression in ``scope`` makes ``value`` is; None if it is the only one."""
+        if value.scope is not scope:
+            return _number_among_results(value, scope)
+        made = [op for op in self.flow if op.scope is scope and op.place == value.place and op.inputs == value.inputs]
+        return made.index(value) if len(made) > 1 and value.place is not None else None
 
     def _place_of_start(self, scope: Scope, value: Op, names: list[str]) -> tuple[str, ...] | Span | None:
         """The parameters, or the expression, that the trunk starts with."""
