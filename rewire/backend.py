@@ -91,7 +91,7 @@ class Backend:
         check_choices(granularity, start)
         if inner_options and inner != "inductor":
             raise ValueError(f"inner_options are options of Inductor; '{inner}' takes none.")
-        self.topologies = {} if topology is None else chosen_topologies(topology, options, trunks)
+        self.topologies = {} if topology is None else chosen_topologies(topology, options, trunks, start)
         if not self.topologies and (options or trunks is not None):
             raise TypeError(f"{sorted([*options, *['trunks'] * (trunks is not None)])} are for a topology: pass one.")
         self.granularity: Literal["auto", "block", "sublayer"] = granularity

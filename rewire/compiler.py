@@ -122,7 +122,7 @@ def compile(
         >>> torch.equal(rewired(x), model(x))  # it starts as the original network
         True
     """
-    topologies = chosen_topologies(topology, options, trunks)
+    topologies = chosen_topologies(topology, options, trunks, start)
     check_choices(granularity, start)
     initializer = None if init is None else make_initializer(init, {})
     check_model(model)

@@ -124,7 +124,7 @@ class Connection(nn.Module):
             ]
             raise RewireError(
                 f"the saved weights of trunk '{self.layout.trunk}' belong to another rewiring; {'; '.join(differing)}. "
-                "Compile the model with the saved options first."
+                "Compile the model with the saved options and start first: start='paper' leaves options as they are."
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -54,7 +54,8 @@ def sparsity_penalty(model: nn.Module, q: float = 2.0) -> Tensor:
     its own gradient is zero, and the loss has to make the first step.
 
     Args:
-        model: rewired with a topology whose weights are normalised (``ancre-ingoing``, ``ancre-outgoing``).
+        model: rewired with a topology whose weights are normalised (``ancre-ingoing``, ``ancre-outgoing``, both with
+            ``start="paper"``: the preserving start adds a difference of such weights to the plain network).
         q: entropic index, above 0; the larger, the less small weights count.
 
     Returns:
@@ -66,6 +67,7 @@ def sparsity_penalty(model: nn.Module, q: float = 2.0) -> Tensor:
         ValueError: q is not above 0.
 
     Example:
+        >>> rewired = rewire.compile(model, "ancre-ingoing", start="paper", example_inputs=(x,))
         >>> loss = rewired(x).mean() + 0.01 * rewire.sparsity_penalty(rewired)
     """
     if not q > 0:
@@ -83,7 +85,7 @@ def sparsity_penalty(model: nn.Module, q: float = 2.0) -> Tensor:
         raise UnsupportedTopology(
             "sparsity_penalty needs connection weights that are normalised by a softmax: none of the trunks "
             + ", ".join(f"'{name}' ({type(c.layout.topology).__name__})" for name, c in found.items())
-            + " has such weights. Use ancre-ingoing or ancre-outgoing."
+            + " has such weights. Use ancre-ingoing or ancre-outgoing with start='paper'."
         )
     device = entropies[0].device
     return torch.stack([entropy.to(device) for entropy in entropies]).mean()

@@ -23,7 +23,7 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 #: Those whose formulas have no start that equals the plain residual network.
-NOT_PRESERVING = {"ancre-constant", "ancre-keep", "laurel-rw-softmax", "attnres"}
+NOT_PRESERVING = {"ancre-constant", "laurel-rw-softmax", "attnres"}
 
 #: Those that connect what branches add, which has no meaning where a norm follows the add.
 PRE_NORM_ONLY = {

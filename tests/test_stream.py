@@ -31,6 +31,7 @@ UNITS = {
 
 
 def open_stream(topology: Topology, x: Tensor, units: tuple[int, ...], **learned: Tensor) -> Stream:
+    topology = topology if learned else topology.for_start("preserve")
     layout = Layout("decoder.layers", topology, units)
     weights = topology.weights(learned or topology.parameters(layout.dims, "preserve"), layout.dims)
     return Stream.begin(x, weights, layout)
@@ -143,8 +144,9 @@ def test_writes_count_in_order() -> None:
 
 def test_push_after_a_write_serves_post_norm() -> None:
     norms, branches, x = [nn.LayerNorm(8) for _ in range(3)], net(3, torch.float32), torch.randn(3, 8)
-    layout, want = Layout("decoder.layers", ANCRe(), (1, 2, 3), posts=range(3)), x
-    stream = Stream.begin(x, ANCRe().weights(ANCRe().parameters(layout.dims, "preserve"), layout.dims), layout)
+    topology = ANCRe().for_start("preserve")
+    layout, want = Layout("decoder.layers", topology, (1, 2, 3), posts=range(3)), x
+    stream = Stream.begin(x, topology.weights(topology.parameters(layout.dims, "preserve"), layout.dims), layout)
     for norm, branch in zip(norms, branches, strict=True):
         value, stream = stream.read()
         stream = stream.write(branch(value))
@@ -239,7 +241,7 @@ def test_layout_opens_and_closes_units() -> None:
 
 def test_gradients_reach_every_weight_through_a_stream() -> None:
     branches, x = net(6, torch.float32), torch.randn(4, 8)
-    logits = nn.Parameter(ANCRe().parameters(Dims(3), "preserve")["logits"])
+    logits = nn.Parameter(ANCRe().parameters(Dims(3), "paper")["logits"])
     run(open_stream(ANCRe(), x, (1, 1, 2, 2, 3, 3), logits=logits), branches).square().mean().backward()
     assert logits.grad is not None
     assert (logits.grad[1:] != 0).all()

@@ -8,6 +8,7 @@ from typing import Any
 from rewire.errors import UnknownName, UnsupportedTopology, WidthMismatch
 from rewire.stream import Layout
 from rewire.topologies import Recurrence, Topology, make_topology
+from rewire.topologies.base import Start
 from rewire.trunk import Trunk
 
 
@@ -23,13 +24,16 @@ def choose(trunks: Sequence[Trunk], topologies: Mapping[str, Topology], granular
 
 
 def chosen_topologies(
-    topology: str | Topology | Mapping[str, str | Topology], options: dict[str, Any], names: Sequence[str] | None
+    topology: str | Topology | Mapping[str, str | Topology],
+    options: dict[str, Any],
+    names: Sequence[str] | None,
+    start: Start,
 ) -> dict[str, Topology]:
     """Topology by trunk name, or part of one; the empty key stands for all trunks."""
     if not isinstance(topology, Mapping):
         if names is not None and len(names) == 0:
             raise ValueError("trunks is empty: it names no trunk. Leave it out to rewire all of them.")
-        chosen = make_topology(topology, options)
+        chosen = make_topology(topology, options).for_start(start)
         return dict.fromkeys([names] if isinstance(names, str) else names or ("",), chosen)
     if options or names is not None:
         given = "trunks" if names is not None else f"options {sorted(options)}"
@@ -39,7 +43,7 @@ def chosen_topologies(
         )
     if not topology:
         raise ValueError("the dict of topologies is empty: it names no trunk.")
-    return {name: make_topology(value, {}) for name, value in topology.items()}
+    return {name: make_topology(value, {}).for_start(start) for name, value in topology.items()}
 
 
 def named_by(key: str, trunks: Sequence[Trunk]) -> list[Trunk]:

@@ -110,8 +110,8 @@ def load(
     recipe = _read_recipe(Path(folder))
     if weights == "all" != recipe["weights"]:
         raise RewireError(f"'{folder}' holds connection weights only: pass weights='connections'.")
-    connections_of(recipe["trunks"], recipe["start"])  # before anything is built
-    rewired = rewired_by(model, recipe["trunks"], recipe["start"], example_inputs)
+    connections_of(recipe["trunks"], "paper")  # before anything is built; a start that all have
+    rewired = rewired_by(model, recipe["trunks"], "paper", example_inputs)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(_opened(Path(folder) / name, device)) for name in recipe["files"]]
         _fill(rewired, files, recipe["tied"], weights)

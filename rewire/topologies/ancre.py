@@ -18,6 +18,7 @@ from rewire.topologies.registry import register_topology
 
 Normalize = Literal["ingoing", "outgoing", "none"]
 Cascade = Literal["replace", "keep"]
+Form = Literal["softmax", "difference"]
 
 
 class Shortcuts(NamedTuple):
@@ -51,28 +52,20 @@ class ANCRe(Recurrence[Shortcuts]):
     **Paper start.** Logits 0: uniform weights, ``1/t`` (ingoing) or ``1/(T - i)`` (outgoing). The paper gives
     no start for ``none``; here it is the same function as ingoing's, ``c_it = 1/t``.
 
-    **Preserving start.** A softmax is never one-hot, so each row (for outgoing: each column) leaves the total
-    weight ``eps = min(9e-7, 4e-6 / T)`` to its n other entries, through a logit gap of
-    ``tau ln(n (1 - eps) / eps)``.
+    **Preserving start.** A softmax is never one-hot: ``start="preserve"`` takes ``form="difference"``, which is ours:
 
-    - *Exact enough*: p is within 1e-6 of one-hot on ``i = t - 1``, and the misplaced weight of all units
-      together is at most 4e-6. Each unit errs by at most twice its share of the largest state, so the output
-      stays within 1e-5 of the original (relative, to first order, where blocks do not amplify their input's
-      error) at any depth.
-    - *Still learning*: ``dp_i/dc_i = p_i (1 - p_i) / tau``, about ``eps / (n tau) > 0``. It is small, but the
-      gap is only ``tau ln(n / eps)``, about 0.2 at tau = 0.01, and Adam's steps do not depend on the
-      gradient's scale (as long as it is above Adam's own epsilon of 1e-8): at a learning rate of 1e-3 it
-      crosses the gap in 200 steps or fewer. Plain SGD would take very long: use ``start="paper"`` with it.
-    - A softmax over one entry is constant: the shortcut 0:1 (for outgoing: T-1:T) always has weight 1, and
-      its logit no gradient.
+        P = E + softmax(c / tau) - softmax(0),
 
-    With ``cascade="keep"`` a softmax adds weight 1 to what is already the original network: no preserving
-    start. With ``none`` it is the zero matrix, and for ``replace`` the exact one-hot one.
+    E being the original network, ``e_it = 1`` for ``i = t - 1`` (with ``cascade="keep"``, 0). With logits 0 that is E
+    exactly, and the logits have the same gradients as at the paper's start. Rows (for outgoing: columns) sum to 1 (with
+    keep to 0), as E's do, but entries may be negative. A softmax over one entry is constant: the shortcut 0:1 (for
+    outgoing: T-1:T) keeps its weight, and its logit has no gradient. For ``none`` the start is ``c = E``.
 
     Args:
         normalize: "ingoing", "outgoing" or "none".
         temperature: tau > 0; the paper takes 0.01 for language models and 0.1 for DiT. Unused by "none".
         cascade: "replace" or "keep".
+        form: "softmax", the paper's, or "difference".
 
     Raises:
         ValueError: an option is not one of those values.
@@ -84,18 +77,24 @@ class ANCRe(Recurrence[Shortcuts]):
     normalize: Normalize = "ingoing"
     temperature: float = 0.01
     cascade: Cascade = "replace"
+    form: Form = "softmax"
 
     def __post_init__(self) -> None:
         _check_choice("normalize", self.normalize, get_args(Normalize))
         _check_choice("cascade", self.cascade, get_args(Cascade))
+        _check_choice("form", self.form, get_args(Form))
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature!r}: it has to be a positive number, like 0.01.")
+
+    def for_start(self, start: Start) -> ANCRe:
+        normalized = self.normalize != "none"
+        return dataclasses.replace(self, form="difference") if start == "preserve" and normalized else self
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``logits``, float32 [T(T+1)/2]: for t = 1..T in turn, one entry for each source i = 0..t-1.
 
         Raises:
-            UnsupportedTopology: a preserving start of a softmax with ``cascade="keep"``.
+            UnsupportedTopology: a preserving start of the softmax by itself.
         """
         table = self._start_table(dims.depth, start)  # [T, T]
         row, column = torch.tril_indices(dims.depth, dims.depth)
@@ -113,8 +112,19 @@ class ANCRe(Recurrence[Shortcuts]):
         row, column = torch.tril_indices(depth, depth, device=logits.device)
         if self.normalize == "none":
             return logits.new_zeros(depth, depth).index_put((row, column), logits)
+        p = self._normalized(logits, row, column, depth)
+        if self.form == "softmax":
+            return p
+        start = self._normalized(torch.zeros_like(logits), row, column, depth)
+        return self._original(depth).to(p.device) + (p - start)
+
+    def _normalized(self, logits: Tensor, row: Tensor, column: Tensor, depth: int) -> Tensor:
         table = logits.new_full((depth, depth), -math.inf).index_put((row, column), logits / self.temperature)
         return _softmax(table, dim=1 if self.normalize == "ingoing" else 0)
+
+    def _original(self, depth: int) -> Tensor:
+        """P of the original network."""
+        return one_hot_previous(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
 
     def start(self, x: Tensor, weights: Shortcuts) -> States:
         """The newest state, ``x_0``, and the history of those that have been read."""
@@ -148,8 +158,8 @@ class ANCRe(Recurrence[Shortcuts]):
         return recurrence(rows)
 
     def distributions(self, weights: Shortcuts, dims: Dims) -> Sequence[Tensor]:
-        """The weights into each state (ingoing), or out of each (outgoing)."""
-        if self.normalize == "none":
+        """The weights into each state (ingoing), or out of each (outgoing); those of a difference are none."""
+        if self.normalize == "none" or self.form == "difference":
             return ()
         p, rows = weights.matrix, range(dims.depth)
         return [p[t, : t + 1] for t in rows] if self.normalize == "ingoing" else [p[i:, i] for i in rows]
@@ -159,29 +169,24 @@ class ANCRe(Recurrence[Shortcuts]):
         if start == "paper":
             return _uniform(depth) if self.normalize == "none" else torch.zeros(depth, depth)
         if self.normalize == "none":
-            return one_hot_previous(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
-        if self.cascade == "keep":
-            why = "cascade='keep' adds a mix of total weight 1 to the original shortcut"
-            raise no_preserving_start(f"ancre-{self.normalize}", why)
-        others = torch.arange(depth, dtype=torch.float64)  # n of row t is t - 1
-        if self.normalize == "outgoing":
-            others = others.flip(0)  # n of column i is T - 1 - i
-        off = min(9e-7, 4e-6 / depth)
-        gap = self.temperature * torch.log(others.clamp(min=1) * (1 - off) / off)
-        gap = gap * (others > 0)  # a single entry has weight 1 at any logit
-        return torch.diag(gap).float()  # row t - 1 and column t - 1 both hold p_{t-1,t} on the diagonal
+            return self._original(depth)
+        if self.form == "softmax":
+            raise no_preserving_start(
+                f"ancre-{self.normalize}", "a softmax is never one-hot; that of form='difference' is"
+            )
+        return torch.zeros(depth, depth)
 
 
 @register_topology("ancre-ingoing")
-def ancre_ingoing(temperature: float = 0.01, cascade: Cascade = "replace") -> ANCRe:
+def ancre_ingoing(temperature: float = 0.01, cascade: Cascade = "replace", form: Form = "softmax") -> ANCRe:
     """ANCRe: learned shortcuts between all states, weights into each state sum to 1 (arXiv 2602.09009)."""
-    return ANCRe("ingoing", temperature, cascade)
+    return ANCRe("ingoing", temperature, cascade, form)
 
 
 @register_topology("ancre-outgoing")
-def ancre_outgoing(temperature: float = 0.01, cascade: Cascade = "replace") -> ANCRe:
+def ancre_outgoing(temperature: float = 0.01, cascade: Cascade = "replace", form: Form = "softmax") -> ANCRe:
     """ANCRe with weights out of each state that sum to 1 (arXiv 2602.09009, Table 4)."""
-    return ANCRe("outgoing", temperature, cascade)
+    return ANCRe("outgoing", temperature, cascade, form)
 
 
 @register_topology("ancre-none")

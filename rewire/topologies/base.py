@@ -74,6 +74,10 @@ class Topology(ABC, Generic[W]):
     #: Whether `read` returns `QKVInputs` for the units in ``Dims.attention``.
     reads_qkv: ClassVar[bool] = False
 
+    def for_start(self, start: Start) -> Topology[W]:
+        """The topology itself; or another form of its formulas, which has such a start."""
+        return self
+
     @abstractmethod
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """Start values of the learned connection weights of a trunk, float32, by name.

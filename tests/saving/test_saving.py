@@ -97,7 +97,8 @@ def test_files_of_version_0_1(name: str) -> None:
     (connection,) = rewire.connections(model).values()
     assert connection.recipe()["topology"] == name
     (file,) = (OLD / name).glob("*.safetensors")
-    rewire.compile(Net(), name, **connection.recipe()["options"], validate=False).load_state_dict(load_file(file))
+    options = connection.recipe()["options"]
+    rewire.compile(Net(), name, **options, start="paper", validate=False).load_state_dict(load_file(file))
 
 
 @pytest.mark.parametrize("key", EVERY)
