@@ -17,6 +17,7 @@ stream that it was found to be.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -191,12 +192,27 @@ class Depth:
         live.given = True
         return live.stream
 
-    def take(self, result: Any, norm: nn.Module | None = None, awaiting: bool = False) -> Any:
-        """What such a function returned, with tensors in place of streams; arguments as for `open`."""
+    def take(
+        self,
+        result: Any,
+        norm: nn.Module | None = None,
+        awaiting: bool = False,
+        kept: Sequence[tuple[int, int]] = (),
+    ) -> Any:
+        """What such a function returned, with tensors in place of streams; arguments as for `open`.
+
+        Args:
+            kept: what is an earlier state, not the stream: number of the trunk, and of the tensor in ``result``.
+        """
+        number = itertools.count()
+        earlier = {(self.entries[trunk].trunk, item) for trunk, item in kept}
 
         def value_of(item: Any) -> Any:
+            n = next(number)
             if not isinstance(item, Stream):
                 return item
+            if (item.layout.trunk, n) in earlier:
+                return item.value()
             item = item if awaiting else item.settled()
             live = next((live for live in self.live if live.stream.layout.trunk == item.layout.trunk), None)
             if live is None:

@@ -1007,6 +1007,37 @@ def test_a_stream_that_starts_with_one_of_several_tensors() -> None:
     assert_connected(Unbound(), {"blocks": 2}, vectors())
 
 
+class Down(nn.Module):
+    """A U-net's: it returns its states beside what it made of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.down = nn.ModuleList(PreActivation(8) for _ in range(2)), nn.Conv2d(8, 8, 2, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        states: tuple[Tensor, ...] = ()
+        for block in self.blocks:
+            x = block(x)
+            states = states + (x,)  # noqa: RUF005
+        return self.down(x), states
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first, self.down = nn.Conv2d(3, 8, 1), PreActivation(8), Down()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.stem(x))
+        scale = x.mean()
+        x, states = self.down(x)
+        return scale * sum(x + F.avg_pool2d(state, 2) for state in states)
+
+
+def test_states_that_a_block_returns_beside_another_value() -> None:
+    assert_connected(UNet(), {"UNet": 3}, images())
+
+
 # -- compiled, and connected nothing -----------------------------------------------------------------------------------
 
 

@@ -247,7 +247,8 @@ class _Editor:
 
     def _through(self, edit: Through) -> list[Change]:
         call = self._call(edit.at)
-        changes = [self._wrapped(call, "hand_on" if edit.last else "take", self._how(edit))]
+        kept = [f"kept={sorted(edit.kept)}"] if edit.kept else []
+        changes = [self._wrapped(call, "hand_on" if edit.last and not kept else "take", [*self._how(edit), *kept])]
         if edit.callee is not None:
             callee = edit.callee
             changes.append(Change(*self.text.span(call.func), lambda _: callee))

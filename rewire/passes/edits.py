@@ -129,6 +129,7 @@ class Through:
         norm: what reads the stream's value first, afterwards.
         last: whether the function does nothing with what is returned but return it.
         awaiting: whether the next state is yet to be made of what is returned.
+        kept: tensors among what is returned that are earlier states (U-nets): number of the trunk, and of the tensor.
     """
 
     at: Span
@@ -137,6 +138,7 @@ class Through:
     norm: Written | None = None
     last: bool = False
     awaiting: bool = False
+    kept: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,6 +284,9 @@ def _merged(a: Any, b: Any) -> Any:
     if isinstance(a, (Through, Separate)):
         given = a.given | b.given
         a, b = dataclasses.replace(a, given=given), dataclasses.replace(b, given=given)
+    if isinstance(a, Through):
+        kept = a.kept | b.kept
+        a, b = dataclasses.replace(a, kept=kept), dataclasses.replace(b, kept=kept)
     if isinstance(a, Parameter) and None in (a.item, b.item):  # the trunk starts in one of two calls
         item = a.item if b.item is None else b.item
         a, b = dataclasses.replace(a, item=item), dataclasses.replace(b, item=item)

@@ -334,7 +334,9 @@ class _Planner:
         post = self.adds[after - 1].post if after else []
         awaiting = bool(post) and not child.holds(post[-1].scope)
         norm = None if last or awaiting else self._norm(scope, after, None)
-        function.put(("through", at), Through(at, self._given(child, call), callee, norm, last, awaiting))
+        trunk = function.trunks.index(self.name)
+        kept = frozenset((trunk, n) for n, op in enumerate(child.results) if self.stage.get(op, after) < after)
+        function.put(("through", at), Through(at, self._given(child, call), callee, norm, last, awaiting, kept))
 
     def _given(self, child: Scope, call: ast.Call) -> frozenset[int | str | None]:
         """The arguments of a call that hold the stream."""
