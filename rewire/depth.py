@@ -39,11 +39,13 @@ class Entry:
         trunk: its name.
         connection: opens the stream, if the function stands at its start; otherwise None.
         adds: for each position of the stream at which the function may be called, the adds that it makes then.
+        outside: whether it is also called outside of trunks, with plain tensors.
     """
 
     trunk: str
     connection: Connection | None
     adds: dict[int, int]
+    outside: bool = False
 
 
 class Live:
@@ -143,6 +145,8 @@ class Depth:
         if isinstance(value, Stream):
             return self._came(value if awaiting else value.settled(), norm)
         entry = self.entries[trunk]
+        if entry.outside and entry.connection is None:
+            return value
         if isinstance(value, Tensor) and begin and not any(live.entry is entry and live.start for live in self.live):
             return self._began(value, norm, entry)
         return value
@@ -277,11 +281,15 @@ class Depth:
             OutOfOrder: ``shortcut`` is not the value of a stream of this function.
             WidthMismatch: a branch has another shape than the stream.
         """
+        if self._is_outside():
+            return _added(shortcut, branches, alpha)
         live = self._written(shortcut, branches, alpha)
         return live.read(norm)
 
     def write(self, shortcut: Tensor, *branches: Tensor, alpha: float = 1) -> Any:
         """`add`, where the function returns the result at once: the stream itself, for the next block to read."""
+        if self._is_outside():
+            return _added(shortcut, branches, alpha)
         live = self._written(shortcut, branches, alpha)
         if live.stream.complete or live.stream.awaiting:
             return live.read(None)
@@ -291,10 +299,16 @@ class Depth:
 
     def part(self, shortcut: Tensor, branch: Tensor, alpha: float = 1) -> Tensor:
         """The sum of the shortcut and one of several parallel branches, of which `add` gets another."""
+        if self._is_outside():
+            return torch.add(shortcut, branch, alpha=alpha)
         live, before = self._shortcut(shortcut)
         total = torch.add(shortcut, branch, alpha=alpha)
         live.parts.append((total, (*before, branch * alpha if alpha != 1 else branch)))
         return total
+
+    def _is_outside(self) -> bool:
+        """Whether this is one of the calls without a stream; a lost one is missed where the trunk ends."""
+        return not self.live and all(entry.outside and entry.connection is None for entry in self.entries)
 
     def _shortcut(self, shortcut: Tensor) -> tuple[Live, tuple[Tensor, ...]]:
         """The stream whose value a shortcut is, and the branches that were added to it already."""
@@ -489,6 +503,12 @@ class Depth:
                 f"block '{self.block}' ({self.where}) returned without the value of trunk "
                 f"'{stream.layout.trunk}' after {stream.position} of its {len(stream.layout.units)} residual adds."
             )
+
+
+def _added(shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Tensor:
+    for branch in branches:
+        shortcut = torch.add(shortcut, branch, alpha=alpha)
+    return shortcut
 
 
 def _with_item(values: Any, item: int, change: Callable[[Any], Any]) -> Any:

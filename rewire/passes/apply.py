@@ -55,7 +55,8 @@ def apply(
 
 def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection]) -> Gate:
     entries = [
-        Entry(trunk, connections[trunk] if trunk in plan.opens else None, adds) for trunk, adds in plan.adds.items()
+        Entry(trunk, connections[trunk] if trunk in plan.opens else None, adds, plan.outside)
+        for trunk, adds in plan.adds.items()
     ]
     helper = None if plan.method else plan.decorated.function
     return Gate(plan.path, plan.text.where(), entries, helper, source)

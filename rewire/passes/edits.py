@@ -213,6 +213,7 @@ class FunctionPlan:
         adds: for each trunk, position of the stream when the function is called -> adds that it makes.
         opens: the trunks that start in it, and where: the names of parameters, or the place of an expression.
         norms: paths, below the module, of norms that are computed with a read, and what stands in the way.
+        outside: whether some calls have no stream.
     """
 
     path: str
@@ -225,6 +226,7 @@ class FunctionPlan:
     adds: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
     opens: dict[str, Any] = dataclasses.field(default_factory=dict)
     norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    outside: bool = False
 
     @property
     def trunks(self) -> list[str]:

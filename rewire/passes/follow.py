@@ -136,8 +136,9 @@ class _Follower(fx.Tracer):
             view: nn.Module = object.__new__(self.classes[cls])
             self.views[module] = view
             vars(view).update({k: own(v) for k, v in vars(module).items()}, _rewire_module=module, _rewire_tracer=self)
-            held = [value for value in vars(module).values() if keeps_values(value)]
-            self.objects.update({id(value): (value, dict(vars(value))) for value in held})
+            for value in vars(module).values():
+                if id(value) not in self.objects and keeps_values(value):  # a config is held by all modules
+                    self.objects[id(value)] = value, dict(vars(value))
             vars(view)["_modules"] = {k: m and self.view(m) for k, m in module._modules.items()}
         return self.views[module]
 

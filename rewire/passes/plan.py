@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Mapping, Sequence
-from types import FunctionType, MappingProxyType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -84,6 +84,7 @@ class _Planner:
         opened: Collection[Key],
     ) -> None:
         self.others = opened
+        self.outside = _outside(found)
         self.flow, self.plans, self.definitions, self.apart = found.flow, plans, definitions, apart
         self.name, self.chain = name, found.chains[name]
         self.adds = self.chain.adds
@@ -253,8 +254,8 @@ class _Planner:
         """How the stream gets into an opened function, and how many adds it makes."""
         function = self._function(scope)
         inside = [number for number, add in enumerate(self.adds) if scope.holds(add.op.scope)]
-        first = min((op.index for op in self.flow if scope.holds(op.scope)), default=0)
-        start = inside[0] if inside else sum(add.op.index < first for add in self.adds)
+        start = inside[0] if inside else self._adds_before(scope)
+        function.outside |= (scope.path, scope.code) in self.outside
         if scope is not self.begin and scope.holds(self.begin):
             function.adds.setdefault(self.name, {})
             return  # the stream starts in what it calls
@@ -283,6 +284,10 @@ class _Planner:
             return _number_among_results(value, scope)
         made = [op for op in self.flow if op.scope is scope and op.place == value.place and op.inputs == value.inputs]
         return made.index(value) if len(made) > 1 and value.place is not None else None
+
+    def _adds_before(self, scope: Scope) -> int:
+        first = min((op.index for op in self.flow if scope.holds(op.scope)), default=0)
+        return sum(add.op.index < first for add in self.adds)
 
     def _place_of_start(self, scope: Scope, value: Op, names: list[str]) -> tuple[str, ...] | Span | None:
         """The parameters, or the expression, that the trunk starts with."""
@@ -563,6 +568,18 @@ def _variable(text: Text, at: Span) -> str | None:
     """The variable that gets the value of an expression."""
     nodes = text.nodes.get(at, [])
     return assigned(text, nodes[0]) if nodes else None
+
+
+def _outside(found: Found) -> set[tuple[str, CodeType | None]]:
+    """Functions that also run on other values than streams: some call of theirs makes none of the adds."""
+    scopes: set[Scope] = set()
+    for op in found.flow:
+        scope: Scope | None = op.scope
+        while scope is not None and scope not in scopes:
+            scopes.add(scope)
+            scope = scope.parent
+    adding = {scope for chain in found.chains.values() for add in chain.adds for scope in add.op.scope.chain()}
+    return {(scope.path, scope.code) for scope in scopes - adding}
 
 
 def _among_results(op: Op, scope: Scope) -> list[Op]:
