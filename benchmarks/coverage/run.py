@@ -135,8 +135,8 @@ def model_of(row: str, name: str) -> tuple[nn.Module, Any]:
 
 def _small_images(name: str) -> tuple[nn.Module, Any]:
     """A model of timm, and images smaller than those that it was made for, if it takes them."""
-    images = torch.randn(2, 3, 112, 112)
-    for options in ({"img_size": 112}, {}):
+    for size, options in ((112, {"img_size": 112}), (112, {}), (128, {})):
+        images = torch.randn(2, 3, size, size)
         try:
             model = timm_model(name, **options)
             _run(model.eval(), ((images,), {}))

@@ -117,7 +117,9 @@ def keeps_values(value: Any) -> bool:
     """Whether it is an object of a user's class, which may keep what a forward computes."""
     if type(value).__module__.partition(".")[0] in ("builtins", "collections", "torch"):
         return False
-    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, torch.Tensor, type, ModuleType, FunctionType))
+    return hasattr(value, "__dict__") and not isinstance(
+        value, (nn.Module, torch.Tensor, type, ModuleType, FunctionType)
+    )
 
 
 class Globals(dict[str, Any]):
