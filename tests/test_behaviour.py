@@ -93,7 +93,7 @@ def test_meta_device_then_weights() -> None:
     source = mixed(llama())
     with torch.device("meta"):
         model = tiny_model("llama")
-    rewired = rewire.compile(model, ANCRE)
+    rewired = rewire.compile(model, ANCRE, start="paper")
     assert all(p.is_meta for p in rewired.parameters())
     empty = rewired.to_empty(device="cpu")
     empty.load_state_dict(source.state_dict())

@@ -9,12 +9,12 @@ import sys
 PROGRAM = """
 import dataclasses
 import torch
-from rewire.bench import cases, comparison
-sizes = cases.Sizes(1, 8, 32, torch.float32, torch.device("cpu"))
+from rewire.bench import comparison, workloads
+sizes = workloads.Sizes(1, 8, 32, torch.float32, torch.device("cpu"))
 comparison._CHECKED = 8
-for case in (cases.attention_residuals(sizes, 4), cases.manifold_hyper_connections(sizes, 4)):
-    way = dataclasses.replace(case.ways["liger-kernel"], status="")
-    print(comparison._errors(case, {"liger-kernel": way})["liger-kernel"])
+for workload in (workloads.attention_residuals(sizes, 4), workloads.manifold_hyper_connections(sizes, 4)):
+    ours = dataclasses.replace(workload.implementations["liger-kernel"], status="")
+    print(comparison._errors(workload, {"liger-kernel": ours})["liger-kernel"])
 """
 
 
