@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import rich.table
 import torch
 import torchvision_stub  # noqa: F401
 from torch import Tensor
@@ -22,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import train_lm
 from rich.console import Console
-from rich.table import Table
 
 import rewire
+from rewire.kernels import history
 from rewire.topologies.ancre import ANCRe, Shortcuts
 from rewire.topologies.base import Dims, Start, one_hot_previous
 
@@ -48,7 +49,7 @@ class Gated(ANCRe):
         p = super().weights(parameters, dims)
         matrix = GATED[self.gate](one_hot_previous(dims.depth).to(p.matrix), p.matrix, parameters["gates"])
         row, column = torch.tril_indices(dims.depth, dims.depth, device=matrix.device)
-        return Shortcuts(matrix, type(p.table)(matrix[row, column], mixes=dims.depth))
+        return Shortcuts(matrix, history.Table(matrix[row, column], mixes=dims.depth))
 
 
 RUNS: dict[str, dict[str, Any] | None] = {
@@ -77,7 +78,7 @@ def main() -> None:
     given = parser.parse_args()
     console = Console()
     found = {seed: losses(seed, given.steps, given.embedding, console) for seed in given.seeds}
-    table = Table("run", *(f"seed {seed}" for seed in found))
+    table = rich.table.Table("run", *(f"seed {seed}" for seed in found))
     for name in RUNS:
         table.add_row(name, *(f"{found[seed][name]:.4f}" for seed in found))
     console.print(table)

@@ -58,6 +58,28 @@ class Mlp(nn.Module):
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
+class LinearBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
+class LinearNet(nn.Module):
+    """What the files in saving/version_0_1 are of."""
+
+    def __init__(self, depth: int = 5) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(LinearBlock() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class PreNorm(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()

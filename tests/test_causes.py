@@ -843,6 +843,27 @@ class Widened(nn.Module):
         return self.back(x + self.third(x))
 
 
+class Padded(Widened):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        x = x + self.second(x)
+        x = F.pad(x, (0, WIDTH))
+        return self.back(x + self.third(x))
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_run_decides_where_a_trace_says_two_widths(validate: bool) -> None:
+    model, x = nn.Sequential(Padded(), Padded()), vectors(width=WIDTH)
+    rewired = rewire.compile(model, "residual", example_inputs=(x,), validate=validate)
+    assert [len(c.layout.units) for c in rewire.connections(rewired).values()] == [2, 2]
+    torch.testing.assert_close(rewired(x), model(x))
+
+
+def test_a_trace_does_not_follow_a_stream_that_is_joined_with_another_tensor() -> None:
+    trunks = rewire.inspect(nn.Sequential(Widened(), Widened())).trunks
+    assert [len(trunk.sites) for trunk in trunks] == [2, 2]
+
+
 @pytest.mark.parametrize("validate", [True, False])
 def test_streams_that_become_wider_are_cut_there(validate: bool) -> None:
     model, x = nn.Sequential(Widened(), Widened()), vectors(width=WIDTH)
@@ -1036,6 +1057,39 @@ class UNet(nn.Module):
 
 def test_states_that_a_block_returns_beside_another_value() -> None:
     assert_connected(UNet(), {"UNet": 3}, images())
+
+
+class Sliced(nn.Module):
+    """FT-Transformer's: behind the trunk the same helper adds to a slice of the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.norm = nn.Linear(8, WIDTH), nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleList(Mlp() for _ in range(DEPTH + 1))
+
+    def added(self, x: Tensor, f: Tensor) -> Tensor:
+        return x + f
+
+    def forward(self, x: Tensor, lost: bool = False) -> Tensor:
+        x = self.inp(x)
+        for number, layer in enumerate(self.layers):
+            f = layer(self.norm(x))
+            if number == DEPTH:
+                x, f = x[:, :1], f[:, :1]
+            if lost and number == 1:
+                x = x * 1
+            x = self.added(x, f)
+        return x
+
+
+def test_a_helper_that_also_adds_outside_of_the_trunk() -> None:
+    assert_connected(Sliced(), {"layers": DEPTH}, vectors())
+
+
+def test_a_stream_that_is_lost_before_such_a_helper() -> None:
+    rewired = rewire.compile(Sliced(), "residual", example_inputs=(vectors(),))
+    with pytest.raises(rewire.OutOfOrder):
+        rewired(vectors(), lost=True)
 
 
 # -- compiled, and connected nothing -----------------------------------------------------------------------------------

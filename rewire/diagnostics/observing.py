@@ -106,9 +106,9 @@ def observed(model: nn.Module, inputs: Inputs | None = None) -> tuple[nn.Module,
 def _by_site(record: Record) -> Layout:
     """The layout of an observed trunk: each residual add is a unit, so that each passes the observer."""
     old, sites = record.layout, range(len(record.layout.units))
-    apart = [site + 1 for site in sites if old.reads_qkv(site)]
+    separate = [site + 1 for site in sites if old.reads_qkv(site)]
     units = [site + 1 for site in sites]
-    return Layout(old.trunk, Observed(record), units, old.dims.width, apart, old.channel_dim, old.posts)
+    return Layout(old.trunk, Observed(record), units, old.dims.width, separate, old.channel_dim, old.posts)
 
 
 class _Inside(NamedTuple):

@@ -213,7 +213,7 @@ class FunctionPlan:
         adds: for each trunk, position of the stream when the function is called -> adds that it makes.
         opens: the trunks that start in it, and where: the names of parameters, or the place of an expression.
         norms: paths, below the module, of norms that are computed with a read, and what stands in the way.
-        outside: whether some calls have no stream.
+        outside: for each trunk, whether some calls have no stream, in all ways of looking at the model.
     """
 
     path: str
@@ -226,7 +226,7 @@ class FunctionPlan:
     adds: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
     opens: dict[str, Any] = dataclasses.field(default_factory=dict)
     norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
-    outside: bool = False
+    outside: dict[str, bool] = dataclasses.field(default_factory=dict)
 
     @property
     def trunks(self) -> list[str]:

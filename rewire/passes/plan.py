@@ -50,7 +50,7 @@ def plan(
     name: str,
     plans: Plans,
     definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}),
-    apart: Mapping[int, Projections] = MappingProxyType({}),
+    separate: Mapping[int, Projections] = MappingProxyType({}),
     opened: Collection[Key] = (),
 ) -> set[Key]:
     """Add what changes for one trunk of one flow to ``plans``.
@@ -60,7 +60,7 @@ def plan(
         name: of the trunk.
         plans: by path of a module and code of a function.
         definitions: functions that take the place of the forwards of modules of these classes.
-        apart: for residual adds whose attention has separate q/k/v inputs: where it projects them.
+        separate: for residual adds whose attention has separate q/k/v inputs: where it projects them.
         opened: functions that hold tensors where streams run, because of other trunks.
 
     Returns:
@@ -70,7 +70,7 @@ def plan(
         EditError: a function that would have to change cannot be edited.
         UnsupportedTopology: q, k and v of an attention cannot be taken apart.
     """
-    return _Planner(found, name, plans, definitions, apart, opened).run()
+    return _Planner(found, name, plans, definitions, separate, opened).run()
 
 
 class _Planner:
@@ -80,12 +80,11 @@ class _Planner:
         name: str,
         plans: Plans,
         definitions: Mapping[type[nn.Module], FunctionType],
-        apart: Mapping[int, Projections],
+        separate: Mapping[int, Projections],
         opened: Collection[Key],
     ) -> None:
-        self.others = opened
-        self.outside = _outside(found)
-        self.flow, self.plans, self.definitions, self.apart = found.flow, plans, definitions, apart
+        self.found, self.others = found, opened
+        self.flow, self.plans, self.definitions, self.separate = found.flow, plans, definitions, separate
         self.name, self.chain = name, found.chains[name]
         self.adds = self.chain.adds
         self.stage: dict[Op, int] = {}  # for values of the stream, the number of adds before
@@ -97,8 +96,12 @@ class _Planner:
 
     def run(self) -> set[Key]:
         opened = self._opened()
+        handed = {(scope.path, scope.code) for scope in self.carriers if scope not in opened and scope.code is not None}
+        # a function that only hands a stream on would not notice that it lost it: then none may run without one
+        outside = set() if handed else _outside(self.found)
         for scope in opened:
-            self._function(scope)
+            known = self._function(scope).outside
+            known[self.name] = known.get(self.name, True) and (scope.path, scope.code) in outside
         for scope in opened:
             self._entry(scope)
             for child in self.carriers:
@@ -108,9 +111,9 @@ class _Planner:
             self._add(number, add)
         self._passages()
         self._end(opened)
-        for number, projections in self.apart.items():
+        for number, projections in self.separate.items():
             self._attention(number, projections)
-        return {(scope.path, scope.code) for scope in self.carriers if scope not in opened and scope.code is not None}
+        return handed
 
     # -- what the stream is --------------------------------------------------------------------------------------------
 
@@ -255,7 +258,6 @@ class _Planner:
         function = self._function(scope)
         inside = [number for number, add in enumerate(self.adds) if scope.holds(add.op.scope)]
         start = inside[0] if inside else self._adds_before(scope)
-        function.outside |= (scope.path, scope.code) in self.outside
         if scope is not self.begin and scope.holds(self.begin):
             function.adds.setdefault(self.name, {})
             return  # the stream starts in what it calls
@@ -435,7 +437,7 @@ class _Planner:
 
     def _norm(self, scope: Scope, stage: int, value: Op | None) -> Written | None:
         """The norm that reads the stream's value first in ``scope``, if a kernel may compute both together."""
-        if stage >= len(self.adds) or stage in self.apart or (stage and self.chain.passages[stage]):
+        if stage >= len(self.adds) or stage in self.separate or (stage and self.chain.passages[stage]):
             return None  # what is read first passes a view or a cast
         values = [value or self.adds[stage].state]
         readers = sorted((user for op in values for user in self.flow.users[op]), key=lambda op: op.index)
@@ -524,7 +526,7 @@ class _Planner:
                 function.put(("parameter", name), Parameter(name, qkv=True))
             above, call = self._function(scope.parent), self._call(scope)
             at = span_of(call)
-            above.put(("apart", at), Separate(at, self._arguments_of(scope, call, set(names))))
+            above.put(("separate", at), Separate(at, self._arguments_of(scope, call, set(names))))
             scope = scope.parent
 
     def _project(self, scope: Scope, projections: Projections) -> None:

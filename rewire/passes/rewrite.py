@@ -86,7 +86,7 @@ def _plan(
 ) -> set[Key]:
     """Plan what changes for a trunk, in all ways of looking at the model; which functions only hand it on."""
     handed: set[Key] = set()
-    apart = [number for number in range(len(trunk.sites)) if layout.reads_qkv(number)]
+    separate = [number for number in range(len(trunk.sites)) if layout.reads_qkv(number)]
     for one in (one for one in found if trunk.name in one.trunks):
         sites = one.trunks[trunk.name].sites
         if len(sites) != len(trunk.sites):
@@ -96,7 +96,7 @@ def _plan(
                 *(trunk.name, len(sites), len(trunk.sites)),
             )
             continue
-        projections = {n: find_projections(one.flow, trunk.sites[n], patterns) for n in apart}
+        projections = {n: find_projections(one.flow, trunk.sites[n], patterns) for n in separate}
         handed |= plan(one, trunk.name, plans, definitions(patterns), projections, opened)
     return handed
 

@@ -108,9 +108,9 @@ def _with_plain_connections(rewired: nn.Module) -> nn.Module:
     plain = shared(rewired)
     for connection in connections(plain).values():
         old, sites = connection.layout, range(len(connection.layout.units))
-        apart = [site + 1 for site in sites if old.reads_qkv(site)]
+        separate = [site + 1 for site in sites if old.reads_qkv(site)]
         units = [site + 1 for site in sites]
-        connection.become(Layout(old.trunk, Residual(), units, old.dims.width, apart, old.channel_dim, old.posts))
+        connection.become(Layout(old.trunk, Residual(), units, old.dims.width, separate, old.channel_dim, old.posts))
     return plain
 
 

@@ -110,8 +110,11 @@ def load(
     recipe = _read_recipe(Path(folder))
     if weights == "all" != recipe["weights"]:
         raise RewireError(f"'{folder}' holds connection weights only: pass weights='connections'.")
-    connections_of(recipe["trunks"], "paper")  # before anything is built; a start that all have
-    rewired = rewired_by(model, recipe["trunks"], "paper", example_inputs)
+    made = [c.layout.topology for c in connections_of(recipe["trunks"], "paper").values()]  # before anything is built
+    start = recipe["start"]
+    if any(topology.for_start(start) != topology for topology in made):  # version 0.1 preserved in another form
+        start = "paper"
+    rewired = rewired_by(model, recipe["trunks"], start, example_inputs)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(_opened(Path(folder) / name, device)) for name in recipe["files"]]
         _fill(rewired, files, recipe["tied"], weights)

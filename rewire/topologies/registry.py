@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rewire.errors import UnknownName
+from rewire.errors import RewireError, UnknownName
 from rewire.registry import Factories
 from rewire.topologies.base import Topology
 
@@ -57,9 +57,12 @@ def make_topology(topology: str | Topology, options: dict[str, Any]) -> Topology
 def name_and_options(topology: Topology) -> tuple[str, dict[str, Any]]:
     """What `named_topology` makes this topology of: its registered name, or for want of one that of its class."""
     for name, factory in _FACTORIES.items():
+        if isinstance(factory, type) and factory is not type(topology):
+            continue
         fields = [option for option in inspect.signature(factory).parameters if hasattr(topology, option)]
         options = {option: getattr(topology, option) for option in fields}
-        with contextlib.suppress(TypeError, ValueError):  # options of other topologies, which happen to be called so
+        # options of other topologies may happen to have the same names
+        with contextlib.suppress(TypeError, ValueError, RewireError):
             if factory(**options) == topology:
                 return name, options
     return type(topology).__name__, topology.options()

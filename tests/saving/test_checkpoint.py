@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from models import LinearNet
 from torch import Tensor, nn
 
 import rewire
@@ -17,30 +18,10 @@ from rewire.saving.checkpoint import matrices
 from rewire.topologies import ANCRe, DenseFormer
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(self.norm(x))
-
-
-class Net(nn.Module):
-    def __init__(self, depth: int = 5) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = Net(3), Net(4)
+        self.left, self.right = LinearNet(3), LinearNet(4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.left(x) * self.right(x)
@@ -65,7 +46,7 @@ def save(model: nn.Module, path: Path) -> Path:
 
 def with_recipe(tmp_path: Path, **changes: Any) -> Path:
     """A checkpoint whose recipe was changed after it was saved."""
-    state = rewired(Net()).state_dict()
+    state = rewired(LinearNet()).state_dict()
     key = next(key for key in state if key.endswith("_extra_state"))
     recipe = {**json.loads(bytes(state[key].tolist())), **changes}
     state[key] = torch.tensor(list(json.dumps(recipe).encode()), dtype=torch.uint8)
@@ -86,7 +67,7 @@ def with_recipe(tmp_path: Path, **changes: Any) -> Path:
     ],
 )
 def test_the_matrix_is_that_of_the_model(topology: str, options: dict[str, Any], suffix: str, tmp_path: Path) -> None:
-    model = rewired(Net(), topology, **options)
+    model = rewired(LinearNet(), topology, **options)
     found = matrices(save(model, tmp_path / f"model{suffix}"))
     expected = rewire.coefficients(model)
     assert found.keys() == expected.keys() == {"blocks"}
@@ -104,7 +85,7 @@ def test_every_trunk_is_found_under_its_name(tmp_path: Path) -> None:
 def test_weights_cast_to_bfloat16_are_read(tmp_path: Path) -> None:
     state = {
         key: value.bfloat16() if value.is_floating_point() else value
-        for key, value in rewired(Net()).state_dict().items()
+        for key, value in rewired(LinearNet()).state_dict().items()
     }
     torch.save(state, tmp_path / "cast.pt")
     matrix = matrices(tmp_path / "cast.pt")["blocks"]
@@ -122,7 +103,7 @@ def test_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_no_connection_weights(suffix: str, tmp_path: Path) -> None:
     with pytest.raises(RewireError, match=r"has no connection weights: none of its 20 entries"):
-        matrices(save(Net(), tmp_path / f"plain{suffix}"))
+        matrices(save(LinearNet(), tmp_path / f"plain{suffix}"))
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
@@ -148,7 +129,7 @@ class Payload:
 @pytest.mark.parametrize("legacy", [False, True])
 def test_other_objects_are_never_unpickled(legacy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAYLOAD", str(tmp_path / "ran"))
-    state = {**rewired(Net()).state_dict(), "extra": Payload()}
+    state = {**rewired(LinearNet()).state_dict(), "extra": Payload()}
     torch.save(state, tmp_path / "evil.pt", _use_new_zipfile_serialization=not legacy)
     with pytest.raises(RewireError, match="not unpickled"):
         matrices(tmp_path / "evil.pt")
@@ -165,7 +146,7 @@ def test_a_topology_of_the_user(tmp_path: Path) -> None:
     class Mine(ANCRe):
         pass
 
-    model = rewired(Net(), Mine(temperature=0.5))
+    model = rewired(LinearNet(), Mine(temperature=0.5))
     found = matrices(save(model, tmp_path / "mine.pt"))
     assert torch.equal(found["blocks"], rewire.coefficients(model)["blocks"])
 
@@ -196,12 +177,12 @@ def test_damaged_recipes(changes: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_recipe_that_is_no_recipe(tmp_path: Path) -> None:
     for broken in (torch.zeros(4), torch.tensor([255, 254], dtype=torch.uint8), "text", None):
-        state = {**rewired(Net()).state_dict(), "depth_connections.blocks._extra_state": broken}
+        state = {**rewired(LinearNet()).state_dict(), "depth_connections.blocks._extra_state": broken}
         torch.save(state, tmp_path / "broken.pt")
         with pytest.raises(RewireError, match="damaged"):
             matrices(tmp_path / "broken.pt")
 
 
 def test_denseformer_has_a_column_more(tmp_path: Path) -> None:
-    model = rewired(Net(), DenseFormer())
+    model = rewired(LinearNet(), DenseFormer())
     assert matrices(save(model, tmp_path / "dense.pt"))["blocks"].shape == (5, 6)

@@ -15,7 +15,7 @@ import torch
 from every_topology import EVERY
 from every_topology import mixed as mixed_by_key
 from mixing import ids, learned, llama, mixed
-from models import PostNorm, PreNorm, Shared, Stack, vectors
+from models import LinearNet, PostNorm, PreNorm, Shared, Stack, vectors
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -62,28 +62,6 @@ def changed(folder: Path, change: Callable[[Any], None]) -> Path:
     return folder
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(self.norm(x))
-
-
-class Net(nn.Module):
-    """What the files of version 0.1 are of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 OLD = Path(__file__).parent / "version_0_1"
 
 
@@ -92,13 +70,14 @@ def test_files_of_version_0_1(name: str) -> None:
     """They name the classes of topologies: ``ANCRe`` with ``normalize="outgoing"``."""
     recipe = json.loads((OLD / name / saving.RECIPE).read_text())["trunks"]["depth_connections.blocks"]
     assert recipe["topology"] in ("ANCRe", "GRNv3", "DynamicHyperConnections")
-    saved, model = load_file(OLD / f"{name}.safetensors"), rewire.load(OLD / name, Net())
+    saved, model = load_file(OLD / f"{name}.safetensors"), rewire.load(OLD / name, LinearNet(4))
     torch.testing.assert_close(model(saved["x"]), saved["output"])
     (connection,) = rewire.connections(model).values()
     assert connection.recipe()["topology"] == name
+    assert connection.start == ("paper" if name == "ancre-outgoing" else "preserve")  # whose form of then has none
     (file,) = (OLD / name).glob("*.safetensors")
     options = connection.recipe()["options"]
-    rewire.compile(Net(), name, **options, start="paper", validate=False).load_state_dict(load_file(file))
+    rewire.compile(LinearNet(4), name, **options, start="paper", validate=False).load_state_dict(load_file(file))
 
 
 @pytest.mark.parametrize("key", EVERY)
