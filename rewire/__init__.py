@@ -36,6 +36,7 @@ from rewire.patterns import Pattern, list_patterns, register_pattern
 from rewire.plotting.draw import plot
 from rewire.saving.folder import load, save
 from rewire.saving.pretrained import from_pretrained
+from rewire.studies import Task, study
 from rewire.topologies import ANCRe, Dims, QKVInputs, Recurrence, Residual, Topology, list_topologies, register_topology
 from rewire.training import parameter_groups, sparsity_penalty
 
@@ -62,6 +63,7 @@ __all__ = [
     "Residual",
     "RewireError",
     "ShardedModel",
+    "Task",
     "Topology",
     "TraceError",
     "UnknownName",
@@ -93,4 +95,5 @@ __all__ = [
     "save",
     "source",
     "sparsity_penalty",
+    "study",
 ]
