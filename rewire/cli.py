@@ -1,4 +1,4 @@
-"""Commands: ``rewire inspect``, ``source``, ``diff``, ``list``, ``plot``, ``diagnose``, ``bench`` and ``kernels``."""
+"""The ``rewire`` command."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from rewire.errors import RewireError, UnknownName
 from rewire.kernels import MixSpec, source
 from rewire.patterns import first_given, patterns_for
 from rewire.plotting import plot_rates, plot_times
+from rewire.studies.contenders import DEFAULT
+from rewire.studies.report import LIMITS
 
 _WIDTH = 120  # of what is written to a file or a pipe
 
@@ -164,6 +166,55 @@ def diagnose_command(
         except (ImportError, OSError, ValueError) as error:
             raise RewireError(str(error)) from error
         typer.echo(f"wrote {out}")
+
+
+@app.command("study")
+def study_command(
+    task: Annotated[
+        str,
+        typer.Argument(
+            metavar="TASK",
+            show_default=False,
+            help="'package.module:name': a rewire.Task, or a function without arguments that returns one; the current "
+            "directory is importable.",
+        ),
+    ],
+    topologies: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Comma-separated, options after colons: muddformer,ancre-ingoing:start=paper:cascade=keep.  "
+            "[default: a dozen]",
+            show_default=False,
+        ),
+    ] = "",
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of a run.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Seconds of training of a run.")] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Learning rates that are tried of each, at most.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each that are compared.")] = 3,
+    out: Annotated[Path, typer.Option(help="Folder for table, pictures and page.")] = Path("study"),
+    storage: Annotated[
+        str | None,
+        typer.Option(help="Where runs are kept: a file, or a database's URL; may be shared.  [default: in --out]"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to train.  [default: an accelerator if there is one]")] = "",
+) -> None:
+    """Compare residual connections on TASK: rates tuned for each, several seeds, controls. Goes on after a kill."""
+    names = [name.strip() for name in topologies.split(",") if name.strip()] or DEFAULT
+    budget: dict[str, Any] = {"steps": steps, "seconds": seconds}
+    if steps is None and seconds is None:
+        raise RewireError("how long is a run? Give --steps or --seconds.")
+    try:
+        found = rewire.study(
+            _task(task), names, **budget, trials=trials, seeds=seeds, out=out, storage=storage, device=device or None
+        )
+    except (ImportError, ValueError) as error:
+        raise RewireError(str(error)) from error
+    console = _console()
+    console.print(found.table())
+    for sentence in [*found.findings(), LIMITS]:
+        console.print(sentence, highlight=False, soft_wrap=True)
+    typer.echo(f"wrote {out / 'study.html'}")
 
 
 @app.command("kernels")
@@ -305,6 +356,22 @@ def _load(spec: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise RewireError(f"'{spec}' returned a {type(model).__name__}, not a torch.nn.Module.")
     return model
+
+
+def _task(spec: str) -> rewire.Task:
+    """The task that TASK names.
+
+    Raises:
+        RewireError: there is none; the message says what was looked for.
+    """
+    module, _, name = spec.partition(":")
+    if not (module and name):
+        raise RewireError(f"'{spec}' names no task: give 'package.module:name'.")
+    found = _imported(module, name)
+    made = found() if callable(found) else found
+    if not isinstance(made, rewire.Task):
+        raise RewireError(f"'{spec}' is a {type(made).__name__}, not a rewire.Task, nor a function that returns one.")
+    return made
 
 
 def _rewired(spec: str, topology: str, granularity: Literal["auto", "block", "sublayer"]) -> nn.Module:

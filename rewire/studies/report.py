@@ -59,12 +59,13 @@ class Row:
         points = zip(*(run.curve for run in self.runs), strict=False)
         return [Point(*(statistics.fmean(values) for values in zip(*each, strict=True))) for each in points]  # type: ignore[arg-type]
 
-    def reached(self, goal: float) -> Point | None:
-        """Mean step and seconds at which the runs were as good as ``goal``; None if one never was."""
-        found = [point for run in self.runs if (point := reached(run.curve, goal))]
-        if not found or len(found) < len(self.runs):
+    def reached(self, goals: dict[float, float]) -> Point | None:
+        """Mean step and seconds at which runs were as good as the goal of their seed; None if one never was."""
+        found = [reached(run.curve, goals[run.setting["seed"]]) for run in self.runs if run.setting["seed"] in goals]
+        points = [point for point in found if point]
+        if not points or len(points) < len(found):
             return None
-        return Point(*(statistics.fmean(values) for values in zip(*found, strict=True)))  # type: ignore[arg-type]
+        return Point(*(statistics.fmean(values) for values in zip(*points, strict=True)))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +92,12 @@ class Study:
 
     def gains(self, row: Row) -> list[float]:
         """By how much each run is below the baseline's with the same seed."""
-        seeds = {run.setting["seed"]: run.loss for run in self.baseline.runs}
-        return [seeds[run.setting["seed"]] - run.loss for run in row.runs if run.setting["seed"] in seeds]
+        goals = self.goals()
+        return [goals[run.setting["seed"]] - run.loss for run in row.runs if run.setting["seed"] in goals]
+
+    def goals(self) -> dict[float, float]:
+        """The baseline's final loss by seed."""
+        return {run.setting["seed"]: run.loss for run in self.baseline.runs}
 
     def findings(self) -> list[str]:
         """A sentence on each topology, whichever way it fell."""
@@ -123,7 +128,7 @@ class Study:
         table = Table(box=box.SIMPLE_HEAD)
         table.add_column("", no_wrap=True)
         for title in _TITLES:
-            table.add_column(title, justify="right")
+            table.add_column(title, justify="right", no_wrap=True)
         for row in self.rows:
             cells = self.cells(row)
             table.add_row(row.name, *cells, style="bold" if row is self.baseline else "")
@@ -133,7 +138,7 @@ class Study:
         """The row's numbers, one for each of `titles`."""
         if not row.runs:
             return ["not run", *[""] * (len(_TITLES) - 1)]
-        point = row.reached(self.baseline.mean)
+        point = row.reached(self.goals())
         gains = self.gains(row)
         cost = row.cost
         return [

@@ -22,7 +22,7 @@ from rewire.training import parameter_groups
 #: Evaluations of a run, after the one at its start.
 EVALUATIONS = 20
 #: Training steps of each model that are timed, in turn with the plain one.
-_ROUNDS = 10
+_ROUNDS = 20
 
 
 class Point(NamedTuple):
@@ -145,9 +145,9 @@ def cost(task: Task, contender: Contender, device: torch.device) -> Cost:
     }
     kept = kept_for_backward(models["other"], lambda: task.loss(models["other"], batch))
     steps = {name: (lambda name=name: training_step(task, models[name], optimizers[name], batch)) for name in models}
-    times = side_by_side(steps, _ROUNDS, device)
+    times = side_by_side(steps, _ROUNDS, device) if contender.settings else {}
     weights = sum(p.numel() for c in connections(models["other"]).values() for p in c.parameters() if p.requires_grad)
-    return Cost(times["other"].median / times["plain"].median, kept, weights)
+    return Cost(times["other"].ratio(times["plain"]) if times else 1.0, kept, weights)
 
 
 def inputs_of(model: nn.Module, run: Callable[[], object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
