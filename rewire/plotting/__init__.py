@@ -1,7 +1,7 @@
 """Pictures of learned weights, of signals, and of benchmarks. Needs matplotlib: ``pip install 'rewire[viz]'``."""
 
 from rewire.plotting.bars import plot_bars
-from rewire.plotting.charts import plot_curves, plot_losses, plot_rates, plot_times
+from rewire.plotting.charts import plot_curves, plot_differences, plot_rates, plot_times
 from rewire.plotting.signals import plot_signals
 from rewire.plotting.weights import plot_arcs, plot_heatmap
 
@@ -9,8 +9,8 @@ __all__ = [
     "plot_arcs",
     "plot_bars",
     "plot_curves",
+    "plot_differences",
     "plot_heatmap",
-    "plot_losses",
     "plot_rates",
     "plot_signals",
     "plot_times",

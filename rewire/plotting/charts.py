@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rewire.plotting.style import BLUE, FAINT, INK, MUTED, RED, STYLE, Path, matplotlib_parts
+from rewire.plotting.style import BLUE, FAINT, INK, MUTED, STYLE, Path, matplotlib_parts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -123,39 +123,37 @@ def plot_curves(curves: dict[str, list[tuple[float, float]]], path: Path, xlabel
         figure.savefig(path, dpi=200)
 
 
-def plot_losses(losses: dict[str, list[float]], baseline: str, path: Path) -> None:
-    """Write final losses: a row for each name, a dot for each seed, a tick at their mean, a line at the baseline's.
+def plot_differences(differences: dict[str, list[float]], path: Path, xlabel: str) -> None:
+    """Write differences to something at 0: a row for each name, a dot for each value, a tick at their mean.
 
     Args:
-        losses: by name, one for each seed; those that are not finite are left out.
-        baseline: one of the names.
+        differences: by name, at least one that is finite; what is not finite is left out.
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
+        xlabel: what the differences are.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: the baseline has no finite loss.
+        ValueError: there is nothing finite to plot.
     """
-    shown = {name: [loss for loss in values if math.isfinite(loss)] for name, values in losses.items()}
-    if not shown.get(baseline):
-        raise ValueError(f"there is nothing to compare with: {baseline!r} has no finite loss.")
+    shown = {name: [value for value in values if math.isfinite(value)] for name, values in differences.items()}
+    ordered = sorted(abs(value) for values in shown.values() for value in values)
+    if not ordered:
+        raise ValueError("there is nothing to plot: no difference is finite.")
     rc_context, new_figure = matplotlib_parts()
     with rc_context(STYLE):
         figure = new_figure(figsize=(6.5, 0.28 * len(shown) + 0.9), layout="constrained")
         ax = figure.subplots()
-        ax.axvline(statistics.fmean(shown[baseline]), color=MUTED, linewidth=1, zorder=1)
-        for row, (name, values) in enumerate(shown.items()):
-            color = RED if name == baseline else BLUE
-            ax.plot(values, [row] * len(values), linestyle="", marker="o", markersize=4, alpha=0.6, color=color)
+        ax.axvline(0, color=MUTED, linewidth=1, zorder=1)
+        for row, values in enumerate(shown.values()):
+            ax.plot(values, [row] * len(values), linestyle="", marker="o", markersize=4, alpha=0.6, color=BLUE)
             if values:
-                ax.plot([statistics.fmean(values)], [row], marker="|", markersize=12, color=color)
+                ax.plot([statistics.fmean(values)], [row], marker="|", markersize=12, color=INK)
         ax.set_yticks(range(len(shown)), labels=list(shown))
         ax.invert_yaxis()
-        # The worst would squeeze all others: it may lie outside.
-        ordered = sorted(loss for values in shown.values() for loss in values)
-        low, high = ordered[0], ordered[int(0.9 * (len(ordered) - 1))]
-        margin = 0.08 * (high - low) or 0.01
-        ax.set_xlim(low - margin, high + margin)
-        ax.set_xlabel("final validation loss (dots: seeds, tick: their mean, line: mean of the best plain model)")
+        # Some that are far off may lie outside: they would squeeze all others into one spot.
+        limit = min(ordered[-1], 3 * ordered[len(ordered) // 2] or ordered[-1]) or 1.0
+        ax.set_xlim(-1.05 * limit, 1.05 * limit)
+        ax.set_xlabel(xlabel)
         ax.grid(axis="x", color=FAINT, linewidth=0.5)
         ax.set_axisbelow(True)
         ax.spines[["top", "right"]].set_visible(False)

@@ -7,7 +7,7 @@ import json
 from html import escape
 from pathlib import Path
 
-from rewire.plotting import plot_curves, plot_losses
+from rewire.plotting import plot_curves, plot_differences
 from rewire.studies.report import LIMITS, Study
 
 _STYLE = """
@@ -23,7 +23,7 @@ img { max-width: 100%; background: white; }
 
 
 def write(study: Study, folder: Path) -> None:
-    """Write `study.json`, `curves.png`, `losses.png` and `study.html`."""
+    """Write `study.json`, `curves.png`, `differences.png` and `study.html`."""
     (folder / "study.json").write_text(json.dumps(study.as_json(), indent=1))
     draw(study, folder)
     (folder / "study.html").write_text(html(study, folder))
@@ -35,7 +35,9 @@ def draw(study: Study, folder: Path) -> None:
     curves = {row.name: [(float(p.step), p.loss) for p in row.curve() if p.loss < float("inf")] for row in shown}
     late = {name: points[-max(2, len(points) * 7 // 8) :] for name, points in curves.items() if points}
     plot_curves(late, folder / "curves.png", "step", "validation loss, mean over seeds")
-    plot_losses({row.name: row.losses for row in study.rows if row.runs}, study.baseline.name, folder / "losses.png")
+    differences = {row.name: [-gain for gain in study.gains(row)] for row in study.rows if row.runs}
+    xlabel = "final validation loss minus the best plain model's, same seed"
+    plot_differences(differences, folder / "differences.png", xlabel)
 
 
 def html(study: Study, folder: Path) -> str:
@@ -49,7 +51,7 @@ def html(study: Study, folder: Path) -> str:
     )
     pictures = "".join(
         f'<p><img alt="{alt}" src="data:image/png;base64,{_base64(folder / name)}"></p>'
-        for name, alt in (("losses.png", "final losses by seed"), ("curves.png", "validation loss over steps"))
+        for name, alt in (("differences.png", "final losses by seed"), ("curves.png", "validation loss over steps"))
     )
     findings = "".join(f"<li>{escape(sentence)}</li>" for sentence in study.findings())
     budget = " or ".join(f"{study.about[unit]} {unit}" for unit in ("steps", "seconds") if study.about[unit])

@@ -125,7 +125,7 @@ class Study:
         return self.table()
 
     def table(self) -> Table:
-        table = Table(box=box.SIMPLE_HEAD)
+        table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         table.add_column("", no_wrap=True)
         for title in _TITLES:
             table.add_column(title, justify="right", no_wrap=True)
@@ -189,7 +189,7 @@ _TITLES = (
     "loss",
     "seeds\nbetter",
     "steps to\nbaseline's",
-    "seconds",
+    "the same\nin seconds",
     "step time\n× plain",
     "kept\nMiB",
     "learned\nweights",

@@ -43,8 +43,8 @@ def study(
     runs are compared. A topology that does not start as the plain model is run with its weights frozen, too.
 
     All runs are kept in ``storage``: call it again after a kill, or with more topologies, and it goes on. Several
-    processes, on several machines, can work at one storage. The table, `study.json`, `curves.png`, `losses.png` and
-    `study.html` go to ``out``.
+    processes, on several machines, can work at one storage. ``study.html``, which shows all that was found,
+    ``study.json``, ``curves.png`` and ``differences.png`` go to ``out``.
 
     Args:
         task: what is trained.

@@ -132,14 +132,21 @@ def best(results: Sequence[Result]) -> Result | None:
 
 
 def next_setting(start: Setting, results: Sequence[Result], busy: Sequence[Setting]) -> Setting | None:
-    """What to try next: ``start``, then all neighbours of the best so far; None where all have been tried.
+    """What to try next; None where nothing is left to try.
 
-    With one value it climbs until both neighbours are worse. A function of what is in the storage, so that a search
-    goes on where it was.
+    That is ``start``, then all neighbours of the best so far: with one value it climbs until both are worse. Where all
+    runs diverged, it is a lower rate. A function of what is in the storage, so that a search goes on where it was.
+
+    Args:
+        busy: settings that other processes are at.
     """
     tried = [*(result.setting for result in results), *busy]
     centre = best(results)
-    candidates = [start, *(neighbours(centre.setting) if centre else ())]
+    if centre:
+        candidates = list(neighbours(centre.setting))
+    else:
+        lowest = min((setting["rate"] for setting in tried), default=start["rate"])
+        candidates = [start, {**start, "rate": lowest / STEPS["rate"] ** 2}]
     return next((setting for setting in candidates if not any(_equal(setting, other) for other in tried)), None)
 
 
