@@ -18,6 +18,8 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "hc-dynamic-2": ("hc-dynamic", {"streams": 2}),
     "frac-hc-static": ("frac-hc", {"dynamic": False}),
     "laurel-rw-softmax": ("laurel-rw", {"total": 1.0}),
+    "residual-scale-branch": ("residual-scale", {"branch": True}),
+    "residual-scale-all": ("residual-scale", {"branch": True, "bias": True}),
     "attnres-scaled": ("attnres", {"scaled": True}),
     "attnres-groups": ("attnres", {"scaled": True, "block": 2}),
 }
