@@ -11,4 +11,4 @@ register_transformers("inkling2", "inkling2_text", description="Inkling 2", lear
 register_transformers("muse_spark", "muse_spark_text", description="Muse Spark", learned="variance-preserving gates")
 register_transformers("doge", description="Doge", learned="learned scales of the shortcuts")
 register_transformers("zaya", description="ZAYA1", learned="learned scales and biases of shortcuts and branches")
-register_transformers("neomme", description="NeoMME", learned="learned weights of each block's input and the embeddings")
+register_transformers("neomme", description="NeoMME", learned="learned mixes of blocks' inputs and the embeddings")

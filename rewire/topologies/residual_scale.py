@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rewire.topologies.base import Dims, Granularity, Start
 from rewire.topologies.registry import register_topology
-from rewire.topologies.scaled_sum import Scales, ScaledSum
+from rewire.topologies.scaled_sum import ScaledSum, Scales
 
 
 @register_topology("residual-scale")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from rewire.kernels.mix import Mix, pending_mix
 from rewire.topologies.base import Dims, Recurrence, States
-from rewire.topologies.program import Program, Term, recurrence
+from rewire.topologies.program import Program, Term, Weight, recurrence
 
 
 class Scales(NamedTuple):
@@ -60,6 +61,9 @@ class ScaledSum(Recurrence[Scales]):
         return recurrence(shortcuts, None if weights.branch is None else _entries(weights.branch))
 
 
-def _entries(scales: Tensor) -> list[float] | list[Tensor]:
+def _entries(scales: Tensor) -> Sequence[Weight]:
     """Of [T] or [T, D], one entry for each unit."""
-    return scales.tolist() if scales.dim() == 1 else list(scales.unbind())
+    if scales.dim() > 1:
+        return scales.unbind()
+    numbers: list[float] = scales.tolist()
+    return numbers

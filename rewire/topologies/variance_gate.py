@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rewire.topologies.base import Dims, Granularity, Start, no_preserving_start
 from rewire.topologies.registry import register_topology
-from rewire.topologies.scaled_sum import Scales, ScaledSum
+from rewire.topologies.scaled_sum import ScaledSum, Scales
 
 Form = Literal["gate", "difference"]
 _SMALLEST = 1e-3  # of 1 - b^2, as in transformers
