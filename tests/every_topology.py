@@ -20,6 +20,7 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "laurel-rw-softmax": ("laurel-rw", {"total": 1.0}),
     "laurel-rw-lr": ("laurel-lr", {"total": 1.0}),
     "laurel-rw-lr-pa": ("laurel-pa", {"total": 2.0}),
+    "x0-lambdas-state": ("x0-lambdas", {"shortcut": "state"}),
     "residual-scale-branch": ("residual-scale", {"branch": True}),
     "residual-scale-all": ("residual-scale", {"branch": True, "bias": True}),
     "attnres-scaled": ("attnres", {"scaled": True}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,8 @@ from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
 
+Shortcut = Literal["mix", "state"]
+
 
 @register_topology("x0-lambdas")
 @dataclasses.dataclass(frozen=True)
@@ -22,15 +24,30 @@ class X0Lambdas(Recurrence[Tensor]):
 
     ``r_t = l_t x_{t-1} + m_t x_0`` and ``x_t = r_t + f_t``; the trunk's output is ``x_T``. (nanochat/gpt.py,
     ``resid_lambdas`` and ``x0_lambdas``; in modded-nanogpt ``lambdas`` of each block.) The states are ``x_0`` and
-    ``x_t``, or inside a unit ``r_t``. Of unit 1 only the sum l + m counts.
+    ``x_t``, or inside a unit what the branch is added to. Of unit 1 only the sum l + m counts.
+
+    With ``shortcut="state"`` the mix is only read: ``x_t = x_{t-1} + f_t``. That is NeoMME (transformers'
+    ``NeoMMEEncoderLayer``), for its attentions; at sublayer granularity its MLPs are units with ``l = 1``, ``m = 0``.
 
     **Preserving start**, as in modded-nanogpt: ``l = 1``, ``m = 0``, the original network, bitwise, with full
     gradients at once.
 
     **Paper start**, as in nanochat: from the first unit to the last, l falls from 1.15 to 1.05, m from 0.2 to 0.05.
+
+    Args:
+        shortcut: what the branch is added to, "mix" or "state".
+
+    Raises:
+        ValueError: shortcut is neither.
     """
 
     granularity: ClassVar[Granularity] = "block"
+
+    shortcut: Shortcut = "mix"
+
+    def __post_init__(self) -> None:
+        if self.shortcut not in get_args(Shortcut):
+            raise ValueError(f"shortcut={self.shortcut!r}: it has to be one of 'mix', 'state'.")
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``resid_lambdas`` and ``x0_lambdas``, l and m, float32 [T]."""
@@ -51,7 +68,7 @@ class X0Lambdas(Recurrence[Tensor]):
     def read(self, states: States, weights: Tensor, t: int) -> tuple[Tensor, States]:
         first, x = states
         r = mix((x, first), weights[t - 1])
-        return r, (first, r)
+        return r, (first, r if self.shortcut == "mix" else x)
 
     def merge(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> Tensor:
         x: Tensor = states[1]
@@ -75,7 +92,8 @@ class X0Lambdas(Recurrence[Tensor]):
         units = []
         for t, (newest, first) in enumerate(weights.tolist(), start=1):
             read = Line(f"r{t}", (Term(f"x{t - 1}", newest), Term("x0", first)))
-            written = Line(f"x{t}", (Term(f"r{t}", 1.0, fixed=True), Term(branch_of(t), 1.0)))
+            kept = Term(f"r{t}" if self.shortcut == "mix" else f"x{t - 1}", 1.0, fixed=True)
+            written = Line(f"x{t}", (kept, Term(branch_of(t), 1.0)))
             units.append(Unit((read,), f"r{t}", (written,)))
         rows, columns = [f"r{t + 1}" for t in range(dims.depth)], [f"x{t}" for t in range(dims.depth)]
         return Program(tuple(units), (), f"x{dims.depth}", tuple(rows), tuple(columns))

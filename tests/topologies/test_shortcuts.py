@@ -19,6 +19,7 @@ WIDTH = 6
 net = functools.partial(toy_nets.net, width=WIDTH)
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "x0-lambdas": ("x0-lambdas", {}),
+    "x0-lambdas, state": ("x0-lambdas", {"shortcut": "state"}),
     "unet": ("unet", {}),
     "scale": ("residual-scale", {}),
     "scale, bias": ("residual-scale", {"bias": True}),
@@ -42,11 +43,11 @@ def drawn(topology: Topology, depth: int) -> dict[str, Tensor]:
 def naive(key: str, x: Tensor, blocks: list[nn.Module], parameters: dict[str, Tensor]) -> Tensor:
     """The models' own lines, unit by unit."""
     p, depth = {name: value.double() for name, value in parameters.items()}, len(blocks)
-    if key == "x0-lambdas":
+    if key.startswith("x0-lambdas"):
         first = x
         for i, block in enumerate(blocks):
-            x = p["resid_lambdas"][i] * x + p["x0_lambdas"][i] * first
-            x = x + block(x)
+            mix = p["resid_lambdas"][i] * x + p["x0_lambdas"][i] * first
+            x = (mix if key == "x0-lambdas" else x) + block(mix)
         return x
     if key == "unet":
         pairs = depth // 2
@@ -194,6 +195,8 @@ def test_compiles_in_one_graph(key: str) -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match=r"temperature=0.*positive"):
         make_topology("variance-gate", {"temperature": 0})
+    with pytest.raises(ValueError, match=r"shortcut='block'.*'mix', 'state'"):
+        make_topology("x0-lambdas", {"shortcut": "block"})
     with pytest.raises(ValueError, match=r"form='exact'.*'gate', 'difference'"):
         make_topology("variance-gate", {"form": "exact"})
     with pytest.raises(UnsupportedTopology, match=r"variance-gate.*never both 1.*start='paper'"):
