@@ -113,6 +113,7 @@ class LaurelLR(Recurrence[LowRank]):
 
     granularity: ClassVar[Granularity] = _GRANULARITY
     needs_width: ClassVar[bool] = True
+    matrices: ClassVar[frozenset[str]] = frozenset({"down", "up"})
 
     rank: int = 16
     total: float | None = dataclasses.field(default=None, kw_only=True)
