@@ -12,12 +12,18 @@ from rewire.errors import RewireError, UnsupportedTopology
 
 
 def parameter_groups(
-    model: nn.Module, *, lr: float, weight_decay: float, connection_lr: float | None = None
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    connection_lr: float | None = None,
+    decay_matrices: bool = False,
 ) -> list[dict[str, Any]]:
     """Parameters of ``model`` for a torch optimiser, the connection weights in a group of their own, without decay.
 
     Weight decay would pull them towards 0, which is no neutral value: logits towards equal weights, scales towards
-    branches that are switched off. Works on sharded and on plain models, too, and after adapters were added: parameters
+    branches that are switched off. Matrices that compute weights from the input, or map states, are another matter:
+    0 is where many of them start. Works on sharded and on plain models, too, and after adapters were added: parameters
     without gradients are left out.
 
     Args:
@@ -25,21 +31,29 @@ def parameter_groups(
         lr: learning rate.
         weight_decay: of all but the connection weights.
         connection_lr: learning rate of the connection weights; default: ``lr``.
+        decay_matrices: weight decay for the matrices among the connection weights, too (``Topology.matrices``): the
+            low-rank maps of LAuReL, and the projections of muddformer, hc-dynamic, frac-hc and mhc.
 
     Returns:
-        Groups for ``torch.optim.AdamW(groups)``: all other parameters, then the connection weights; none is empty.
+        Groups for ``torch.optim.AdamW(groups)``: all other parameters, then the connection weights, then with
+        ``decay_matrices`` the matrices among these; none is empty.
 
     Example:
         >>> groups = rewire.parameter_groups(rewired, lr=1e-3, weight_decay=0.1, connection_lr=1e-2)
         >>> optimizer = torch.optim.AdamW(groups)
     """
-    learned = {id(p): p for connection in connections(model).values() for p in connection.parameters()}
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in learned]
-    own = [p for p in learned.values() if p.requires_grad]
+    own: list[nn.Parameter] = []
+    matrices: list[nn.Parameter] = []
+    for connection in connections(model).values():
+        decayed = connection.layout.topology.matrices if decay_matrices else ()
+        for name, parameter in connection.named_parameters():
+            (matrices if name in decayed else own).append(parameter)
+    learned = {id(p) for p in (*own, *matrices)}
+    others = [p for p in model.parameters() if id(p) not in learned]
     rate = lr if connection_lr is None else connection_lr
-    groups = [
-        {"params": others, "lr": lr, "weight_decay": weight_decay},
-        {"params": own, "lr": rate, "weight_decay": 0.0},
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.requires_grad], "lr": its_lr, "weight_decay": decay}
+        for parameters, its_lr, decay in ((others, lr, weight_decay), (own, rate, 0.0), (matrices, rate, weight_decay))
     ]
     return [group for group in groups if group["params"]]
 

@@ -18,12 +18,17 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "hc-dynamic-2": ("hc-dynamic", {"streams": 2}),
     "frac-hc-static": ("frac-hc", {"dynamic": False}),
     "laurel-rw-softmax": ("laurel-rw", {"total": 1.0}),
+    "laurel-rw-lr": ("laurel-lr", {"total": 1.0}),
+    "laurel-rw-lr-pa": ("laurel-pa", {"total": 2.0}),
+    "x0-lambdas-state": ("x0-lambdas", {"shortcut": "state"}),
+    "residual-scale-branch": ("residual-scale", {"branch": True}),
+    "residual-scale-all": ("residual-scale", {"branch": True, "bias": True}),
     "attnres-scaled": ("attnres", {"scaled": True}),
     "attnres-groups": ("attnres", {"scaled": True, "block": 2}),
 }
 
 #: Those whose formulas have no start that equals the plain residual network.
-NOT_PRESERVING = {"ancre-constant", "laurel-rw-softmax", "attnres"}
+NOT_PRESERVING = {"ancre-constant", "attnres"}
 
 #: Those that connect what branches add, which has no meaning where a norm follows the add.
 PRE_NORM_ONLY = {

@@ -37,6 +37,22 @@ def test_groups_that_would_be_empty_are_left_out() -> None:
     assert len(group["params"]) == 1 and group["weight_decay"] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("topology", "matrices"),
+    [("laurel-lr", 2), ("hc-dynamic", 1), ("mhc", 1), ("frac-hc", 1), ("muddformer", 2), ("denseformer", 0)],
+)
+def test_matrices_among_the_connections_decay_if_asked_for(topology: str, matrices: int) -> None:
+    model = rewire.compile(Stack(PreNorm), topology, example_inputs=(vectors(),))
+    groups = rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1, connection_lr=1e-2, decay_matrices=True)
+    decays = {id(p): (group["weight_decay"], group["lr"]) for group in groups for p in group["params"]}
+    assert len(decays) == len(list(model.parameters()))
+    (connection,) = rewire.connections(model).values()
+    names = connection.layout.topology.matrices & dict(connection.named_parameters()).keys()
+    assert len(names) == matrices
+    for name, weight in connection.named_parameters():
+        assert decays[id(weight)] == (0.1 if name in names else 0.0, 1e-2)
+
+
 def test_tied_weights_count_once() -> None:
     model = mixed(tiny_model("t5"))
     others, own = rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1)

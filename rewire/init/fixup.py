@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from rewire.init import rules
 from rewire.init.registry import Initializer, Rule, register_initializer
@@ -17,14 +18,30 @@ class Fixup(Initializer):
     Weights inside a branch get He's standard deviation times ``L^(-1 / (2m - 2))``, with L branches in the model and m
     weights on the longest way through this one (Section 3, rule 2). Biases become zero. Fixup's learned scalars (rule
     3), which make up for the norms that it leaves out, are not added: that is a change of architecture.
+
+    He's standard deviation is ``sqrt(2 / fan)``. The paper leaves open which fan; its authors' code takes the number of
+    outputs of an input (fan-out) for the convolutions in branches.
+
+    Args:
+        fan: "in", or "out".
+
+    Raises:
+        ValueError: fan is neither.
     """
+
+    fan: Literal["in", "out"] = "in"
+
+    def __post_init__(self) -> None:
+        if self.fan not in ("in", "out"):
+            raise ValueError(f"fan={self.fan!r}: it has to be one of 'in', 'out'.")
 
     def rule(self, weight: Weight, roles: Roles) -> Rule | None:
         if weight.role in ZERO:
             return rules.zeros()
         if weight.role not in MATRICES:
             return None
+        std = rules.kaiming_std(weight.fan_in if self.fan == "in" else weight.fan_out)
         if not weight.branch:
-            return rules.kaiming()
+            return rules.normal(std)
         scale = roles.branches ** (-1 / (2 * max(weight.depth, 2) - 2))
-        return rules.normal(rules.kaiming_std(weight.fan_in) * scale, f", L={roles.branches}, m={weight.depth}")
+        return rules.normal(std * scale, f", L={roles.branches}, m={weight.depth}")

@@ -34,8 +34,8 @@ def orthogonal() -> Rule:
     return Rule("orthogonal", lambda values, generator: nn.init.orthogonal_(values, generator=generator))
 
 
-def kaiming_std(fan_in: int) -> float:
-    return math.sqrt(2.0 / fan_in)
+def kaiming_std(fan: int) -> float:
+    return math.sqrt(2.0 / fan)
 
 
 def constant(value: float) -> Rule:

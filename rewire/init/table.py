@@ -81,6 +81,12 @@ class Weight:
         """Inputs of one output: in, or in / groups times the taps of a kernel."""
         return math.prod(self.shape[2 if self.layout.stacked else 1 :])
 
+    @property
+    def fan_out(self) -> int:
+        """Outputs of one input: out / groups, times the taps of a kernel."""
+        first = 1 if self.layout.stacked else 0
+        return self.shape[first] // self.groups * math.prod(self.shape[first + 2 :])
+
 
 @dataclasses.dataclass(frozen=True)
 class Roles:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import linecache
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FunctionType
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
-from rewire.passes.adds import Add
+from rewire.passes.adds import CASTS, Add
 from rewire.passes.copies import own_inputs, private, seeded, shared
 from rewire.passes.flow import Flow, Op
 from rewire.passes.follow import follow
@@ -271,10 +271,16 @@ def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:
     branch, kind = named(add)
     name = f"{block}.{branch}" if block else branch
     post = tuple(dict.fromkeys(_called_in(op, block, len(scopes)) for op in add.post))
-    site = Site(name, block, branch, kind, post, *channels_of(add, flow.users[add.state]))
+    site = Site(name, block, branch, kind, post, *channels_of(add, list(_readers(flow, add.state))))
     for pattern in reversed(patterns):
         site = dataclasses.replace(site, kind=pattern.kind(site))
     return site
+
+
+def _readers(flow: Flow, state: Op) -> Iterator[Op]:
+    """What reads a state, as it is or cast."""
+    for user in flow.users[state]:
+        yield from _readers(flow, user) if user.name in CASTS else (user,)
 
 
 def _called_in(op: Op, block: str, depth: int) -> str:

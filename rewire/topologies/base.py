@@ -73,6 +73,8 @@ class Topology(ABC, Generic[W]):
     needs_width: ClassVar[bool] = False
     #: Whether `read` returns `QKVInputs` for the units in ``Dims.attention``.
     reads_qkv: ClassVar[bool] = False
+    #: Learned weights that are matrices applied to states, by name, as a model's own linear maps are.
+    matrices: ClassVar[frozenset[str]] = frozenset()
 
     def for_start(self, start: Start) -> Topology[W]:
         """The topology itself; or another form of its formulas, which has such a start."""

@@ -246,6 +246,7 @@ class DynamicHyperConnections(HyperConnections):
 
     name: ClassVar[str] = "hc-dynamic"
     needs_width: ClassVar[bool] = True
+    matrices: ClassVar[frozenset[str]] = frozenset({"dynamic"})
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``static`` as without input; ``dynamic``, W, float32 [T, D, 1 + n + 1]; ``scale``, s, float32 [T, 2].
@@ -280,6 +281,7 @@ class FracConnections(Streams):
     """
 
     needs_width: ClassVar[bool] = True
+    matrices: ClassVar[frozenset[str]] = frozenset({"dynamic"})
 
     fractions: int = 4
     dynamic: bool = True

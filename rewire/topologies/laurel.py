@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from torch import Tensor
 from rewire.kernels.mix import mix
 from rewire.kernels.tokens import project
 from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, no_preserving_start, total
-from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
+from rewire.topologies.scaled_sum import ScaledSum, Scales
+
+Form = Literal["softmax", "difference"]
 
 # The paper speaks of layers and lets f be an attention, an MLP or a group of them. Its language models add 2N and
 # 2rND parameters for N layers (Section 3.2.1; Table 5 agrees): one connection for each transformer block.
@@ -22,67 +24,51 @@ _GRANULARITY: Granularity = "block"
 
 @register_topology("laurel-rw")
 @dataclasses.dataclass(frozen=True)
-class LaurelRW(Recurrence[Tensor]):
+class LaurelRW(ScaledSum):
     """LAuReL with residual weights: learned scalars on branch and shortcut (LAuReL-RW, arXiv 2411.07501).
 
-    ``x_t = a_t f_t + b_t x_{t-1}`` (Section 2.1). Unit t reads ``x_{t-1}``, the only state; the trunk's output is
-    ``x_T``. In post-norm blocks the sum passes the norm.
+    ``x_t = a_t f_t + b_t x_{t-1}`` (Section 2.1). States: see `ScaledSum`.
 
     The paper bounds a and b by "a normalization function such as softmax or sigmoid"; here
     ``(a_t, b_t) = total * softmax(c_t)``. **Both starts** are ``c = 0``, so ``a = b = total / 2``: with ``total=2``
     the original network, exactly (bitwise in float32 and float64), and at the softmax's steepest point. With
-    ``total=1``, the plain softmax, each unit halves branch and shortcut, and there is no preserving start.
+    ``total=1``, the plain softmax, each unit halves branch and shortcut.
+
+    For another total, ``start="preserve"`` takes ``form="difference"``, which is ours:
+    ``(a_t, b_t) = 1 + total * (softmax(c_t) - 1/2)``. At ``c = 0`` that is the original network, bitwise, and c has the
+    same gradient as in the other form. Then a and b add up to 2, and stay within ``1 - total / 2`` and
+    ``1 + total / 2``; for ``total=2`` both forms are the same.
 
     Args:
-        total: what a and b add up to, a positive number.
+        total: what a and b add up to, a positive number; in a difference, how far apart they get at most.
+        form: "softmax", the paper's, or "difference".
 
     Raises:
-        ValueError: total is not positive.
+        ValueError: total is not positive, or there is no such form.
     """
 
     granularity: ClassVar[Granularity] = _GRANULARITY
 
     total: float = 2.0
+    form: Form = "softmax"
 
     def __post_init__(self) -> None:
-        if not 0 < self.total < math.inf:
-            raise ValueError(f"total={self.total!r}: it has to be a positive number, like 2.0.")
+        _check_residual_weights(self.total, self.form)
+
+    def for_start(self, start: Start) -> LaurelRW:
+        return dataclasses.replace(self, form="difference") if start == "preserve" and self.total != 2 else self
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``logits``, float32 [T, 2]: c_t for t = 1..T, that of the branch first.
 
         Raises:
-            UnsupportedTopology: a preserving start with a total other than 2.
+            UnsupportedTopology: a preserving start of the softmax by itself, with a total other than 2.
         """
-        if start == "preserve" and self.total != 2:
-            why = f"with total={self.total} its weights start at {self.total / 2}, and they are 1 with total=2 only"
-            raise no_preserving_start("laurel-rw", why)
-        return {"logits": torch.zeros(dims.depth, 2)}
+        return {"logits": _start_logits("laurel-rw", self, dims, start)}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
-        """(a_t, b_t), float32 [T, 2]."""
-        return self.total * torch.softmax(parameters["logits"].float(), dim=1)
-
-    def read(self, states: States, weights: Tensor, t: int) -> tuple[Tensor, States]:
-        return states[0], states
-
-    def merge(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> Tensor:
-        a, b = weights[t - 1].unbind()
-        return mix((*states, *branches), (b, *[a] * len(branches)))
-
-    def push(self, states: States, weights: Tensor, t: int, x: Tensor) -> States:
-        return (x,)
-
-    def finish(self, states: States, weights: Tensor, dims: Dims) -> Tensor:
-        return states[0]
-
-    def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
-        """float32 [T, T]: ``b_t`` on the diagonal."""
-        return torch.diag(weights[:, 1])
-
-    def program(self, weights: Tensor, dims: Dims) -> Program:
-        scales, shortcuts = weights.T.tolist()
-        return recurrence([[Term(f"x{i}", b)] for i, b in enumerate(shortcuts)], scales)
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Scales:
+        """a and b, float32 [T]."""
+        return _residual_weights(parameters["logits"], self.total, self.form)
 
 
 class LowRank(NamedTuple):
@@ -91,11 +77,13 @@ class LowRank(NamedTuple):
     Attributes:
         down: A^T for each unit, [T, D, r].
         up: B^T for each unit, [T, r, D].
+        scales: a and b; None: all 1.
         gains: for t = 1..T in turn, the weights of unit t's states, oldest first; none in LAuReL-LR.
     """
 
     down: Tensor
     up: Tensor
+    scales: Scales | None = None
     gains: tuple[Tensor, ...] = ()
 
 
@@ -111,39 +99,64 @@ class LaurelLR(Recurrence[LowRank]):
     ``A_ji = 1 / sqrt(r D)`` where ``i mod r = j``, else 0. B has a gradient at once; A gets its through B, one step
     later. The product is computed in float32, under autocast too.
 
+    **With residual weights** (``total``), LAuReL-RW+LR: ``x_t = a_t f_t + b_t (x_{t-1} + B_t A_t x_{t-1})``
+    (Equation 5), a and b, their starts and forms being those of `LaurelRW`.
+
     Args:
         rank: r, 1 or more; cut to D, beyond which it adds nothing.
+        total: what a and b add up to, a positive number; None: there are none.
+        form: of a and b.
 
     Raises:
-        ValueError: the rank is below 1.
+        ValueError: an option is not one of those values.
     """
 
     granularity: ClassVar[Granularity] = _GRANULARITY
     needs_width: ClassVar[bool] = True
+    matrices: ClassVar[frozenset[str]] = frozenset({"down", "up"})
 
     rank: int = 16
+    total: float | None = dataclasses.field(default=None, kw_only=True)
+    form: Form = dataclasses.field(default="softmax", kw_only=True)
 
     def __post_init__(self) -> None:
         _check_count("rank", self.rank)
+        _check_residual_weights(self.total, self.form)
+
+    def for_start(self, start: Start) -> LaurelLR:
+        given = self.total not in (None, 2)
+        return dataclasses.replace(self, form="difference") if start == "preserve" and given else self
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``down``, float32 [T, D, r], and ``up``, float32 [T, r, D]: ``A_t^T`` and ``B_t^T``."""
+        """``down``, float32 [T, D, r], and ``up``, float32 [T, r, D]: ``A_t^T`` and ``B_t^T``.
+
+        With residual weights, ``logits``, too: those of `LaurelRW`.
+
+        Raises:
+            UnsupportedTopology: a preserving start of the softmax by itself, with a total other than 2.
+        """
         rank = min(self.rank, dims.width)
         down = torch.zeros(dims.width, rank)
         channels = torch.arange(dims.width)
         down[channels, channels % rank] = (rank * dims.width) ** -0.5
-        return {"down": down.repeat(dims.depth, 1, 1), "up": torch.zeros(dims.depth, rank, dims.width)}
+        values = {"down": down.repeat(dims.depth, 1, 1), "up": torch.zeros(dims.depth, rank, dims.width)}
+        return values if self.total is None else {**values, "logits": _start_logits("laurel-lr", self, dims, start)}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> LowRank:
-        return LowRank(parameters["down"].float(), parameters["up"].float())
+        scales = None if self.total is None else _residual_weights(parameters["logits"], self.total, self.form)
+        return LowRank(parameters["down"], parameters["up"], scales)
 
     def read(self, states: States, weights: LowRank, t: int) -> tuple[Tensor, States]:
         return states[-1], states
 
     def merge(self, states: States, weights: LowRank, t: int, *branches: Tensor) -> Tensor:
-        x = total((states[-1], *branches))  # in the model's own order: bitwise equality at B = 0
+        x, scales = states[-1], weights.scales
         low = project(self._mapped(states, weights, t), weights.down[t - 1])  # [..., r]
-        return x + project(low, weights.up[t - 1]).to(x.dtype)
+        change = project(low, weights.up[t - 1]).to(x.dtype)
+        if scales is None or scales.branch is None:
+            return total((x, *branches)) + change  # in the model's own order: bitwise equality at B = 0
+        a, b = scales.branch[t - 1], scales.shortcut[t - 1]
+        return mix((x, *branches, change), (b, *[a] * len(branches), b))
 
     def push(self, states: States, weights: LowRank, t: int, x: Tensor) -> States:
         return (x,)
@@ -153,7 +166,8 @@ class LaurelLR(Recurrence[LowRank]):
 
     def matrix(self, weights: LowRank, dims: Dims) -> Tensor:
         """float32 [T, T]: the mean diagonal of the D x D matrix that multiplies each state."""
-        return torch.diag(1 + _mean_diagonal(weights, dims))
+        diagonal = 1 + _mean_diagonal(weights, dims)
+        return torch.diag(diagonal if weights.scales is None else diagonal * weights.scales.shortcut)
 
     def _mapped(self, states: States, weights: LowRank, t: int) -> Tensor:
         """What the low-rank map of unit t is applied to."""
@@ -167,7 +181,9 @@ class LaurelPA(LaurelLR):
 
     ``x_t = f_t + x_{t-1} + sum_j g_tj h_t(x_j)`` over the last k states ``x_{t-k} .. x_{t-1}`` (Equation 4; fewer
     while t < k), with ``h_t(x) = B_t A_t x``, one for all k. As h is linear, the states are summed first and mapped
-    once. The states kept are those k; everything else is as in `LaurelLR`.
+    once. The states kept are those k; everything else is as in `LaurelLR`. With residual weights (``total``) it is
+    LAuReL-RW+LR+PA: ``x_t = a_t f_t + b_t (x_{t-1} + sum_j g_tj h_t(x_j))`` (Equation 6, where each j has a map of its
+    own).
 
     **Both starts**: A and B as in `LaurelLR`, so again the original network, bitwise. The paper gives no start for g;
     it is 1 here, so that B has a gradient at once. A and g get theirs through B, one step later.
@@ -175,9 +191,10 @@ class LaurelPA(LaurelLR):
     Args:
         rank: r, 1 or more; cut to D, beyond which it adds nothing.
         last: k, 1 or more.
+        total, form: of a and b, as in `LaurelLR`.
 
     Raises:
-        ValueError: an option is below 1.
+        ValueError: an option is not one of those values.
     """
 
     last: int = 3  # Section 4.3
@@ -194,7 +211,7 @@ class LaurelPA(LaurelLR):
         return {**super().parameters(dims, start), "gains": torch.ones(sum(self._counts(dims)))}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> LowRank:
-        gains = parameters["gains"].float().split(self._counts(dims))
+        gains = parameters["gains"].split(self._counts(dims))
         return super().weights(parameters, dims)._replace(gains=gains)
 
     def push(self, states: States, weights: LowRank, t: int, x: Tensor) -> States:
@@ -205,7 +222,7 @@ class LaurelPA(LaurelLR):
         table = torch.eye(dims.depth, device=weights.up.device)
         for row, (gains, diagonal) in enumerate(zip(weights.gains, _mean_diagonal(weights, dims), strict=True)):
             table[row, row + 1 - len(gains) : row + 1] += gains * diagonal
-        return table
+        return table if weights.scales is None else table * weights.scales.shortcut[:, None]
 
     def _mapped(self, states: States, weights: LowRank, t: int) -> Tensor:
         return mix(states, weights.gains[t - 1])
@@ -215,9 +232,30 @@ class LaurelPA(LaurelLR):
         return [min(t, self.last) for t in range(1, dims.depth + 1)]
 
 
+def _start_logits(name: str, topology: LaurelRW | LaurelLR, dims: Dims, start: Start) -> Tensor:
+    if start == "preserve" and topology.form == "softmax" and topology.total != 2:
+        why = f"with total={topology.total} a and b start at {(topology.total or 0) / 2}; form='difference' starts at 1"
+        raise no_preserving_start(name, why)
+    return torch.zeros(dims.depth, 2)
+
+
+def _residual_weights(logits: Tensor, total: float, form: Form) -> Scales:
+    """a and b of c, [T, 2]."""
+    shares = torch.softmax(logits, dim=1)
+    branch, shortcut = (total * shares if form == "softmax" else 1 + total * (shares - 0.5)).unbind(1)
+    return Scales(shortcut, branch)
+
+
 def _mean_diagonal(weights: LowRank, dims: Dims) -> Tensor:
     """float32 [T]: the mean diagonal of ``B_t A_t``."""
     return (weights.down * weights.up.transpose(1, 2)).sum((1, 2)) / dims.width
+
+
+def _check_residual_weights(total: float | None, form: Form) -> None:
+    if total is not None and not 0 < total < math.inf:
+        raise ValueError(f"total={total!r}: it has to be a positive number, like 2.0.")
+    if form not in get_args(Form):
+        raise ValueError(f"form={form!r}: it has to be one of 'softmax', 'difference'.")
 
 
 def _check_count(option: str, value: int) -> None:

@@ -62,6 +62,7 @@ class ManifoldHyperConnections(ParallelStreams):
 
     name: ClassVar[str] = "mhc"
     needs_width: ClassVar[bool] = True
+    matrices: ClassVar[frozenset[str]] = frozenset({"dynamic"})
     fewest: ClassVar[int] = 2  # a sigmoid is never 1
 
     iterations: int = 20

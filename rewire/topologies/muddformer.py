@@ -65,6 +65,7 @@ class MUDDFormer(Recurrence[Weights]):
 
     granularity: ClassVar[Granularity] = "block"  # Equation 3: aggregates stand between blocks
     needs_width: ClassVar[bool] = True
+    matrices: ClassVar[frozenset[str]] = frozenset({"w1", "w2"})
     reads_qkv: ClassVar[bool] = True
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:

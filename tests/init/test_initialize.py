@@ -134,6 +134,25 @@ def test_fixup_scales_by_branches_and_their_depth() -> None:
     assert not model[3].f[2].weight.any() and not model[-1].weight.any() and not model[3].f[0].bias.any()
 
 
+def test_fixup_of_the_authors_counts_outputs() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Sequential(nn.Conv2d(32, 128, 3, padding=1), nn.Conv2d(128, 32, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.f(x)
+
+    stem = nn.Conv2d(4, 32, 3, padding=1, groups=2)
+    model = nn.Sequential(stem, *[Block() for _ in range(9)])
+    for fan, inner, first in (("in", 32 * 9, 2 * 9), ("out", 128 * 9, 16 * 9)):
+        rewire.initialize(model, "fixup", fan=fan, generator=generator())
+        assert abs(spread(model[1].f[0].weight) / ((2 / inner) ** 0.5 * 9**-0.5) - 1) < 0.03
+        assert abs(spread(stem.weight) / (2 / first) ** 0.5 - 1) < 0.1
+    with pytest.raises(ValueError, match=r"fan='both'.*'in', 'out'"):
+        rewire.initialize(model, "fixup", fan="both")
+
+
 def test_near_identity_and_mzas_variances() -> None:
     model = nn.Sequential(*[nn.Linear(100, 100, bias=False) for _ in range(4)])
     rewire.initialize(model, "near-identity", generator=generator())

@@ -103,6 +103,21 @@ def test_a_map_between_stages_splits_them() -> None:
     assert ({site.width for site in narrow.sites}, {site.width for site in wide.sites}) == ({16}, {WIDTH})
 
 
+class CastNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mixer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mixer(self.norm(x.to(dtype=self.norm.weight.dtype)))
+
+
+def test_the_width_is_read_behind_a_cast() -> None:
+    net = nn.Sequential(CastNorm(), CastNorm(), CastNorm())
+    (trunk,) = rewire.inspect(net).trunks
+    assert {site.width for site in trunk.sites} == {WIDTH}
+
+
 class MapInside(nn.Module):
     """One list of blocks, with a linear map in the middle of the loop."""
 

@@ -172,7 +172,15 @@ def test_diffusers_dit() -> None:
     check_qkv(model, pattern, trunk)
 
 
-LEARNED = {"deepseek_v4": "mHC", "gemma3n_text": "LAuReL", "inkling2_text": "attention residuals"}
+LEARNED = {
+    "deepseek_v4": "mHC",
+    "gemma3n_text": "LAuReL",
+    "inkling2_text": "attention residuals",
+    "muse_spark_text": "gates",
+    "doge": "scales",
+    "zaya": "biases",
+    "neomme": "embeddings",
+}
 
 
 @pytest.mark.parametrize("model_type", LEARNED)

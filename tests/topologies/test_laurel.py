@@ -14,35 +14,49 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextLaurelBlock
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import Topology, list_topologies, make_topology
-from rewire.topologies.base import Dims, States
+from rewire.topologies.base import Dims, States, materialize
 from rewire.topologies.laurel import LaurelLR, LaurelPA, LaurelRW
 
 WIDTH = 6
 net = functools.partial(toy_nets.net, width=WIDTH)
-VARIANTS = [LaurelRW(), LaurelRW(total=1.0), LaurelLR(rank=2), LaurelPA(rank=2), LaurelPA(rank=3, last=1)]
-PRESERVING = [LaurelRW(), LaurelLR(rank=4), LaurelPA(rank=4, last=2)]
+DIFFERENCE: Any = {"total": 1.0, "form": "difference"}
+COMBINED = [LaurelLR(rank=2, total=1.0), LaurelLR(rank=2, **DIFFERENCE), LaurelPA(rank=2, last=2, total=2.0)]
+VARIANTS = [
+    *(LaurelRW(), LaurelRW(total=1.0), LaurelRW(**DIFFERENCE), LaurelLR(rank=2), LaurelPA(rank=2)),
+    *(LaurelPA(rank=3, last=1), *COMBINED),
+]
+PRESERVING = [
+    *(LaurelRW(), LaurelRW(**DIFFERENCE), LaurelLR(rank=4), LaurelPA(rank=4, last=2)),
+    *(LaurelLR(rank=4, **DIFFERENCE), LaurelPA(rank=4, last=2, **DIFFERENCE), LaurelPA(rank=4, total=2.0)),
+]
 
 
 def naive(topology: Topology, x: Tensor, blocks: list[nn.Module], parameters: dict[str, Tensor]) -> Tensor:
-    """Sections 2.1 to 2.3 as written."""
+    """Sections 2.1 to 2.3 and Equations 5 and 6 as written; the weights of a difference as they are documented."""
     p = {name: value.double() for name, value in parameters.items()}
     xs = [x]
     first_gain = 0
     for i, block in enumerate(blocks):
         f, x = block(xs[-1]), xs[-1]
-        if isinstance(topology, LaurelRW):
+        a, b = torch.ones(2, dtype=torch.float64)
+        if "logits" in p:
             e_a, e_b = p["logits"][i, 0].exp(), p["logits"][i, 1].exp()
-            xs.append(topology.total * (e_a * f + e_b * x) / (e_a + e_b))
+            a, b = topology.total * e_a / (e_a + e_b), topology.total * e_b / (e_a + e_b)  # type: ignore[attr-defined]
+            if topology.form == "difference":  # type: ignore[attr-defined]
+                a, b = a + 1 - topology.total / 2, b + 1 - topology.total / 2  # type: ignore[attr-defined]
+        if isinstance(topology, LaurelRW):
+            xs.append(a * f + b * x)
             continue
         ba = torch.einsum("dr,re->ed", p["down"][i], p["up"][i])  # B A, [out, in]
-        new = f + x
+        shortcut = x
         if isinstance(topology, LaurelPA):
             used = xs[-topology.last :]
             for j, state in enumerate(used):
-                new = new + p["gains"][first_gain + j] * (ba @ state.unsqueeze(-1)).squeeze(-1)
+                shortcut = shortcut + p["gains"][first_gain + j] * (ba @ state.unsqueeze(-1)).squeeze(-1)
             first_gain += len(used)
         else:
-            new = new + (ba @ x.unsqueeze(-1)).squeeze(-1)
+            shortcut = shortcut + (ba @ x.unsqueeze(-1)).squeeze(-1)
+        new = a * f + b * shortcut
         xs.append(new)
     assert "gains" not in p or first_gain == len(p["gains"])
     return xs[-1]
@@ -69,7 +83,7 @@ def test_formulas(topology: Topology, depth: int) -> None:
     got = run(topology, topology.weights(parameters, Dims(depth, WIDTH)), x, blocks)
     want = naive(topology, x, blocks, parameters)
     # a and b come from a float32 softmax; everything else is float64 from float32 parameters.
-    close = {"rtol": 1e-5, "atol": 1e-5} if isinstance(topology, LaurelRW) else {}
+    close: Any = {"rtol": 1e-5, "atol": 1e-5} if "logits" in parameters else {}
     torch.testing.assert_close(got, want, **close)
     inputs, upstream = (x, *parameters.values(), *nn.ModuleList(blocks).parameters()), torch.randn_like(x)
     grads = [torch.autograd.grad(out, inputs, upstream) for out in (got, want)]
@@ -87,9 +101,9 @@ def test_starts_as_the_plain_network_bitwise(topology: Topology, dtype: torch.dt
     assert out.dtype == dtype
     assert torch.equal(out, plain(x, blocks))
     assert torch.equal(topology.matrix(weights, Dims(5, WIDTH)), torch.eye(5))
-    if dtype != torch.bfloat16 or not isinstance(topology, LaurelRW):
+    if dtype != torch.bfloat16 or "logits" not in parameters:
         f, g = torch.randn(2, 4, WIDTH).to(dtype)
-        assert torch.equal(topology.merge((x,), weights, 1, f, g), x + f + g)  # branches in parallel
+        assert torch.equal(materialize(topology.merge((x,), weights, 1, f, g)), x + f + g)  # branches in parallel
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
@@ -152,7 +166,7 @@ def test_post_norm_passes_the_sum_through_the_norm() -> None:
     x, y, f, normed = torch.randn(4, 3, WIDTH)
     rw, pa = LaurelRW(), LaurelPA(rank=2, last=2)
     weights = rw.weights(drawn(rw, 1), Dims(1, WIDTH))
-    torch.testing.assert_close(rw.merge((x,), weights, 1, f), weights[0, 0] * f + weights[0, 1] * x)
+    torch.testing.assert_close(rw.merge((x,), weights, 1, f).value(), weights.branch[0] * f + weights.shortcut[0] * x)
     assert rw.push((x,), weights, 1, normed) == (normed,)
     assert LaurelLR().push((x,), None, 1, normed) == (normed,)
     assert pa.push((x, y), None, 3, normed) == (y, normed)
@@ -161,7 +175,7 @@ def test_post_norm_passes_the_sum_through_the_norm() -> None:
 def test_matrices() -> None:
     rw, pa = LaurelRW(), LaurelPA(rank=2, last=2)
     weights = rw.weights(drawn(rw, 3), Dims(3, WIDTH))
-    assert torch.equal(rw.matrix(weights, Dims(3, WIDTH)), torch.diag(weights[:, 1]))
+    assert torch.equal(rw.matrix(weights, Dims(3, WIDTH)), torch.diag(weights.shortcut))
     parameters = drawn(pa, 3)
     want = torch.eye(3)
     for t, (first, count) in enumerate([(0, 1), (0, 2), (1, 2)], start=1):
@@ -169,6 +183,10 @@ def test_matrices() -> None:
         for j in range(count):
             want[t - 1, first + j] += parameters["gains"][[0, 1, 3][t - 1] + j] * trace
     torch.testing.assert_close(pa.matrix(pa.weights(parameters, Dims(3, WIDTH)), Dims(3, WIDTH)), want)
+    combined = LaurelPA(rank=2, last=2, total=2.0)
+    scales = drawn(combined, 3)["logits"]
+    scaled = combined.weights({**parameters, "logits": scales}, Dims(3, WIDTH))
+    torch.testing.assert_close(combined.matrix(scaled, Dims(3, WIDTH)), want * 2 * scales.softmax(1)[:, 1:])
     lr = LaurelLR(rank=2).matrix(LaurelLR(rank=2).weights(parameters, Dims(3, WIDTH)), Dims(3, WIDTH))
     want = torch.stack([1 + (a @ b).trace() / WIDTH for a, b in zip(parameters["down"], parameters["up"], strict=True)])
     torch.testing.assert_close(lr, torch.diag(want))
@@ -185,12 +203,28 @@ def test_compiles_in_one_graph(topology: Topology) -> None:
     torch.testing.assert_close(compiled(parameters, x), forward(parameters, x))
 
 
-def test_only_a_total_of_2_preserves() -> None:
+def test_the_softmax_preserves_with_a_total_of_2_only() -> None:
     for total in (1.0, 3.0):
-        with pytest.raises(UnsupportedTopology, match=rf"laurel-rw.*total={total} .*total=2.*start='paper'"):
+        with pytest.raises(UnsupportedTopology, match=rf"laurel-rw.*total={total} .*form='difference'.*start='paper'"):
             LaurelRW(total).parameters(Dims(2, WIDTH), "preserve")
+        with pytest.raises(UnsupportedTopology, match=rf"laurel-lr.*total={total} "):
+            LaurelLR(total=total).parameters(Dims(2, WIDTH), "preserve")
+        assert LaurelRW(total).for_start("preserve") == LaurelRW(total, "difference")
+        assert LaurelPA(total=total).for_start("preserve") == LaurelPA(total=total, form="difference")
+        assert LaurelRW(total).for_start("paper") == LaurelRW(total)
+    for topology in (LaurelRW(), LaurelLR(), LaurelPA(total=2.0)):
+        assert topology.for_start("preserve") == topology
     weights = LaurelRW(1.0).weights(LaurelRW(1.0).parameters(Dims(2, WIDTH), "paper"), Dims(2, WIDTH))
-    assert weights.tolist() == [[0.5, 0.5]] * 2
+    assert weights.branch.tolist() == weights.shortcut.tolist() == [0.5] * 2  # type: ignore[union-attr]
+
+
+def test_a_difference_has_the_softmax_s_gradient() -> None:
+    grads = []
+    for form in ("softmax", "difference"):
+        logits = torch.zeros(3, 2, requires_grad=True)
+        scales = LaurelRW(1.5, form).weights({"logits": logits}, Dims(3, WIDTH))  # type: ignore[arg-type]
+        grads.append(torch.autograd.grad(scales.branch.sum() + 3 * scales.shortcut.sum(), logits))  # type: ignore[union-attr]
+    assert torch.equal(*grads[0], *grads[1]) and (grads[0][0] != 0).all()
 
 
 @pytest.mark.parametrize(
@@ -198,6 +232,8 @@ def test_only_a_total_of_2_preserves() -> None:
     [
         ("laurel-rw", {"total": 0.0}, "total=0.0.*positive"),
         ("laurel-rw", {"total": math.inf}, "total=inf.*positive"),
+        ("laurel-rw", {"form": "gate"}, "form='gate'.*'softmax', 'difference'"),
+        ("laurel-lr", {"total": -1.0}, "total=-1.0.*positive"),
         ("laurel-lr", {"rank": 0}, "rank=0.*whole number"),
         ("laurel-pa", {"rank": 1.5}, "rank=1.5.*whole number"),
         ("laurel-pa", {"last": 0}, "last=0.*whole number"),
@@ -212,6 +248,6 @@ def test_names() -> None:
     assert make_topology("laurel-rw", {"total": 1.0}) == LaurelRW(1.0)
     assert make_topology("laurel-lr", {"rank": 4}) == LaurelLR(4)
     assert make_topology("laurel-pa", {"rank": 4, "last": 2}) == LaurelPA(4, 2)
-    assert LaurelPA().options() == {"rank": 16, "last": 3}
+    assert LaurelPA().options() == {"rank": 16, "last": 3, "total": None, "form": "softmax"}
     assert all(list_topologies()[name] for name in ("laurel-rw", "laurel-lr", "laurel-pa"))
     assert LaurelLR.needs_width and LaurelPA.needs_width and not LaurelRW.needs_width

@@ -1,0 +1,116 @@
+"""Deep Delta Learning: each unit overwrites a direction of the state (arXiv 2601.00417)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from rewire.kernels.mix import Mix, pending_mix
+from rewire.kernels.tokens import project, rms_norm
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, no_preserving_start, total
+from rewire.topologies.registry import register_topology
+
+Form = Literal["delta", "difference"]
+_EPS = 1e-6  # the least norm of a branch's output that is divided by, as in the authors' code
+
+
+class Delta(NamedTuple):
+    """Weights of Deep Delta Learning, float32.
+
+    Attributes:
+        gate, gate_bias: w [T, D] and s [T].
+        value, value_bias: u [T, D] and c [T].
+    """
+
+    gate: Tensor
+    gate_bias: Tensor
+    value: Tensor
+    value_bias: Tensor
+
+
+@register_topology("ddl")
+@dataclasses.dataclass(frozen=True)
+class DDL(Recurrence[Delta]):
+    """Deep Delta Learning: the branch names a direction, and the state's part along it is replaced (arXiv 2601.00417).
+
+    ``x_t = (I - b_t k_t k_t^T) x_{t-1} + b_t v_t k_t`` per token, with ``k_t = f_t / |f_t|``, a gate
+    ``b_t = 2 sigmoid(w_t . rmsnorm(x_{t-1}) + s_t)`` between 0 and 2, and a value ``v_t = u_t . x_{t-1} + c_t``. Unit t
+    reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. In post-norm blocks the new state passes the norm.
+
+    It is the paper's case ``d_v = 1``, states being vectors, as in the authors' model/DDL-vdim1.py: their gate is one
+    linear map of the block's normed input; their value is the constant 2, or with an option the map above.
+
+    **Paper start.** ``w = s = 0``, so ``b = 1``: the state's part along k is replaced altogether; ``u = 0``, ``c = 2``.
+    A branch that starts at zero output has no direction: its gradient is 1e6 times too large.
+
+    **Preserving start.** A fixed gate and value are not ``x + f``. So ``start="preserve"`` takes
+    ``form="difference"``, which is ours: ``x_t = x_{t-1} + f_t + (b_t - 1) (v_t - k_t . x_{t-1}) k_t``. With the same
+    values it is the original network, bitwise in float32 and float64 if there is one branch. w and s have their full
+    gradients at once, u and c theirs through the gate, one step later.
+
+    Args:
+        form: "delta", the paper's, or "difference".
+
+    Raises:
+        ValueError: form is neither.
+    """
+
+    granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP have one each
+    needs_width: ClassVar[bool] = True
+
+    form: Form = "delta"
+
+    def __post_init__(self) -> None:
+        if self.form not in get_args(Form):
+            raise ValueError(f"form={self.form!r}: it has to be one of 'delta', 'difference'.")
+
+    def for_start(self, start: Start) -> DDL:
+        return dataclasses.replace(self, form="difference") if start == "preserve" else self
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``gate``, ``gate_bias``, ``value`` and ``value_bias``, float32: w [T, D], s [T], u [T, D], c [T].
+
+        Raises:
+            UnsupportedTopology: a preserving start of the paper's form.
+        """
+        if start == "preserve" and self.form == "delta":
+            raise no_preserving_start("ddl", "it replaces a part of the state; form='difference' has one")
+        return {
+            "gate": torch.zeros(dims.depth, dims.width),
+            "gate_bias": torch.zeros(dims.depth),
+            "value": torch.zeros(dims.depth, dims.width),
+            "value_bias": torch.full((dims.depth,), 2.0),
+        }
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Delta:
+        return Delta(**parameters)
+
+    def read(self, states: States, weights: Delta, t: int) -> tuple[Tensor, States]:
+        return states[0], states
+
+    def merge(self, states: States, weights: Delta, t: int, *branches: Tensor) -> Mix:
+        (x,), f, unit = states, total(branches), t - 1
+        gate = self._gate(project(rms_norm(x), weights.gate[unit, :, None]) + weights.gate_bias[unit])
+        value = project(x, weights.value[unit, :, None]) + weights.value_bias[unit]
+        size = torch.linalg.vector_norm(f, dim=-1, keepdim=True, dtype=gate.dtype).clamp(min=_EPS)
+        along = (f.to(gate.dtype) * x).sum(-1, keepdim=True) / size  # k . x
+        share = gate * (value - along) / size  # of f, per token
+        return pending_mix((f,), None, added=(x,), scores=(share if self.form == "delta" else 1 + share,))
+
+    def push(self, states: States, weights: Delta, t: int, x: Tensor) -> States:
+        return (x,)
+
+    def finish(self, states: States, weights: Delta, dims: Dims) -> Tensor:
+        return states[0]
+
+    def matrix(self, weights: Delta, dims: Dims) -> Tensor:
+        """float32 [T, T]: the mean diagonal of the D x D matrix that multiplies each state, with w = 0."""
+        return torch.diag(1 - self._gate(weights.gate_bias) / dims.width)
+
+    def _gate(self, logits: Tensor) -> Tensor:
+        """b, or what it differs from 1."""
+        gate = 2 * torch.sigmoid(logits)
+        return gate if self.form == "delta" else gate - 1

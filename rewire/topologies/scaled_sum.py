@@ -1,0 +1,69 @@
+"""What topologies share whose states are weighted sums of a shortcut and a branch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.kernels.mix import Mix, pending_mix
+from rewire.topologies.base import Dims, Recurrence, States
+from rewire.topologies.program import Program, Term, Weight, recurrence
+
+
+class Scales(NamedTuple):
+    """Effective weights of a `ScaledSum`, float32; each has T rows.
+
+    Attributes:
+        shortcut: a, numbers [T] or one for each channel [T, D].
+        branch: b, of the same shape; None: all 1.
+        shift: c [T, D]; None: all 0.
+    """
+
+    shortcut: Tensor
+    branch: Tensor | None = None
+    shift: Tensor | None = None
+
+
+class ScaledSum(Recurrence[Scales]):
+    """``x_t = a_t * x_{t-1} + b_t * f_t + c_t``; unit t reads ``x_{t-1}``, the only state; the output is ``x_T``.
+
+    In post-norm blocks the sum passes the norm.
+    """
+
+    def read(self, states: States, weights: Scales, t: int) -> tuple[Tensor, States]:
+        return states[0], states
+
+    def merge(self, states: States, weights: Scales, t: int, *branches: Tensor) -> Mix:
+        (x,), unit = states, t - 1
+        shift = () if weights.shift is None else (weights.shift[unit].to(x.dtype),)
+        if weights.branch is None:
+            return pending_mix(states, weights.shortcut[unit : unit + 1], added=(*branches, *shift))
+        scales = (weights.shortcut[unit], *[weights.branch[unit]] * len(branches))
+        return pending_mix((x, *branches), scales, added=shift)
+
+    def push(self, states: States, weights: Scales, t: int, x: Tensor) -> States:
+        return (x,)
+
+    def finish(self, states: States, weights: Scales, dims: Dims) -> Tensor:
+        return states[0]
+
+    def matrix(self, weights: Scales, dims: Dims) -> Tensor:
+        """float32 [T, T]: ``a_t`` on the diagonal."""
+        return torch.diag(weights.shortcut if weights.shortcut.dim() == 1 else weights.shortcut.mean(1))
+
+    def program(self, weights: Scales, dims: Dims) -> Program:
+        if weights.shift is not None:  # a sum of states has no place for it
+            return super().program(weights, dims)
+        shortcuts = [[Term(f"x{i}", a)] for i, a in enumerate(_entries(weights.shortcut))]
+        return recurrence(shortcuts, None if weights.branch is None else _entries(weights.branch))
+
+
+def _entries(scales: Tensor) -> Sequence[Weight]:
+    """Of [T] or [T, D], one entry for each unit."""
+    if scales.dim() > 1:
+        return scales.unbind()
+    numbers: list[float] = scales.tolist()
+    return numbers

@@ -1,0 +1,82 @@
+"""Muse Spark's gate per channel between shortcut and branch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rewire.topologies.base import Dims, Granularity, Start, no_preserving_start
+from rewire.topologies.registry import register_topology
+from rewire.topologies.scaled_sum import ScaledSum, Scales
+
+Form = Literal["gate", "difference"]
+_SMALLEST = 1e-3  # of 1 - b^2, as in transformers
+
+
+@register_topology("variance-gate")
+@dataclasses.dataclass(frozen=True)
+class VarianceGate(ScaledSum):
+    """A learned gate per channel that keeps the variance: Muse Spark's (transformers' ``MuseSparkResidualGate``).
+
+    ``x_t = a_t * x_{t-1} + b_t * f_t`` with ``b_t = sigmoid(w_t / tau)`` and ``a_t = sqrt(1 - b_t^2)``, per channel: if
+    shortcut and branch are of variance 1 and uncorrelated, so is their sum. (``1 - b^2`` is 1e-3 at least.) States: see
+    `ScaledSum`.
+
+    **Paper start.** ``w = 0``: ``b = 1/2``, ``a = sqrt(3) / 2``. (Muse Spark draws w from N(0, 0.02^2).)
+
+    **Preserving start.** With ``a = b = 1`` variances add up: no such gate is the original network. So
+    ``start="preserve"`` takes ``form="difference"``, which is ours: ``a_t`` and ``b_t`` are 1 plus what they differ
+    from those of ``w = 0``. At ``w = 0`` that is the original network, bitwise in float32 and float64, and w has the
+    same gradient as in the other form (if the branches start at zero output, from the shortcut only).
+
+    Args:
+        temperature: tau > 0.
+        form: "gate", Muse Spark's, or "difference".
+
+    Raises:
+        ValueError: an option is not one of those values.
+    """
+
+    granularity: ClassVar[Granularity] = "sublayer"  # one gate for each residual add
+    needs_width: ClassVar[bool] = True
+
+    temperature: float = 0.3
+    form: Form = "gate"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature!r}: it has to be a positive number, like 0.3.")
+        if self.form not in get_args(Form):
+            raise ValueError(f"form={self.form!r}: it has to be one of 'gate', 'difference'.")
+
+    def for_start(self, start: Start) -> VarianceGate:
+        return dataclasses.replace(self, form="difference") if start == "preserve" else self
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``gates``, float32 [T, D]: w_1..w_T.
+
+        Raises:
+            UnsupportedTopology: a preserving start of the gate by itself.
+        """
+        if start == "preserve" and self.form == "gate":
+            raise no_preserving_start("variance-gate", "its weights are never both 1; form='difference' has one")
+        return {"gates": torch.zeros(dims.depth, dims.width)}
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Scales:
+        gates = parameters["gates"]
+        shortcut, branch = self._gated(gates)
+        if self.form == "gate":
+            return Scales(shortcut, branch)
+        first_shortcut, first_branch = self._gated(torch.zeros_like(gates))
+        return Scales(1 + (shortcut - first_shortcut), 1 + (branch - first_branch))
+
+    def _gated(self, gates: Tensor) -> tuple[Tensor, Tensor]:
+        """a and b."""
+        logits = gates / self.temperature
+        b = torch.sigmoid(logits)
+        rest = torch.sigmoid(-logits) * (1 + b)  # 1 - b^2, without cancellation near b = 1
+        return rest.clamp(min=_SMALLEST).sqrt(), b
