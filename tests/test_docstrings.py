@@ -6,6 +6,7 @@ import doctest
 from pathlib import Path
 
 import pytest
+import regression
 import torch
 from models import PreNorm
 from torch import nn
@@ -40,6 +41,7 @@ def test_its_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     model, x = Net().eval(), torch.randn(2, 5, 32)
     rewired = rewire.compile(model, "ancre-ingoing", granularity="sublayer", example_inputs=(x,))
     given = {"rewire": rewire, "torch": torch, "nn": nn, "model": model, "rewired": rewired, "x": x}
+    given |= {"Block": regression.Block, "task": regression.task}
     tests = doctest.DocTestFinder(recurse=False).find(getattr(rewire, name), name, globs=given)
     assert tests and tests[0].examples, f"rewire.{name} has no example"
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
