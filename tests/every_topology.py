@@ -22,6 +22,7 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "mhc-identity": ("mhc", {"residual": "identity", "output": "learned", "eps": 1e-6, "magnitude": 3.0}),
     "mhc-permutations": ("mhc", {"residual": "permutations", "streams": 3}),
     "mhc-cayley": ("mhc", {"residual": "cayley", "output": "learned"}),
+    "hc-gated-streams": ("hc-gated", {"reads": "streams", "streams": 2, "rank": 3}),
     "frac-hc-static": ("frac-hc", {"dynamic": False}),
     "laurel-rw-softmax": ("laurel-rw", {"total": 1.0}),
     "attnres-scaled": ("attnres", {"scaled": True}),
@@ -36,6 +37,7 @@ PRE_NORM_ONLY = {
     *("grn-v1", "grn-v2", "grn-v3", "dca", "grn-v1-last", "grn-v2-last", "grn-v3-last", "dca-last"),
     *("hc-static", "hc-static-sum", "hc-static-learned", "hc-dynamic", "hc-dynamic-2", "hc-dynamic-learned"),
     *("frac-hc", "frac-hc-static", "mhc", "mhc-identity", "mhc-permutations", "mhc-cayley"),
+    *("hc-gated", "hc-gated-streams"),
     *("attnres", "attnres-scaled", "attnres-groups"),
 }
 
@@ -45,6 +47,7 @@ WITH_ATTENTION = {"dca", "dca-last"}
 PRESERVING = [key for key in EVERY if key not in NOT_PRESERVING]
 #: One for each way in which states are mixed, in any block.
 FAMILIES = ["ancre-ingoing", "denseformer", "grn-v1", "grn-v2", "grn-v3", "hc-static", "hc-dynamic", "frac-hc", "mhc"]
+FAMILIES += ["mhc-identity", "mhc-permutations", "mhc-cayley", "hc-gated"]
 FAMILIES += ["laurel-pa", "layerscale", "attnres", "muddformer"]
 LEARNED = [key for key in EVERY if key not in ("residual", "ancre-constant")]
 
