@@ -51,13 +51,13 @@ class ManifoldHyperConnections(ParallelStreams):
     phi zero, the streams would stay equal forever.) So H_pre is about 1/2, H_post 1, and H_res 1/n, or I for cayley.
 
     **Preserving start.** ``H_t = 1 x_t^T + v y_t^T``: all streams are ``x_t``, but for multiples of some ``y_t`` that
-    no read sees. ``H_post = 1 + v/2`` with ``v = linspace(-1, 1, n)``; ``H_pre``, and a learned output, are ``(1 + u/2)
-    / n`` with ``u = v^2 - mean(v^2)``, and u, v and 1 are orthogonal. ``H_res`` is a multiple of I plus a constant, so
-    that 1 and v are eigenvectors: Sinkhorn's logits are 4 on the diagonal, else 0; the identity has the share ``e^3 /
-    (1 + e^3)`` of the permutations; ``A = 0``. (Nearer to the identity, the gradients of the first two would vanish,
-    and `sinkhorn` hardly converge.) phi is 0. That is the original to rounding, and with `eps` to T eps. With
-    ``output="sum"`` the function is n times as large, which no constrained H_res undoes: `for_start` makes it the mean,
-    which is the sum of streams that hold ``1/n`` of ``x_t`` each.
+    no read sees. ``H_post = 1 + v/2`` with ``v = linspace(-1, 1, n)``, and less of v for a magnitude below 2; ``H_pre``,
+    and a learned output, are ``(1 + u/2) / n`` with ``u = v^2 - mean(v^2)``: 1, u and v are orthogonal. ``H_res`` is a
+    multiple of I plus a constant, so that 1 and v are eigenvectors: Sinkhorn's logits are 4 on the diagonal, else 0;
+    the identity has the share ``e^3 / (1 + e^3)`` of the permutations; ``A = 0``. (Nearer to the identity, the
+    gradients of the first two would vanish, and `sinkhorn` hardly converge.) phi is 0. That is the original to
+    rounding, and with `eps` to T eps. With ``output="sum"`` the function is n times as large, which no constrained
+    H_res undoes: `for_start` makes it the mean, which is the sum of streams that hold ``1/n`` of ``x_t`` each.
 
     - *Still learning*: b and phi at once, alpha from the second step on. For n = 2, u is 0, and H_res waits one step.
       Where the branches start at zero, all but a learned output waits one step more. Gradients of H_res may be small:
@@ -114,8 +114,8 @@ class ManifoldHyperConnections(ParallelStreams):
         """K columns: n of H_pre, n of H_post, and those of z; a matrix z row by row (o n + i).
 
         ``static``, b, float32 [T, K]; ``dynamic``, phi, float32 [T, n D, K], its rows stream by stream; ``scale``,
-        alpha, float32 [T, 3]: pre, post, res. With a learned output its ``last_static`` [n], ``last_dynamic``
-        [n D, n] and ``last_scale`` [1].
+        alpha, float32 [T, 3]: pre, post, res (if there is a z). With a learned output its ``last_static`` [n],
+        ``last_dynamic`` [n D, n] and ``last_scale`` [1].
 
         Raises:
             UnsupportedTopology: ``start="preserve"`` with the sum of the streams as output, or a magnitude up to 1.
