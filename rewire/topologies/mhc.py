@@ -51,7 +51,7 @@ class ManifoldHyperConnections(ParallelStreams):
     phi zero, the streams would stay equal forever.) So H_pre is about 1/2, H_post 1, and H_res 1/n, or I for cayley.
 
     **Preserving start.** ``H_t = 1 x_t^T + v y_t^T``: all streams are ``x_t``, but for multiples of some ``y_t`` that
-    no read sees. ``H_post = 1 + v/2`` with ``v = linspace(-1, 1, n)``, and less of v for a magnitude below 2; ``H_pre``,
+    no read sees. ``H_post = 1 + v/2`` with ``v = linspace(-1, 1, n)``, less of v if magnitude < 2; ``H_pre``,
     and a learned output, are ``(1 + u/2) / n`` with ``u = v^2 - mean(v^2)``: 1, u and v are orthogonal. ``H_res`` is a
     multiple of I plus a constant, so that 1 and v are eigenvectors: Sinkhorn's logits are 4 on the diagonal, else 0;
     the identity has the share ``e^3 / (1 + e^3)`` of the permutations; ``A = 0``. (Nearer to the identity, the
