@@ -16,6 +16,13 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "denseformer-2x2": ("denseformer", {"dilation": 2, "period": 2}),
     **{f"{name}-last": (name, {"last": 1}) for name in ("grn-v1", "grn-v2", "grn-v3", "dca")},
     "hc-dynamic-2": ("hc-dynamic", {"streams": 2}),
+    "hc-static-sum": ("hc-static", {"output": "sum"}),
+    "hc-static-learned": ("hc-static", {"output": "learned"}),
+    "hc-dynamic-learned": ("hc-dynamic", {"output": "learned"}),
+    "mhc-identity": ("mhc", {"residual": "identity", "output": "learned", "eps": 1e-6, "magnitude": 3.0}),
+    "mhc-permutations": ("mhc", {"residual": "permutations", "streams": 3}),
+    "mhc-cayley": ("mhc", {"residual": "cayley", "output": "learned"}),
+    "hc-gated-streams": ("hc-gated", {"reads": "streams", "streams": 2, "rank": 3}),
     "frac-hc-static": ("frac-hc", {"dynamic": False}),
     "laurel-rw-softmax": ("laurel-rw", {"total": 1.0}),
     "laurel-rw-lr": ("laurel-lr", {"total": 1.0}),
@@ -33,7 +40,9 @@ NOT_PRESERVING = {"ancre-constant", "attnres"}
 #: Those that connect what branches add, which has no meaning where a norm follows the add.
 PRE_NORM_ONLY = {
     *("grn-v1", "grn-v2", "grn-v3", "dca", "grn-v1-last", "grn-v2-last", "grn-v3-last", "dca-last"),
-    *("hc-static", "hc-dynamic", "hc-dynamic-2", "frac-hc", "frac-hc-static", "mhc"),
+    *("hc-static", "hc-static-sum", "hc-static-learned", "hc-dynamic", "hc-dynamic-2", "hc-dynamic-learned"),
+    *("frac-hc", "frac-hc-static", "mhc", "mhc-identity", "mhc-permutations", "mhc-cayley"),
+    *("hc-gated", "hc-gated-streams"),
     *("attnres", "attnres-scaled", "attnres-groups"),
 }
 
@@ -43,6 +52,7 @@ WITH_ATTENTION = {"dca", "dca-last"}
 PRESERVING = [key for key in EVERY if key not in NOT_PRESERVING]
 #: One for each way in which states are mixed, in any block.
 FAMILIES = ["ancre-ingoing", "denseformer", "grn-v1", "grn-v2", "grn-v3", "hc-static", "hc-dynamic", "frac-hc", "mhc"]
+FAMILIES += ["mhc-identity", "mhc-permutations", "mhc-cayley", "hc-gated"]
 FAMILIES += ["laurel-pa", "layerscale", "attnres", "muddformer"]
 LEARNED = [key for key in EVERY if key not in ("residual", "ancre-constant")]
 

@@ -181,7 +181,7 @@ def test_channels_of_images_are_weighted_apart() -> None:
 # -- learning -----------------------------------------------------------------------------------------------------
 
 #: Their scales multiply a product of weights that start at zero: where branches start at zero, too, a third step.
-LATE_WITH_ZERO_BRANCHES = {"hc-dynamic", "hc-dynamic-2", "frac-hc", "mhc", "ddl"}
+LATE_WITH_ZERO_BRANCHES = {key for key in EVERY if key.startswith(("hc-dynamic", "hc-gated", "frac-hc", "mhc", "ddl"))}
 
 #: Elements of a parameter that are constant by construction: a softmax over one entry is 1.
 CONSTANT: dict[str, list[list[int]]] = {"ancre-ingoing": [[0]], "ancre-keep": [[0]], "ancre-outgoing": [[5]]}

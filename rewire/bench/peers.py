@@ -144,6 +144,6 @@ def manifold_hyper_connections(n: int, iterations: int, device: torch.device) ->
     def back(results: Results) -> Results:
         return results[0].to(results[1].dtype), results[1]
 
-    note = "phi in the states' dtype; adds 1e-6 in Sinkhorn"
+    note = "phi in the states' dtype; adds 1e-6 in Sinkhorn, which has rows first"
     missing = status("liger_kernel", "liger-kernel", device, needs_cuda=True)
     return {"liger-kernel": Implementation(run, into, back, note=note, status=missing)}

@@ -376,11 +376,11 @@ def manifold_hyper_connections(sizes: Sizes, n: int) -> Workload:
         signal = F.rms_norm(flat, flat.shape[-1:], eps=1e-6) @ phi
         parts = zip(alpha, signal.split(sizes_of_gates, -1), bias.split(sizes_of_gates), strict=True)
         pre, post, res = (a * s + b for a, s, b in parts)
-        carry = res.unflatten(-1, (n, n)).softmax(-1)  # [..., out, in]
-        carry = carry / carry.sum(-2, keepdim=True)
+        carry = res.unflatten(-1, (n, n)).softmax(-2)  # [..., out, in]
+        carry = carry / carry.sum(-1, keepdim=True)
         for _ in range(topology.iterations - 1):
-            carry = carry / carry.sum(-1, keepdim=True)
             carry = carry / carry.sum(-2, keepdim=True)
+            carry = carry / carry.sum(-1, keepdim=True)
         read = (torch.sigmoid(pre).unsqueeze(-2) @ states).squeeze(-2)
         new = carry @ states + 2 * torch.sigmoid(post).unsqueeze(-1) * branch.unsqueeze(-2)
         return read.to(streams.dtype), new.to(streams.dtype)

@@ -13,12 +13,12 @@ from torch import Tensor
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.several import combine
 from rewire.kernels.tokens import project, rms_norm
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology, no_preserving_start
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology
 from rewire.topologies.program import Line, Program, Term, branch_of
 from rewire.topologies.program import Unit as ProgramUnit
 from rewire.topologies.registry import register_topology
 
-Output = Literal["mean", "sum"]
+Output = Literal["mean", "sum", "learned"]
 
 
 class Gates(NamedTuple):
@@ -47,7 +47,21 @@ class Unit(NamedTuple):
     dynamic: tuple[Tensor, Tensor] | None
 
 
-class Streams(Topology[tuple[Unit, ...]]):
+class Weights(NamedTuple):
+    """Weights of a trunk.
+
+    Attributes:
+        units: of each t.
+        last: of the read that is the output, if it is learned.
+        constants: of the topology, if it has any.
+    """
+
+    units: tuple[Unit, ...]
+    last: Unit | None
+    constants: Tensor | None = None
+
+
+class Streams(Topology[Weights]):
     """Base of all hyper-connections: ``r_t = A_m^T H``, ``H' = A_r^T H + B f_t^T`` (arXiv 2409.19606, Section 2).
 
     The one state is H [..., n, D/p]: n streams, each as wide as one of the p parts of a hidden state. While a
@@ -67,66 +81,76 @@ class Streams(Topology[tuple[Unit, ...]]):
     def groups(self) -> tuple[int, ...]:
         """How many of the K values in turn share one scale."""
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> tuple[Unit, ...]:
-        """The `Unit` of each t, from ``static`` [T, ..., K], and ``dynamic`` [T, channels, K] and ``scale`` if there.
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
+        """Of ``static`` [T, ..., K], and ``dynamic`` [T, channels, K] and ``scale`` [T, number of groups] if there.
 
-        ``scale`` is [T, number of groups].
+        ``last_static`` [..., k], ``last_dynamic`` [channels, k] and ``last_scale`` [1] are those of a learned output.
         """
         static = parameters["static"].float().unbind()
+        last = parameters["last_static"].float() if "last_static" in parameters else None
         if "dynamic" not in parameters:
-            return tuple(Unit(values, None) for values in static)
+            return Weights(tuple(Unit(values, None) for values in static), None if last is None else Unit(last, None))
         scales = parameters["scale"].float().split(1, dim=-1)
         scale = torch.cat([s.expand(-1, size) for s, size in zip(scales, self.groups, strict=True)], dim=-1)  # [T, K]
         dynamic = zip(scale.unbind(), parameters["dynamic"].float().unbind(), strict=True)
-        return tuple(map(Unit, static, dynamic))
+        units = tuple(map(Unit, static, dynamic))
+        if last is None:
+            return Weights(units, None)
+        return Weights(units, Unit(last, (parameters["last_scale"].float(), parameters["last_dynamic"].float())))
 
     def signal(self, streams: Tensor, projection: Tensor) -> Tensor:
         """What is scaled and added to the static values: here row i, on stream i [..., n, K], from that stream."""
         return torch.tanh(project(rms_norm(streams), projection))
 
-    def gates(self, values: Tensor) -> Gates:
+    def gates(self, values: Tensor, weights: Weights) -> Gates:
         """The gates from their values; here [..., n, K], side by side as they are."""
         n = values.shape[-2]
         read, carry, write = values.split([self.parts, n, 1], dim=-1)
         return Gates(read, carry, write.squeeze(-1))
 
-    def read(self, states: States, weights: tuple[Unit, ...], t: int) -> tuple[Tensor, States]:
-        (streams,) = states
-        values, dynamic = weights[t - 1]
-        if dynamic is not None:
-            scale, projection = dynamic
-            values = values + scale * self.signal(streams, projection)
-        return self._read(streams, self.gates(values))
+    def values(self, streams: Tensor, unit: Unit) -> Tensor:
+        """The values that the gates of ``unit`` are made of; per token, if it is dynamic."""
+        if unit.dynamic is None:
+            return unit.static
+        scale, projection = unit.dynamic
+        return unit.static + scale * self.signal(streams, projection)
 
-    def write(self, states: States, weights: tuple[Unit, ...], t: int, *branches: Tensor) -> States:
+    def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor, States]:
+        (streams,) = states
+        gates = self.gates(self.values(streams, weights.units[t - 1]), weights)
+        return combine(streams, gates.read).flatten(-2), (streams, gates.carry, gates.write)
+
+    def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
         streams, carry, write = states
         split = [branch.unflatten(-1, (self.parts, -1)) for branch in branches]  # [..., p, D/p]
         return (combine(streams, carry, split, write),)
 
-    def matrix(self, weights: tuple[Unit, ...], dims: Dims) -> Tensor:
+    def matrix(self, weights: Weights, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.
 
         Of the static values. Between p parts a weight is a p x p matrix: its diagonal is averaged.
         """
         sources, parts = dims.depth + 1, self.parts
+        units = tuple(unit._replace(dynamic=None) for unit in weights.units)
+        weights = weights._replace(units=units, last=weights.last and weights.last._replace(dynamic=None))
         # Run on increments f_t whose parts [p, (T + 1) p] are one-hot in (t, part), the streams spell out the weights.
-        increments = torch.eye(sources * parts, device=weights[0].static.device).view(sources, -1)
-        rows, (streams,) = [], self.start(increments[0], weights)
-        for t, unit in enumerate(weights, start=1):
-            read, states = self._read(streams, self.gates(unit.static))
+        increments = torch.eye(sources * parts, device=units[0].static.device).view(sources, -1)
+        rows, states = [], self.start(increments[0], weights)
+        for t, increment in enumerate(increments[1:], start=1):
+            read, states = self.read(states, weights, t)
             rows.append(read)
-            (streams,) = self.write(states, weights, t, increments[t])
-        rows.append(self.finish((streams,), weights, dims))
+            states = self.write(states, weights, t, increment)
+        rows.append(self.finish(states, weights, dims))
         table = torch.stack(rows).unflatten(-1, (parts, sources, parts))
         return table.diagonal(dim1=-3, dim2=-1).mean(-1)
-
-    def _read(self, streams: Tensor, gates: Gates) -> tuple[Tensor, States]:
-        return combine(streams, gates.read).flatten(-2), (streams, gates.carry, gates.write)
 
 
 @dataclasses.dataclass(frozen=True)
 class ParallelStreams(Streams):
-    """Base of those whose H [..., n, D] starts as n copies of ``x_0`` and ends as the mean or the sum of streams."""
+    """Base of those whose H [..., n, D] starts as n copies of ``x_0``.
+
+    The output is the mean of the streams, their sum, or ``"learned"``: one more read, with weights of its own.
+    """
 
     name: ClassVar[str]
     fewest: ClassVar[int] = 1
@@ -144,22 +168,22 @@ class ParallelStreams(Streams):
     def parts(self) -> int:
         return 1
 
-    def start(self, x: Tensor, weights: tuple[Unit, ...]) -> States:
+    def start(self, x: Tensor, weights: Weights) -> States:
         return (x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, x.shape[-1]),)
 
-    def finish(self, states: States, weights: tuple[Unit, ...], dims: Dims) -> Tensor:
+    def reading(self, values: Tensor) -> Tensor:
+        """A_m [..., n, 1] from its values."""
+        return values
+
+    def finish(self, states: States, weights: Weights, dims: Dims) -> Tensor:
         (streams,) = states
+        if weights.last is not None:
+            return combine(streams, self.reading(self.values(streams, weights.last))).squeeze(-2)
         # With a dtype: autocast would make the sum float32.
         return streams.mean(-2) if self.output == "mean" else streams.sum(-2, dtype=streams.dtype)
 
     def template(self, states: States) -> Tensor:
         return states[0].select(-2, 0)
-
-    def check_start(self, start: Start) -> None:
-        """Raise UnsupportedTopology if the output cannot be that of the plain residual network."""
-        if start == "preserve" and self.output == "sum" and self.streams > 1:
-            why = f"output='sum' makes its output {self.streams} times as large, output='mean' does not"
-            raise no_preserving_start(self.name, why)
 
 
 @register_topology("hc-static")
@@ -168,19 +192,19 @@ class HyperConnections(ParallelStreams):
     """Hyper-connections with learned constants: n parallel residual streams (arXiv 2409.19606).
 
     ``H_0`` is n copies of ``x_0``; unit t reads ``r_t = A_m^T H_{t-1}`` and writes ``H_t = A_r^T H_{t-1} + B f_t^T``
-    with ``A_m`` [n], ``A_r`` [n, n], ``B`` [n] of its own; the output is the mean of the streams.
+    with ``A_m`` [n], ``A_r`` [n, n], ``B`` [n] of its own, all of them free; in `mhc` they are constrained. The output
+    is the mean of the streams, their sum as in the paper, or one more read ``A_m^T H_T`` (``"learned"``).
 
     **Paper start.** ``A_m = e_{t mod n}`` with streams counted from 0 and units from 1, ``A_r = I``, ``B = 1``: a plain
-    residual network in each stream. The paper sums the streams for its output; the final norm of a transformer takes
-    the factor n back out, so that this is an option: ``output="sum"``.
+    residual network in each stream. A learned output starts as the mean.
 
-    **Preserving start.** The same with ``output="mean"``: every stream is ``x_t``, bitwise, and so is their mean for
-    n = 1, 2 and 4. All weights learn: A_r through the output, A_m and B through the branches (A_m hardly in the first
-    step where a norm follows, as all streams are equal).
+    **Preserving start.** The same: every stream is ``x_t``, bitwise, and so is the output for n = 1, 2 and 4. Where it
+    is the sum, unit T has ``A_r = I/n`` and ``B = 1/n``. All weights learn: A_r through the output, A_m and B through
+    the branches (A_m hardly in the first step where a norm follows, as all streams are equal).
 
     Args:
         streams: n, 1 or more.
-        output: "mean", or "sum" as in the paper.
+        output: "mean", "sum" as in the paper, or "learned".
 
     Raises:
         ValueError: an option is not one of those values.
@@ -195,20 +219,21 @@ class HyperConnections(ParallelStreams):
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``static``, float32 [T, n, 1 + n + 1]: for each unit the columns ``A_m | A_r | B``.
 
-        Raises:
-            UnsupportedTopology: ``start="preserve"`` with the sum of several streams as output.
+        With a learned output ``last_static``, float32 [n, 1], its A_m.
         """
-        self.check_start(start)
         depth, n = dims.depth, self.streams
         read = torch.eye(n)[torch.arange(1, depth + 1) % n].unsqueeze(-1)  # [T, n, 1]
-        return {"static": torch.cat([read, torch.eye(n).expand(depth, n, n), torch.ones(depth, n, 1)], dim=-1)}
+        static = torch.cat([read, torch.eye(n).expand(depth, n, n), torch.ones(depth, n, 1)], dim=-1)
+        if start == "preserve" and self.output == "sum":
+            static[-1, :, 1:] /= n
+        return {"static": static} | ({"last_static": torch.full((n, 1), 1 / n)} if self.output == "learned" else {})
 
-    def program(self, weights: tuple[Unit, ...], dims: Dims) -> Program:
-        if any(unit.dynamic is not None for unit in weights):
+    def program(self, weights: Weights, dims: Dims) -> Program:
+        if any(unit.dynamic is not None for unit in weights.units):
             return super().program(weights, dims)
         units, streams = list[ProgramUnit](), ["x0"] * self.streams
-        for t, (static, _) in enumerate(weights, start=1):
-            read, carry, write = self.gates(static)
+        for t, unit in enumerate(weights.units, start=1):
+            read, carry, write = self.gates(unit.static, weights)
             opened = Line(f"r{t}", _terms(streams, read[:, 0]))
             names = [f"s{t}_{j}" for j in range(self.streams)]
             written = [
@@ -218,7 +243,8 @@ class HyperConnections(ParallelStreams):
             units.append(ProgramUnit((opened,), opened.target, tuple(written)))
             streams = names
         share = 1 / self.streams if self.output == "mean" else 1.0
-        output = Line("out", tuple(Term(name, share) for name in streams))
+        shares = torch.full((self.streams,), share) if weights.last is None else weights.last.static[:, 0]
+        output = Line("out", _terms(streams, shares))
         rows, columns = [unit.read for unit in units], [branch_of(t) for t in range(1, dims.depth + 1)]
         return Program(tuple(units), (output,), "out", (*rows, "out"), ("x0", *columns))
 
@@ -238,7 +264,7 @@ class DynamicHyperConnections(HyperConnections):
 
     Args:
         streams: n, 1 or more.
-        output: "mean", or "sum" as in the paper.
+        output: "mean", "sum" as in the paper, or "learned".
 
     Raises:
         ValueError: an option is not one of those values.
@@ -251,10 +277,12 @@ class DynamicHyperConnections(HyperConnections):
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``static`` as without input; ``dynamic``, W, float32 [T, D, 1 + n + 1]; ``scale``, s, float32 [T, 2].
 
-        Raises:
-            UnsupportedTopology: ``start="preserve"`` with the sum of several streams as output.
+        With a learned output its own W, ``last_dynamic``, float32 [D, 1], and s, ``last_scale``, float32 [1].
         """
-        return super().parameters(dims, start) | _dynamic_start(dims.depth, dims.width, 1 + self.streams + 1)
+        found = super().parameters(dims, start) | _dynamic_start(dims.depth, dims.width, 1 + self.streams + 1)
+        if self.output == "learned":
+            found |= {"last_dynamic": torch.zeros(dims.width, 1), "last_scale": torch.full((1,), 0.01)}
+        return found
 
 
 @register_topology("frac-hc")
@@ -317,10 +345,10 @@ class FracConnections(Streams):
         static = {"static": torch.cat([eye, eye, torch.ones(depth, m, 1)], dim=-1)}
         return static | _dynamic_start(depth, dims.width // m, 2 * m + 1) if self.dynamic else static
 
-    def start(self, x: Tensor, weights: tuple[Unit, ...]) -> States:
+    def start(self, x: Tensor, weights: Weights) -> States:
         return (x.unflatten(-1, (self.fractions, -1)),)
 
-    def finish(self, states: States, weights: tuple[Unit, ...], dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: Weights, dims: Dims) -> Tensor:
         return states[0].flatten(-2)
 
     def template(self, states: States) -> Tensor:

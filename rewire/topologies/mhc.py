@@ -1,60 +1,79 @@
-"""mHC: hyper-connections whose mix of the streams is doubly stochastic (arXiv 2512.24880)."""
+"""Manifold hyper-connections: gates that are sigmoids, and a constrained mix of the streams (arXiv 2512.24880)."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rewire.kernels.tokens import project, rms_norm
-from rewire.topologies.base import Dims, Start
-from rewire.topologies.hyper import Gates, ParallelStreams, check_count
+from rewire.topologies.base import Dims, Start, no_preserving_start
+from rewire.topologies.hyper import Gates, ParallelStreams, Weights, check_count
+from rewire.topologies.manifolds import cayley, convex, permutations, sinkhorn
 from rewire.topologies.registry import register_topology
 
+Residual = Literal["sinkhorn", "identity", "permutations", "cayley"]
 _PHI_STD = 0.02
 _DIAGONAL = 4.0
+_IDENTITY = 3.0  # log-odds of the identity among permutations
 
 
 @register_topology("mhc")
 @dataclasses.dataclass(frozen=True)
 class ManifoldHyperConnections(ParallelStreams):
-    """mHC: hyper-connections whose mix of the streams is doubly stochastic (arXiv 2512.24880).
+    """mHC: hyper-connections that mix the streams by a constrained matrix (arXiv 2512.24880).
 
     ``H_0`` is n copies of ``x_0``; unit t reads ``r_t = H_pre H_{t-1}`` and writes ``H_t = H_res H_{t-1} + H_post^T
-    f_t`` (eq. 3), where for ``x = rms_norm(vec(H_{t-1}))`` over all n D channels, without a learned scale (eq. 7-9)
+    f_t`` (eq. 3), where for ``x = rms_norm(vec(H_{t-1}))`` over all n D channels (eq. 7-8)
 
     - ``H_pre = sigmoid(alpha_pre x phi_pre + b_pre)`` [n],
     - ``H_post = 2 sigmoid(alpha_post x phi_post + b_post)`` [n],
-    - ``H_res = sinkhorn(alpha_res mat(x phi_res) + b_res)`` [n, n], from stream i (column) to stream o (row).
+    - ``H_res`` [n, n], from stream i (column) to stream o (row), is made of ``z = alpha_res x phi_res + b_res``.
 
-    The paper normalises columns, then rows; here rows come first, so that the columns of H_res sum to 1 however
-    far from its limit `sinkhorn` stops, and H_res never changes the mean of the streams. The limit is the same.
+    The norm has no learned scale: phi absorbs it. ``residual`` says what ``H_res`` is:
 
-    **Paper start.** ``alpha = 0.01``. The paper does not give the others: b is 0 and phi normal with standard
-    deviation 0.02, as in the code of DeepSeek-V4. (With phi zero, the streams would stay equal forever.) So H_pre is
-    about 1/2, H_post 1 and H_res 1/n. The paper sums the streams for its output: ``output="sum"``, see
-    `HyperConnections`.
+    - ``"sinkhorn"``: z is n x n, and columns and rows of ``exp(z)`` are normalised in turn, ``iterations`` times (eq.
+      9), rows last: they sum to 1, columns in the limit. DeepSeek-V4 and GLM-5 Next.
+    - ``"identity"``: I, without z. Hunyuan V4.
+    - ``"permutations"``: ``sum_k softmax(z)_k P_k`` over all n! permutation matrices (mHC-lite, arXiv 2601.05732):
+      doubly stochastic, without iterations. For few streams, as z has n! values.
+    - ``"cayley"``: ``(I - A/2)^-1 (I + A/2)``, a rotation; A is skew, and z its upper triangle (JPmHC, arXiv
+      2602.18308, which approximates the inverse by iterations).
 
-    **Preserving start.** Reads and the output are the mean of the streams, and the mean stays ``x_t``: ``H_pre = 1/n``;
-    H_post is spread over the streams, ``2 sigmoid(linspace(-1, 1, n))``, with mean 1; H_res keeps the mean whatever
-    it is. It starts near the identity (logits 4 on the diagonal, else 0): nearer, its gradient, proportional to the
-    off-diagonal entries, would vanish, and `sinkhorn` hardly converge. phi is 0 for H_pre and H_post, and drawn as
-    above for H_res.
+    For a free matrix, and free gates, take `HyperConnections` or `DynamicHyperConnections`. A learned output is one
+    more read, ``H_pre H_T``, as in DeepSeek-V4 and Hunyuan V4; GLM-5 Next has the mean, the paper the sum.
 
-    - *Still learning*: H_pre and H_post learn at once. As the function does not depend on H_res, its b, phi and
-      alpha learn from the second step on, when reads have left the mean; the streams differ by then, thanks to the
-      spread of H_post. So do the other two alphas, when their phi has left 0. Where the branches start at zero, all
-      that waits one step more. These gradients are small at first: use Adam rather than plain SGD.
-    - *No gradient by construction*, with either start: H_res of unit T, as only the mean (or the sum) comes after it.
-      That of unit 1 mixes equal streams; all that it learns from is how far its rows are from a sum of 1.
+    **Paper start.** ``alpha = 0.01``; the paper does not give the others: phi is normal with standard deviation 0.02
+    and b is 0, as in the code of DeepSeek-V4, or for ``"identity"`` that of Hunyuan V4, where ``H_pre`` is 1/n. (With
+    phi zero, the streams would stay equal forever.) So H_pre is about 1/2, H_post 1, and H_res 1/n, or I for cayley.
+
+    **Preserving start.** ``H_t = 1 x_t^T + v y_t^T``: all streams are ``x_t``, but for multiples of some ``y_t`` that
+    no read sees. ``H_post = 1 + v/2`` with ``v = linspace(-1, 1, n)``, less of v if magnitude < 2; ``H_pre``,
+    and a learned output, are ``(1 + u/2) / n`` with ``u = v^2 - mean(v^2)``: 1, u and v are orthogonal. ``H_res`` is a
+    multiple of I plus a constant, so that 1 and v are eigenvectors: Sinkhorn's logits are 4 on the diagonal, else 0;
+    the identity has the share ``e^3 / (1 + e^3)`` of the permutations; ``A = 0``. (Nearer to the identity, the
+    gradients of the first two would vanish, and `sinkhorn` hardly converge.) phi is 0. That is the original to
+    rounding, and with `eps` to T eps. With ``output="sum"`` the function is n times as large, which no constrained
+    H_res undoes: `for_start` makes it the mean, which is the sum of streams that hold ``1/n`` of ``x_t`` each.
+
+    - *Still learning*: b and phi at once, alpha from the second step on. For n = 2, u is 0, and H_res waits one step.
+      Where the branches start at zero, all but a learned output waits one step more. Gradients of H_res may be small:
+      use Adam rather than plain SGD.
+    - *No gradient by construction*, with either start: H_res of unit 1, which mixes equal streams (but for cayley), and
+      that of unit T where a mean or sum comes after it (but for cayley; hardly any for sinkhorn).
 
     Args:
         streams: n, 2 or more.
-        output: "mean", or "sum" as in the paper.
-        iterations: how often `sinkhorn` normalises rows and columns, 1 or more.
+        output: "mean", "sum" as in the paper, or "learned".
+        iterations: how often `sinkhorn` normalises columns and rows, 1 or more.
+        residual: "sinkhorn", "identity", "permutations" or "cayley".
+        magnitude: the factor of H_post, 2 in the paper; an option of Hunyuan V4.
+        eps: as in the shipped models: it is added to H_pre, in `sinkhorn`, and for "identity" to H_post. They have
+            1e-6.
+        norm_eps: epsilon of the norm; 1e-5 in GLM-5 Next and Hunyuan V4.
 
     Raises:
         ValueError: an option is not one of those values.
@@ -66,92 +85,116 @@ class ManifoldHyperConnections(ParallelStreams):
     fewest: ClassVar[int] = 2  # a sigmoid is never 1
 
     iterations: int = 20
+    residual: Residual = "sinkhorn"
+    magnitude: float = 2.0
+    eps: float = 0.0
+    norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("iterations", self.iterations, 1)
+        if self.residual not in get_args(Residual):
+            choices = ", ".join(map(repr, get_args(Residual)))
+            raise ValueError(f"residual={self.residual!r}: it has to be one of {choices}.")
+        if not 0 < self.magnitude < math.inf:
+            raise ValueError(f"magnitude={self.magnitude!r}: it has to be a positive number, like 2.0.")
+        for option in ("eps", "norm_eps"):
+            if not 0 <= getattr(self, option) <= 0.01:
+                raise ValueError(f"{option}={getattr(self, option)!r}: it has to be a small number, from 0 to 0.01.")
+
+    def for_start(self, start: Start) -> ManifoldHyperConnections:
+        return dataclasses.replace(self, output="mean") if start == "preserve" and self.output == "sum" else self
 
     @property
     def groups(self) -> tuple[int, ...]:
-        return self.streams, self.streams, self.streams**2
+        n = self.streams
+        of_res = {"sinkhorn": n * n, "permutations": math.factorial(n), "cayley": n * (n - 1) // 2}
+        return (n, n, of_res[self.residual]) if self.residual in of_res else (n, n)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """K = n + n + n^2 columns: of H_pre, of H_post, and of H_res row by row (o n + i).
+        """K columns: n of H_pre, n of H_post, and those of z; a matrix z row by row (o n + i).
 
         ``static``, b, float32 [T, K]; ``dynamic``, phi, float32 [T, n D, K], its rows stream by stream; ``scale``,
-        alpha, float32 [T, 3]: pre, post, res.
+        alpha, float32 [T, 3]: pre, post, res (if there is a z). With a learned output its ``last_static`` [n],
+        ``last_dynamic`` [n D, n] and ``last_scale`` [1].
 
         Raises:
-            UnsupportedTopology: ``start="preserve"`` with the sum of the streams as output.
+            UnsupportedTopology: ``start="preserve"`` with the sum of the streams as output, or a magnitude up to 1.
         """
-        self.check_start(start)
         depth, n, columns = dims.depth, self.streams, sum(self.groups)
-        static = torch.zeros(depth, columns)
         seed = torch.Generator().manual_seed(0)  # the same start on every rank, and again after a reset
-        dynamic = _PHI_STD * torch.randn(depth, n * dims.width, columns, generator=seed, device="cpu")
+        phi = _PHI_STD * torch.randn(depth, n * dims.width, columns, generator=seed, device="cpu")
+        last_phi = _PHI_STD * torch.randn(n * dims.width, n, generator=seed, device="cpu")
+        last = pre = post = torch.zeros(n)
+        res = torch.zeros(columns - 2 * n)
         if start == "preserve":
-            pre = torch.full((n,), -math.log(n - 1))  # its sigmoid is 1/n
-            res = _DIAGONAL * torch.eye(n).flatten()
-            static += torch.cat([pre, torch.linspace(-1, 1, n), res])
-            dynamic[..., : 2 * n] = 0
-        return {"static": static, "dynamic": dynamic, "scale": torch.full((depth, 3), 0.01)}
+            self._check_preserves()
+            odd = torch.linspace(-1, 1, n, dtype=torch.float64)
+            even = odd**2 - (odd**2).mean()  # sums to 0, also times odd
+            last = pre = _logit((1 + even / 2) / n - self.eps)
+            spread = min(0.5, (self.magnitude - 1) / 2)
+            post = _logit((1 + spread * odd - self._added) / self.magnitude)
+            res = self._near_identity(res)
+            phi, last_phi = torch.zeros_like(phi), torch.zeros_like(last_phi)
+        elif self.residual == "identity":
+            last = pre = torch.full((n,), -math.log(n - 1))  # its sigmoid is 1/n
+        static = torch.cat([part.expand(depth, -1) for part in (pre, post, res)], dim=-1)
+        found = {"static": static, "dynamic": phi, "scale": torch.full((depth, len(self.groups)), 0.01)}
+        if self.output == "learned":
+            found |= {"last_static": last, "last_dynamic": last_phi, "last_scale": torch.full((1,), 0.01)}
+        return found
+
+    def _check_preserves(self) -> None:
+        if self.output == "sum":
+            raise no_preserving_start("mhc", f"output='sum' makes its output {self.streams} times as large")
+        if self.magnitude <= 1:
+            raise no_preserving_start("mhc", f"magnitude={self.magnitude} times a sigmoid is less than 1")
+
+    def _near_identity(self, values: Tensor) -> Tensor:
+        """Start of b_res; ``values`` are zeros."""
+        if self.residual == "sinkhorn":
+            return _DIAGONAL * torch.eye(self.streams).flatten()
+        if self.residual == "permutations":
+            values[0] = _IDENTITY + math.log(len(values) - 1)
+        return values
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
+        found = super().weights(parameters, dims)
+        if self.residual != "permutations":
+            return found
+        return found._replace(constants=permutations(self.streams, parameters["static"].device))
 
     def signal(self, streams: Tensor, projection: Tensor) -> Tensor:
-        return project(rms_norm(streams.flatten(-2)), projection)
+        return project(rms_norm(streams.flatten(-2), self.norm_eps), projection)
 
-    def gates(self, values: Tensor) -> Gates:
-        pre, post, res = values.split(self.groups, dim=-1)
-        mixed = sinkhorn(res.unflatten(-1, (self.streams, self.streams)), self.iterations)  # [..., out, in]
-        return Gates(torch.sigmoid(pre).unsqueeze(-1), mixed.mT, 2 * torch.sigmoid(post))
+    def reading(self, values: Tensor) -> Tensor:
+        return (torch.sigmoid(values) + self.eps).unsqueeze(-1)
 
+    def gates(self, values: Tensor, weights: Weights) -> Gates:
+        pre, post, res = values.tensor_split((self.streams, 2 * self.streams), dim=-1)
+        write = self.magnitude * torch.sigmoid(post) + self._added
+        return Gates(self.reading(pre), self._mixed(res, weights, write).mT, write)
 
-@torch.library.custom_op("rewire::sinkhorn", mutates_args=())
-def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """``exp(logits)`` with rows, then columns, divided by their sum, ``iterations`` times (Sinkhorn-Knopp).
+    def _mixed(self, res: Tensor, weights: Weights, like: Tensor) -> Tensor:
+        """H_res [..., out, in], in the dtype of ``like`` [..., n]."""
+        n = self.streams
+        match self.residual:
+            case "identity":
+                return torch.eye(n, dtype=like.dtype, device=like.device).expand(*like.shape, n)
+            case "permutations":
+                assert weights.constants is not None
+                return convex(res, weights.constants)
+            case "cayley":
+                return cayley(res, n)
+            case _:
+                return sinkhorn(res.unflatten(-1, (n, n)), self.iterations, self.eps)
 
-    In the logarithmic domain, where no logits overflow or leave a row that is all zero. It is an operator of its own,
-    so that the backward recomputes the steps instead of keeping them, and because torch.compile takes several times as
-    long for a model with the unrolled loop in each unit.
-
-    Args:
-        logits: [..., n, n], float32 or float64.
-        iterations: 1 or more.
-
-    Returns:
-        [..., n, n]: columns sum to 1 exactly, rows in the limit.
-    """
-    return _normalised(logits, iterations)[-1].exp()
-
-
-@torch.library.custom_op("rewire::sinkhorn_backward", mutates_args=())
-def sinkhorn_backward(grad: Tensor, logits: Tensor, iterations: int) -> Tensor:
-    """Gradient of the logits of `sinkhorn` from that of its result."""
-    steps = _normalised(logits, iterations)
-    grad = grad.contiguous() * steps[-1].exp()  # in the layout that the fake promises
-    for step, dim in zip(reversed(steps), (-2, -1) * iterations, strict=True):
-        grad = grad - step.exp() * grad.sum(dim, keepdim=True)
-    return grad
+    @property
+    def _added(self) -> float:
+        """What H_post gets beside its sigmoid: only Hunyuan V4 adds eps there."""
+        return self.eps if self.residual == "identity" else 0.0
 
 
-def _normalised(logits: Tensor, iterations: int) -> list[Tensor]:
-    """Logarithms of the matrix after each normalisation: of rows, of columns, of rows, ..."""
-    steps: list[Tensor] = []
-    for dim in (-1, -2) * iterations:
-        logits = torch.log_softmax(logits, dim)
-        steps.append(logits)
-    return steps
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    logits, ctx.iterations = inputs
-    ctx.save_for_backward(logits)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    (logits,) = ctx.saved_tensors
-    return sinkhorn_backward(grad, logits, ctx.iterations), None
-
-
-sinkhorn.register_fake(lambda logits, iterations: logits.new_empty(logits.shape))
-sinkhorn_backward.register_fake(lambda grad, logits, iterations: logits.new_empty(logits.shape))
-sinkhorn.register_autograd(_backward, setup_context=_setup_context)
+def _logit(shares: Tensor) -> Tensor:
+    """The float32 numbers of which these are the sigmoids."""
+    return torch.logit(shares).float()

@@ -33,7 +33,8 @@ from rewire.topologies.program import (
 STATIC = [
     *("residual", "ancre-ingoing", "ancre-outgoing", "ancre-none", "ancre-keep", "ancre-constant", "ancre-cascaded"),
     *("denseformer", "denseformer-2x2", "grn-v1", "grn-v2", "grn-v1-last", "grn-v2-last"),
-    *("rezero", "skipinit", "layerscale", "laurel-rw", "laurel-rw-softmax", "hc-static"),
+    *("rezero", "skipinit", "layerscale", "laurel-rw", "laurel-rw-softmax"),
+    *("hc-static", "hc-static-sum", "hc-static-learned"),
     *("x0-lambdas", "x0-lambdas-state", "unet", "residual-scale", "residual-scale-branch", "variance-gate"),
 ]
 WIDTH = 6

@@ -16,12 +16,11 @@ from rewire.topologies.hyper import DynamicHyperConnections, FracConnections, Hy
 
 VARIANTS = [
     *[HyperConnections(n) for n in (1, 2, 4)],
-    HyperConnections(3, "sum"),
+    *[HyperConnections(n, output) for output in ("sum", "learned") for n in (2, 4)],
     *[DynamicHyperConnections(n) for n in (1, 4)],
-    DynamicHyperConnections(3, "sum"),
+    *[DynamicHyperConnections(n, output) for output in ("sum", "learned") for n in (1, 4)],
     *[FracConnections(m, dynamic) for m in (1, 2, 4) for dynamic in (False, True)],
 ]
-PRESERVING = [topology for topology in VARIANTS if getattr(topology, "output", "mean") == "mean"]
 
 
 def naive(topology: Streams, x: Tensor, blocks: list[Any], values: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -48,6 +47,13 @@ def naive(topology: Streams, x: Tensor, blocks: list[Any], values: dict[str, Ten
         ]
     if isinstance(topology, FracConnections):
         return torch.cat(streams, -1), reads
+    if topology.output == "learned":  # type: ignore[attr-defined]
+        weights = [value[0] for value in values["last_static"]]
+        if "dynamic" in values:
+            normed = [stream / ((stream**2).mean(-1, keepdim=True) + 1e-6) ** 0.5 for stream in streams]
+            dynamic = [torch.tanh((one * values["last_dynamic"][:, 0]).sum(-1, keepdim=True)) for one in normed]
+            weights = [w + values["last_scale"][0] * d for w, d in zip(weights, dynamic, strict=True)]
+        return sum(w * stream for w, stream in zip(weights, streams, strict=True)), reads
     return sum(streams) / (1 if topology.output == "sum" else n), reads  # type: ignore[attr-defined]
 
 
@@ -90,7 +96,7 @@ def test_start_values() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("topology", PRESERVING, ids=str)
+@pytest.mark.parametrize("topology", VARIANTS, ids=str)
 def test_starts_as_the_plain_network_bitwise(topology: Streams, dtype: torch.dtype) -> None:
     blocks, x = net(6, dtype), torch.randn(4, 3, WIDTH).to(dtype)
     values = learned(topology, 6)
@@ -105,20 +111,17 @@ def test_the_sum_is_n_times_the_mean() -> None:
     blocks, x, topology = net(3), torch.randn(4, WIDTH), HyperConnections(3, "sum")
     out = run_learned(topology, learned(topology, 3, "paper"), x, blocks)
     torch.testing.assert_close(out, 3 * plain(x, blocks))
-    for one in (HyperConnections(3), HyperConnections(1, "sum")):
-        one.parameters(Dims(3), "preserve")
-    for name in ("hc-static", "hc-dynamic"):
-        with pytest.raises(UnsupportedTopology, match=rf"{name}.*output='sum'.*start='paper'"):
-            make_topology(name, {"output": "sum"}).parameters(Dims(3, WIDTH), "preserve")
+    out = run_learned(topology, learned(topology, 3), x, blocks)  # its last unit divides by n
+    torch.testing.assert_close(out, plain(x, blocks))
 
 
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-@pytest.mark.parametrize("topology", PRESERVING, ids=str)
+@pytest.mark.parametrize("topology", VARIANTS, ids=str)
 def test_every_weight_learns(topology: Streams, optimizer: type[torch.optim.Optimizer], zero: bool) -> None:
     blocks, values = net(4, zero=zero), learned(topology, 4)
     x, target = torch.randn(16, WIDTH), torch.randn(16, WIDTH)
-    rate = 1e-3 if optimizer is torch.optim.AdamW else 0.2
+    rate = 1e-3 if optimizer is torch.optim.AdamW else 0.02 if getattr(topology, "output", "") == "sum" else 0.2
     options = {"lr": rate, "weight_decay": 0.0}
     steps = optimizer([*values.values(), *nn.ModuleList(blocks).parameters()], **options)  # type: ignore[call-arg]
     history = [copy.deepcopy(values)]
@@ -179,7 +182,7 @@ def test_matrix(topology: Streams) -> None:
     dims, values = Dims(depth, WIDTH), learned(topology, depth, "paper", noise=0.5)
     table = topology.matrix(topology.weights(values, dims), dims)
     assert (table.dtype, table.shape) == (torch.float32, (depth + 1, depth + 1))
-    static = {"static": values["static"].double()}
+    static = {name: value.double() for name, value in values.items() if "static" in name}
     want = torch.zeros(depth + 1, depth + 1, dtype=torch.float64)
     for i in range(depth + 1):
         for k in range(parts):  # the weight of part k of f_i in part k of each read and of the output
@@ -217,7 +220,7 @@ def test_compiles_in_one_graph(topology: Streams) -> None:
     [
         ("hc-static", "streams", 0, "whole number, 1 or more"),
         ("hc-dynamic", "streams", 2.0, "whole number"),
-        ("hc-static", "output", "max", "'mean', 'sum'"),
+        ("hc-static", "output", "max", "'mean', 'sum', 'learned'"),
         ("frac-hc", "fractions", -1, "whole number, 1 or more"),
         ("frac-hc", "fractions", True, "whole number"),
         ("frac-hc", "dynamic", 1, "True or False"),

@@ -1,0 +1,140 @@
+"""Gated hyper-connections: parallel residual streams whose reads are gated channel by channel (Qwen4-Exp)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from rewire.kernels.several import combine
+from rewire.kernels.tokens import project, rms_norm
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology, no_preserving_start
+from rewire.topologies.hyper import check_count
+from rewire.topologies.registry import register_topology
+
+Reads = Literal["normed", "streams"]
+_STD = 0.02
+
+
+class Weights(NamedTuple):
+    """Of T reads and the output: the norm's scale [T + 1, n, D], and the three maps."""
+
+    norm: Tensor
+    down: Tensor
+    up: Tensor
+    inject: Tensor
+
+
+@register_topology("hc-gated")
+@dataclasses.dataclass(frozen=True)
+class GatedHyperConnections(Topology[Weights]):
+    """Gated hyper-connections (Qwen4-Exp; transformers' ``Qwen4ExpTextGatedResidual``).
+
+    ``H_0`` [n, D] is n copies of ``x_0``. With ``N = rms_norm(H_{t-1}) * (1 + w)``, each stream normed by itself, and x
+    all of N as one vector of n D channels, unit t reads and writes
+
+    - ``r_t = (1/n) sum_i g_i * N_i`` with ``g = sigmoid(silu(x W_down / n) W_up)`` [n, D], of rank r,
+    - ``H_t = H_{t-1} + b f_t^T`` with ``b = 2 sigmoid(x W_inject / n)`` [n].
+
+    The output is one more read. Reads are normed, and no norm follows in Qwen4-Exp: ``reads="normed"`` is for branches
+    that begin with none. With ``reads="streams"``, ``r_t = (2/n) sum_i g_i * H_i``, for networks that have their own.
+
+    **Paper start.** w = 0, and the three maps normal with standard deviation 0.02, as in the code of Qwen4-Exp.
+
+    **Preserving start.** Reads of streams, to which `for_start` turns. ``W_down = W_inject = 0``, so that g is 1/2 and
+    b is 1: every stream is ``x_t``, bitwise, and so are the reads and the output for n = 2 and 4. W_up is drawn as
+    above, and parts the streams. W_down and W_inject learn at once, W_up and w from the second step on. Where the
+    branches start at zero, all but the output's waits one step more.
+
+    Args:
+        streams: n, 2 or more.
+        rank: r, 1 or more; Qwen4-Exp has 320 for 2,048 channels.
+        reads: "normed" or "streams".
+        norm_eps: epsilon of the norm.
+
+    Raises:
+        ValueError: an option is not one of those values.
+    """
+
+    granularity: ClassVar[Granularity] = "sublayer"
+    needs_width: ClassVar[bool] = True
+
+    streams: int = 4
+    rank: int = 16
+    reads: Reads = "normed"
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_count("streams", self.streams, 2)
+        check_count("rank", self.rank, 1)
+        if self.reads not in get_args(Reads):
+            raise ValueError(f"reads={self.reads!r}: it has to be one of {', '.join(map(repr, get_args(Reads)))}.")
+        if not 0 <= self.norm_eps <= 0.01:
+            raise ValueError(f"norm_eps={self.norm_eps!r}: it has to be a small number, from 0 to 0.01.")
+
+    def for_start(self, start: Start) -> GatedHyperConnections:
+        return dataclasses.replace(self, reads="streams") if start == "preserve" else self
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """Float32: ``norm``, w [T + 1, n, D]; ``down`` [T + 1, n D, r]; ``up`` [T + 1, r, n D]; ``inject`` [T, n D, n].
+
+        Raises:
+            UnsupportedTopology: ``start="preserve"`` with reads that are normed.
+        """
+        if start == "preserve" and self.reads == "normed":
+            raise no_preserving_start("hc-gated", "its reads are normed, those with reads='streams' are not")
+        reads, n, channels = dims.depth + 1, self.streams, self.streams * dims.width
+        seed = torch.Generator().manual_seed(0)  # the same start on every rank, and again after a reset
+
+        def drawn(*shape: int, zero: bool = False) -> Tensor:
+            return torch.zeros(shape) if zero else _STD * torch.randn(shape, generator=seed, device="cpu")
+
+        return {
+            "norm": torch.zeros(reads, n, dims.width),
+            "down": drawn(reads, channels, self.rank, zero=start == "preserve"),
+            "up": drawn(reads, self.rank, channels),
+            "inject": drawn(dims.depth, channels, n, zero=start == "preserve"),
+        }
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
+        return Weights(*(parameters[name].float() for name in Weights._fields))
+
+    def start(self, x: Tensor, weights: Weights) -> States:
+        return (x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, x.shape[-1]),)
+
+    def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor, States]:
+        (streams,) = states
+        value, vector = self._read(streams, weights, t - 1)
+        write = 2 * torch.sigmoid(project(vector, weights.inject[t - 1]) / self.streams)
+        return value, (streams, write)
+
+    def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
+        streams, write = states
+        kept = torch.eye(self.streams, dtype=write.dtype, device=write.device).expand(*write.shape, -1)
+        return (combine(streams, kept, [branch.unsqueeze(-2) for branch in branches], write),)
+
+    def finish(self, states: States, weights: Weights, dims: Dims) -> Tensor:
+        return self._read(states[0], weights, dims.depth)[0]
+
+    def template(self, states: States) -> Tensor:
+        return states[0].select(-2, 0)
+
+    def matrix(self, weights: Weights, dims: Dims) -> Tensor:
+        """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.
+
+        No part of the weights is independent of the input: these are the gates that are half open, of streams 1.
+        """
+        size = dims.depth + 1
+        return torch.ones(size, size, device=weights.norm.device).tril()
+
+    def _read(self, streams: Tensor, weights: Weights, number: int) -> tuple[Tensor, Tensor]:
+        """A read, and x."""
+        n = self.streams
+        normed = rms_norm(streams, self.norm_eps) * (1 + weights.norm[number])
+        vector = normed.flatten(-2)
+        hidden = torch.nn.functional.silu(project(vector, weights.down[number]) / n)
+        gates = torch.sigmoid(project(hidden, weights.up[number])).unflatten(-1, (n, -1))
+        values, factor = (normed, 1 / n) if self.reads == "normed" else (streams, 2 / n)
+        return (gates * values).sum(-2).mul(factor).to(streams.dtype), vector

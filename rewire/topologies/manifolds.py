@@ -1,0 +1,130 @@
+"""Square matrices on manifolds, made of free values: how manifold hyper-connections mix their streams."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewire.kernels.tokens import project
+
+
+def permutations(n: int, device: torch.device) -> Tensor:
+    """float32 [n!, n n]: all permutation matrices, row by row, the identity first."""
+    orders = torch.zeros(1, 1, dtype=torch.long, device=device)
+    for largest in range(1, n):  # which goes to each place of the orders of the others
+        added = orders.new_full((len(orders), 1), largest)
+        places = reversed(range(largest + 1))
+        orders = torch.cat([torch.cat([orders[:, :place], added, orders[:, place:]], 1) for place in places])
+    return (orders.unsqueeze(-1) == torch.arange(n, device=device)).flatten(1).float()
+
+
+def convex(logits: Tensor, corners: Tensor) -> Tensor:
+    """The mean of ``corners``, weighted with the softmax of the logits.
+
+    Args:
+        logits: [..., K].
+        corners: float32 [K, n n], of `permutations`: the result is doubly stochastic.
+
+    Returns:
+        [..., n, n]
+    """
+    n = math.isqrt(corners.shape[-1])
+    return project(logits.softmax(-1), corners).unflatten(-1, (n, n))
+
+
+def cayley(values: Tensor, n: int) -> Tensor:
+    """``(I - A/2)^-1 (I + A/2)``, a rotation; A is skew, and ``values`` [..., n (n - 1) / 2] are its upper triangle.
+
+    The values are angles, to first order. A rotation by 180 degrees is the limit of infinite ones.
+
+    Returns:
+        [..., n, n], orthogonal
+    """
+    row, column = torch.triu_indices(n, n, 1, device=values.device)
+    upper = values.new_zeros(*values.shape[:-1], n, n)
+    upper[..., row, column] = values
+    half, eye = (upper - upper.mT) / 2, torch.eye(n, dtype=values.dtype, device=values.device)
+    rotation: Tensor = torch.linalg.solve(eye - half, eye + half)
+    return rotation
+
+
+@torch.library.custom_op("rewire::sinkhorn", mutates_args=())
+def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """``exp(logits)`` with columns, then rows, divided by their sum, ``iterations`` times (Sinkhorn-Knopp).
+
+    With ``eps`` as in the code of DeepSeek-V4: it is added to the entries after the first division, of columns, and
+    to the sum in all others.
+
+    In the logarithmic domain, where no logits overflow or leave a row that is all zero. It is an operator of its own,
+    so that the backward recomputes the steps instead of keeping them, and because torch.compile takes several times as
+    long for a model with the unrolled loop in each unit.
+
+    Args:
+        logits: [..., n, n], float32 or float64.
+        iterations: 1 or more.
+        eps: 0 or more.
+
+    Returns:
+        [..., n, n]: rows sum to 1, exactly for ``eps=0``; columns in the limit.
+    """
+    return _normalised(logits, iterations, eps)[-1].exp()
+
+
+@torch.library.custom_op("rewire::sinkhorn_backward", mutates_args=())
+def sinkhorn_backward(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """Gradient of the logits of `sinkhorn` from that of its result."""
+    return _gradient(grad.contiguous(), logits, iterations, eps)  # in the layout that the fake promises
+
+
+def _gradient(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
+    columns, padded, *steps = _normalised(logits, iterations, eps)
+    grad = grad * steps[-1].exp()
+    for step, dim in zip(reversed(steps), (-1, *(-2, -1) * (iterations - 1)), strict=True):
+        grad = grad - step.exp() * grad.sum(dim, keepdim=True)
+    grad = grad * (columns - padded).exp()
+    return grad - columns.exp() * grad.sum(-2, keepdim=True)
+
+
+def _normalised(logits: Tensor, iterations: int, eps: float) -> list[Tensor]:
+    """Logarithms of the matrix with normalised columns, the same plus eps, and then with rows, columns, rows, ..."""
+    floor = logits.new_full((), math.log(eps) if eps > 0 else -math.inf)
+    columns = torch.log_softmax(logits, -2)
+    steps = [columns, torch.logaddexp(columns, floor)]
+    for dim in (-1, *(-2, -1) * (iterations - 1)):
+        last = steps[-1]
+        total = torch.logaddexp(torch.logsumexp(last, dim, keepdim=True), floor) if eps > 0 else None
+        steps.append(torch.log_softmax(last, dim) if total is None else last - total)
+    return steps
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, int, float], output: Tensor) -> None:
+    logits, ctx.iterations, ctx.eps = inputs
+    ctx.save_for_backward(logits)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (logits,) = ctx.saved_tensors
+    return sinkhorn_backward(grad, logits, ctx.iterations, ctx.eps), None, None
+
+
+def _setup_twice(ctx: Any, inputs: tuple[Tensor, Tensor, int, float], output: Tensor) -> None:
+    *tensors, ctx.iterations, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward_twice(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    again = torch.is_grad_enabled()  # with create_graph=True
+    with torch.enable_grad():
+        grad, logits = (x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in ctx.saved_tensors)
+        result = _gradient(grad, logits, ctx.iterations, ctx.eps)
+    of_grad, of_logits = torch.autograd.grad(result, (grad, logits), upstream, create_graph=again)
+    return of_grad, of_logits, None, None
+
+
+sinkhorn.register_fake(lambda logits, iterations, eps: logits.new_empty(logits.shape))
+sinkhorn_backward.register_fake(lambda grad, logits, iterations, eps: logits.new_empty(logits.shape))
+sinkhorn.register_autograd(_backward, setup_context=_setup)
+sinkhorn_backward.register_autograd(_backward_twice, setup_context=_setup_twice)
