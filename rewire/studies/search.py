@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -237,7 +238,8 @@ def open_storage(storage: str) -> optuna.storages.BaseStorage:
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # what it says of each trial, the progress bars show
     if "://" in storage:
         return optuna.storages.RDBStorage(storage)
-    try:
-        return optuna.storages.JournalStorage(JournalFileBackend(storage))
-    except Exception as error:  # whatever its parser meets
-        raise RewireError(f"'{storage}' is no journal of a study ({error}): give another --storage.") from error
+    if Path(storage).exists():
+        with open(storage, "rb") as file:
+            if not b'{"op_code"'.startswith(file.read(10)):
+                raise RewireError(f"'{storage}' is a file, and no journal of a study: give another storage.")
+    return optuna.storages.JournalStorage(JournalFileBackend(storage))
