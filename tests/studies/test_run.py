@@ -4,6 +4,7 @@ import dataclasses
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,3 +148,14 @@ def test_the_command(tmp_path: Path) -> None:
 def test_commands_that_name_nothing(args: tuple[str, ...], message: str, tmp_path: Path) -> None:
     code, output = run(*args, "--out", str(tmp_path))
     assert code == 1 and message in output
+
+
+def test_the_task_of_the_guide_trains(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "studies.md").read_text()
+    code = guide.split("```python\n")[1].split("```")[0]
+    file = tmp_path / "my_module.py"  # a file: the source of its forwards is edited
+    file.write_text(code)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(file), "exec"), names)
+    found = rewire.study(names["task"], ["laurel-rw"], steps=10, trials=1, seeds=1, out=tmp_path, progress=False)
+    assert found.row("laurel-rw").losses
