@@ -23,18 +23,18 @@ def language_model() -> Task:
     """A Llama of 6 layers on the bytes of the texts behind Python's ``help()``; every eighth topic is held out."""
 
     def model() -> nn.Module:
-        sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
+        sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 6, "num_attention_heads": 4}
         return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, use_cache=False, **sizes))
 
     def batches(seed: int) -> Iterator[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(seed)
         while True:
-            yield _labelled(text, torch.randint(len(text) - LENGTH, (12,), generator=generator))
+            yield _labelled(text, torch.randint(len(text) - LENGTH, (8,), generator=generator))
 
     names = sorted(topics)
     text = _bytes(name for number, name in enumerate(names) if number % 8)
     held_out = _bytes(names[::8])
-    validation = [_labelled(held_out, torch.linspace(0, len(held_out) - LENGTH, 64).long())]
+    validation = [_labelled(held_out, torch.linspace(0, len(held_out) - LENGTH, 48).long())]
     return Task(model, batches, validation, learning_rate=4e-3)
 
 
