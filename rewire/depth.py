@@ -434,8 +434,12 @@ class Depth:
 
     def separate(self, value: Any) -> Any:
         """An argument of what holds an attention's projections: the values for all three."""
-        qkv = self._qkv(value)
-        return value if qkv is None else qkv
+
+        def apart(part: Any) -> Any:
+            qkv = self._qkv(part)
+            return part if qkv is None else qkv
+
+        return mapped(value, apart)
 
     def q(self, value: Tensor) -> Tensor:
         """What queries are projected from."""

@@ -32,10 +32,13 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "residual-scale-all": ("residual-scale", {"branch": True, "bias": True}),
     "attnres-scaled": ("attnres", {"scaled": True}),
     "attnres-groups": ("attnres", {"scaled": True, "block": 2}),
+    "attnres-additive": ("attnres", {"additive": True}),
+    "attnres-qkv": ("attnres", {"qkv": True, "heads": 2}),
+    "attnres-normed": ("attnres", {"normed": True, "block": 2}),
 }
 
 #: Those whose formulas have no start that equals the plain residual network.
-NOT_PRESERVING = {"ancre-constant", "attnres"}
+NOT_PRESERVING = {"ancre-constant", "attnres-normed"}
 
 #: Those that connect what branches add, which has no meaning where a norm follows the add.
 PRE_NORM_ONLY = {
@@ -43,11 +46,11 @@ PRE_NORM_ONLY = {
     *("hc-static", "hc-static-sum", "hc-static-learned", "hc-dynamic", "hc-dynamic-2", "hc-dynamic-learned"),
     *("frac-hc", "frac-hc-static", "mhc", "mhc-identity", "mhc-permutations", "mhc-cayley"),
     *("hc-gated", "hc-gated-streams"),
-    *("attnres", "attnres-scaled", "attnres-groups"),
+    *("attnres", "attnres-scaled", "attnres-groups", "attnres-additive", "attnres-qkv", "attnres-normed"),
 }
 
 #: Those that need an attention.
-WITH_ATTENTION = {"dca", "dca-last"}
+WITH_ATTENTION = {"dca", "dca-last", "attnres-qkv"}
 
 PRESERVING = [key for key in EVERY if key not in NOT_PRESERVING]
 #: One for each way in which states are mixed, in any block.

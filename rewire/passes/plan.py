@@ -356,6 +356,7 @@ class _Planner:
         code = child.code
         written = {k.arg for k in call.keywords}
         given: set[int | str | None] = set(names & written)
+        found = set(given)
         if code is not None:
             bound = not child.helper or isinstance(call.func, ast.Attribute)
             positional = code.co_varnames[bound : code.co_argcount]
@@ -363,6 +364,9 @@ class _Planner:
                 name = positional[number] if number < len(positional) else ""
                 if isinstance(argument, ast.Starred) or not name or name in names:
                     given.add(number)
+                    found.add(name)
+        if None in written and names - found:  # the others are in a dictionary: **arguments
+            given.add(None)
         return frozenset(given or {*range(len(call.args)), *written})
 
     def _add(self, number: int, add: Add) -> None:
@@ -492,12 +496,12 @@ class _Planner:
         found: dict[Scope, list[Op]] = {}
         for op in add.region:
             scope: Scope | None = op.scope
-            while scope is not None and (scope.helper or scope.path not in projections.paths):
+            while scope is not None and (scope.helper or scope.path not in projections.ways):
                 scope = scope.parent
             if scope is not None:
                 entries = [source for source in op.inputs if not scope.holds(source.scope)]
                 found.setdefault(scope, []).extend(o for o in entries if o is add.state or o in add.region)
-        missing = [path for path in projections.paths if not any(s.path == path and e for s, e in found.items())]
+        missing = [path for path in projections.ways if not any(s.path == path and e for s, e in found.items())]
         if missing:
             raise EditError(f"its block does not call {', '.join(missing)} on what it reads")
         return [(scope, entries) for scope, entries in found.items() if entries]
@@ -537,7 +541,7 @@ class _Planner:
         elif projections.fused is not None:
             edit = Projected(at, "fused", projections.fused.groups, projections.fused.sizes)
         else:
-            edit = Projected(at, "qkv"[projections.paths.index(scope.path)])
+            edit = Projected(at, projections.ways[scope.path])
         function.put(("projected", at), edit)
 
     # -- where ---------------------------------------------------------------------------------------------------------

@@ -205,6 +205,14 @@ def no_preserving_start(topology: str, why: str) -> UnsupportedTopology:
     )
 
 
+def no_attention(topology: str, depth: int, instead: str) -> UnsupportedTopology:
+    """The error of a topology with separate reads for q, k and v, where no unit begins with an attention."""
+    return UnsupportedTopology(
+        f"topology '{topology}' found, in a trunk of {depth} units, no attention whose q, k and v could be read apart; "
+        f"{instead}."
+    )
+
+
 def one_hot_previous(depth: int) -> Tensor:
     """[T, T] matrix of the plain residual network: destination t (row t - 1) takes source t - 1 (column t - 1)."""
     return torch.eye(depth, dtype=torch.float32)
