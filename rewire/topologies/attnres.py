@@ -93,6 +93,7 @@ class AttnRes(Topology[Queries]):
         qkv: separate queries for q, k and v.
         heads: H, 1 or more; has to divide the width.
         normed: sources are summed as they are normed.
+        separate_norms: with ``qkv``, each of the three reads passes a norm of its own, a copy at first.
 
     Raises:
         ValueError: an option is out of its range, or two exclude each other.
@@ -108,6 +109,7 @@ class AttnRes(Topology[Queries]):
     qkv: bool = False
     heads: int = 1
     normed: bool = False
+    separate_norms: bool = False
 
     def __post_init__(self) -> None:
         if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
@@ -118,6 +120,9 @@ class AttnRes(Topology[Queries]):
             raise ValueError(f"form={self.form!r}: it has to be one of {', '.join(map(repr, get_args(Form)))}.")
         if self.scaled and (self.additive or self.form == "difference"):
             raise ValueError("scaled=True is another form of the weights than additive=True or form='difference'.")
+
+        if self.separate_norms and not self.qkv:
+            raise ValueError("separate_norms=True gives the reads of q, k and v a norm each: pass qkv=True, too.")
 
     @property
     def reads_qkv(self) -> bool:  # type: ignore[override]

@@ -73,6 +73,8 @@ class Topology(ABC, Generic[W]):
     needs_width: ClassVar[bool] = False
     #: Whether `read` returns `QKVInputs` for the units in ``Dims.attention``.
     reads_qkv: ClassVar[bool] = False
+    #: Whether the norms between these and the projections are three, one for each: learned copies, which start equal.
+    separate_norms: bool = False
     #: Learned weights that are matrices applied to states, by name, as a model's own linear maps are.
     matrices: ClassVar[frozenset[str]] = frozenset()
 

@@ -216,9 +216,14 @@ class DCA(GRNv3):
     "the inputs", without saying which of the three). Other units and the output have a single GRN-v3. ``last=k`` is
     the paper's k-DCA. Options, starts and stack: see `GRN`. In unit 1, ``w_1`` of k and v, too, is no more than a
     scale that a norm before the projections removes.
+
+    With ``separate_norms=True`` the three reads pass a norm each: copies of the one that the model has, which stays
+    that of q.
     """
 
     reads_qkv: ClassVar[bool] = True
+
+    separate_norms: bool = False
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """As in `GRN`.

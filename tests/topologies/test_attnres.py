@@ -306,6 +306,7 @@ def test_compiles_in_one_graph(topology: AttnRes) -> None:
         ({"form": "sum"}, "form='sum'.*'softmax', 'difference'"),
         ({"scaled": True, "additive": True}, "scaled=True.*additive"),
         ({"scaled": True, "form": "difference"}, "scaled=True.*difference"),
+        ({"separate_norms": True}, "separate_norms=True.*qkv=True"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
@@ -331,7 +332,7 @@ def test_name() -> None:
     assert list_topologies()["attnres"]
     assert AttnRes().options() == {
         **{"block": None, "scaled": False, "form": "softmax"},
-        **{"additive": False, "qkv": False, "heads": 1, "normed": False},
+        **{"additive": False, "qkv": False, "heads": 1, "normed": False, "separate_norms": False},
     }
     assert AttnRes.needs_width and not issubclass(AttnRes, Recurrence)
     assert AttnRes(qkv=True).reads_qkv and not AttnRes().reads_qkv

@@ -101,10 +101,6 @@ def inkling2() -> Inkling2TextModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape))  # float32 values: connection weights have no others
-        for layer in model.layers:
-            if layer.attention_type == "full_attention":
-                layer.k_input_layernorm.weight.copy_(layer.q_input_layernorm.weight)
-                layer.v_input_layernorm.weight.copy_(layer.q_input_layernorm.weight)
     return model
 
 
@@ -112,6 +108,17 @@ def query_rows(model: Any) -> list[nn.Parameter]:
     """The queries of the reads of units 2, 3, .. and of the output, in turn."""
     reads = [read for layer in model.layers for read in (layer.attention_input, layer.mlp_input)]
     return [read.query for read in (*reads[1:], model.final_input)]
+
+
+def counterparts(theirs: Any, plain: nn.Module, ours: Any) -> dict[nn.Parameter, list[nn.Parameter]]:
+    """For weights of theirs, queries aside, those of ours in their place: the same ones, and copies of norms."""
+    found = {parameter: [parameter] for parameter in plain.parameters()}
+    for layer, rewired in zip(theirs.layers, ours.layers, strict=True):
+        for way in "kv":
+            norm = getattr(layer, f"{way}_input_layernorm", None) or layer.input_layernorm
+            copy = rewired.norm.get_submodule(f"depth_connections.{way}")
+            found.setdefault(norm.weight, []).append(copy.weight)
+    return found
 
 
 def check_equal(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float = 1e-10) -> None:
@@ -122,24 +129,23 @@ def check_equal(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float 
 
 @pytest.mark.usefixtures("double", "inkling2_pattern")
 def test_inkling2() -> None:
-    """Layers with a sliding window have one query for all three inputs: here three times the same.
-
-    The separate norms for q, k and v have equal weights, as the plain form has one.
-    """
+    """Layers with a sliding window have one query and one norm for all three inputs: here three times the same."""
     theirs = inkling2()
     plain = Plain(theirs)
     x, upstream = torch.randn(2, 2, LENGTH, D, dtype=torch.float64)
     positions = torch.arange(LENGTH)[None]
     mask = torch.full((LENGTH, LENGTH), -math.inf, dtype=torch.float64).triu(1)[None, None]
-    ours = rewire.compile(
-        *(plain, "attnres"), block=4, qkv=True, normed=True, start="paper", example_inputs=(x, mask, positions)
-    )
+    options: dict[str, Any] = {"block": 4, "qkv": True, "normed": True, "separate_norms": True}
+    ours = rewire.compile(plain, "attnres", start="paper", example_inputs=(x, mask, positions), **options)
     (connection,) = rewire.connections(ours).values()
-    rows = query_rows(theirs)
+    rows, weights = query_rows(theirs), counterparts(theirs, plain, ours)
     ways = [1, 3] * (len(rows) // 2 - 1) + [1, 1]  # of feed-forwards and attentions; of the output
     with torch.no_grad():
         apart = [row.view(-1, D).expand(n, D) for row, n in zip(rows, ways, strict=True)]
         connection.queries.copy_(torch.cat(apart) / D**0.5)
+        for weight, places in weights.items():
+            for place in places:
+                place.copy_(weight)
 
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
     masks = {"full_attention": mask, "sliding_attention": mask, "linear_attention": None}
@@ -147,17 +153,10 @@ def test_inkling2() -> None:
     got = ours(b, mask, positions)
     check_equal([got], [want])
     want.backward(upstream)
-    for layer in theirs.layers:
-        if layer.attention_type == "full_attention":
-            for norm in (layer.k_input_layernorm, layer.v_input_layernorm):
-                layer.q_input_layernorm.weight.grad += norm.weight.grad
-    inner = dict(plain.named_parameters())
-    expected = [a.grad, *(parameter.grad for parameter in inner.values())]
-    of_rows = [row.grad.view(-1, D) for row in rows]
-    for parameter in inner.values():
-        parameter.grad = None
+    expected, of_rows = [a.grad, *(weight.grad for weight in weights)], [row.grad.view(-1, D) for row in rows]
+    theirs.zero_grad()
     got.backward(upstream)
-    check_equal([b.grad, *(parameter.grad for parameter in inner.values())], expected)
+    check_equal([b.grad, *(sum(place.grad for place in places) for places in weights.values())], expected)
     # connection weights are float32, and so are their gradients
     of_ours = (connection.queries.grad.double() / D**0.5).split(ways)
     summed = [g if len(g) == len(of_theirs) else g.sum(0, True) for g, of_theirs in zip(of_ours, of_rows, strict=True)]
