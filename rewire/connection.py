@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Callable
 from typing import Any
@@ -135,6 +136,20 @@ class Connection(nn.Module):
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         return super()._apply(keep_dtype, recurse)
+
+
+class SeparateNorms(nn.Module):
+    """A norm's copies for keys and values; the norm itself, whose child this is, is that of everything else.
+
+    It is named as connections are, `CONNECTIONS`. The copies follow their norm to other devices and dtypes.
+
+    Args:
+        norm: what is copied.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.k, self.v = copy.deepcopy(norm), copy.deepcopy(norm)
 
 
 def _gathered(parameter: Any) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.connection import Connection
+from rewire.connection import CONNECTIONS, Connection, SeparateNorms
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.kernels.fused_qkv import project_fused
 from rewire.stream import Stream
@@ -414,15 +414,17 @@ class Depth:
         return value.q
 
     def each(self, function: Callable[[Tensor], Any], value: Tensor) -> Any:
-        """``function(value)``, computed for queries, keys and values each."""
+        """``function(value)``, computed for queries, keys and values each; a norm may have copies for the latter."""
         qkv = self._qkv(value)
         if qkv is None:
             return function(value)
-        inputs = (qkv.q, qkv.k, qkv.v, qkv.residual)
+        apart = getattr(function, CONNECTIONS, None)
+        k, v = (apart.k, apart.v) if isinstance(apart, SeparateNorms) else (function, function)
+        calls = ((function, qkv.q), (k, qkv.k), (v, qkv.v), (function, qkv.residual))
         made: list[Any] = []
-        for number, x in enumerate(inputs):
-            same = next((earlier for earlier in range(number) if inputs[earlier] is x), None)
-            made.append(function(x) if same is None else made[same])
+        for number, (norm, x) in enumerate(calls):
+            same = next((n for n, (other, y) in enumerate(calls[:number]) if other is norm and y is x), None)
+            made.append(norm(x) if same is None else made[same])
         number = 0 if value is qkv.q else 3
         if isinstance(made[0], tuple):
             for items in zip(*made, strict=True):
@@ -434,8 +436,12 @@ class Depth:
 
     def separate(self, value: Any) -> Any:
         """An argument of what holds an attention's projections: the values for all three."""
-        qkv = self._qkv(value)
-        return value if qkv is None else qkv
+
+        def apart(part: Any) -> Any:
+            qkv = self._qkv(part)
+            return part if qkv is None else qkv
+
+        return mapped(value, apart)
 
     def q(self, value: Tensor) -> Tensor:
         """What queries are projected from."""

@@ -15,6 +15,7 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "ancre-keep": ("ancre-ingoing", {"cascade": "keep"}),
     "denseformer-2x2": ("denseformer", {"dilation": 2, "period": 2}),
     **{f"{name}-last": (name, {"last": 1}) for name in ("grn-v1", "grn-v2", "grn-v3", "dca")},
+    "dca-norms": ("dca", {"separate_norms": True}),
     "hc-dynamic-2": ("hc-dynamic", {"streams": 2}),
     "hc-static-sum": ("hc-static", {"output": "sum"}),
     "hc-static-learned": ("hc-static", {"output": "learned"}),
@@ -32,22 +33,25 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "residual-scale-all": ("residual-scale", {"branch": True, "bias": True}),
     "attnres-scaled": ("attnres", {"scaled": True}),
     "attnres-groups": ("attnres", {"scaled": True, "block": 2}),
+    "attnres-additive": ("attnres", {"additive": True}),
+    "attnres-qkv": ("attnres", {"qkv": True, "heads": 2}),
+    "attnres-normed": ("attnres", {"normed": True, "block": 2}),
 }
 
 #: Those whose formulas have no start that equals the plain residual network.
-NOT_PRESERVING = {"ancre-constant", "attnres"}
+NOT_PRESERVING = {"ancre-constant", "attnres-normed"}
 
 #: Those that connect what branches add, which has no meaning where a norm follows the add.
 PRE_NORM_ONLY = {
-    *("grn-v1", "grn-v2", "grn-v3", "dca", "grn-v1-last", "grn-v2-last", "grn-v3-last", "dca-last"),
+    *("grn-v1", "grn-v2", "grn-v3", "dca", "grn-v1-last", "grn-v2-last", "grn-v3-last", "dca-last", "dca-norms"),
     *("hc-static", "hc-static-sum", "hc-static-learned", "hc-dynamic", "hc-dynamic-2", "hc-dynamic-learned"),
     *("frac-hc", "frac-hc-static", "mhc", "mhc-identity", "mhc-permutations", "mhc-cayley"),
     *("hc-gated", "hc-gated-streams"),
-    *("attnres", "attnres-scaled", "attnres-groups"),
+    *("attnres", "attnres-scaled", "attnres-groups", "attnres-additive", "attnres-qkv", "attnres-normed"),
 }
 
 #: Those that need an attention.
-WITH_ATTENTION = {"dca", "dca-last"}
+WITH_ATTENTION = {"dca", "dca-last", "dca-norms", "attnres-qkv"}
 
 PRESERVING = [key for key in EVERY if key not in NOT_PRESERVING]
 #: One for each way in which states are mixed, in any block.

@@ -308,7 +308,8 @@ def test_low_precision(key: str) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             torch.testing.assert_close(model(ids()).logits.float(), want, rtol=0.1, atol=0.1)
         low = copy.deepcopy(model).bfloat16()
-        assert {p.dtype for p in learned(low).values()} <= {torch.float32}
+        held = [p for connection in rewire.connections(low).values() for p in connection.parameters()]
+        assert {p.dtype for p in held} <= {torch.float32}
         out = low(ids()).logits
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), want, rtol=0.1, atol=0.1)

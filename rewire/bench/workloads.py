@@ -316,7 +316,9 @@ def attention_residuals(sizes: Sizes, n: int) -> Workload:
 
     def ours(*given: Tensor) -> Results:
         *xs, query = given
-        return (AttnRes().finish(tuple(xs), query.expand(n - 1, -1), Dims(n - 1)),)
+        dims = Dims(n - 1, len(query))
+        weights = AttnRes().weights({"queries": query.expand(n - 1, -1)}, dims)
+        return (AttnRes().finish(tuple(xs), weights, dims),)
 
     def plain(*given: Tensor) -> Results:
         *xs, query = given

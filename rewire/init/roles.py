@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from rewire.connection import connections
+from rewire.connection import CONNECTIONS, connections
 from rewire.init.ends import is_adaptive, is_norm, matrix_of
 from rewire.init.layout import Layout
 from rewire.init.network import TABLE, Branch, Network
@@ -43,11 +43,10 @@ def roles(model: nn.Module) -> Roles:
     plain = restore(model) if connections(model) else model
     network = Network(plain)
     rows = [row for name in network.parameters for row in _rows(network, name)]
-    learned = {id(p) for connection in connections(model).values() for p in connection.parameters()}
     rows += [
         Weight(name, "connection", "a weight of the topology", tuple(parameter.shape))
         for name, parameter in model.named_parameters()
-        if id(parameter) in learned
+        if CONNECTIONS in name.split(".")
     ]
     return Roles(tuple(rows), network.adds, network.relu())
 

@@ -53,4 +53,10 @@ def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
         [..., D], float32 or float64.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * inverse_rms(x, eps)
+
+
+def inverse_rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """``1 / sqrt(mean(x^2) + eps)``, what `rms_norm` multiplies ``x`` with: [..., 1], float32 or float64."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

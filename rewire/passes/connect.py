@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from rewire.connection import CONNECTIONS, Connection
+from rewire.connection import CONNECTIONS, Connection, SeparateNorms
 from rewire.errors import RewireError
 from rewire.patterns import is_pretrained
 from rewire.stream import Stream
@@ -23,6 +23,22 @@ def register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
         owner.add_module(CONNECTIONS, nn.ModuleDict())
     owner.get_submodule(CONNECTIONS).add_module(name, connection)
     owner.get_submodule(CONNECTIONS).train(owner.training)
+
+
+def copy_norms(model: nn.Module, paths: Collection[str]) -> None:
+    """Give the norms at ``paths`` copies for keys and values."""
+    for path in sorted(paths):
+        norm = model.get_submodule(path)
+        if hasattr(norm, CONNECTIONS):
+            raise RewireError(f"'{path}' already has an attribute '{CONNECTIONS}'.")
+        norm.add_module(CONNECTIONS, SeparateNorms(norm))
+
+
+def drop_copies(model: nn.Module) -> None:
+    """Let one norm serve queries, keys and values again."""
+    for module in model.modules():
+        if isinstance(module._modules.get(CONNECTIONS), SeparateNorms):
+            del module._modules[CONNECTIONS]
 
 
 def place(trunk: Trunk) -> str:

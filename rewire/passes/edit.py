@@ -26,7 +26,7 @@ from rewire.passes.edits import (
     Through,
     Value,
 )
-from rewire.passes.text import Place
+from rewire.passes.text import Place, is_call_of_one
 from rewire.passes.variables import assigned, on_one_way
 
 #: Writes the text between two characters, with the changes inside it.
@@ -271,7 +271,12 @@ class _Editor:
         return node
 
     def _each(self, edit: Each) -> list[Change]:
-        return [self._as_function(edit.at, "each")]
+        node = self._expression(edit.at)
+        if not (isinstance(node, ast.Call) and is_call_of_one(node) and self._operand(node) is node.args[0]):
+            return [self._as_function(edit.at, "each")]
+        function, argument = self.text.span(node.func), self.text.span(node.args[0])
+        span = self.text.span(node)
+        return [Change(*span, lambda render: f"{self.depth}.each({render(*function)}, {render(*argument)})")]
 
     def _reshape(self, edit: Reshape) -> list[Change]:
         return [self._as_function(edit.at, "copy" if edit.cast else "view")]

@@ -214,6 +214,7 @@ class FunctionPlan:
         opens: the trunks that start in it, and where: the names of parameters, or the place of an expression.
         norms: paths, below the module, of norms that are computed with a read, and what stands in the way.
         outside: for each trunk, whether some calls have no stream, in all ways of looking at the model.
+        copied: paths, from the model's root, of norms that keys and values get copies of.
     """
 
     path: str
@@ -227,6 +228,7 @@ class FunctionPlan:
     opens: dict[str, Any] = dataclasses.field(default_factory=dict)
     norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     outside: dict[str, bool] = dataclasses.field(default_factory=dict)
+    copied: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def trunks(self) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from rewire.errors import EditError
+from rewire.errors import EditError, UnsupportedTopology
 from rewire.kernels.norms import mark
 from rewire.passes.adds import CASTS, VIEWS, Add, between
 from rewire.passes.edits import (
@@ -41,7 +41,7 @@ from rewire.passes.functions import Decorated, forward_of, function_with, undeco
 from rewire.passes.projections import Projections
 from rewire.passes.streams import same_size
 from rewire.passes.text import Place as Span
-from rewire.passes.text import Text, place_of, span_of, text_of, within
+from rewire.passes.text import Text, is_call_of_one, place_of, span_of, text_of, within
 from rewire.passes.variables import assigned, behind, hands_on, only_returned
 
 
@@ -52,6 +52,7 @@ def plan(
     definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}),
     separate: Mapping[int, Projections] = MappingProxyType({}),
     opened: Collection[Key] = (),
+    separate_norms: bool = False,
 ) -> set[Key]:
     """Add what changes for one trunk of one flow to ``plans``.
 
@@ -62,6 +63,7 @@ def plan(
         definitions: functions that take the place of the forwards of modules of these classes.
         separate: for residual adds whose attention has separate q/k/v inputs: where it projects them.
         opened: functions that hold tensors where streams run, because of other trunks.
+        separate_norms: whether the norms before such attentions get copies for keys and values.
 
     Returns:
         Functions that only hand this trunk's stream on.
@@ -70,7 +72,7 @@ def plan(
         EditError: a function that would have to change cannot be edited.
         UnsupportedTopology: q, k and v of an attention cannot be taken apart.
     """
-    return _Planner(found, name, plans, definitions, separate, opened).run()
+    return _Planner(found, name, plans, definitions, separate, opened, separate_norms).run()
 
 
 class _Planner:
@@ -82,8 +84,9 @@ class _Planner:
         definitions: Mapping[type[nn.Module], FunctionType],
         separate: Mapping[int, Projections],
         opened: Collection[Key],
+        separate_norms: bool,
     ) -> None:
-        self.found, self.others = found, opened
+        self.found, self.others, self.separate_norms = found, opened, separate_norms
         self.flow, self.plans, self.definitions, self.separate = found.flow, plans, definitions, separate
         self.name, self.chain = name, found.chains[name]
         self.adds = self.chain.adds
@@ -356,6 +359,7 @@ class _Planner:
         code = child.code
         written = {k.arg for k in call.keywords}
         given: set[int | str | None] = set(names & written)
+        found = set(given)
         if code is not None:
             bound = not child.helper or isinstance(call.func, ast.Attribute)
             positional = code.co_varnames[bound : code.co_argcount]
@@ -363,6 +367,9 @@ class _Planner:
                 name = positional[number] if number < len(positional) else ""
                 if isinstance(argument, ast.Starred) or not name or name in names:
                     given.add(number)
+                    found.add(name)
+        if None in written and names - found:  # the others are in a dictionary: **arguments
+            given.add(None)
         return frozenset(given or {*range(len(call.args)), *written})
 
     def _add(self, number: int, add: Add) -> None:
@@ -479,25 +486,47 @@ class _Planner:
                 self._hand_down(reads, scope, {add.state, *way})
                 self._project(scope, projections)
             functions = {scope for call, _ in calls for scope in call.chain()[:-1] if reads.holds(scope)}
+            copied = 0
             for op in sorted(way - {add.state}, key=lambda op: op.index):
                 scope = next(scope for scope in reversed(op.scope.chain()) if scope in functions)
                 function, at = self._function(scope), self._span(scope, op)
                 function.edits.pop(("normed", at), None)
                 function.put(("each", at), Each(at))
+                if self.separate_norms:
+                    copied += self._copy(function, scope, op)
         except EditError as error:
             raise projections.error(str(error)) from error
+        if self.separate_norms and not copied:
+            raise UnsupportedTopology(
+                f"the attention '{projections.where}' cannot have separate norms for q, k and v: none stands between "
+                "the residual stream and its projections. Leave out separate_norms=True."
+            )
+
+    def _copy(self, function: FunctionPlan, scope: Scope, op: Op) -> bool:
+        """Let keys and values have a copy of the module that ``op`` is part of in ``scope``, if that has weights."""
+        inside = [inner for inner in op.scope.chain() if inner.parent is scope]
+        if inside and not inside[0].helper:
+            path, module = inside[0].path, inside[0].module
+        else:
+            path, module = ".".join(filter(None, (scope.path, op.name))), op.leaf
+        if module is None or not any(True for _ in module.parameters()):
+            return False
+        if not any(is_call_of_one(node) for node in function.text.nodes.get(self._span(scope, op), [])):
+            raise EditError(f"'{path}' is not called as a function of what was read alone, and cannot have copies")
+        function.copied.add(path)
+        return True
 
     def _projection_calls(self, add: Add, projections: Projections) -> list[tuple[Scope, list[Op]]]:
         """The calls of projections in a branch, with what they project of the stream's value."""
         found: dict[Scope, list[Op]] = {}
         for op in add.region:
             scope: Scope | None = op.scope
-            while scope is not None and (scope.helper or scope.path not in projections.paths):
+            while scope is not None and (scope.helper or scope.path not in projections.ways):
                 scope = scope.parent
             if scope is not None:
                 entries = [source for source in op.inputs if not scope.holds(source.scope)]
                 found.setdefault(scope, []).extend(o for o in entries if o is add.state or o in add.region)
-        missing = [path for path in projections.paths if not any(s.path == path and e for s, e in found.items())]
+        missing = [path for path in projections.ways if not any(s.path == path and e for s, e in found.items())]
         if missing:
             raise EditError(f"its block does not call {', '.join(missing)} on what it reads")
         return [(scope, entries) for scope, entries in found.items() if entries]
@@ -537,7 +566,7 @@ class _Planner:
         elif projections.fused is not None:
             edit = Projected(at, "fused", projections.fused.groups, projections.fused.sizes)
         else:
-            edit = Projected(at, "qkv"[projections.paths.index(scope.path)])
+            edit = Projected(at, projections.ways[scope.path])
         function.put(("projected", at), edit)
 
     # -- where ---------------------------------------------------------------------------------------------------------

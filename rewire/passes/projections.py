@@ -41,11 +41,18 @@ class Projections:
         where: path of the attention from the model's root.
         paths: the three projections (q, k, v), or one that is fused, or a torch.nn.MultiheadAttention.
         fused: layout of a fused projection's output; None for three apart.
+        beside: other maps that read the input of the queries, the keys or the values: path -> ``q``, ``k`` or ``v``.
     """
 
     where: str
     paths: tuple[str, ...]
     fused: Fused | None
+    beside: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """Path of each map that reads one of the three inputs -> ``q``, ``k`` or ``v``; of a fused one any of these."""
+        return {**dict(zip(self.paths, "qkv", strict=False)), **self.beside}
 
     def error(self, why: str) -> UnsupportedTopology:
         return UnsupportedTopology(
@@ -66,10 +73,11 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern]) -> Projec
         UnsupportedTopology: they were not found; the message says what a pattern would have to name.
     """
     model = flow.model
+    found = list(found)
     candidates = itertools.chain(_declared(model, site, found), _usual(flow, site))
     for paths, fused in candidates:
         if fused is not None or not _needs_layout(model, paths):
-            return Projections(site.name, paths, fused)
+            return Projections(site.name, paths, fused, _beside(model, site, found))
     block = model.get_submodule(site.block)
     below = [name for name, child in block.named_modules() if name and isinstance(child, nn.Linear)]
     raise UnsupportedTopology(
@@ -83,17 +91,33 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern]) -> Projec
 def _declared(model: nn.Module, site: Site, found: Iterable[Pattern]) -> Iterator[_Candidate]:
     """Paths that patterns name and the model has, and the layout that they give for a fused one."""
     for pattern in found:
-        for block in _blocks(site) if pattern.qkv else ():
-            branch = site.name.removeprefix(block).lstrip(".")
-            paths = tuple(_join(block, text.format(branch=branch)) for text in pattern.qkv)
-            if any(_submodule(model, path) is None for path in paths):
-                continue
-            fused = None
-            if pattern.fused and len(paths) == 1:
-                holder = model.get_submodule(paths[0].rpartition(".")[0])
-                fused = pattern.fused(model.get_submodule(paths[0]), holder)
-            yield paths, fused
-            break
+        paths = _named(model, site, pattern.qkv)
+        if paths is None:
+            continue
+        fused = None
+        if pattern.fused and len(paths) == 1:
+            holder = model.get_submodule(paths[0].rpartition(".")[0])
+            fused = pattern.fused(model.get_submodule(paths[0]), holder)
+        yield paths, fused
+
+
+def _beside(model: nn.Module, site: Site, found: Iterable[Pattern]) -> dict[str, str]:
+    """Other maps of the attention that a pattern names and the model has, and which input they read."""
+    for pattern in found:
+        paths = _named(model, site, tuple(pattern.beside))
+        if paths is not None:
+            return dict(zip(paths, pattern.beside.values(), strict=True))
+    return {}
+
+
+def _named(model: nn.Module, site: Site, names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Paths of modules that a pattern names, from the model's root; None if the model does not have all of them."""
+    for block in _blocks(site) if names else ():
+        branch = site.name.removeprefix(block).lstrip(".")
+        paths = tuple(_join(block, name.format(branch=branch)) for name in names)
+        if all(_submodule(model, path) is not None for path in paths):
+            return paths
+    return None
 
 
 def _blocks(site: Site) -> Iterator[str]:

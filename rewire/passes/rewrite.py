@@ -11,7 +11,7 @@ from rewire.connection import CONNECTIONS, Connection, connections
 from rewire.errors import EditError, RewireError
 from rewire.logs import rewrite as log
 from rewire.passes.apply import apply, undo
-from rewire.passes.connect import StreamsToTensors, convert_collected, register
+from rewire.passes.connect import StreamsToTensors, convert_collected, copy_norms, register
 from rewire.passes.copies import shared
 from rewire.passes.edit import edited
 from rewire.passes.edits import Key, Plans
@@ -78,6 +78,7 @@ def rewrite(
         register(rewired, trunk, made[name])
         convert_collected(rewired, trunk)
     apply(rewired, found[0].flow.model, [(function, texts[key]) for key, function in plans.items()], made)
+    copy_norms(rewired, set().union(*(function.copied for function in plans.values())))
     return rewired
 
 
@@ -97,7 +98,8 @@ def _plan(
             )
             continue
         projections = {n: find_projections(one.flow, trunk.sites[n], patterns) for n in separate}
-        handed |= plan(one, trunk.name, plans, definitions(patterns), projections, opened)
+        norms = layout.topology.separate_norms
+        handed |= plan(one, trunk.name, plans, definitions(patterns), projections, opened, norms)
     return handed
 
 

@@ -126,6 +126,15 @@ def within(inner: Place, outer: Place) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
+def is_call_of_one(node: ast.AST) -> bool:
+    """Whether ``node`` is ``f(x)``."""
+    return (
+        isinstance(node, ast.Call)
+        and len(node.args) == 1
+        and not (node.keywords or isinstance(node.args[0], ast.Starred))
+    )
+
+
 def positions(code: CodeType) -> list[Place]:
     return list(code.co_positions())
 

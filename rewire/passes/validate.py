@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from rewire.connection import connections
 from rewire.errors import BadExampleInputs, OutOfOrder, RewireError, ValidationMismatch
 from rewire.logs import validate as log
+from rewire.passes.connect import drop_copies
 from rewire.passes.copies import ByPlace, own_inputs, private, seeded, shared
 from rewire.patterns.pattern import Inputs
 from rewire.stream import Layout, Stream
@@ -98,6 +99,8 @@ def check(model: nn.Module, rewired: nn.Module, inputs: Inputs | None, start: St
     if inputs is None:
         log.warning("%s was rewired but not validated: there are no inputs to run it on; pass example_inputs.", name)
         return
+    rewired = shared(rewired)
+    drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
     compare(model, _with_plain_connections(rewired), inputs)
     if start == "preserve":
         compare(model, rewired, inputs, STARTS)

@@ -31,6 +31,8 @@ class Pattern:
         ffn: the same for feed-forward branches.
         qkv: paths of the query, key and value projections below the attention branch's block (one path if they are
             fused), with ``{branch}`` for the branch's own name.
+        beside: other maps in the attention that read what the queries, keys or values are projected from: path, as in
+            ``qkv`` -> ``"q"``, ``"k"`` or ``"v"``. What is not named reads as the queries do.
         fused: makes the layout of a fused projection's output, from the projection and the module that holds it.
         example_inputs: makes small inputs for a model of this architecture: (args, kwargs). They have to reach every
             block.
@@ -48,6 +50,7 @@ class Pattern:
     attention: str = ""
     ffn: str = ""
     qkv: tuple[str, ...] = ()
+    beside: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fused: Callable[[Any, Any], Fused] | None = None
     example_inputs: Callable[[nn.Module], Inputs] | None = None
     twin: Callable[[nn.Module], nn.Module] | None = None

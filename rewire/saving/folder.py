@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rewire.connection import CONNECTIONS, Connection, connections, current_recipe
+from rewire.connection import CONNECTIONS, Connection, SeparateNorms, connections, current_recipe
 from rewire.errors import RewireError, ShardedModel
 from rewire.saving.recipes import connections_of, described, difference, first_line, is_recipe, rewired_by
 
@@ -170,7 +170,7 @@ def _part(model: nn.Module, weights: Part) -> dict[str, Tensor]:
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if weights == "all":
         return state
-    own = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Connection))
+    own = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, (Connection, SeparateNorms)))
     return {name: value for name, value in state.items() if name.startswith(own)}
 
 

@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from rewire.errors import UnsupportedTopology
 from rewire.kernels.mix import Mix, pending_mix
-from rewire.kernels.tokens import project, rms_norm
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology, materialize, no_preserving_start, total
+from rewire.kernels.several import mixes
+from rewire.kernels.tokens import inverse_rms, project, rms_norm
+from rewire.topologies.base import (
+    Dims,
+    Granularity,
+    QKVInputs,
+    Start,
+    States,
+    Topology,
+    materialize,
+    no_attention,
+    no_preserving_start,
+    total,
+)
 from rewire.topologies.registry import register_topology
+
+Form = Literal["softmax", "difference"]
+
+
+class Queries(NamedTuple):
+    """Effective weights.
+
+    Attributes:
+        w: float32 [rows, D], those of reads 2, 3, .. in turn: for each of its ways, one for each head, which is zero in
+            the channels of other heads.
+        rows: for each of these reads, how many there are.
+    """
+
+    w: Tensor
+    rows: tuple[int, ...]
 
 
 @register_topology("attnres")
 @dataclasses.dataclass(frozen=True)
-class AttnRes(Topology[Tensor]):
+class AttnRes(Topology[Queries]):
     """Attention Residuals: every read is a softmax-weighted sum of all increments, per token (arXiv 2603.15031).
 
     ``r_t = sum_{i<t} a_ti f_i`` with ``f_0 = x_0`` and ``a_ti = softmax_i(w_t . rmsnorm(f_i))``; one more such read is
@@ -29,22 +58,45 @@ class AttnRes(Topology[Tensor]):
     The states are the sources and then their scores ``w_t . rmsnorm(f_i)``, [..., later reads]: a source is normed
     and projected when it is first read, once for all queries.
 
-    **Paper start.** ``w = 0``: each read is the average of its sources. A branch that begins with a norm does not see
-    the difference to their sum.
+    - ``qkv=True``: a unit that begins with an attention has three queries, for its queries, keys and values. The
+      shortcut inside the unit, if there is one, takes the read of the queries.
+    - ``heads=H``: H softmaxes for each read, one for each H-th of the channels, from the scores of these channels
+      (Multi-Head Attention Residuals, arXiv 2607.27230). The norm is over all channels, and H = 1 is no heads.
+    - ``normed=True``: a read sums ``rmsnorm(f_i)`` in place of ``f_i``. With ``qkv`` and ``block``, Inkling 2 does that
+      (``Inkling2BlockAttentionResidual`` in transformers; its ``query`` is ``sqrt(D) w_t``).
+    - ``additive=True``: the weights are ``1 + a_ti``, so that a read is the plain stream and a softmax-weighted sum of
+      what it consists of; the output is the plain stream, ``f_0 + .. + f_T``, without a query. These are Delta
+      Attention Residuals (arXiv 2605.18855), ``h + sum_i a_i v_i``, as in their authors' code. With ``block``, that
+      sums finished groups only; here the sum of the current one is a source, too.
 
-    **Preserving start.** With ``scaled=True`` the weights of n sources add up to n: at ``w = 0`` they are exactly 1,
-    and a read sums what the original network sums, in its order and thus bitwise in float32 and float64 (with groups
-    of several units, to rounding). Without it there is none.
+    **Paper start.** ``w = 0``: each read is the average of its sources, additive ``1 + 1/n`` times their sum. A branch
+    that begins with a norm does not see the difference to their sum.
 
-    From both, all queries have a gradient at once. If every branch starts at zero output, only the output's has one at
-    first (the score of ``x_0``); all others move from the second step on.
+    **Preserving start.** ``w = 0``, in one of two forms whose weights are exactly 1 then: a read sums what the original
+    network sums, in its order and thus bitwise in float32 and float64 (with groups of several units, to rounding).
+
+    - ``scaled=True``: ``n a_ti``, the weights of n sources add up to n. ``start="preserve"`` takes it for what is not
+      additive. A norm behind a read removes the factor n: gradients of the queries are those of the paper's start.
+    - ``form="difference"``: ``1 + a_ti - 1/n``, the original network and what the softmax adds to its start: the
+      preserving start of the additive form. Behind a norm, gradients are ``1 + 1/n`` times those of its paper start.
+
+    Of a sum of normed sources there is none.
+
+    From all of them, all queries have a gradient at once. If every branch starts at zero output, only the output's has
+    one at first (the score of ``x_0``; in the additive form none has); all others move from the second step on.
 
     Args:
         block: S, 1 or more; None is 1, no groups.
         scaled: weights add up to the number of sources, not to 1.
+        form: "softmax", the paper's, or "difference".
+        additive: weights are added to those of the plain stream.
+        qkv: separate queries for q, k and v.
+        heads: H, 1 or more; has to divide the width.
+        normed: sources are summed as they are normed.
+        separate_norms: with ``qkv``, each of the three reads passes a norm of its own, a copy at first.
 
     Raises:
-        ValueError: block is below 1.
+        ValueError: an option is out of its range, or two exclude each other.
     """
 
     granularity: ClassVar[Granularity] = "sublayer"  # the paper's layers: attentions and MLPs, each by itself
@@ -52,55 +104,104 @@ class AttnRes(Topology[Tensor]):
 
     block: int | None = None
     scaled: bool = False
+    form: Form = "softmax"
+    additive: bool = False
+    qkv: bool = False
+    heads: int = 1
+    normed: bool = False
+    separate_norms: bool = False
 
     def __post_init__(self) -> None:
         if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
             raise ValueError(f"block={self.block!r}: it has to be a whole number, 1 or more, or None.")
+        if not isinstance(self.heads, int) or self.heads < 1:
+            raise ValueError(f"heads={self.heads!r}: it has to be a whole number, 1 or more.")
+        if self.form not in get_args(Form):
+            raise ValueError(f"form={self.form!r}: it has to be one of {', '.join(map(repr, get_args(Form)))}.")
+        if self.scaled and (self.additive or self.form == "difference"):
+            raise ValueError("scaled=True is another form of the weights than additive=True or form='difference'.")
+
+        if self.separate_norms and not self.qkv:
+            raise ValueError("separate_norms=True gives the reads of q, k and v a norm each: pass qkv=True, too.")
+
+    @property
+    def reads_qkv(self) -> bool:  # type: ignore[override]
+        return self.qkv
+
+    def for_start(self, start: Start) -> AttnRes:
+        if start == "paper" or self.scaled or self.form == "difference" or self.normed:
+            return self
+        return dataclasses.replace(self, form="difference") if self.additive else dataclasses.replace(self, scaled=True)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``queries``, float32 [T, D]: w_t of units 2..T, then the output's.
+        """``queries``, float32 [rows, D]: for units 2..T and then the output, w_t, or with ``qkv`` those of its ways.
 
         Raises:
-            UnsupportedTopology: a preserving start without ``scaled``.
+            UnsupportedTopology: there is no such start; no unit begins with an attention, for ``qkv``; or the heads do
+                not divide the width.
         """
-        if start == "preserve" and not self.scaled:
-            why = "its softmax starts as an average where that sums; the option scaled=True makes it a sum"
-            raise no_preserving_start("attnres", why)
-        return {"queries": torch.zeros(dims.depth, dims.width)}
+        if start == "preserve" and self.normed:
+            raise no_preserving_start("attnres", "with normed=True it sums other sources")
+        if start == "preserve" and not self.scaled and self.form == "softmax":
+            raise no_preserving_start("attnres", "its softmax is an average; with scaled=True it is a sum")
+        if self.qkv and not dims.attention:
+            raise no_attention("attnres", dims.depth, "leave out qkv=True")
+        if dims.width % self.heads:
+            raise UnsupportedTopology(
+                f"topology 'attnres' with heads={self.heads} cannot split hidden states of {dims.width} channels: pass "
+                "a number of heads that divides it."
+            )
+        return {"queries": torch.zeros(sum(self._ways(dims)), dims.width)}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
-        """The queries, float32 [T, D]."""
-        return parameters["queries"].float()
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Queries:
+        w, rows = parameters["queries"].float(), tuple(ways * self.heads for ways in self._ways(dims))
+        if self.heads > 1:
+            own = torch.eye(self.heads, device=w.device).repeat_interleave(dims.width // self.heads, dim=1)  # [H, D]
+            w = (w.unsqueeze(1) * own).flatten(0, 1)
+        return Queries(w, rows)
 
-    def read(self, states: States, weights: Tensor, t: int) -> tuple[Tensor | Mix, States]:
+    def read(self, states: States, weights: Queries, t: int) -> tuple[Tensor | Mix | QKVInputs, States]:
         """``r_t``, and the states with the scores of the sources that had none yet."""
         sources, scores = self._split(states, t)
         if t == 1:
             return sources[0], states
-        later = weights[t - 2 :].T  # [D, reads], of unit t and all after it
-        scores += tuple(project(rms_norm(source), later) for source in sources[len(scores) :])
-        column = t - 2 - len(weights)  # from the end: earlier sources have scores of earlier reads, too
-        logits = torch.stack([score[..., column] for score in scores])  # [n, ...]
-        shares = _softmax(logits, len(sources) if self.scaled else 1)
-        return pending_mix(sources, None, scores=shares.unsqueeze(-1).unbind()), sources + scores
+        rows, left = weights.rows[t - 2], sum(weights.rows[t - 2 :])  # of this read; of it and all later ones
+        scores += tuple(self._scores(source, weights.w[-left:]) for source in sources[len(scores) :])
+        # from the end: earlier sources have scores of earlier reads, too
+        shares = self._shares(torch.stack([score.narrow(-1, score.shape[-1] - left, rows) for score in scores]))
+        if self.normed:
+            shares = shares * torch.stack([score[..., :1] for score in scores])
+        q, *others = self._mixes(sources, shares)
+        if not others:
+            return q, sources + scores
+        k, v = map(materialize, others)
+        q = materialize(q)
+        return QKVInputs(q, k, v, residual=q), sources + scores
 
-    def write(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> States:
+    def write(self, states: States, weights: Queries, t: int, *branches: Tensor) -> States:
         sources, scores = self._split(states, t)
         f = total(branches)
         if (t - 1) % self._group:  # the group has a sum, which becomes another source
             return (*sources[:-1], sources[-1] + f, *scores[:-1])
         return (*sources, f, *scores)
 
-    def finish(self, states: States, weights: Tensor, dims: Dims) -> Tensor:
-        return materialize(self.read(states, weights, dims.depth + 1)[0])
+    def finish(self, states: States, weights: Queries, dims: Dims) -> Tensor:
+        if self.additive:
+            return total(self._split(states, dims.depth + 1)[0])
+        read, _ = self.read(states, weights, dims.depth + 1)
+        assert not isinstance(read, QKVInputs)
+        return materialize(read)
 
-    def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
+    def matrix(self, weights: Queries, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: the weights where all scores are equal, as at the start."""
-        table = torch.ones(dims.depth + 1, dims.depth + 1, device=weights.device).tril()
-        if self.scaled:
+        table = torch.ones(dims.depth + 1, dims.depth + 1, device=weights.w.device).tril()
+        if self.scaled or self.form == "difference":
             return table
-        counts = [self._count(t) for t in range(1, dims.depth + 2)]
-        return table / torch.tensor(counts, device=weights.device)[:, None]
+        counts = torch.tensor([self._count(t) for t in range(1, dims.depth + 2)], device=weights.w.device)
+        if not self.additive:
+            return table / counts[:, None]
+        table[1:-1] += table[1:-1] / counts[1:-1, None]  # unit 1 and the output take the plain stream
+        return table
 
     @property
     def _group(self) -> int:
@@ -115,8 +216,29 @@ class AttnRes(Topology[Tensor]):
         count = self._count(t)
         return states[:count], states[count:]
 
+    def _ways(self, dims: Dims) -> list[int]:
+        """For reads 2, 3, .. in turn, how many queries; the last is the output's, unless that is the plain stream."""
+        last = dims.depth if self.additive else dims.depth + 1
+        return [3 if t in dims.attention else 1 for t in range(2, last + 1)]
 
-def _softmax(logits: Tensor, scale: int) -> Tensor:
-    """``scale`` times the softmax over dimension 0 of [n, ...]; exactly 1 for equal logits and scale n."""
-    e = (logits - logits.detach().amax(0)).exp()
-    return e * scale / e.sum(0)  # in this order: n / n is exactly 1, n * (1 / n) is not
+    def _scores(self, source: Tensor, w: Tensor) -> Tensor:
+        """[..., rows of w]; with ``normed``, what norms the source comes first: [..., 1 + rows of w]."""
+        scores = project(rms_norm(source), w.T)
+        return torch.cat([inverse_rms(source), scores], dim=-1) if self.normed else scores
+
+    def _shares(self, logits: Tensor) -> Tensor:
+        """Weights of n sources from [n, ...]; where all are equal, exactly those of the original network."""
+        e = (logits - logits.detach().amax(0)).exp()
+        if self.form == "difference":
+            return 1 + (e - e.mean(0)) / e.sum(0)
+        # in this order: n / n is exactly 1, n * (1 / n) is not
+        shares = e * (len(logits) if self.scaled else 1) / e.sum(0)
+        return 1 + shares if self.additive else shares
+
+    def _mixes(self, sources: Sequence[Tensor], shares: Tensor) -> Sequence[Tensor | Mix]:
+        """For each way, the sum of n sources with ``shares`` [n, ..., rows]."""
+        if self.heads == 1 and shares.shape[-1] == 1:
+            return [pending_mix(sources, None, scores=shares.unbind())]
+        per_head = shares.unflatten(-1, (-1, self.heads)).movedim(0, -1)  # [..., ways, H, n]
+        apart = [source.unflatten(-1, (self.heads, -1)) for source in sources]  # [..., H, D / H]
+        return [one.flatten(-2) for one in mixes(apart, None, per_head.transpose(-3, -2))]

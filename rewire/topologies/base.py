@@ -73,6 +73,8 @@ class Topology(ABC, Generic[W]):
     needs_width: ClassVar[bool] = False
     #: Whether `read` returns `QKVInputs` for the units in ``Dims.attention``.
     reads_qkv: ClassVar[bool] = False
+    #: Whether the norms between these and the projections are three, one for each: learned copies, which start equal.
+    separate_norms: bool = False
     #: Learned weights that are matrices applied to states, by name, as a model's own linear maps are.
     matrices: ClassVar[frozenset[str]] = frozenset()
 
@@ -202,6 +204,14 @@ def no_preserving_start(topology: str, why: str) -> UnsupportedTopology:
     """The error of a topology that cannot start as the plain residual network."""
     return UnsupportedTopology(
         f"topology '{topology}' has no start that equals the original network: {why}. Pass start='paper'."
+    )
+
+
+def no_attention(topology: str, depth: int, instead: str) -> UnsupportedTopology:
+    """The error of a topology with separate reads for q, k and v, where no unit begins with an attention."""
+    return UnsupportedTopology(
+        f"topology '{topology}' found, in a trunk of {depth} units, no attention whose q, k and v could be read apart; "
+        f"{instead}."
     )
 
 

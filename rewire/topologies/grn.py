@@ -9,12 +9,21 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.errors import UnsupportedTopology
 from rewire.kernels.history import History, Table
 from rewire.kernels.mix import Mix, pending_mix
 from rewire.kernels.several import mixes
 from rewire.kernels.tokens import project
-from rewire.topologies.base import Dims, Granularity, QKVInputs, Start, States, Topology, materialize, total
+from rewire.topologies.base import (
+    Dims,
+    Granularity,
+    QKVInputs,
+    Start,
+    States,
+    Topology,
+    materialize,
+    no_attention,
+    total,
+)
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
 
@@ -207,9 +216,14 @@ class DCA(GRNv3):
     "the inputs", without saying which of the three). Other units and the output have a single GRN-v3. ``last=k`` is
     the paper's k-DCA. Options, starts and stack: see `GRN`. In unit 1, ``w_1`` of k and v, too, is no more than a
     scale that a norm before the projections removes.
+
+    With ``separate_norms=True`` the three reads pass a norm each: copies of the one that the model has, which stays
+    that of q.
     """
 
     reads_qkv: ClassVar[bool] = True
+
+    separate_norms: bool = False
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """As in `GRN`.
@@ -218,10 +232,7 @@ class DCA(GRNv3):
             UnsupportedTopology: no unit of the trunk begins with an attention.
         """
         if not dims.attention:
-            raise UnsupportedTopology(
-                f"topology 'dca' found, in a trunk of {dims.depth} units, no attention whose q, k and v could be read "
-                "apart; use grn-v3."
-            )
+            raise no_attention("dca", dims.depth, "use grn-v3")
         return super().parameters(dims, start)
 
     def _ways(self, dims: Dims) -> list[int]:

@@ -11,7 +11,17 @@ from torch.nn import functional as F
 
 from rewire.kernels.several import mixes
 from rewire.kernels.tokens import project, rms_norm
-from rewire.topologies.base import Dims, Granularity, QKVInputs, Recurrence, Start, States, one_hot_previous, total
+from rewire.topologies.base import (
+    Dims,
+    Granularity,
+    QKVInputs,
+    Recurrence,
+    Start,
+    States,
+    no_attention,
+    one_hot_previous,
+    total,
+)
 from rewire.topologies.registry import register_topology
 
 _WAYS = 4  # q, k, v, residual
@@ -57,6 +67,9 @@ class MUDDFormer(Recurrence[Weights]):
     The paper's optional parts are left out: its norms before and after the mixes (Equation 10) and its wider
     feed-forwards in later blocks (Equation 9).
 
+    With ``separate_norms=True`` the reads of q, k and v pass a norm each: copies of the one that the model has, which
+    stays that of q and of whatever else reads there.
+
     **Both starts** are the paper's (Section 3): ``W2 = 0``, a one-hot on ``x_{t-1}``, W1 from N(0, 1/D), always the
     same draw. All weights are exactly 0 or 1, so that this is the original network, bitwise. ``a`` and W2 have
     gradients at once, W1 through W2 one step later. If all branches start at zero output, then so do those of q, k and
@@ -68,13 +81,20 @@ class MUDDFormer(Recurrence[Weights]):
     matrices: ClassVar[frozenset[str]] = frozenset({"w1", "w2"})
     reads_qkv: ClassVar[bool] = True
 
+    separate_norms: bool = False
+
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``static``, ``w1`` and ``w2``, float32: for units t = 2..T and the output (T+1) in turn, with K = C t
         weights in C ways.
 
         ``static`` is flat: for each t its ways in turn, of each the t states. ``w1`` is [sum of K, D], W1_t
         transposed. ``w2`` is flat: for each t its [K, K].
+
+        Raises:
+            UnsupportedTopology: with ``separate_norms``, no unit of the trunk begins with an attention.
         """
+        if self.separate_norms and not dims.attention:
+            raise no_attention("muddformer", dims.depth, "leave out separate_norms=True")
         sizes = [ways * t for ways, t in _reads(dims)]
         static = [one_hot_previous(t)[-1].repeat(ways) for ways, t in _reads(dims)]
         # A generator of its own: the caller's is not disturbed, and the values can be set again.

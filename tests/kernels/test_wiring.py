@@ -128,7 +128,7 @@ class TestWiring:
     __test__ = INTERPRETED
 
     @pytest.mark.parametrize(
-        "key", [*rewire.list_topologies(), "ancre-keep", "grn-v2-last", "dca-last", "attnres-groups"]
+        "key", [*rewire.list_topologies(), "ancre-keep", "grn-v2-last", "dca-last", "attnres-groups", "attnres-qkv"]
     )
     def test_every_topology(self, key: str, launched: Launched) -> None:
         check(mixed(llama(), key), ids(1, 5))

@@ -81,7 +81,7 @@ def test_multihead_attention() -> None:
 def test_the_forward_shows_the_three_reads() -> None:
     rewired = rewire.compile(tiny_model("llama"), Apart())
     block = rewire.source(rewired, "model.layers.1")
-    assert "hidden_states = depth.each(lambda value: self.input_layernorm(value), hidden_states)" in block
+    assert "hidden_states = depth.each(self.input_layernorm, hidden_states)" in block
     assert "hidden_states=depth.separate(hidden_states)," in block
     for way in "qkv":
         assert f"self.{way}_proj(depth.{way}(hidden_states))" in rewire.source(rewired, "model.layers.1.self_attn")

@@ -1,83 +1,135 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from toy_nets import WIDTH, begin, net, plain, run
-from transformers.models.inkling2.configuration_inkling2 import Inkling2TextConfig
-from transformers.models.inkling2.modeling_inkling2 import Inkling2BlockAttentionResidual
 from x_transformers.x_transformers import AttentionResidual
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import Recurrence, attnres, list_topologies, make_topology
-from rewire.topologies.attnres import AttnRes
-from rewire.topologies.base import Dims, materialize
+from rewire.topologies.attnres import AttnRes, Queries
+from rewire.topologies.base import Dims, Start, materialize
 
 VARIANTS = [AttnRes(block, scaled) for block in (None, 2, 3, 9) for scaled in (False, True)]
+VARIANTS += [AttnRes(form="difference"), AttnRes(additive=True), AttnRes(2, form="difference", additive=True)]
+VARIANTS += [AttnRes(heads=2), AttnRes(2, scaled=True, heads=4), AttnRes(heads=8, normed=True, additive=True)]
+VARIANTS += [AttnRes(normed=True), AttnRes(3, scaled=True, normed=True)]
+#: Units that begin with an attention, in the tests of separate queries.
+ATTENTION = frozenset({1, 2, 5})
+
+
+def weights_of(topology: AttnRes, queries: Tensor, depth: int | None = None) -> Queries:
+    attention = ATTENTION if topology.qkv else frozenset[int]()
+    return topology.weights({"queries": queries}, Dims(depth or len(queries), WIDTH, attention))
 
 
 def naive(topology: AttnRes, x: Tensor, blocks: list[nn.Module], queries: Tensor) -> Tensor:
     """The formulas as written: r_1, f_1, r_2, .. and the output as r_{T+1}."""
-    group, fs = topology.block or 1, [x]
+    group, fs, row = topology.block or 1, [x], 0
     for t in range(1, len(blocks) + 2):
         sources = [x]
         for first in range(1, t, group):
             sources.append(torch.stack(fs[first : min(first + group, t)]).sum(0))
-        w = queries[t - 2].double() if t > 1 else torch.zeros(WIDTH).double()
+        if t > len(blocks) and topology.additive:
+            return torch.stack(sources).sum(0)
         keys = [source / (source.square().mean(-1, keepdim=True) + 1e-6).sqrt() for source in sources]
-        e = [torch.einsum("d,...d->...", w, key).exp() for key in keys]
-        r = torch.zeros_like(x)
-        for source, part in zip(sources, e, strict=True):
-            share = part / torch.stack(e).sum(0) * (len(sources) if topology.scaled else 1)
-            r = r + share.unsqueeze(-1) * source
+        values = keys if topology.normed else sources
+        reads = []
+        for _ in range(3 if topology.qkv and t in ATTENTION and t > 1 else 1):
+            if t == 1:
+                reads.append(x)
+                continue
+            parts = []
+            for channels in torch.arange(WIDTH).chunk(topology.heads):
+                w = queries[row, channels].double()
+                e = torch.stack([torch.einsum("d,...d->...", w, key[..., channels]).exp() for key in keys])
+                share = e / e.sum(0) * (len(sources) if topology.scaled else 1)
+                if topology.form == "difference":
+                    share = 1 + share - 1 / len(sources)
+                elif topology.additive:
+                    share = 1 + share
+                parts.append((share.unsqueeze(-1) * torch.stack(values)[..., channels]).sum(0))
+            reads.append(torch.cat(parts, -1))
+            row += 1
         if t > len(blocks):
-            return r
-        fs.append(blocks[t - 1](r))
-    raise AssertionError
+            return reads[0]
+        # the shortcut reads as the queries do
+        fs.append(blocks[t - 1](*reads, *reads[: len(reads) // 3]))
+    raise RuntimeError
 
 
 @pytest.mark.parametrize("topology", VARIANTS)
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_formulas(topology: AttnRes, depth: int) -> None:
     queries = torch.randn_like(topology.parameters(Dims(depth, WIDTH), "paper")["queries"]).requires_grad_()
-    assert queries.shape == (depth, WIDTH)
-    blocks = net(depth, torch.float64)
+    assert queries.shape == (depth - topology.additive, WIDTH)
+    compare_with_naive(topology, queries, net(depth, torch.float64))
+
+
+def compare_with_naive(topology: AttnRes, queries: Tensor, blocks: list[nn.Module]) -> None:
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
-    got = run(topology, topology.weights({"queries": queries}, Dims(depth, WIDTH)), x, blocks)
+    got = run(topology, weights_of(topology, queries, len(blocks)), x, blocks)
     want = naive(topology, x, blocks, queries)
     torch.testing.assert_close(got, want)
     inputs, upstream = (x, queries, *nn.ModuleList(blocks).parameters()), torch.randn_like(x)
-    torch.testing.assert_close(*[torch.autograd.grad(out, inputs, upstream) for out in (got, want)])
+    grads = [torch.autograd.grad(out, inputs, upstream, allow_unused=True) for out in (got, want)]
+    torch.testing.assert_close(*grads)
+
+
+class Mixer(nn.Module):
+    """A branch with four inputs, which stands for an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, residual: Tensor) -> Tensor:
+        return self.inner(torch.cat([q, 2 * k, 3 * v, residual.tanh()], -1))
+
+
+@pytest.mark.parametrize("topology", [AttnRes(qkv=True), AttnRes(2, True, qkv=True, heads=2), AttnRes(additive=True)])
+def test_formulas_of_separate_queries(topology: AttnRes) -> None:
+    topology, depth = dataclasses.replace(topology, qkv=True), 6
+    dims = Dims(depth, WIDTH, ATTENTION)
+    queries = torch.randn_like(topology.parameters(dims, "paper")["queries"]).requires_grad_()
+    assert queries.shape == (depth + 4 - topology.additive, WIDTH)  # unit 1 has no query
+    blocks = net(depth, torch.float64)
+    blocks = [Mixer().double() if t in ATTENTION else block for t, block in enumerate(blocks, start=1)]
+    blocks[0] = net(1, torch.float64)[0]
+    compare_with_naive(topology, queries, blocks)
 
 
 def test_any_leading_shape() -> None:
     topology, queries, blocks = AttnRes(block=2), torch.randn(5, WIDTH), net(5)
     x = torch.randn(2, 3, 4, WIDTH)
-    out = run(topology, queries, x, blocks)
-    torch.testing.assert_close(run(topology, queries, x[1, 2, 3], blocks), out[1, 2, 3])
+    weights = weights_of(topology, queries)
+    out = run(topology, weights, x, blocks)
+    torch.testing.assert_close(run(topology, weights, x[1, 2, 3], blocks), out[1, 2, 3])
 
 
 def test_large_scores_pick_one_source() -> None:
     sources, queries = torch.randn(4, 50, WIDTH), 1e4 * torch.randn(3, WIDTH)
     largest = (nn.functional.normalize(sources, dim=-1) @ queries[2]).argmax(0)  # [tokens]
-    torch.testing.assert_close(
-        materialize(AttnRes().read(tuple(sources), queries, 4)[0]), sources[largest, torch.arange(50)]
-    )
+    read = materialize(AttnRes().read(tuple(sources), weights_of(AttnRes(), queries), 4)[0])
+    torch.testing.assert_close(read, sources[largest, torch.arange(50)])
 
 
 def test_a_group_of_one_unit_is_no_group() -> None:
-    x, queries, blocks = torch.randn(2, WIDTH), torch.randn(4, WIDTH), net(4)
-    assert torch.equal(run(AttnRes(), queries, x, blocks), run(AttnRes(block=1), queries, x, blocks))
+    x, weights, blocks = torch.randn(2, WIDTH), weights_of(AttnRes(), torch.randn(4, WIDTH)), net(4)
+    assert torch.equal(run(AttnRes(), weights, x, blocks), run(AttnRes(block=1), weights, x, blocks))
 
 
 def test_sources_of_the_block_variant() -> None:
-    topology, x, queries = AttnRes(block=3), torch.zeros(WIDTH), torch.zeros(8, WIDTH)
+    topology, x, queries = AttnRes(block=3), torch.zeros(WIDTH), weights_of(AttnRes(), torch.zeros(8, WIDTH))
     fs = [torch.full((WIDTH,), 10.0**t) for t in range(8)]
     want = ["0", "0 1", "0 11", "0 111", "0 111 1000", "0 111 11000", "0 111 111000", "0 111 111000 1000000"]
     states = begin(topology, x, queries)
@@ -92,8 +144,9 @@ def test_sources_of_the_block_variant() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("block", [None, 1, 2, 5])
-def test_preserving_start_is_the_plain_network(block: int | None, dtype: torch.dtype) -> None:
-    topology, depth = AttnRes(block, scaled=True), 60
+@pytest.mark.parametrize("options", [{}, {"additive": True}, {"form": "difference"}, {"heads": 2}])
+def test_preserving_start_is_the_plain_network(options: dict[str, Any], block: int | None, dtype: torch.dtype) -> None:
+    topology, depth = AttnRes(block, **options).for_start("preserve"), 60
     blocks, x = net(depth, dtype), torch.randn(4, WIDTH).to(dtype)
     weights = topology.weights(topology.parameters(Dims(depth, WIDTH), "preserve"), Dims(depth, WIDTH))
     out, want = run(topology, weights, x, blocks), plain(x, blocks)
@@ -123,6 +176,33 @@ def test_paper_start_averages() -> None:
         topology.parameters(Dims(2, WIDTH), "preserve")
 
 
+def test_form_of_the_preserving_start() -> None:
+    assert AttnRes(2).for_start("preserve") == AttnRes(2, scaled=True)
+    assert AttnRes(additive=True).for_start("preserve") == AttnRes(additive=True, form="difference")
+    assert AttnRes(form="difference").for_start("preserve") == AttnRes(form="difference")
+    assert AttnRes(2, heads=4).for_start("paper") == AttnRes(2, heads=4)
+
+
+def _pre_norm(width: int) -> nn.Module:
+    return nn.Sequential(nn.RMSNorm(width, eps=0), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_first_gradients_are_those_of_the_paper_start(additive: bool) -> None:
+    """Where norms begin the branches and follow the trunk; in the additive form, times 1 + 1/n."""
+    blocks, x, upstream, norm = net(6, branch=_pre_norm), *torch.randn(2, 16, WIDTH), nn.RMSNorm(WIDTH, eps=0)
+    grads = []
+    for start in ("paper", "preserve"):
+        topology = AttnRes(additive=additive).for_start(start)
+        queries = topology.parameters(Dims(6, WIDTH), start)["queries"].requires_grad_()
+        out = norm(run(topology, weights_of(topology, queries, 6), x, blocks))
+        grads.append(torch.autograd.grad(out, queries, upstream)[0])
+    paper, preserve = grads
+    n = torch.arange(2, 2 + len(paper))[:, None]
+    torch.testing.assert_close(preserve, paper * (1 + 1 / n) if additive else paper, rtol=1e-3, atol=1e-5)
+    assert (paper.norm(dim=1) > 1e-3).all()
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("topology", [AttnRes(), AttnRes(scaled=True), AttnRes(2, scaled=True)])
@@ -133,7 +213,7 @@ def test_every_query_learns_at_once(topology: AttnRes, zero: bool, optimizer: ty
     for step in range(2):
         before = queries.detach().clone()
         stepper.zero_grad()
-        nn.functional.mse_loss(run(topology, queries, x, blocks), target).backward()
+        nn.functional.mse_loss(run(topology, weights_of(topology, queries), x, blocks), target).backward()
         stepper.step()
         # The reads of units 2..4 are seen by branches only: not in the first step, if those return zero.
         moved = queries != before
@@ -144,7 +224,7 @@ def test_each_source_is_normed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Tensor] = []
     norm = attnres.rms_norm
     monkeypatch.setattr(attnres, "rms_norm", lambda x: calls.append(x) or norm(x))
-    run(AttnRes(), torch.randn(6, WIDTH), torch.randn(2, WIDTH), net(6))
+    run(AttnRes(), weights_of(AttnRes(), torch.randn(6, WIDTH)), torch.randn(2, WIDTH), net(6))
     assert len(calls) == 7
 
 
@@ -165,26 +245,11 @@ def test_liger_kernel(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
     want, sources_grad, w_grad = torch.load(tmp_path / "outputs.pt")
-    got = materialize(topology.read(tuple(sources), queries, t)[0])
+    got = materialize(topology.read(tuple(sources), weights_of(topology, queries), t)[0])
     torch.testing.assert_close(got, want)
     *got_grads, queries_grad = torch.autograd.grad(got, (*sources, queries), upstream)
     torch.testing.assert_close(torch.stack(got_grads), sources_grad)
     torch.testing.assert_close(queries_grad[t - 2], w_grad)
-
-
-def test_inkling2() -> None:
-    """It divides scores by sqrt(D), and sums the normed sources where the paper sums the sources: take normed ones."""
-    theirs = Inkling2BlockAttentionResidual(Inkling2TextConfig(hidden_size=WIDTH))
-    sources = nn.functional.normalize(torch.randn(4, 2, 3, WIDTH), dim=-1) * WIDTH**0.5
-    queries, upstream = torch.randn(3, WIDTH, requires_grad=True), torch.randn(2, 3, WIDTH)
-    with torch.no_grad():
-        theirs.query.copy_(queries[2] * WIDTH**0.5)
-    (want,) = theirs(sources[:3].movedim(0, -2), sources[3])
-    got = materialize(AttnRes().read(tuple(sources), queries, 4)[0])
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    (want_grad,) = torch.autograd.grad(want, theirs.query, upstream)
-    (got_grad,) = torch.autograd.grad(got, queries, upstream)
-    torch.testing.assert_close(got_grad[2], want_grad * WIDTH**0.5, rtol=1e-5, atol=1e-5)
 
 
 def test_x_transformers() -> None:
@@ -195,46 +260,79 @@ def test_x_transformers() -> None:
     sources = torch.randn(4, 1, WIDTH)
     queries = torch.zeros(3, WIDTH)
     queries[2] = nn.functional.normalize(sources[-1, 0], dim=-1)  # rmsnorm / sqrt(D)
-    got = materialize(AttnRes().read(tuple(sources), queries, 4)[0])
+    got = materialize(AttnRes().read(tuple(sources), weights_of(AttnRes(), queries), 4)[0])
     torch.testing.assert_close(got, theirs(sources), rtol=1e-5, atol=1e-5)
 
 
 def test_matrix() -> None:
     third = 1 / 3
     want = torch.tensor([[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0.5, 0.5, 0], [third, third, third, third]])
-    torch.testing.assert_close(AttnRes(block=2).matrix(torch.zeros(3, WIDTH), Dims(3, WIDTH)), want)
-    assert torch.equal(AttnRes(2, scaled=True).matrix(torch.zeros(3, WIDTH), Dims(3, WIDTH)), torch.ones(4, 4).tril())
+    weights, dims = weights_of(AttnRes(), torch.zeros(3, WIDTH)), Dims(3, WIDTH)
+    torch.testing.assert_close(AttnRes(block=2).matrix(weights, dims), want)
+    plain = torch.ones(4, 4).tril()
+    assert torch.equal(AttnRes(2, scaled=True).matrix(weights, dims), plain)
+    assert torch.equal(AttnRes(form="difference").matrix(weights, dims), plain)
+    want[0], want[3] = 0, 0  # unit 1 and the output are the plain stream
+    torch.testing.assert_close(AttnRes(2, additive=True).matrix(weights, dims), plain + want)
 
 
 def test_scores_are_float32_under_autocast() -> None:
     queries, sources = torch.randn(3, WIDTH), tuple(torch.randn(4, 2, WIDTH))
-    want = materialize(AttnRes().read(sources, queries, 4)[0])
+    want = materialize(AttnRes().read(sources, weights_of(AttnRes(), queries), 4)[0])
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(materialize(AttnRes().read(sources, queries, 4)[0]), want)
-        assert run(AttnRes(), queries, sources[0], net(3)).dtype == torch.float32
+        assert torch.equal(materialize(AttnRes().read(sources, weights_of(AttnRes(), queries), 4)[0]), want)
+        assert run(AttnRes(), weights_of(AttnRes(), queries), sources[0], net(3)).dtype == torch.float32
 
 
 def test_parallel_branches_are_one_increment() -> None:
     x, f, g = torch.randn(3, 2, WIDTH)
-    states = AttnRes().write((x,), torch.zeros(2, WIDTH), 1, f, g)
+    states = AttnRes().write((x,), weights_of(AttnRes(), torch.zeros(2, WIDTH)), 1, f, g)
     torch.testing.assert_close(states, (x, f + g))
 
 
-@pytest.mark.parametrize("topology", [AttnRes(), AttnRes(2, scaled=True)])
+@pytest.mark.parametrize("topology", [AttnRes(), AttnRes(2, scaled=True), AttnRes(heads=2, normed=True)])
 def test_compiles_in_one_graph(topology: AttnRes) -> None:
     blocks, x, queries = net(4), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    weights = weights_of(topology, queries, len(blocks))
     compiled = torch.compile(lambda w, x: run(topology, w, x, blocks), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(queries, x), run(topology, queries, x, blocks))
+    torch.testing.assert_close(compiled(weights, x), run(topology, weights, x, blocks))
 
 
-@pytest.mark.parametrize("block", [0, -2, 1.5])
-def test_wrong_options(block: float) -> None:
-    with pytest.raises(ValueError, match=f"block={block}.*whole number"):
-        make_topology("attnres", {"block": block})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"block": block}, f"block={block}.*whole number") for block in (0, -2, 1.5)),
+        *(({"heads": heads}, f"heads={heads}.*whole number") for heads in (0, 1.5)),
+        ({"form": "sum"}, "form='sum'.*'softmax', 'difference'"),
+        ({"scaled": True, "additive": True}, "scaled=True.*additive"),
+        ({"scaled": True, "form": "difference"}, "scaled=True.*difference"),
+        ({"separate_norms": True}, "separate_norms=True.*qkv=True"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_topology("attnres", options)
+
+
+@pytest.mark.parametrize(
+    ("topology", "start", "message"),
+    [
+        (AttnRes(heads=3), "paper", "heads=3.*8 channels"),
+        (AttnRes(qkv=True), "paper", "attnres.*2 units.*leave out qkv=True"),
+        (AttnRes(normed=True), "preserve", "attnres.*other sources.*start='paper'"),
+    ],
+)
+def test_what_does_not_fit(topology: AttnRes, start: Start, message: str) -> None:
+    with pytest.raises(UnsupportedTopology, match=message):
+        topology.for_start(start).parameters(Dims(2, WIDTH), start)
 
 
 def test_name() -> None:
     assert make_topology("attnres", {"block": 4, "scaled": True}) == AttnRes(4, True)
     assert list_topologies()["attnres"]
-    assert AttnRes().options() == {"block": None, "scaled": False}
+    assert AttnRes().options() == {
+        **{"block": None, "scaled": False, "form": "softmax"},
+        **{"additive": False, "qkv": False, "heads": 1, "normed": False, "separate_norms": False},
+    }
     assert AttnRes.needs_width and not issubclass(AttnRes, Recurrence)
+    assert AttnRes(qkv=True).reads_qkv and not AttnRes().reads_qkv
