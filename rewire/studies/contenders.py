@@ -25,7 +25,7 @@ DEFAULT = (
     "laurel-rw",
     "laurel-lr",
     "layerscale",
-    "attnres:scaled=True",
+    "attnres",
     "muddformer",
 )
 
