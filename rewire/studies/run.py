@@ -113,6 +113,8 @@ def _rows(search: Search, contender: Contender, rate: float, scales: Scales, tic
         row = _row(search, contender, tuned.setting, scales, ticks)
     except RewireError as error:  # it does not fit this model: the others do
         return [Row(contender, reason=str(error).split(". ")[0].rstrip("."))]
+    except torch.OutOfMemoryError:
+        return [Row(contender, reason="out of memory")]
     control = contender.control
     return [row] if control is None else [row, _row(search, control, tuned.setting, scales, ticks)]
 

@@ -111,7 +111,7 @@ def _setting(trial: optuna.trial.FrozenTrial) -> Setting:
 def _alive(trial: optuna.trial.FrozenTrial) -> bool:
     """Whether the process of a run that did not end still works at it, as far as can be told from here."""
     host, process = trial.user_attrs.get("process", ("", 0))
-    if host == socket.gethostname():
+    if host == socket.gethostname() and os.name == "posix":
         return process == os.getpid() or _exists(process)
     return time.time() - trial.user_attrs.get("heard", 0.0) < _SILENT
 

@@ -152,10 +152,7 @@ class ANCRe(Recurrence[Shortcuts]):
         return weights.matrix
 
     def program(self, weights: Shortcuts, dims: Dims) -> Program:
-        rows = _shortcuts(weights.matrix)
-        if self.cascade == "keep":
-            rows = [[Term(f"x{i}", 1.0, fixed=True), *row] for i, row in enumerate(rows)]
-        return recurrence(rows)
+        return recurrence(_with_kept(self.cascade, _shortcuts(weights.matrix)))
 
     def distributions(self, weights: Shortcuts, dims: Dims) -> Sequence[Tensor]:
         """The weights into each state (ingoing), or out of each (outgoing); those of a difference are none."""
@@ -201,11 +198,22 @@ class ANCReConstant(Recurrence[None]):
     """All shortcuts with the fixed weights 1/t, ANCRe's diverging ablation (arXiv 2602.09009, Table 5).
 
     ``x_t = f_t + (x_0 + .. + x_{t-1}) / t``, read ``x_{t-1}``, output ``x_T`` (Section 5.4). Nothing is
-    learned.
+    learned. ``cascade="keep"`` adds ``x_{t-1}``, as for `ANCRe`.
+
+    Args:
+        cascade: "replace" or "keep".
+
+    Raises:
+        ValueError: cascade is neither.
     """
 
     granularity: ClassVar[Granularity] = "block"
     reads_newest: ClassVar[bool] = True
+
+    cascade: Cascade = "replace"
+
+    def __post_init__(self) -> None:
+        _check_choice("cascade", self.cascade, get_args(Cascade))
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """No entries.
@@ -225,7 +233,9 @@ class ANCReConstant(Recurrence[None]):
 
     def merge(self, states: States, weights: None, t: int, *branches: Tensor) -> Mix:
         # Filled where the states are: without parameters, `weights` does not know the device.
-        return pending_mix(states, states[0].new_full((t,), 1 / t, dtype=torch.float32), added=branches)
+        shares = states[0].new_full((t,), 1 / t, dtype=torch.float32)
+        kept = states[-1:] if self.cascade == "keep" else ()
+        return pending_mix(states, shares, added=(*kept, *branches))
 
     def push(self, states: States, weights: None, t: int, x: Tensor) -> States:
         return (*states, x)
@@ -234,10 +244,11 @@ class ANCReConstant(Recurrence[None]):
         return states[-1]
 
     def matrix(self, weights: None, dims: Dims) -> Tensor:
+        """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""
         return _uniform(dims.depth)
 
     def program(self, weights: None, dims: Dims) -> Program:
-        return recurrence(_shortcuts(_uniform(dims.depth)))
+        return recurrence(_with_kept(self.cascade, _shortcuts(_uniform(dims.depth))))
 
 
 @register_topology("ancre-cascaded")
@@ -246,15 +257,28 @@ class ANCReCascaded(Recurrence[Tensor]):
     """A learned scalar on each plain shortcut, ANCRe's other ablation (arXiv 2602.09009, Table 5).
 
     ``x_t = f_t + a_t x_{t-1}``, output ``x_T`` (Section 5.4); both starts are ``a_t = 1``, the original
-    network.
+    network. ``cascade="keep"`` adds ``x_{t-1}``, as for `ANCRe`; then the original network is ``a_t = 0``, the preserving
+    start.
+
+    Args:
+        cascade: "replace" or "keep".
+
+    Raises:
+        ValueError: cascade is neither.
     """
 
     granularity: ClassVar[Granularity] = "block"
     reads_newest: ClassVar[bool] = True
 
+    cascade: Cascade = "replace"
+
+    def __post_init__(self) -> None:
+        _check_choice("cascade", self.cascade, get_args(Cascade))
+
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``scales``, float32 [T]: a_1..a_T."""
-        return {"scales": torch.ones(dims.depth)}
+        kept = start == "preserve" and self.cascade == "keep"
+        return {"scales": torch.zeros(dims.depth) if kept else torch.ones(dims.depth)}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
         """a, float32 [T]."""
@@ -264,7 +288,8 @@ class ANCReCascaded(Recurrence[Tensor]):
         return states[0], states
 
     def merge(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> Mix:
-        return pending_mix(states, weights[t - 1 : t], added=branches)
+        kept = states if self.cascade == "keep" else ()
+        return pending_mix(states, weights[t - 1 : t], added=(*kept, *branches))
 
     def push(self, states: States, weights: Tensor, t: int, x: Tensor) -> States:
         return (x,)
@@ -273,10 +298,12 @@ class ANCReCascaded(Recurrence[Tensor]):
         return states[0]
 
     def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
+        """a on the diagonal; the shortcut that ``cascade="keep"`` keeps is not part of it."""
         return torch.diag(weights)
 
     def program(self, weights: Tensor, dims: Dims) -> Program:
-        return recurrence([[Term(f"x{i}", scale)] for i, scale in enumerate(weights.tolist())])
+        rows = [[Term(f"x{i}", scale)] for i, scale in enumerate(weights.tolist())]
+        return recurrence(_with_kept(self.cascade, rows))
 
 
 def _check_choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -292,6 +319,13 @@ def _uniform(depth: int) -> Tensor:
 def _shortcuts(table: Tensor) -> list[list[Term]]:
     """For t = 1..T in turn, the terms ``p_it x_i`` of [T, T]."""
     return [[Term(f"x{i}", row[i]) for i in range(t)] for t, row in enumerate(table.tolist(), start=1)]
+
+
+def _with_kept(cascade: Cascade, rows: list[list[Term]]) -> list[list[Term]]:
+    """``rows``, with the shortcut ``x_{t-1}`` in front where it is kept."""
+    if cascade == "replace":
+        return rows
+    return [[Term(f"x{i}", 1.0, fixed=True), *row] for i, row in enumerate(rows)]
 
 
 def _softmax(table: Tensor, dim: int) -> Tensor:

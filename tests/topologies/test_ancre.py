@@ -10,7 +10,7 @@ from toy_nets import begin, net, opened, plain, run
 
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import ANCRe, Topology, list_topologies, make_topology
-from rewire.topologies.ancre import ANCReCascaded, ANCReConstant
+from rewire.topologies.ancre import ANCReCascaded, ANCReConstant, Cascade
 from rewire.topologies.base import Dims
 
 NORMALIZED = ["ingoing", "outgoing"]
@@ -335,13 +335,14 @@ def test_names() -> None:
     assert ANCRe().options() == {"normalize": "ingoing", "temperature": 0.01, "cascade": "replace", "form": "softmax"}
 
 
-def test_constant() -> None:
-    topology, depth = ANCReConstant(), 5
+@pytest.mark.parametrize("cascade", ["replace", "keep"])
+def test_constant(cascade: Cascade) -> None:
+    topology, depth = ANCReConstant(cascade), 5
     p = {(i, j): 1 / j for j in range(1, depth + 1) for i in range(j)}
     x, blocks = torch.randn(4, 8, dtype=torch.float64), net(depth, torch.float64)
     assert topology.parameters(Dims(depth), "paper") == {}
     weights = topology.weights({}, Dims(depth))
-    want = naive_run(x, blocks, p, False)[-1]
+    want = naive_run(x, blocks, p, cascade == "keep")[-1]
     torch.testing.assert_close(run(topology, weights, x, blocks), want, rtol=1e-6, atol=1e-6)
     table = topology.matrix(weights, Dims(depth))
     for row in range(depth):
@@ -363,6 +364,26 @@ def test_cascaded() -> None:
         want = block(want) + a * want
     out = run(topology, topology.weights({"scales": scales}, Dims(depth)), x, blocks)
     torch.testing.assert_close(out, want)
+
+
+def test_cascaded_beside_the_shortcut_that_is_kept() -> None:
+    topology, depth = ANCReCascaded("keep"), 4
+    x, blocks = torch.randn(4, 8, dtype=torch.float64), net(depth, torch.float64)
+    weights = topology.weights({"scales": learned(topology, depth, "preserve")}, Dims(depth))
+    assert torch.equal(run(topology, weights, x, blocks), plain(x, blocks))
+    scales, want = torch.randn(depth), x
+    for block, a in zip(blocks, scales.tolist(), strict=True):
+        want = want + block(want) + a * want
+    torch.testing.assert_close(run(topology, topology.weights({"scales": scales}, Dims(depth)), x, blocks), want)
+    with pytest.raises(ValueError, match="cascade='both'"):
+        ANCReCascaded("both")  # type: ignore[arg-type]
+
+
+def test_what_is_kept_is_frozen_with_it() -> None:
+    for topology in (ANCReConstant("keep"), ANCReCascaded("keep")):
+        weights = None if isinstance(topology, ANCReConstant) else torch.full((3,), 0.5)
+        program = topology.program(weights, Dims(3))
+        assert [sum(term.fixed for term in line.terms) for unit in program.units for line in unit.after] == [1, 1, 1]
     out.sum().backward()
     assert scales.grad is not None
     assert (scales.grad != 0).all()
