@@ -257,8 +257,7 @@ class ANCReCascaded(Recurrence[Tensor]):
     """A learned scalar on each plain shortcut, ANCRe's other ablation (arXiv 2602.09009, Table 5).
 
     ``x_t = f_t + a_t x_{t-1}``, output ``x_T`` (Section 5.4); both starts are ``a_t = 1``, the original
-    network. ``cascade="keep"`` adds ``x_{t-1}``, as for `ANCRe`; then the original network is ``a_t = 0``, the preserving
-    start.
+    network. ``cascade="keep"`` adds ``x_{t-1}``, as for `ANCRe`; the preserving start is then ``a_t = 0``.
 
     Args:
         cascade: "replace" or "keep".

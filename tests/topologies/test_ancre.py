@@ -364,6 +364,10 @@ def test_cascaded() -> None:
         want = block(want) + a * want
     out = run(topology, topology.weights({"scales": scales}, Dims(depth)), x, blocks)
     torch.testing.assert_close(out, want)
+    out.sum().backward()
+    assert scales.grad is not None
+    assert (scales.grad != 0).all()
+    assert len(topology.write((x,), torch.ones(depth), 1, x)) == 1
 
 
 def test_cascaded_beside_the_shortcut_that_is_kept() -> None:
@@ -384,7 +388,3 @@ def test_what_is_kept_is_frozen_with_it() -> None:
         weights = None if isinstance(topology, ANCReConstant) else torch.full((3,), 0.5)
         program = topology.program(weights, Dims(3))
         assert [sum(term.fixed for term in line.terms) for unit in program.units for line in unit.after] == [1, 1, 1]
-    out.sum().backward()
-    assert scales.grad is not None
-    assert (scales.grad != 0).all()
-    assert len(topology.write((x,), torch.ones(depth), 1, x)) == 1
