@@ -108,7 +108,8 @@ class ManifoldHyperConnections(ParallelStreams):
     @property
     def groups(self) -> tuple[int, ...]:
         n = self.streams
-        of_res = {"sinkhorn": n * n, "permutations": math.factorial(n), "cayley": n * (n - 1) // 2}
+        permutations = math.prod(range(2, n + 1))  # not math.factorial, which torch.compile does not take
+        of_res = {"sinkhorn": n * n, "permutations": permutations, "cayley": n * (n - 1) // 2}
         return (n, n, of_res[self.residual]) if self.residual in of_res else (n, n)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
