@@ -17,7 +17,7 @@ from rewire.errors import RewireError
 from rewire.studies.contenders import DEFAULT, PLAIN, SCALED, Contender, Scales, parse
 from rewire.studies.page import write
 from rewire.studies.report import Row, Study
-from rewire.studies.search import Search, Setting, Tick, Trials, open_storage
+from rewire.studies.search import Search, Setting, Tick, Trials, best, open_storage
 from rewire.studies.task import Budget, Task
 from rewire.studies.training import Cost, cost
 
@@ -89,25 +89,27 @@ def study(
 
 def _run(search: Search, contenders: Sequence[Contender], ticks: Callable[[str], Tick]) -> tuple[Scales, list[Row]]:
     """The scales that all but the plain model have, and all rows."""
-    as_is = Scales()
-    plain = search.tune(PLAIN, {"rate": search.task.learning_rate}, as_is, ticks)
+    as_is, rate = Scales(), search.task.learning_rate
+    tried = search.tune(PLAIN, {"rate": rate}, as_is, ticks)
+    plain = best(tried)
     if plain is None:
         raise RewireError("no learning rate gave the plain model a finite loss: give the task a lower one.")
-    scaled = search.tune(SCALED, {**plain.setting, **dataclasses.asdict(as_is)}, as_is, ticks) or plain
-    best = min(plain, scaled, key=lambda result: result.loss)
-    scales = Scales(**{name: value for name, value in best.setting.items() if name != "rate"})
+    known = [dataclasses.replace(run, setting={**run.setting, **dataclasses.asdict(as_is)}) for run in tried]
+    scaled = best(search.tune(SCALED, {"rate": rate, **dataclasses.asdict(as_is)}, as_is, ticks, known))
+    assert scaled is not None  # it is as good as the plain model at least
+    scales = Scales(**{name: value for name, value in scaled.setting.items() if name != "rate"})
     rows = [_row(search, PLAIN, plain.setting, as_is, ticks)]
     if scales != as_is:
-        rows.append(_row(search, SCALED, best.setting, scales, ticks))
+        rows.append(_row(search, SCALED, scaled.setting, scales, ticks))
     for contender in contenders:
-        rows += _rows(search, contender, best.setting["rate"], scales, ticks)
+        rows += _rows(search, contender, scaled.setting["rate"], scales, ticks)
     return scales, rows
 
 
 def _rows(search: Search, contender: Contender, rate: float, scales: Scales, ticks: Callable[[str], Tick]) -> list[Row]:
     """The row of a topology, and that of its control if it needs one."""
     try:
-        tuned = search.tune(contender, {"rate": rate}, scales, ticks)
+        tuned = best(search.tune(contender, {"rate": rate}, scales, ticks))
         if tuned is None:
             return [Row(contender, reason="diverged at all rates")]
         row = _row(search, contender, tuned.setting, scales, ticks)

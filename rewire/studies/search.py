@@ -177,23 +177,31 @@ class Search:
     seeds: int
     device: torch.device
 
-    def tune(self, contender: Contender, start: Setting, scales: Scales, ticks: Callable[[str], Tick]) -> Result | None:
-        """The best run of the search; None if no rate gave a finite loss.
+    def tune(
+        self,
+        contender: Contender,
+        start: Setting,
+        scales: Scales,
+        ticks: Callable[[str], Tick],
+        known: Sequence[Result] = (),
+    ) -> list[Result]:
+        """All runs of the search; `best` tells the one that counts.
 
         Args:
             start: the setting that is tried first; its names are what is searched.
             scales: of the weights, where ``start`` has none of its own.
             ticks: a progress bar for a run, by what the run is.
+            known: runs of the same model with such settings, which need not be repeated.
         """
         runs = Trials(f"{contender.name} | search", self.storage)
         while len(runs.results()) + len(runs.running()) < self.trials * len(start):
-            setting = next_setting(start, runs.results(), runs.running())
+            setting = next_setting(start, [*known, *runs.results()], runs.running())
             if setting is None:
                 break
             points = self._points(contender, setting, scales, 0, ticks(f"{contender.name}, {describe(setting)}"))
             runs.run(setting, points, may_stop=True)
         _wait(runs)
-        return best(runs.results())
+        return [*known, *runs.results()]
 
     def repeat(
         self, contender: Contender, setting: Setting, scales: Scales, ticks: Callable[[str], Tick]

@@ -83,6 +83,13 @@ def test_what_is_in_the_storage_is_not_run_again(tmp_path: Path) -> None:
     assert len({run.loss for run in again}) == 3
 
 
+def test_what_is_known_is_not_run_again(tmp_path: Path) -> None:
+    known = [result(0.5, rate=0.01), result(0.4, rate=0.02)]
+    runs = search(tmp_path).tune(PLAIN, {"rate": 0.01}, Scales(), ignore, known)
+    assert runs[:2] == known
+    assert runs[2].setting == {"rate": 0.04}
+
+
 def test_an_error_leaves_no_run_behind(tmp_path: Path) -> None:
     runs = Trials("some", search(tmp_path).storage)
 
@@ -96,7 +103,8 @@ def test_an_error_leaves_no_run_behind(tmp_path: Path) -> None:
 
 
 def test_a_run_that_diverges_has_an_infinite_loss(tmp_path: Path) -> None:
-    assert search(tmp_path).tune(PLAIN, {"rate": 1e30}, Scales(), ignore) is None
+    runs = search(tmp_path).tune(PLAIN, {"rate": 1e30}, Scales(), ignore)
+    assert [run.loss for run in runs] == [math.inf] * 2 and best(runs) is None
 
 
 def test_a_bad_run_is_stopped_after_two_that_were_better(tmp_path: Path) -> None:
