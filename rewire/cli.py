@@ -27,7 +27,6 @@ from rewire.kernels import MixSpec, source
 from rewire.patterns import first_given, patterns_for
 from rewire.plotting import plot_rates, plot_times
 from rewire.studies.contenders import DEFAULT
-from rewire.studies.report import LIMITS
 
 _WIDTH = 120  # of what is written to a file or a pipe
 
@@ -212,7 +211,7 @@ def study_command(
         raise RewireError(str(error)) from error
     console = _console()
     console.print(found.table())
-    for sentence in [*found.findings(), LIMITS]:
+    for sentence in [*found.findings(), found.limits()]:
         console.print(sentence, highlight=False, soft_wrap=True)
     typer.echo(f"wrote {out / 'study.html'}")
 

@@ -89,7 +89,9 @@ def plot_rates(rates: dict[str, dict[str, tuple[float, float]]], limit: float, p
         figure.savefig(path, dpi=200)
 
 
-def plot_curves(curves: dict[str, list[tuple[float, float]]], path: Path, xlabel: str, ylabel: str) -> None:
+def plot_curves(
+    curves: dict[str, list[tuple[float, float]]], path: Path, xlabel: str, ylabel: str, log: bool = False
+) -> None:
     """Write one line per name through its points (x, y), with a legend.
 
     Args:
@@ -97,6 +99,7 @@ def plot_curves(curves: dict[str, list[tuple[float, float]]], path: Path, xlabel
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
         xlabel: what x is.
         ylabel: what y is.
+        log: whether the scale of y is logarithmic.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -114,6 +117,10 @@ def plot_curves(curves: dict[str, list[tuple[float, float]]], path: Path, xlabel
             ax.plot(*zip(*points, strict=True), label=name, linewidth=1.5, marker=marker, markersize=3)
         ax.set_xlabel(xlabel)
         ax.set_ylabel(ylabel)
+        if log:
+            ax.set_yscale("log")
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_formatter("{x:g}")
         ax.grid(color=FAINT, linewidth=0.5)
         ax.set_axisbelow(True)
         ax.spines[["top", "right"]].set_visible(False)

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from rewire.plotting import plot_curves, plot_differences
-from rewire.studies.report import LIMITS, Study
+from rewire.studies.report import Study
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -22,6 +22,12 @@ img { max-width: 100%; background: white; }
 """
 
 
+_PICTURES = {
+    "differences.png": "Every run's final loss beside the best plain model's with the same seed. Far ones lie outside.",
+    "curves.png": "Validation loss of the best five and of the plain models; not from the start, which is steep.",
+}
+
+
 def write(study: Study, folder: Path) -> None:
     """Write `study.json`, `curves.png`, `differences.png` and `study.html`."""
     (folder / "study.json").write_text(json.dumps(study.as_json(), indent=1))
@@ -30,11 +36,13 @@ def write(study: Study, folder: Path) -> None:
 
 
 def draw(study: Study, folder: Path) -> None:
-    shown = [row for row in study.rows if row.runs and not row.contender.frozen]
+    """The curves of the plain models and of the best five, and the differences of all."""
+    ran = [row for row in study.rows if row.runs and not row.contender.frozen]
+    shown = [row for row in ran if row.contender.settings][:5] + [row for row in ran if not row.contender.settings]
     # From an eighth of the budget on: the steep start would squeeze the rest into a line.
     curves = {row.name: [(float(p.step), p.loss) for p in row.curve() if p.loss < float("inf")] for row in shown}
     late = {name: points[-max(2, len(points) * 7 // 8) :] for name, points in curves.items() if points}
-    plot_curves(late, folder / "curves.png", "step", "validation loss, mean over seeds")
+    plot_curves(late, folder / "curves.png", "step", "validation loss, mean over seeds", log=True)
     differences = {row.name: [-gain for gain in study.gains(row)] for row in study.rows if row.runs}
     xlabel = "final validation loss minus the best plain model's, same seed"
     plot_differences(differences, folder / "differences.png", xlabel)
@@ -50,8 +58,8 @@ def html(study: Study, folder: Path) -> str:
         for row in study.rows
     )
     pictures = "".join(
-        f'<p><img alt="{alt}" src="data:image/png;base64,{_base64(folder / name)}"></p>'
-        for name, alt in (("differences.png", "final losses by seed"), ("curves.png", "validation loss over steps"))
+        f'<p><img alt="{text}" src="data:image/png;base64,{_base64(folder / name)}"><br>{text}</p>'
+        for name, text in _PICTURES.items()
     )
     findings = "".join(f"<li>{escape(sentence)}</li>" for sentence in study.findings())
     budget = " or ".join(f"{study.about[unit]} {unit}" for unit in ("steps", "seconds") if study.about[unit])
@@ -67,7 +75,7 @@ own. All but the row "residual" have embeddings multiplied by {scales.embedding:
 {rows}</tbody></table></div>
 {pictures}
 <ul>{findings}</ul>
-<p>{escape(LIMITS)}</p>
+<p>{escape(study.limits())}</p>
 <details><summary>Machine and versions</summary><pre>{escape(json.dumps(study.about, indent=1))}</pre></details>
 </body></html>
 """

@@ -14,9 +14,9 @@ from rewire.studies.contenders import PLAIN, SCALED, Contender, Scales
 from rewire.studies.search import Result, Setting
 from rewire.studies.training import Cost, Point, reached
 
-LIMITS = (
-    "Losses are of these models, this data and this budget; no evidence for larger ones. The rates were searched on "
-    "seed 0, the runs that count have others; all see the same validation data."
+_LIMITS = (
+    "Losses are of this model, this data and this budget; no evidence for larger ones. The rates were searched on seed "
+    "0, the runs that count have others; all see the same validation data."
 )
 
 
@@ -103,6 +103,16 @@ class Study:
         """A sentence on each topology, whichever way it fell."""
         return [self._finding(row) for row in self.rows if row.contender.settings and not row.contender.frozen]
 
+    def limits(self) -> str:
+        """What these numbers do not show."""
+        topologies = sum(bool(row.runs and row.contender.settings and not row.contender.frozen) for row in self.rows)
+        seeds = len(self.baseline.runs)
+        by_chance = topologies / 2**seeds
+        return (
+            f"{_LIMITS} If none of the {topologies} topologies helped, about {by_chance:.1f} would still be better on "
+            f"all of {seeds} seeds, by chance."
+        )
+
     def _finding(self, row: Row) -> str:
         if not row.runs:
             return f"{row.name}: {row.reason}."
@@ -163,7 +173,7 @@ class Study:
             "scales": dataclasses.asdict(self.scales),
             "baseline": self.baseline.name,
             "findings": self.findings(),
-            "limits": LIMITS,
+            "limits": self.limits(),
             "rows": [
                 {
                     "name": row.name,
