@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rewire.errors import RewireError
+from rewire.kernels.tokens import outside_autocast
 from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
 from rewire.stream import Layout, Stream
 from rewire.topologies.base import Start
@@ -41,12 +41,13 @@ class Connection(nn.Module):
         placement: where hidden states that are plain tensors lie on a device mesh, if `parallelize` said so.
     """
 
+    placement: Placement | None = None
+
     def __init__(
         self, layout: Layout, start: Start, device: torch.device | str | None = None, trunk: Trunk | None = None
     ) -> None:
         super().__init__()
         self.trunk = trunk
-        self.placement: Placement | None = None
         self._connect(layout, start, device)
 
     def _connect(self, layout: Layout, start: Start, device: torch.device | str | None) -> None:
@@ -101,10 +102,8 @@ class Connection(nn.Module):
                     "weights have to stay float32. Under FSDP2 mixed precision give them a group of their own: "
                     "`for c in rewire.connections(model).values(): fully_shard(c)`."
                 )
-        device = next(iter(parameters.values())).device.type if parameters else "cpu"
-        # Only where it is on: an empty region, as of a frozen topology, is one that torch.export cannot load again.
-        casting = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        with torch.autocast(device, enabled=False) if casting else contextlib.nullcontext():
+        device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        with outside_autocast(device):
             return self.layout.topology.weights(parameters, self.layout.dims)
 
     def matrix(self) -> Tensor:
@@ -229,6 +228,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
 
     Raises:
         RewireError: the model was not rewired.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))  # doctest: +SKIP
+        >>> parallelize_module(rewired, mesh, plan)  # doctest: +SKIP
+        >>> rewire.parallelize(rewired, mesh, sequence=True)  # doctest: +SKIP
     """
     found = connections(model)
     if not found:

@@ -57,6 +57,7 @@ class Placement:
         made = DTensor.from_local(x, self.mesh, self.placements, run_check=False)
         if made.shape == self.shape:
             return made
+        assert self.shape is not None
         stride = torch.empty(self.shape, device="meta").stride()  # shards of different sizes
         return DTensor.from_local(
             x.contiguous(), self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
@@ -80,7 +81,7 @@ class _Reduced(torch.autograd.Function):
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         flat = torch.cat([grad.flatten() for grad in grads])
         for group in ctx.groups:
@@ -102,7 +103,7 @@ def unwrapped(x: Any, channel_dim: int, trunk: str) -> tuple[Tensor, Placement]:
     """
     from torch.distributed.tensor import Replicate
 
-    placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
+    placements: tuple[Any, ...] = tuple(Replicate() if p.is_partial() else p for p in x.placements)
     placement = Placement(x.device_mesh, _sharded(placements), placements, x.shape)
     if any(placements[number].dim in (channel_dim, channel_dim + x.dim()) for number in placement.sharded):
         raise RewireError(

@@ -1,4 +1,4 @@
-"""One of two processes: gradients under tensor and sequence parallelism, compared with those of one process. A script."""
+"""One of two processes: gradients under tensor and sequence parallelism, against those of one process. A script."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def tokens() -> Tensor:
-    return torch.randint(23, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+def tokens(length: int = LENGTH) -> Tensor:
+    return torch.randint(23, (2, length), generator=torch.Generator().manual_seed(3))
 
 
 def make(key: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -139,10 +139,10 @@ def tensor_parallel(model: nn.Module, tp: DeviceMesh) -> nn.Module:
     return parallelize_module(model, tp, plan)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
+def gradients(model: nn.Module, length: int = LENGTH) -> dict[str, Tensor]:
     """Of all parameters, of a loss that weighs every token and feature differently."""
     model.zero_grad()
-    output = model(tokens())
+    output = model(tokens(length))
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(4)).to(output.dtype)
     (full(output) * weight).square().mean().backward()
     return {name: full(p.grad).detach().clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -152,28 +152,35 @@ def full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def compare(expected: dict[str, Tensor], actual: dict[str, Tensor], tolerance: float, key: str) -> None:
+def errors(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, float]:
     assert sorted(expected) == sorted(actual), sorted(set(expected) ^ set(actual))
     largest = max(float(value.norm()) for value in expected.values())
-    for name, value in expected.items():
-        error = float((value - actual[name]).norm()) / max(float(value.norm()), 1e-3 * largest)
+    return {
+        name: float((value - actual[name]).norm()) / max(float(value.norm()), 1e-3 * largest)
+        for name, value in expected.items()
+    }
+
+
+def compare(expected: dict[str, Tensor], actual: dict[str, Tensor], tolerance: float, what: str) -> None:
+    for name, error in errors(expected, actual).items():
         # In a float64 model, connection weights and so their gradients stay float32.
         limit = max(tolerance, 1e-6) if "depth_connections" in name else tolerance
-        assert error <= limit, f"{key}: gradient of {name} differs by {error:.1e}"
-        same = [torch.empty_like(value) for _ in range(2)]
+        assert error <= limit, f"{what}: gradient of {name} differs by {error:.1e}"
+        same = [torch.empty_like(actual[name]) for _ in range(2)]
         dist.all_gather(same, actual[name].contiguous())
-        assert torch.equal(*same), f"{key}: the ranks' gradients of {name} differ"
-
-
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+        assert torch.equal(*same), f"{what}: the ranks' gradients of {name} differ"
 
 
 def exact(key: str, parallel: Callable[[nn.Module], object], dtype: torch.dtype = torch.float64) -> None:
     model = make(key, dtype)
     expected = gradients(copy.deepcopy(model))
     assert any("depth_connections" in name and bool(value.any()) for name, value in expected.items())
+    tolerance = 1e-10
+    if dtype == torch.float32:  # for most; muddformer and mhc-identity amplify the rounding of one process to as much
+        rounding = errors(gradients(copy.deepcopy(model).double()), expected)
+        tolerance = max(1e-5, 10 * max(rounding.values()))
     parallel(model)
-    compare(expected, gradients(model), TOLERANCE[dtype], f"{key}, {dtype}")
+    compare(expected, gradients(model), tolerance, f"{key}, {dtype}")
 
 
 def local(model: nn.Module) -> None:
@@ -186,20 +193,27 @@ def dtensors(model: nn.Module) -> None:
 
 
 def sequence() -> None:
-    """Hidden states sharded along the sequence: plain tensors that are declared, and DTensors that say so themselves."""
+    """Hidden states sharded along the sequence: plain tensors, which are declared, and DTensors, which say so."""
     for key in ("ancre-ingoing", "muddformer"):
         exact(key, local)
         exact(key, dtensors)
     exact("dca", local, torch.float32)
 
 
+def shards_of_different_sizes() -> None:
+    for key in ("ancre-ingoing", "muddformer"):
+        model = make(key, torch.float64)
+        expected = gradients(copy.deepcopy(model), LENGTH + 1)
+        dtensors(model)
+        compare(expected, gradients(model, LENGTH + 1), 1e-10, key)
+
+
 def every_kind() -> None:
     for key in KINDS:
         exact(key, local)
         exact(key, dtensors)
-        if key != "muddformer":  # in float32 its own rounding, in this model in one process, is 7e-5
-            exact(key, local, torch.float32)
-            exact(key, dtensors, torch.float32)
+        exact(key, local, torch.float32)
+        exact(key, dtensors, torch.float32)
 
 
 def replicated() -> None:
@@ -217,6 +231,8 @@ def replicated() -> None:
 def transformers_plan() -> None:
     """A rewired folder, loaded with the tensor-parallel plan that transformers has for the architecture."""
     import torchvision_stub  # noqa: F401
+    from transformers.distributed import DistributedConfig
+
     from rewire.patterns.tiny import tiny_model
 
     ids = tokens()
@@ -228,7 +244,8 @@ def transformers_plan() -> None:
         if dist.get_rank() == 0:
             model.save_pretrained(folder[0])
         dist.barrier()
-        sharded = rewire.from_pretrained(folder[0], tp_plan="auto", dtype=torch.float64).train()
+        config = DistributedConfig(tp_size=2, tp_plan="auto")
+        sharded = rewire.from_pretrained(folder[0], distributed_config=config, dtype=torch.float64).train()
         assert any(isinstance(p, DTensor) for p in sharded.parameters())
         found = []
         for one in (model, sharded):
