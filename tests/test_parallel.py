@@ -26,4 +26,9 @@ def test_what_is_wrong_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_kind_of_topology(tmp_path: Path) -> None:
-    run(tmp_path, "every_kind", "by_hand", "transformers_plan")
+    run(tmp_path, "every_kind")
+
+
+@pytest.mark.slow
+def test_compiled_blocks_and_plans_of_transformers(tmp_path: Path) -> None:
+    run(tmp_path, "by_hand", "transformers_plan")
