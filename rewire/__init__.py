@@ -5,7 +5,7 @@ model = rewire.compile(model, topology="ancre-ingoing")
 
 from rewire.backend import Backend
 from rewire.compiler import compile, inspect
-from rewire.connection import coefficients, connections
+from rewire.connection import coefficients, connections, parallelize
 from rewire.diagnostics.measure import diagnose
 from rewire.diagnostics.monitor import Monitor
 from rewire.diffs import diff, source
@@ -85,6 +85,7 @@ __all__ = [
     "list_patterns",
     "list_topologies",
     "load",
+    "parallelize",
     "parameter_groups",
     "plot",
     "register_initializer",

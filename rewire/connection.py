@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from rewire.errors import RewireError
+from rewire.kernels.tokens import outside_autocast
+from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
 from rewire.stream import Layout, Stream
 from rewire.topologies.base import Start
 from rewire.topologies.registry import name_and_options, named_topology
 from rewire.trunk import Trunk
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
 CONNECTIONS = "depth_connections"
@@ -32,7 +36,12 @@ class Connection(nn.Module):
         start: ``"preserve"`` or ``"paper"``.
         device: of the parameters.
         trunk: what was found; None for those of a flat graph.
+
+    Attributes:
+        placement: where hidden states that are plain tensors lie on a device mesh, if `parallelize` said so.
     """
+
+    placement: Placement | None = None
 
     def __init__(
         self, layout: Layout, start: Start, device: torch.device | str | None = None, trunk: Trunk | None = None
@@ -59,20 +68,32 @@ class Connection(nn.Module):
         """Set the start values again (after ``to_empty``, say)."""
         with torch.no_grad():
             for name, value in self.layout.topology.parameters(self.layout.dims, self.start).items():
-                self.get_parameter(name).copy_(value)
+                _set(self.get_parameter(name), value)
 
     def forward(self, x: Tensor) -> Stream:
         """A stream at its start, ``x`` being the trunk's input [..., width].
 
         Raises:
-            RewireError: the weights were cast to another dtype than float32.
+            RewireError: the weights were cast to another dtype than float32, or hidden states are sharded in a way
+                that was not declared.
         """
-        return Stream.begin(x, self.effective(), self.layout)
+        placement, layout = self.placement, self.layout
+        if is_dtensor(x):
+            x, placement = unwrapped(x, layout.channel_dim, layout.trunk)
+        elif placement is None:
+            check_whole(x, layout.channel_dim, layout.trunk)
+        return Stream.begin(x, self.effective(placement), layout, placement)
 
-    def effective(self) -> Any:
-        """The weights that the topology's formulas use, from the learned ones, in float32."""
+    def effective(self, placement: Placement | None = None) -> Any:
+        """The weights that the topology's formulas use, from the learned ones, in float32.
+
+        Args:
+            placement: of the hidden states that they are used on.
+        """
         sharded = any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
-        parameters = {name: _gathered(p) if sharded else p for name, p in self.named_parameters()}
+        parameters = {name: _gathered(p) if sharded or is_dtensor(p) else p for name, p in self.named_parameters()}
+        if placement is not None:
+            parameters = placement.reduced(parameters)
         parameters.update(self.named_buffers())
         for name, parameter in parameters.items():
             if parameter.dtype != torch.float32:
@@ -81,10 +102,8 @@ class Connection(nn.Module):
                     "weights have to stay float32. Under FSDP2 mixed precision give them a group of their own: "
                     "`for c in rewire.connections(model).values(): fully_shard(c)`."
                 )
-        device = next(iter(parameters.values())).device.type if parameters else "cpu"
-        # Only where it is on: an empty region, as of a frozen topology, is one that torch.export cannot load again.
-        casting = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        with torch.autocast(device, enabled=False) if casting else contextlib.nullcontext():
+        device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        with outside_autocast(device):
             return self.layout.topology.weights(parameters, self.layout.dims)
 
     def matrix(self) -> Tensor:
@@ -154,7 +173,18 @@ class SeparateNorms(nn.Module):
 
 def _gathered(parameter: Any) -> Tensor:
     """All of a parameter under FSDP2: it frees what it gathered when the connection returns, before the stream ends."""
-    return parameter.full_tensor() if type(parameter).__name__ == "DTensor" else parameter.clone()
+    return parameter.full_tensor() if is_dtensor(parameter) else parameter.clone()
+
+
+def _set(parameter: Any, value: Tensor) -> None:
+    """Copy ``value`` to a parameter; if that is sharded, this rank's part of it."""
+    if is_dtensor(parameter):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = value.to(parameter.device)
+        # The same on all ranks: nothing has to be sent.
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(value)
 
 
 def read_recipe(state: Tensor) -> dict[str, Any]:
@@ -181,6 +211,34 @@ def connections(model: nn.Module) -> dict[str, Connection]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     return {module.layout.trunk: module for module in model.modules() if isinstance(module, Connection)}
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Say how the hidden states of a rewired model lie on the ranks of a mesh, where they are plain tensors.
+
+    Under sequence parallelism each rank has a part of the tokens, and the gradients of connection weights are summed
+    over the mesh: one all-reduce for each of its dimensions and each trunk, in backward. Hidden states that are
+    DTensors say so themselves and need no call. Data parallelism (DDP, FSDP) is none of this: its ranks are not part
+    of ``mesh``.
+
+    Args:
+        model: the rewired model; changed in place.
+        mesh: the ranks that share one sequence; in a mesh of several dimensions, hidden states are sharded along all.
+        sequence: whether each rank has a part of the tokens. False: all have all of them (tensor parallelism alone).
+
+    Raises:
+        RewireError: the model was not rewired.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))  # doctest: +SKIP
+        >>> parallelize_module(rewired, mesh, plan)  # doctest: +SKIP
+        >>> rewire.parallelize(rewired, mesh, sequence=True)  # doctest: +SKIP
+    """
+    found = connections(model)
+    if not found:
+        raise RewireError(f"{type(model).__name__} has no connection weights: rewire it first, then parallelize it.")
+    for connection in found.values():
+        connection.placement = Placement(mesh, tuple(range(mesh.ndim)) if sequence else ())
 
 
 def coefficients(model: nn.Module) -> dict[str, Tensor]:

@@ -103,6 +103,7 @@ class Depth:
         self.block, self.where, self.entries = block, where, entries
         self.live: list[Live] = []
         self.separate_values: list[tuple[Tensor, QKVInputs]] = []  # the tensor that stands for them, and they
+        self.side_by_side = False  # whether such values came in as one tensor
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
@@ -406,8 +407,16 @@ class Depth:
 
     # -- separate q/k/v inputs -----------------------------------------------------------------------------------------
 
-    def qkv(self, value: Any) -> Any:
-        """The tensor that stands for the values of queries, keys and values in a function that projects them."""
+    def qkv(self, value: Any, width: int | None = None) -> Any:
+        """The tensor that stands for the values of queries, keys and values in a function that projects them.
+
+        Args:
+            value: what came in: for all three; or the same for all.
+            width: channels of each.
+        """
+        if isinstance(value, Tensor) and width is not None and value.shape[-1] == 3 * width:
+            q, k, v = value.chunk(3, -1)
+            value, self.side_by_side = QKVInputs(q, k, v, residual=q), True
         if not isinstance(value, QKVInputs):
             return value
         self.separate_values.append((value.q, value))
@@ -435,11 +444,18 @@ class Depth:
         return made[number]
 
     def separate(self, value: Any) -> Any:
-        """An argument of what holds an attention's projections: the values for all three."""
+        """An argument of what holds an attention's projections: the values for all three.
+
+        On the ranks of a mesh as one tensor, side by side: parallel styles gather the arguments of an attention, which
+        have to be tensors, and one call then gathers all three.
+        """
+        side_by_side = self.side_by_side or any(live.stream.on_mesh for live in self.live)
 
         def apart(part: Any) -> Any:
             qkv = self._qkv(part)
-            return part if qkv is None else qkv
+            if qkv is None:
+                return part
+            return torch.cat([qkv.q, qkv.k, qkv.v], dim=-1) if side_by_side else qkv
 
         return mapped(value, apart)
 

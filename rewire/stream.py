@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from rewire.errors import OutOfOrder, WidthMismatch
+from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
 from rewire.kernels.history import History
 from rewire.kernels.mix import Mix
 from rewire.kernels.operators import uses_kernels
+from rewire.placement import Placement, check_whole
 from rewire.topologies.base import Dims, QKVInputs, Recurrence, States, materialize, total
 
 if TYPE_CHECKING:
@@ -152,6 +153,8 @@ class Stream:
         weights: effective connection weights, computed once per forward when the stream was opened.
         layout: what is fixed about the trunk.
         position: number of residual adds written so far.
+        placement: where the model's hidden states lie on a device mesh, if anything is known. All tensors that the
+            stream holds are plain local ones: what it is given is unwrapped, and what it returns is wrapped.
     """
 
     states: States
@@ -159,9 +162,10 @@ class Stream:
     weights: Weights
     layout: Layout
     position: int = 0
+    placement: Placement | None = None
 
     @classmethod
-    def begin(cls, x: Tensor, weights: Any, layout: Layout) -> Stream:
+    def begin(cls, x: Tensor, weights: Any, layout: Layout, placement: Placement | None = None) -> Stream:
         """The stream of a trunk whose input is ``x``; ``weights`` are the topology's effective ones.
 
         Raises:
@@ -173,7 +177,8 @@ class Stream:
                 f"trunk '{layout.trunk}' was found to be {width} channels wide (dimension {dim}), but its input has "
                 f"shape {tuple(x.shape)}. Use a topology with one weight per state, or trunks=[...] to leave it out."
             )
-        return cls(layout.topology.start(layout.channels_last(x), weights), Settled(), Weights(weights), layout)
+        states = layout.topology.start(layout.channels_last(x), weights)
+        return cls(states, Settled(), Weights(weights), layout, placement=placement)
 
     @property
     def complete(self) -> bool:
@@ -200,7 +205,7 @@ class Stream:
 
     @property
     def shape(self) -> torch.Size:
-        return self.template.shape
+        return self._out(self.template).shape
 
     # -- read as a tensor, a stream is its value -----------------------------------------------------------------------
 
@@ -251,14 +256,14 @@ class Stream:
         each for its queries, keys and values.
         """
         if isinstance(self.held, Reading) and self.held.qkv is not None:
-            return self.held.qkv, self
+            return self._out(self.held.qkv), self
         value, stream = self._due()
         if not isinstance(value, QKVInputs):
             value = materialize(value)
             if not self.layout.reads_qkv(self.position):
-                return value, stream._opened(value)
+                return self._out(value), stream._opened(value)
             value = QKVInputs(value, value, value, value)
-        return value, stream._opened(value.residual, value)
+        return self._out(value), stream._opened(value.residual, value)
 
     def read_normed(self, norm: nn.Module) -> tuple[Tensor, Tensor, Stream]:
         """`read`, and what ``norm`` makes of the value: by one kernel, if the value is a sum yet to be computed.
@@ -267,6 +272,10 @@ class Stream:
         """
         due, stream = self._due()
         assert not isinstance(due, QKVInputs)
+        if self.wraps:  # the norm is called on what the model's other modules see
+            local = materialize(due)
+            value = self._out(local)
+            return value, norm(value), stream._opened(local)
         value, normed = due.normed(norm) if isinstance(due, Mix) else (due, norm(due))
         return value, normed, stream._opened(value)
 
@@ -299,7 +308,7 @@ class Stream:
         if self.complete:
             return self.finish()
         if isinstance(self.held, Awaiting):
-            return self.held.sum
+            return self._out(self.held.sum)
         value, _ = self.read()
         return value.residual if isinstance(value, QKVInputs) else value
 
@@ -337,7 +346,7 @@ class Stream:
 
     def push(self, state: Tensor) -> Stream:
         """The stream after the operations behind a residual add made ``state`` of its sum (post-norm blocks)."""
-        return self._pushed(self.layout.channels_last(state))
+        return self._pushed(self.layout.channels_last(self._in(state)))
 
     def _pushed(self, state: Tensor) -> Stream:
         layout = self.layout
@@ -350,10 +359,19 @@ class Stream:
 
     def carrying(self, value: Tensor) -> Stream:
         """The stream whose sum became ``value`` on the way to `push`."""
-        return self._with(self.states, Awaiting(value))
+        return self._with(self.states, Awaiting(self._in(value)))
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Stream:
-        """The stream in other dimensions: ``view`` of each tensor that it holds."""
+        """The stream in other dimensions: ``view`` of each tensor that it holds.
+
+        Raises:
+            UnsupportedCall: hidden states are DTensors.
+        """
+        if self.wraps:
+            raise UnsupportedCall(
+                f"the hidden states of trunk '{self.layout.trunk}' are DTensors, and get other dimensions between its "
+                "residual adds. Let the modules around the trunk work on plain tensors, and call rewire.parallelize."
+            )
         states = tuple(s.viewed(view) if isinstance(s, History) else view(s) for s in self.states)
         return self._with(states, pytree.tree_map(view, self.held))
 
@@ -377,16 +395,43 @@ class Stream:
             due, stream = self._due()
             assert not isinstance(due, QKVInputs)
             return stream._pushed(materialize(due)).finish()
-        return layout.restored(layout.topology.finish(self.states, self.weights.value, layout.dims))
+        return self._out(layout.restored(layout.topology.finish(self.states, self.weights.value, layout.dims)))
 
     def _with(self, states: States, held: Settled | Reading | Unsummed | Awaiting, adds: int = 0) -> Stream:
-        return Stream(states, held, self.weights, self.layout, self.position + adds)
+        return Stream(states, held, self.weights, self.layout, self.position + adds, self.placement)
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether attentions may be given three tensors side by side, by their channels, to take apart again."""
+        return self.placement is not None and self.layout.dims.width > 0 and self.layout.channel_dim == -1
+
+    @property
+    def wraps(self) -> bool:
+        """Whether the model's hidden states are DTensors."""
+        return self.placement is not None and self.placement.placements is not None
+
+    def _in(self, x: Tensor) -> Tensor:
+        """What the model hands over, as the stream holds it."""
+        return x if self.placement is None else self.placement.local(x)
+
+    def _out(self, value: Any) -> Any:
+        """A tensor, or `QKVInputs`, as the model has hidden states; what is one tensor stays one."""
+        if self.placement is None or not self.wraps:
+            return value
+        if not isinstance(value, QKVInputs):
+            return self.placement.wrapped(value)
+        given = (value.q, value.k, value.v, value.residual)
+        made = {id(x): self.placement.wrapped(x) for x in given}
+        return QKVInputs(*(made[id(x)] for x in given))
 
     def _fitted(self, branches: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """``branches`` in the stream's shape."""
         if self.complete:
             raise OutOfOrder(f"trunk '{self.layout.trunk}' is already complete: a block was called once too often.")
-        expected = self.shape
+        if self.position == 0 and self.placement is None:
+            for branch in branches:
+                check_whole(branch, self.layout.channel_dim, self.layout.trunk)
+        branches, expected = [*map(self._in, branches)], self.template.shape
         for branch in branches:
             if branch.shape != expected and not _broadcasts(branch.shape, expected):
                 raise WidthMismatch(
@@ -455,7 +500,7 @@ def _may_wait(x: Tensor) -> bool:
 
 
 def _flatten(stream: Stream) -> tuple[list[Any], Any]:
-    return [stream.states, stream.held], (stream.weights, stream.layout, stream.position)
+    return [stream.states, stream.held], (stream.weights, stream.layout, stream.position, stream.placement)
 
 
 def _unflatten(leaves: Any, context: Any) -> Stream:

@@ -6,10 +6,12 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+import every_topology
 import pytest
 import torch
 import torch.nn.functional as F
 from comparing import assert_close, evaluate
+from every_topology import FAMILIES
 from mixing import ANCRE, assert_same, ids, learned, llama, mixed, train_step
 from models import NanoGPT, PreNorm, Shared, Stack, token_ids, vectors
 from torch import Tensor
@@ -103,6 +105,15 @@ def test_meta_device_then_weights() -> None:
         for name, buffer in empty.named_buffers():
             buffer.copy_(rotary[name])
     assert torch.equal(empty.eval()(ids()).logits, reference)
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+def test_a_forward_on_the_meta_device(key: str) -> None:
+    model = every_topology.mixed(Stack(PreNorm), key).to("meta")
+    x = vectors().to("meta")
+    assert model(x).shape == Stack(PreNorm)(vectors()).shape
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).is_meta
 
 
 @pytest.mark.parametrize("start", ["preserve", "paper"])

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def outside_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A region without autocast.
+
+    Only where it is on: the meta device has none, and an empty region, as of a frozen topology, is one that
+    torch.export cannot load again.
+    """
+    kind = device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else contextlib.nullcontext()
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
@@ -18,7 +30,7 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [..., K], float32 or float64.
     """
-    with torch.autocast(device_type=x.device.type, enabled=False):
+    with outside_autocast(x.device):
         return _Project.apply(x, weight)
 
 

@@ -104,7 +104,8 @@ class _Editor:
         for edit in self.plan.edits.values():
             if isinstance(edit, Parameter):
                 method = "qkv" if edit.qkv else "open"
-                how = [edit.name, *self._how(edit), *["begin=False"] * self._begins_later(edit)]
+                how = [edit.name, *[str(edit.width)] * bool(edit.width), *self._how(edit)]
+                how += ["begin=False"] * self._begins_later(edit)
                 lines.append(f"{edit.name} = {self.depth}.{method}({', '.join(how)})")
         body = tree.body[1:] if ast.get_docstring(tree, clean=False) is not None and len(tree.body) > 1 else tree.body
         start, _ = self.text.span(body[0])

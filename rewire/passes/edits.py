@@ -24,6 +24,7 @@ class Parameter:
         trunk: number of the trunk among those of the function.
         norm: what reads it first.
         qkv: whether it brings values for queries, keys and values, rather than the stream.
+        width: in that case, channels of each, if they are known.
         awaiting: whether the next state is yet to be made of what it brings.
         item: of a tuple of tensors, the number of the one at which the trunk starts.
     """
@@ -32,6 +33,7 @@ class Parameter:
     trunk: int = 0
     norm: Written | None = None
     qkv: bool = False
+    width: int | None = None
     awaiting: bool = False
     item: int | None = None
 

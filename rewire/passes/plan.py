@@ -483,7 +483,7 @@ class _Planner:
                 raise EditError("what it projects passes other weights first")
             reads = self._reader(add, way)
             for scope, _ in calls:
-                self._hand_down(reads, scope, {add.state, *way})
+                self._hand_down(reads, scope, {add.state, *way}, self.found.trunks[self.name].sites[number].width)
                 self._project(scope, projections)
             functions = {scope for call, _ in calls for scope in call.chain()[:-1] if reads.holds(scope)}
             copied = 0
@@ -541,7 +541,7 @@ class _Planner:
             scopes.pop()
         return scopes[-1]
 
-    def _hand_down(self, reads: Scope, projection: Scope, values: set[Op]) -> None:
+    def _hand_down(self, reads: Scope, projection: Scope, values: set[Op], width: int | None) -> None:
         """Hand what was read to the function that calls a projection."""
         scope = projection.parent
         while scope is not None and scope is not reads:
@@ -552,7 +552,7 @@ class _Planner:
             last = max(brought, key=lambda op: op.index)  # not the shortcut, which comes along in some
             names = [name for name, ops in scope.arguments.items() if last in ops]
             for name in names:
-                function.put(("parameter", name), Parameter(name, qkv=True))
+                function.put(("parameter", name), Parameter(name, qkv=True, width=width))
             above, call = self._function(scope.parent), self._call(scope)
             at = span_of(call)
             above.put(("separate", at), Separate(at, self._arguments_of(scope, call, set(names))))

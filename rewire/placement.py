@@ -1,0 +1,156 @@
+"""Hidden states of which each rank has a part: sequence parallelism, and models whose hidden states are DTensors.
+
+Streams hold plain local tensors; kernels know no others. What a rank computes of its own tokens needs nothing from
+other ranks, forward and backward. The gradients of connection weights do: each rank has those of its tokens, and they
+have to be summed over the mesh dimensions along which hidden states are sharded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rewire.errors import RewireError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: How far behind a tensor the operation is looked for that sharded it: past dropouts, casts and sums.
+FURTHEST = 64
+
+
+class Placement:
+    """Where the hidden states of a trunk lie on a device mesh.
+
+    A plain class, not a dataclass: FSDP2 rebuilds every dataclass that it meets in a block's inputs.
+
+    Args:
+        mesh: the devices.
+        sharded: dimensions of the mesh along which ranks have different parts of the hidden states.
+        placements: of hidden states that are DTensors; None if they are plain tensors.
+        shape: of these DTensors.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        sharded: tuple[int, ...],
+        placements: tuple[Any, ...] | None = None,
+        shape: torch.Size | None = None,
+    ) -> None:
+        self.mesh, self.sharded, self.placements, self.shape = mesh, sharded, placements, shape
+
+    def local(self, x: Any) -> Tensor:
+        """This rank's part of a hidden state, as a plain tensor."""
+        return x.redistribute(self.mesh, self.placements).to_local() if is_dtensor(x) else x
+
+    def wrapped(self, x: Tensor) -> Tensor:
+        """A hidden state as the model has it."""
+        if self.placements is None:
+            return x
+        from torch.distributed.tensor import DTensor
+
+        made = DTensor.from_local(x, self.mesh, self.placements, run_check=False)
+        if made.shape == self.shape:
+            return made
+        assert self.shape is not None
+        stride = torch.empty(self.shape, device="meta").stride()  # shards of different sizes
+        return DTensor.from_local(
+            x.contiguous(), self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
+        )
+
+    def reduced(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The same weights, whose gradients will be summed over the ranks that have different tokens."""
+        learned = {name: p for name, p in parameters.items() if p.requires_grad}
+        if not (self.sharded and learned and torch.is_grad_enabled()):
+            return parameters
+        groups = [self.mesh.get_group(number) for number in self.sharded]
+        return {**parameters, **dict(zip(learned, _Reduced.apply(groups, *learned.values()), strict=True))}
+
+
+class _Reduced(torch.autograd.Function):
+    """Tensors as they are; their gradients are summed over process groups, with one all-reduce for each group."""
+
+    @staticmethod
+    def forward(ctx: Any, groups: list[dist.ProcessGroup], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.groups = groups
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        flat = torch.cat([grad.flatten() for grad in grads])
+        for group in ctx.groups:
+            dist.all_reduce(flat, group=group)
+        parts = flat.split([grad.numel() for grad in grads])
+        return (None, *(part.view_as(grad) for part, grad in zip(parts, grads, strict=True)))
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether ``x`` is a DTensor; asked of every model, most of which need nothing of torch.distributed.tensor."""
+    return type(x).__name__ == "DTensor"
+
+
+def unwrapped(x: Any, channel_dim: int, trunk: str) -> tuple[Tensor, Placement]:
+    """This rank's part of a trunk's input that is a DTensor, and where it and all later states lie.
+
+    Raises:
+        RewireError: it is sharded along its channels.
+    """
+    from torch.distributed.tensor import Replicate
+
+    placements: tuple[Any, ...] = tuple(Replicate() if p.is_partial() else p for p in x.placements)
+    placement = Placement(x.device_mesh, _sharded(placements), placements, x.shape)
+    if any(placements[number].dim in (channel_dim, channel_dim + x.dim()) for number in placement.sharded):
+        raise RewireError(
+            f"the hidden states of trunk '{trunk}' are sharded along their channels ({x.placements}), and connections "
+            "need all channels of a token. Let the modules around the trunk return them replicated, or sharded along "
+            "the sequence."
+        )
+    return placement.local(x), placement
+
+
+def check_whole(x: Tensor, channel_dim: int, trunk: str) -> None:
+    """Refuse a plain tensor that is known to be one rank's part of a hidden state.
+
+    Only its history of gradients tells: what DTensor or a reduce-scatter made of it last.
+
+    Raises:
+        RewireError: saying what to call.
+    """
+    if torch.compiler.is_compiling() or not (dist.is_available() and dist.is_initialized()):
+        return
+    how = _how_sharded(x, channel_dim)
+    if how:
+        raise RewireError(
+            f"each rank has a part of the tokens in trunk '{trunk}' ({how}), so that each would train connection "
+            "weights of its own. Call rewire.parallelize(model, mesh, sequence=True) with the mesh of these ranks: the "
+            "gradients of connection weights are then summed over it."
+        )
+
+
+def _how_sharded(x: Tensor, channel_dim: int) -> str:
+    nodes = [x.grad_fn]
+    for node in nodes:  # grows: in breadth
+        name = type(node).__name__.replace("_", "").lower()
+        spec = getattr(node, "dtensor_spec", None)  # of DTensor.to_local
+        if "reducescatter" in name:
+            return type(node).__name__
+        if spec is not None:
+            dims = {spec.placements[number].dim for number in _sharded(spec.placements)}
+            whole = [d for d in range(x.dim()) if d not in dims]
+            same = len(spec.shape) == x.dim() and all(spec.shape[d] == x.shape[d] for d in whole)
+            if same and dims and channel_dim % x.dim() not in dims:
+                return f"a DTensor, {spec.placements} over {spec.mesh}"
+        elif node is not None and not ("allgather" in name or "allreduce" in name) and len(nodes) < FURTHEST:
+            nodes.extend(source for source, _ in node.next_functions if source not in nodes)
+    return ""
+
+
+def _sharded(placements: tuple[Any, ...]) -> tuple[int, ...]:
+    """The dimensions of a mesh along which a tensor of these placements is sharded."""
+    return tuple(number for number, placement in enumerate(placements) if hasattr(placement, "dim"))

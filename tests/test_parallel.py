@@ -1,0 +1,34 @@
+"""Tensor and sequence parallelism with two real processes on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import two_processes
+
+
+def run(tmp_path: Path, *scenarios: str) -> None:
+    """Functions of parallel_worker.py, one after the other in the same two processes."""
+    worker = Path(__file__).with_name("parallel_worker.py")
+    for text in two_processes.run(worker, tmp_path / "meeting_point", *scenarios):
+        assert [f"{scenario} passed" for scenario in scenarios if f"{scenario} passed" not in text] == []
+
+
+def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
+    exact = ("sequence", "shards_of_different_sizes", "replicated", "sharded_connections", "with_fsdp")
+    run(tmp_path, *exact, "checkpointed", "collectives")
+
+
+def test_what_is_wrong_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, "undeclared", "sharded_channels", "not_rewired")
+
+
+@pytest.mark.slow
+def test_every_kind_of_topology(tmp_path: Path) -> None:
+    run(tmp_path, "every_kind")
+
+
+@pytest.mark.slow
+def test_compiled_blocks_and_plans_of_transformers(tmp_path: Path) -> None:
+    run(tmp_path, "by_hand", "transformers_plan")
