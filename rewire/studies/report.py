@@ -109,8 +109,8 @@ class Study:
         seeds = len(self.baseline.runs)
         by_chance = topologies / 2**seeds
         return (
-            f"{_LIMITS} By chance alone, about {by_chance:.1f} of {topologies} that do nothing would be better on all of "
-            f"{seeds} seeds."
+            f"{_LIMITS} By chance alone, about {by_chance:.1f} of {topologies} that do nothing would be better on all "
+            f"of {seeds} seeds."
         )
 
     def _finding(self, row: Row) -> str:
