@@ -33,7 +33,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> None:
     def to_or_double(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return float_or_double(x) if args == (torch.float32,) else to(x, *args, **kwargs)
 
-    def effective(self: Connection) -> Any:
+    def effective(self: Connection, placement: None = None) -> Any:
         return self.layout.topology.weights(dict(self.named_parameters()), self.layout.dims)
 
     monkeypatch.setattr(Connection, "effective", effective)

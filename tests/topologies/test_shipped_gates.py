@@ -27,7 +27,7 @@ Weights = dict[str, Sequence[Tensor | None]]
 
 @pytest.fixture(autouse=True)
 def double_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    def effective(self: Connection) -> Any:
+    def effective(self: Connection, placement: None = None) -> Any:
         return self.layout.topology.weights(dict(self.named_parameters()), self.layout.dims)
 
     monkeypatch.setattr(Connection, "effective", effective)

@@ -34,7 +34,7 @@ class Double(TorchFunctionMode):
 def double_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connection weights may be float64; as modules they are float32 only."""
 
-    def effective(self: Connection) -> Any:
+    def effective(self: Connection, placement: None = None) -> Any:
         return self.layout.topology.weights(dict(self.named_parameters()), self.layout.dims)
 
     monkeypatch.setattr(Connection, "effective", effective)
