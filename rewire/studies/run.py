@@ -62,7 +62,7 @@ def study(
 
     Raises:
         ImportError: Optuna or matplotlib is missing (``pip install 'rewire[study]'``).
-        RewireError: the storage holds a study with another budget, or the plain model never had a finite loss.
+        RewireError: the storage holds a study with another budget or other trials, or the plain model never had a finite loss.
         ValueError: no budget, or numbers that make no sense.
 
     Example:
@@ -77,7 +77,8 @@ def study(
     budget, folder = Budget(steps, seconds), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     opened = open_storage(storage or str(folder / "journal.log"))
-    _expect(Trials("settings", opened), {**dataclasses.asdict(budget), "learning_rate": task.learning_rate})
+    settings = {**dataclasses.asdict(budget), "learning_rate": task.learning_rate, "trials": trials}
+    _expect(Trials("settings", opened), settings)
     search = Search(task, budget, opened, trials, seeds, where)
     with _bars(progress) as ticks:
         scales, rows = _run(search, contenders, ticks)
@@ -91,14 +92,16 @@ def _run(search: Search, contenders: Sequence[Contender], ticks: Callable[[str],
     """The scales that all but the plain model have, and all rows."""
     as_is, rate = Scales(), search.task.learning_rate
     tried = search.tune(PLAIN, {"rate": rate}, as_is, ticks)
-    plain = best(tried)
-    if plain is None:
+    if best(tried) is None:
         raise RewireError("no learning rate gave the plain model a finite loss: give the task a lower one.")
     known = [dataclasses.replace(run, setting={**run.setting, **dataclasses.asdict(as_is)}) for run in tried]
-    scaled = best(search.tune(SCALED, {"rate": rate, **dataclasses.asdict(as_is)}, as_is, ticks, known))
-    assert scaled is not None  # it is as good as the plain model at least
+    found = search.tune(SCALED, {"rate": rate, **dataclasses.asdict(as_is)}, as_is, ticks, known)
+    # The second search may find a better rate for the model as it is, too.
+    plain = best([run for run in found if run.setting["embedding"] == run.setting["branch"] == 1])
+    scaled = best(found)
+    assert plain is not None and scaled is not None  # they are as good as the first search's best at least
     scales = Scales(**{name: value for name, value in scaled.setting.items() if name != "rate"})
-    rows = [_row(search, PLAIN, plain.setting, as_is, ticks)]
+    rows = [_row(search, PLAIN, {"rate": plain.setting["rate"]}, as_is, ticks)]
     if scales != as_is:
         rows.append(_row(search, SCALED, scaled.setting, scales, ticks))
     for contender in contenders:
