@@ -62,7 +62,7 @@ def study(
 
     Raises:
         ImportError: Optuna or matplotlib is missing (``pip install 'rewire[study]'``).
-        RewireError: the storage holds a study with another budget or other trials, or the plain model never had a finite loss.
+        RewireError: the storage has another budget or other trials, or the plain model never had a finite loss.
         ValueError: no budget, or numbers that make no sense.
 
     Example:
