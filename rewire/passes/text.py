@@ -125,7 +125,6 @@ def within(inner: Place, outer: Place) -> bool:
     return start <= (inner[0], inner[2]) and (inner[1], inner[3]) <= end
 
 
-@functools.lru_cache(maxsize=1024)
 def is_call_of_one(node: ast.AST) -> bool:
     """Whether ``node`` is ``f(x)``."""
     return (
@@ -135,6 +134,7 @@ def is_call_of_one(node: ast.AST) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def positions(code: CodeType) -> list[Place]:
     return list(code.co_positions())
 

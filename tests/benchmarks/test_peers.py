@@ -10,6 +10,7 @@ PROGRAM = """
 import dataclasses
 import torch
 from rewire.bench import comparison, workloads
+torch.manual_seed(0)
 sizes = workloads.Sizes(1, 8, 32, torch.float32, torch.device("cpu"))
 comparison._CHECKED = 8
 for workload in (workloads.attention_residuals(sizes, 4), workloads.manifold_hyper_connections(sizes, 4)):
