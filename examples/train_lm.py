@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rewire
+from rewire.bench.harness import kept_for_backward
 from rewire.plotting import plot_arcs, plot_curves, plot_heatmap
 
 #: What each run passes to rewire.compile; None leaves the model as it is.
@@ -112,20 +113,7 @@ class Run:
         self.model.train()
 
     def measure_kept(self, batch: Tensor) -> None:
-        """Bytes of activations that a forward keeps for its backward pass: unlike a process's memory, a run's own."""
-        kept: dict[int, int] = {}
-        weights = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
-
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            loss = self.model(input_ids=batch, labels=batch).loss
-        assert loss.requires_grad  # it lived until here, so that no storage was counted twice
-        self.kept_bytes = sum(kept.values())
+        self.kept_bytes = kept_for_backward(self.model, lambda: self.model(input_ids=batch, labels=batch).loss)
 
     def results(self, baseline: Run) -> dict[str, Any]:
         goal = baseline.validation[-1][1]

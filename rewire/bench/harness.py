@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 from rewire.passes.validate import tensors_in
 
@@ -170,6 +170,23 @@ def training_step(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any
         loss.backward()  # type: ignore[union-attr]
 
     return step
+
+
+def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Bytes of the activations that a forward keeps: a run's own, unlike the memory of a process."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = forward()
+    del loss  # it lived until here, so that no storage was counted twice
+    return sum(kept.values())
 
 
 def copy_bandwidth(device: torch.device, size: int = 1 << 28, rounds: int = 10) -> float:

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from rewire.plotting import plot_curves, plot_differences
-from rewire.studies.report import Study
+from rewire.studies.report import TITLES, Study
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -50,7 +50,7 @@ def draw(study: Study, folder: Path) -> None:
 
 def html(study: Study, folder: Path) -> str:
     """The page; pictures are taken from ``folder``."""
-    head = "".join(f"<th>{escape(title)}</th>" for title in ("", *study.titles))
+    head = "".join(f"<th>{escape(title)}</th>" for title in ("", *TITLES))
     rows = "".join(
         f"<tr{' class=baseline' if row is study.baseline else ''}><td>{escape(row.name)}</td>"
         + "".join(f"<td>{escape(cell)}</td>" for cell in study.cells(row))

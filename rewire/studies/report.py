@@ -14,6 +14,18 @@ from rewire.studies.contenders import PLAIN, SCALED, Contender, Scales
 from rewire.studies.search import Result, Setting
 from rewire.studies.training import Cost, Point, reached
 
+#: Columns of the table, after the names.
+TITLES = (
+    "loss",
+    "seeds\nbetter",
+    "steps to\nbaseline's",
+    "the same\nin seconds",
+    "step time\n× plain",
+    "kept\nMiB",
+    "learned\nweights",
+    "rate",
+)
+
 _LIMITS = (
     "Losses are of this model, this data and this budget; no evidence for larger ones. The rates were searched on seed "
     "0, the runs that count have others; all see the same validation data."
@@ -137,7 +149,7 @@ class Study:
     def table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         table.add_column("", no_wrap=True)
-        for title in _TITLES:
+        for title in TITLES:
             table.add_column(title, justify="right", no_wrap=True)
         for row in self.rows:
             cells = self.cells(row)
@@ -145,9 +157,9 @@ class Study:
         return table
 
     def cells(self, row: Row) -> list[str]:
-        """The row's numbers, one for each of `titles`."""
+        """The row's numbers, one for each of `TITLES`."""
         if not row.runs:
-            return ["not run", *[""] * (len(_TITLES) - 1)]
+            return ["not run", *[""] * (len(TITLES) - 1)]
         point = row.reached(self.goals())
         gains = self.gains(row)
         cost = row.cost
@@ -161,10 +173,6 @@ class Study:
             "" if cost is None else f"{cost.weights:,}",
             f"{row.setting['rate']:.2g}",
         ]
-
-    @property
-    def titles(self) -> tuple[str, ...]:
-        return _TITLES
 
     def as_json(self) -> dict[str, Any]:
         """All that was found, of numbers, strings, lists and dicts; a loss that is not finite is None."""
@@ -193,18 +201,6 @@ class Study:
                 for row in self.rows
             ],
         }
-
-
-_TITLES = (
-    "loss",
-    "seeds\nbetter",
-    "steps to\nbaseline's",
-    "the same\nin seconds",
-    "step time\n× plain",
-    "kept\nMiB",
-    "learned\nweights",
-    "rate",
-)
 
 
 def _finite(value: float) -> float | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rewire.bench.harness import side_by_side
+from rewire.bench.harness import kept_for_backward, side_by_side
 from rewire.connection import connections
 from rewire.errors import RewireError
 from rewire.studies.contenders import Contender, Scales
@@ -159,23 +159,6 @@ def inputs_of(model: nn.Module, run: Callable[[], object]) -> tuple[tuple[Any, .
     if not seen:
         raise RewireError(f"the loss does not call the model, {type(model).__name__}: there is nothing to compare.")
     return seen[-1]
-
-
-def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Bytes of the activations that a forward keeps: a run's own, unlike the memory of a process."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = forward()
-    del loss  # it lived until here, so that no storage was counted twice
-    return sum(kept.values())
 
 
 def to(batch: Any, device: torch.device) -> Any:

@@ -9,6 +9,7 @@ import matplotlib.image
 import pytest
 import torch
 from models import PreNorm, Stack, vectors
+from torch import nn
 
 import rewire
 from rewire.bench import harness
@@ -144,3 +145,8 @@ def test_an_unknown_shape() -> None:
 def test_inputs_that_nothing_tells() -> None:
     with pytest.raises(RewireError, match="no inputs are known for Conv2d"):
         batch_for(torch.nn.Conv2d(3, 4, 3), 2, 5)
+
+
+def test_what_a_forward_keeps() -> None:
+    x, layer = torch.randn(10, 8), nn.Linear(8, 4)
+    assert harness.kept_for_backward(layer, lambda: layer(x).exp().sum()) == (x.numel() + 40) * 4

@@ -14,7 +14,7 @@ import rewire
 from rewire.errors import RewireError
 from rewire.studies.contenders import PLAIN, Scales, parse
 from rewire.studies.task import Budget, Task, loss_of_model
-from rewire.studies.training import cost, evaluate, inputs_of, kept_for_backward, make, train, warm_up_and_decay
+from rewire.studies.training import cost, evaluate, inputs_of, make, train, warm_up_and_decay
 
 CPU = torch.device("cpu")
 
@@ -96,11 +96,6 @@ def test_what_a_model_is_called_with() -> None:
     assert args == (batch[0],) and kwargs == {}
     with pytest.raises(RewireError, match="does not call the model"):
         inputs_of(model, lambda: None)
-
-
-def test_what_a_forward_keeps() -> None:
-    x, layer = torch.randn(10, 8), nn.Linear(8, 4)
-    assert kept_for_backward(layer, lambda: layer(x).exp().sum()) == (x.numel() + 40) * 4
 
 
 def test_the_cost_of_a_step() -> None:
