@@ -1,4 +1,4 @@
-"""Two real processes on the CPU, for what is distributed."""
+"""Real processes on the CPU, mostly two, for what is distributed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 
 
-def run(script: Path, *arguments: str | Path) -> list[str]:
-    """Run ``script RANK ARGUMENTS...`` as ranks 0 and 1; what each printed. Both must end well, within five minutes."""
+def run(script: Path, *arguments: str | Path, ranks: int = 2) -> list[str]:
+    """Run ``script RANK ARGUMENTS...`` as each rank; what each printed. All must end well, within five minutes."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks)}
     workers = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), *map(str, arguments)],
@@ -21,7 +22,7 @@ def run(script: Path, *arguments: str | Path) -> list[str]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
     try:
         printed = [worker.communicate(timeout=300)[0] for worker in workers]
@@ -29,5 +30,5 @@ def run(script: Path, *arguments: str | Path) -> list[str]:
         for worker in workers:
             worker.kill()
             worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(printed)
+    assert [worker.returncode for worker in workers] == [0] * ranks, "\n".join(printed)
     return printed

@@ -1,0 +1,90 @@
+"""Checkpoints of `torch.distributed.checkpoint`: plain ones load into rewired models, other topologies' do not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+
+from rewire.connection import CONNECTIONS
+from rewire.errors import RewireError
+from rewire.saving.recipes import EXTRA_STATE, difference
+
+logger = logging.getLogger("rewire.saving")
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Loads a distributed checkpoint into a rewired model; one of the plain model leaves connections at their start.
+
+    What concerns connections is then left as it is here, optimizer state and parameter groups included, and a warning
+    is logged. All else has to be in the checkpoint, as with torch's own planner. A checkpoint of a model that was
+    rewired in another way is refused before a weight is read, with what differs; torch's own planner would complain
+    about the size of some tensor.
+
+    Raises:
+        torch.distributed.checkpoint.CheckpointException: around a `RewireError`, from ``load``.
+
+    Example:
+        >>> state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+        >>> torch.distributed.checkpoint.load(state, checkpoint_id="plain", planner=LoadPlanner())
+        >>> model.load_state_dict(state["model"])
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        saved = metadata.state_dict_metadata
+        if any(map(_names_connection, saved)):
+            _check_same(self.state_dict, saved)
+            return
+        added = _of_connections(self.state_dict)
+        self.state_dict = {key: value for key, value in self.state_dict.items() if key not in added}
+        if added:
+            logger.warning("The checkpoint is one of a plain model: connection weights stay as they are.")
+
+
+def _names_connection(key: str) -> bool:
+    return CONNECTIONS in key.split(".")
+
+
+def _of_connections(state: Mapping[str, Any]) -> set[str]:
+    """Keys of a flat state dict that a plain model's lacks."""
+    named = {key for key in state if _names_connection(key)}
+    groups = [  # of an optimizer, by number: "optim.param_groups.1."
+        key.removesuffix("params")
+        for key, value in state.items()
+        if key.endswith(".params") and isinstance(value, list) and value and all(map(_names_connection, value))
+    ]
+    return named | {key for key in state if key.startswith(tuple(groups))}
+
+
+def _check_same(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse to load connections into others: other trunks, or other weights.
+
+    Raises:
+        RewireError: showing what differs.
+    """
+    roots = {key.split(CONNECTIONS)[0] for key in state if _names_connection(key) and key.endswith(EXTRA_STATE)}
+    for root in roots:  # in front of the model's own names, like "model."
+        prefix = f"{root}{CONNECTIONS}."
+        there, here = _shapes(saved, prefix), _shapes(state, prefix)
+        if there != here:
+            raise RewireError(
+                "the checkpoint is one of a model that was rewired in another way; connections differ "
+                f"(- saved, + here):{difference(there, here)}\nRewire this model as that one was, and load then."
+            )
+
+
+def _shapes(entries: Mapping[str, Any], prefix: str) -> list[str]:
+    sizes = {
+        key.removeprefix(prefix): entry.shape if isinstance(entry, Tensor) else getattr(entry, "size", ())
+        for key, entry in entries.items()
+        if key.startswith(prefix)
+    }
+    return sorted(f"{name.replace(EXTRA_STATE, ': recipe, bytes')} {list(size)}" for name, size in sizes.items())

@@ -1,0 +1,103 @@
+"""One of several processes: trains a sharded, rewired model, and saves or resumes. A script."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from mixing import mixed
+from models import PreNorm, Stack, vectors
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import rewire
+from rewire.kernels import plain
+
+plain.WORTHWHILE = 0  # as in conftest.py
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*rewire.connections(model).values(), *model.layers, model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """With a state, but without Adam's quotients, which make of rounding errors whole steps."""
+    return torch.optim.SGD(rewire.parameter_groups(model, lr=0.05, weight_decay=0.1), momentum=0.9)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One training step on this rank's rows."""
+    rows = vectors(batch=4)
+    rows = rows.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else rows
+    optimizer.zero_grad()
+    model(rows).square().mean().backward()
+    optimizer.step()
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def save(folder: str) -> None:
+    """A checkpoint after one step; the weights after two."""
+    torch.manual_seed(0)
+    model = sharded(mixed(Stack(PreNorm)))
+    optimizer = optimizer_of(model)
+    step(model, optimizer)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=f"{folder}/checkpoint")
+    try:
+        rewire.save(model, f"{folder}/refused")
+    except rewire.ShardedModel as error:
+        print(error, flush=True)
+    step(model, optimizer)
+    write(weights_of(model), f"{folder}/saver.pt")
+
+
+def resume(folder: str) -> None:
+    """The second step, on other ranks than those that saved."""
+    torch.manual_seed(1)
+    model = sharded(mixed(Stack(PreNorm)))
+    optimizer = optimizer_of(model)
+    load(folder, model, optimizer)
+    step(model, optimizer)
+    write(weights_of(model), f"{folder}/resumed.pt")
+
+
+def load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    weights, states = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": states}
+    dcp.load(state, checkpoint_id=f"{folder}/checkpoint")
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def write(value: dict[str, Tensor], path: str) -> None:
+    if dist.get_rank() == 0:
+        torch.save(value, path)
+
+
+def main(rank: str, folder: str, action: str) -> None:
+    os.environ["RANK"] = rank
+    torch.set_num_threads(1)
+    meeting_point, ranks = f"file://{folder}/meeting_point_of_{action}", int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=meeting_point, rank=int(rank), world_size=ranks)
+    {"save": save, "resume": resume}[action](folder)
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort the interpreter's own exit
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
