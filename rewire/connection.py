@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,8 +126,18 @@ class Connection(nn.Module):
         }
 
     def get_extra_state(self) -> Tensor:
-        """The recipe, as bytes: a state dict then says what its connection weights mean."""
-        return torch.tensor(list(json.dumps(self.recipe(), sort_keys=True).encode()), dtype=torch.uint8)
+        """The recipe, as bytes: a state dict then says what its connection weights mean.
+
+        A DTensor where the weights are: Accelerate's ``cpu_ram_efficient_loading`` takes a state dict of these only.
+        """
+        state = torch.tensor(list(json.dumps(self.recipe(), sort_keys=True).encode()), dtype=torch.uint8)
+        weights: Iterator[Any] = self.parameters()
+        mesh = next((weight.device_mesh for weight in weights if is_dtensor(weight)), None)
+        if mesh is None:
+            return state
+        from torch.distributed.tensor import DTensor, Replicate
+
+        return DTensor.from_local(state, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     def set_extra_state(self, state: Any) -> None:
         """Check that the weights being loaded belong to this topology.
@@ -187,8 +197,9 @@ def _set(parameter: Any, value: Tensor) -> None:
     parameter.copy_(value)
 
 
-def read_recipe(state: Tensor) -> dict[str, Any]:
+def read_recipe(state: Any) -> dict[str, Any]:
     """The recipe that `Connection.get_extra_state` wrote."""
+    state = state.to_local() if is_dtensor(state) else state
     return current_recipe(json.loads(bytes(state.tolist()).decode()))
 
 

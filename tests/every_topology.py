@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
 import rewire
@@ -59,6 +62,16 @@ FAMILIES = ["ancre-ingoing", "denseformer", "grn-v1", "grn-v2", "grn-v3", "hc-st
 FAMILIES += ["mhc-identity", "mhc-permutations", "mhc-cayley", "hc-gated"]
 FAMILIES += ["laurel-pa", "layerscale", "attnres", "muddformer"]
 LEARNED = [key for key in EVERY if key not in ("residual", "ancre-constant")]
+
+
+def kinds_first(cases: Iterable[Any]) -> list[ParameterSet]:
+    """Cases with a key of `EVERY` each, as parameters of a test: one of each kind is quick, the others are slow."""
+    listed = [case if isinstance(case, tuple) else (case,) for case in cases]
+    slow = [not {"residual", "dca", *FAMILIES}.intersection(map(str, case)) for case in listed]
+    return [
+        pytest.param(*case, marks=pytest.mark.slow if late else (), id="-".join(map(str, case)))
+        for case, late in zip(listed, slow, strict=True)
+    ]
 
 
 def learned(model: nn.Module) -> dict[str, Tensor]:

@@ -96,6 +96,7 @@ def test_the_default_start_is_the_plain_model_also_under_inductor() -> None:
     assert weights.grad is not None and bool(weights.grad.any())
 
 
+@pytest.mark.slow
 def test_all_graphs_share_the_weights() -> None:
     model, flat = Stack(WithDropPath), backend("ancre-ingoing", start="paper")
     compiled = torch.compile(model, backend=flat)

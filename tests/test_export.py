@@ -57,6 +57,7 @@ def test_export_of_a_frozen_model(topology: str) -> None:
     same(model, torch.export.export(model, (vectors(),)).module(), vectors() + 1)
 
 
+@pytest.mark.slow
 def test_export_of_a_frozen_language_model_with_any_batch() -> None:
     model = frozen_llama("ancre-ingoing")
     program = torch.export.export(model, (ids(),), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},))
@@ -74,7 +75,9 @@ def test_what_was_pruned_is_not_exported() -> None:
     assert exported[0] == exported[1]
 
 
-@pytest.mark.parametrize("topology", ["ancre-outgoing", "dca", "mhc"])
+@pytest.mark.parametrize(
+    "topology", ["ancre-outgoing", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dca", "mhc"))]
+)
 def test_export_of_a_learned_model(topology: str, tmp_path: Path) -> None:
     model = mixed(Stack(PreNorm), topology).eval()
     torch.export.save(torch.export.export(model, (vectors(),)), tmp_path / "model.pt2")
@@ -83,19 +86,21 @@ def test_export_of_a_learned_model(topology: str, tmp_path: Path) -> None:
     assert any("depth_connections" in name for name in exported.state_dict)
 
 
-@pytest.mark.parametrize("topology", STATIC[:3])
+@pytest.mark.parametrize("topology", [STATIC[0], *(pytest.param(name, marks=pytest.mark.slow) for name in STATIC[1:3])])
 def test_onnx_of_a_frozen_model(topology: str, tmp_path: Path) -> None:
     model = frozen(Stack(PreNorm), topology, (vectors(),)).eval()
     session = run_onnx(model, vectors(), tmp_path / "model.onnx")
     same(model, lambda x: torch.from_numpy(session.run(None, {"x": x.numpy()})[0]), vectors() + 1)
 
 
+@pytest.mark.slow
 def test_onnx_of_a_frozen_post_norm_model(tmp_path: Path) -> None:
     model = frozen(Stack(PostNorm), "ancre-ingoing", (vectors(),)).eval()
     session = run_onnx(model, vectors(), tmp_path / "model.onnx")
     same(model, lambda x: torch.from_numpy(session.run(None, {"x": x.numpy()})[0]), vectors() + 1)
 
 
+@pytest.mark.slow
 def test_onnx_of_a_frozen_language_model_with_any_batch(tmp_path: Path) -> None:
     model = frozen_llama("ancre-ingoing")
     batch = ({0: torch.export.Dim("batch", min=2)},)

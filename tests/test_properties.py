@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from every_topology import EVERY, NOT_PRESERVING, PRE_NORM_ONLY, WITH_ATTENTION, compiled, mixed
+from every_topology import (
+    EVERY,
+    PRE_NORM_ONLY,
+    PRESERVING,
+    WITH_ATTENTION,
+    compiled,
+    kinds_first,
+    mixed,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Attention, Mlp
@@ -76,7 +84,7 @@ def inputs(model: Net) -> Tensor:
     return torch.randn(2, 5, model.head.in_features)
 
 
-@pytest.mark.parametrize("key", [key for key in EVERY if key not in NOT_PRESERVING])
+@pytest.mark.parametrize("key", kinds_first(PRESERVING))
 @SETTINGS
 @given(data=st.data())
 def test_preserving_topologies_preserve(key: str, data: st.DataObject) -> None:
@@ -111,7 +119,7 @@ def test_columns_of_outgoing_weights_sum_to_one(data: st.DataObject) -> None:
         torch.testing.assert_close(table.sum(dim=0), torch.ones(table.shape[1]))
 
 
-@pytest.mark.parametrize("key", EVERY)
+@pytest.mark.parametrize("key", kinds_first(EVERY))
 @SETTINGS
 @given(data=st.data())
 def test_two_forwards_do_not_disturb_each_other(key: str, data: st.DataObject) -> None:

@@ -201,12 +201,16 @@ for name, case in CASES.items():
     add(f"own-{name}", case.make, lambda case=case: (case.inputs(), {}), case.trunks)
 
 each_model = pytest.mark.parametrize("name", list(MODELS))
+#: Here bitwise; to rounding, all of them are compared in the quick suite, too.
+own_first = pytest.mark.parametrize(
+    "name", [name if name.startswith("own-") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
 
-@each_model
+@own_first
 def test_plain_connections_are_bitwise_the_original(name: str) -> None:
     model, args, kwargs = MODELS[name].build()
     report = rewire.inspect(model)

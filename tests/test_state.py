@@ -64,7 +64,7 @@ assert "enter(" in rewire.source(model, sys.argv[3])
 """
 
 
-@pytest.mark.parametrize("kind", ["llama", "masked"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("masked", marks=pytest.mark.slow)])
 def test_save_and_load_in_another_process(tmp_path: Path, kind: str) -> None:
     made: dict[str, Any] = {
         "llama": (llama, ids(), "model.layers", "model.layers.0"),

@@ -18,6 +18,7 @@ from every_topology import (
     PRESERVING,
     WITH_ATTENTION,
     compiled,
+    kinds_first,
     learned,
     mixed,
 )
@@ -64,11 +65,15 @@ def assert_close(expected: dict[str, Tensor], actual: dict[str, Tensor], toleran
 
 @pytest.mark.parametrize(
     ("model_type", "key"),
-    [
-        *((model_type, key) for model_type in ("llama", "gpt_neox") for key in PRESERVING),
-        *(("t5", key) for key in (*FAMILIES, "dca") if key in PRESERVING),
-        *(("gpt2", key) for key in ("ancre-ingoing", "dca", "muddformer", "hc-dynamic")),  # q, k and v in one weight
-    ],
+    kinds_first(
+        [
+            *((model_type, key) for model_type in ("llama", "gpt_neox") for key in PRESERVING),
+            *(("t5", key) for key in (*FAMILIES, "dca") if key in PRESERVING),
+            *(
+                ("gpt2", key) for key in ("ancre-ingoing", "dca", "muddformer", "hc-dynamic")
+            ),  # q, k and v in one weight
+        ]
+    ),
 )
 def test_starts_as_the_original(model_type: str, key: str) -> None:
     """Validation compares outputs and gradients; here that it is not the validation that lets everything pass."""
@@ -93,7 +98,7 @@ def test_the_paper_s_start_is_validated_with_plain_connections(model_type: str, 
     compiled(tiny_model(model_type), key, start="paper")
 
 
-@pytest.mark.parametrize("key", PRESERVING)
+@pytest.mark.parametrize("key", kinds_first(PRESERVING))
 def test_post_norm_blocks(key: str) -> None:
     if key in PRE_NORM_ONLY:
         with pytest.raises(rewire.UnsupportedTopology, match=r"bert\.encoder\.layer' is post-norm"):
@@ -115,12 +120,14 @@ OF_CHANNELS = [key for key in PRESERVING if key not in WITH_ATTENTION]
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [
-        *(("resnet18", key) for key in OF_CHANNELS if key not in PRE_NORM_ONLY),
-        *(("resnetv2_18", key) for key in OF_CHANNELS),
-        *(("convnext_atto", key) for key in FAMILIES if key not in NOT_PRESERVING),
-        *(("convnext", key) for key in ("ancre-ingoing", "grn-v2", "hc-dynamic")),
-    ],
+    kinds_first(
+        [
+            *(("resnet18", key) for key in OF_CHANNELS if key not in PRE_NORM_ONLY),
+            *(("resnetv2_18", key) for key in OF_CHANNELS),
+            *(("convnext_atto", key) for key in FAMILIES if key not in NOT_PRESERVING),
+            *(("convnext", key) for key in ("ancre-ingoing", "grn-v2", "hc-dynamic")),
+        ]
+    ),
 )
 def test_convolutional_nets(name: str, key: str) -> None:
     of_timm = name in NETS
@@ -199,7 +206,7 @@ STARTS = [
 ]
 
 
-@pytest.mark.parametrize(("key", "start", "zero"), STARTS)
+@pytest.mark.parametrize(("key", "start", "zero"), kinds_first(STARTS))
 def test_every_connection_weight_moves(key: str, start: str, zero: bool) -> None:
     model = tiny_model("llama").train()
     if zero:
@@ -221,7 +228,7 @@ def test_every_connection_weight_moves(key: str, start: str, zero: bool) -> None
 # -- running -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", EVERY)
+@pytest.mark.parametrize("key", kinds_first(EVERY))
 def test_generation(key: str) -> None:
     model = llama()
     other = mixed(model, key)
@@ -242,7 +249,7 @@ def test_generation_with_q_k_v_apart(model_type: str, key: str) -> None:
     assert torch.equal(cached, other.generate(ids(), use_cache=False, **OPTIONS))
 
 
-@pytest.mark.parametrize("key", LEARNED)
+@pytest.mark.parametrize("key", kinds_first(LEARNED))
 def test_gradient_checkpointing(key: str) -> None:
     model = mixed(llama(), key).train()
     expected = gradients(model, ids())
@@ -266,7 +273,7 @@ def test_torch_compile(key: str) -> None:
     assert_close(expected, actual, 1e-5)
 
 
-@pytest.mark.parametrize("key", LEARNED)
+@pytest.mark.parametrize("key", kinds_first(LEARNED))
 def test_interleaved_forwards(key: str) -> None:
     """Two micro-batches, block by block in turn, checkpointed or not, then one backward each."""
     model = mixed(Stack(PreNorm, depth=4), key).train()
@@ -284,7 +291,7 @@ def test_interleaved_forwards(key: str) -> None:
                 assert torch.equal(g, w)
 
 
-@pytest.mark.parametrize("key", LEARNED)
+@pytest.mark.parametrize("key", kinds_first(LEARNED))
 def test_small_states_are_left_to_autograd(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = mixed(Stack(PreNorm), key), vectors()
     names, parameters = zip(*model.named_parameters(), strict=True)
@@ -300,7 +307,7 @@ def test_small_states_are_left_to_autograd(key: str, monkeypatch: pytest.MonkeyP
     assert_close(*found, 1e-5)
 
 
-@pytest.mark.parametrize("key", EVERY)
+@pytest.mark.parametrize("key", kinds_first(EVERY))
 def test_low_precision(key: str) -> None:
     model = mixed(llama(), key)
     with torch.no_grad():
@@ -315,7 +322,7 @@ def test_low_precision(key: str) -> None:
     torch.testing.assert_close(out.float(), want, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("key", LEARNED)
+@pytest.mark.parametrize("key", kinds_first(LEARNED))
 def test_saved_and_read_again(key: str, tmp_path: Path) -> None:
     model = mixed(llama(), key)
     again = compiled(llama(), key, start="paper", validate=False)

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import dataclasses
 import torch
@@ -19,6 +21,7 @@ for workload in (workloads.attention_residuals(sizes, 4), workloads.manifold_hyp
 """
 
 
+@pytest.mark.slow
 def test_liger() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)

@@ -26,6 +26,7 @@ def test_transformers(model_type: str) -> None:
     check_reads(Reader(tiny_model(model_type)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

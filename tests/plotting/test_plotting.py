@@ -209,7 +209,7 @@ def reads(depth: int, ways: int = 1, channels: int = 8) -> dict[str, Tensor]:
     return {f"unit {t}": torch.randn(ways, t, channels) for t in range(1, depth + 1)}
 
 
-@pytest.mark.parametrize(("depth", "ways"), [(1, 1), (4, 3), (17, 1), (24, 3)])
+@pytest.mark.parametrize(("depth", "ways"), [(1, 1), (4, 3), (17, 1), pytest.param(24, 3, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("error")
 def test_bars_are_written_at_any_depth(depth: int, ways: int, figures: list[Figure], tmp_path: Path) -> None:
     plot_bars({"layers": reads(depth, ways)}, tmp_path / "b.png")

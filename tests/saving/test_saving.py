@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_topology import EVERY
+from every_topology import EVERY, kinds_first
 from every_topology import mixed as mixed_by_key
 from mixing import ids, learned, llama, mixed
 from models import LinearNet, PostNorm, PreNorm, Shared, Stack, vectors
@@ -89,7 +89,7 @@ def test_recipes_name_topologies_as_users_do(key: str) -> None:
     assert recipe["options"].items() >= options.items()
 
 
-@pytest.mark.parametrize("key", EVERY)
+@pytest.mark.parametrize("key", kinds_first(EVERY))
 def test_every_topology(key: str, tmp_path: Path) -> None:
     model = mixed_by_key(stack(), key)
     rewire.save(model, tmp_path / "new" / "folder")

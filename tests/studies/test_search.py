@@ -119,6 +119,7 @@ def test_a_bad_run_is_stopped_after_two_that_were_better(tmp_path: Path) -> None
     assert [each.stopped for each in runs.results()] == [False, False, True]
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_after_a_kill(tmp_path: Path) -> None:
     """A process is killed in a run; what it was at counts as free, what it had ended stays."""
     code = (

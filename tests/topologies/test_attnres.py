@@ -228,6 +228,7 @@ def test_each_source_is_normed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 7
 
 
+@pytest.mark.slow
 def test_liger_kernel(tmp_path: Path) -> None:
     """Its Triton kernels, forward and backward, in Triton's interpreter, which has to be chosen before the import."""
     topology, t, depth = AttnRes(), 5, 6
@@ -290,6 +291,7 @@ def test_parallel_branches_are_one_increment() -> None:
     torch.testing.assert_close(states, (x, f + g))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", [AttnRes(), AttnRes(2, scaled=True), AttnRes(heads=2, normed=True)])
 def test_compiles_in_one_graph(topology: AttnRes) -> None:
     blocks, x, queries = net(4), torch.randn(4, WIDTH), torch.randn(4, WIDTH)

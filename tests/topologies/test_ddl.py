@@ -99,6 +99,7 @@ def test_float32_under_autocast() -> None:
         assert torch.equal(topology.merge((x,), weights, 1, f).value(), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", get_args(Form))
 def test_compiles_in_one_graph(form: Form) -> None:
     topology, blocks, x, parameters = DDL(form), net(3), torch.randn(4, WIDTH), drawn(3)

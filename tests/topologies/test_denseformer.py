@@ -119,6 +119,7 @@ def test_merge_leaves_room_for_a_norm() -> None:
     torch.testing.assert_close(topology.finish((newest, history), weights, Dims(1)), 0.25 * x + 0.5 * normed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dilation", [1, 2])
 def test_compiles_in_one_graph(dilation: int) -> None:
     topology, blocks, x = DenseFormer(dilation), net(4), torch.randn(4, 8)

@@ -110,6 +110,7 @@ def test_autocast_changes_only_the_branches() -> None:
         assert torch.equal(run_learned(topology, values, x, blocks), want)
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph() -> None:
     topology, blocks, x = Gated(2, 3), net(3), torch.randn(4, WIDTH)
     values = learned(topology, 3, "paper", noise=0.5)

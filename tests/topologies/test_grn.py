@@ -221,6 +221,7 @@ def test_low_precision_states_round_once(name: str) -> None:
         assert torch.equal(finish(stack[0].float(), *stack[1:]), mixed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grn-v2", "dca"])
 def test_compiles_in_one_graph(name: str) -> None:
     topology, dims, blocks = make_topology(name, {"last": 1}), dims_of(name, 3), net(3)

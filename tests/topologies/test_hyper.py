@@ -205,6 +205,7 @@ def test_autocast_changes_only_the_branches(topology: Streams) -> None:
     assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", [DynamicHyperConnections(2), FracConnections(2)], ids=str)
 def test_compiles_in_one_graph(topology: Streams) -> None:
     blocks, x, values = net(3), torch.randn(4, WIDTH), learned(topology, 3, noise=0.5)

@@ -192,6 +192,7 @@ def test_matrices() -> None:
     torch.testing.assert_close(lr, torch.diag(want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", PRESERVING)
 def test_compiles_in_one_graph(topology: Topology) -> None:
     blocks, x, parameters = net(3), torch.randn(4, WIDTH), drawn(topology, 3)

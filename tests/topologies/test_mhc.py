@@ -195,6 +195,7 @@ def test_compiled_equals_eager_for_large_logits() -> None:
         torch.testing.assert_close(*grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_compiles_in_one_graph(residual: Any) -> None:
     topology, blocks, x = MHC(output="learned", residual=residual), net(3), torch.randn(4, WIDTH)
@@ -430,6 +431,7 @@ def test_hyper_connections_package() -> None:
         torch.testing.assert_close(values[name].grad[0], grad, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_liger_kernels(tmp_path: Path) -> None:
     """Its Triton kernels, forward and backward, in Triton's interpreter, which has to be chosen before the import.
 

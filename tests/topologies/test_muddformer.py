@@ -164,6 +164,7 @@ def test_weights_are_float32_under_autocast() -> None:
         assert torch.equal(getattr(got, way), getattr(want, way))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", TRUNKS[-2:])
 def test_compiles_in_one_graph(dims: Dims) -> None:
     """In float64: nets of drawn weights multiply rounding errors."""

@@ -123,6 +123,7 @@ def test_autocast_keeps_the_stream_in_float32() -> None:
         assert run(topology, weights, x, net(3)).dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph() -> None:
     topology, blocks, x = LayerScale(), net(3), torch.randn(4, WIDTH)
 

@@ -180,6 +180,7 @@ def test_parallel_branches_are_summed_before_their_bias(key: str) -> None:
     torch.testing.assert_close(*merged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", SCHEMES)
 def test_compiles_in_one_graph(key: str) -> None:
     topology = made(key)

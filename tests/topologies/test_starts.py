@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from every_topology import PRESERVING, compiled, learned
+from every_topology import PRESERVING, compiled, kinds_first, learned
 from torch import Tensor, nn
 
 #: Starts that round otherwise than the plain network: sums in groups, weights that are no powers of 2.
@@ -54,7 +54,7 @@ def run(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("key", [key for key in PRESERVING if not key.endswith("-norms")])  # the net has none
+@pytest.mark.parametrize("key", kinds_first(key for key in PRESERVING if not key.endswith("-norms")))  # it has none
 def test_it_is_the_original_network(key: str, dtype: torch.dtype) -> None:
     plain = net(dtype)
     rewired = compiled(plain, key, granularity="sublayer", validate=False)
