@@ -32,7 +32,7 @@ def parameter_groups(
         weight_decay: of all but the connection weights.
         connection_lr: learning rate of the connection weights; default: ``lr``.
         decay_matrices: weight decay for the matrices among the connection weights, too (``Topology.matrices``): the
-            low-rank maps of LAuReL, and the projections of muddformer, hc-dynamic, frac-hc and mhc.
+            low-rank maps of LAuReL, and the projections of muddformer, hc-dynamic, hc-gated, frac-hc and mhc.
 
     Returns:
         Groups for ``torch.optim.AdamW(groups)``: all other parameters, then the connection weights, then with

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from mixing import ids, learned, llama, mixed
@@ -38,19 +40,30 @@ def test_groups_that_would_be_empty_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("topology", "matrices"),
-    [("laurel-lr", 2), ("hc-dynamic", 1), ("mhc", 1), ("frac-hc", 1), ("muddformer", 2), ("denseformer", 0)],
+    ("topology", "options", "matrices"),
+    [
+        ("laurel-lr", {}, {"down", "up"}),
+        ("hc-dynamic", {}, {"dynamic"}),
+        ("hc-dynamic", {"output": "learned"}, {"dynamic", "last_dynamic"}),
+        ("hc-gated", {}, {"down", "up", "inject"}),
+        ("mhc", {}, {"dynamic"}),
+        ("mhc", {"output": "learned"}, {"dynamic", "last_dynamic"}),
+        ("frac-hc", {}, {"dynamic"}),
+        ("muddformer", {}, {"w1", "w2"}),
+        ("denseformer", {}, set()),
+    ],
 )
-def test_matrices_among_the_connections_decay_if_asked_for(topology: str, matrices: int) -> None:
-    model = rewire.compile(Stack(PreNorm), topology, example_inputs=(vectors(),))
+def test_matrices_among_the_connections_decay_if_asked_for(
+    topology: str, options: dict[str, Any], matrices: set[str]
+) -> None:
+    model = rewire.compile(Stack(PreNorm), topology, example_inputs=(vectors(),), **options)
     groups = rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1, connection_lr=1e-2, decay_matrices=True)
     decays = {id(p): (group["weight_decay"], group["lr"]) for group in groups for p in group["params"]}
     assert len(decays) == len(list(model.parameters()))
     (connection,) = rewire.connections(model).values()
-    names = connection.layout.topology.matrices & dict(connection.named_parameters()).keys()
-    assert len(names) == matrices
+    assert matrices <= dict(connection.named_parameters()).keys()
     for name, weight in connection.named_parameters():
-        assert decays[id(weight)] == (0.1 if name in names else 0.0, 1e-2)
+        assert decays[id(weight)] == (0.1 if name in matrices else 0.0, 1e-2)
 
 
 def test_tied_weights_count_once() -> None:

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from rewire.kernels.history import History, Table
 from rewire.kernels.mix import Mix, pending_mix
-from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, no_preserving_start, one_hot_previous
+from rewire.topologies.base import (
+    Dims,
+    Granularity,
+    Recurrence,
+    Start,
+    States,
+    check_choice,
+    no_preserving_start,
+    one_hot_previous,
+)
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
 
@@ -80,9 +89,9 @@ class ANCRe(Recurrence[Shortcuts]):
     form: Form = "softmax"
 
     def __post_init__(self) -> None:
-        _check_choice("normalize", self.normalize, get_args(Normalize))
-        _check_choice("cascade", self.cascade, get_args(Cascade))
-        _check_choice("form", self.form, get_args(Form))
+        check_choice("normalize", self.normalize, get_args(Normalize))
+        check_choice("cascade", self.cascade, get_args(Cascade))
+        check_choice("form", self.form, get_args(Form))
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature!r}: it has to be a positive number, like 0.01.")
 
@@ -213,7 +222,7 @@ class ANCReConstant(Recurrence[None]):
     cascade: Cascade = "replace"
 
     def __post_init__(self) -> None:
-        _check_choice("cascade", self.cascade, get_args(Cascade))
+        check_choice("cascade", self.cascade, get_args(Cascade))
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """No entries.
@@ -272,7 +281,7 @@ class ANCReCascaded(Recurrence[Tensor]):
     cascade: Cascade = "replace"
 
     def __post_init__(self) -> None:
-        _check_choice("cascade", self.cascade, get_args(Cascade))
+        check_choice("cascade", self.cascade, get_args(Cascade))
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``scales``, float32 [T]: a_1..a_T."""
@@ -303,11 +312,6 @@ class ANCReCascaded(Recurrence[Tensor]):
     def program(self, weights: Tensor, dims: Dims) -> Program:
         rows = [[Term(f"x{i}", scale)] for i, scale in enumerate(weights.tolist())]
         return recurrence(_with_kept(self.cascade, rows))
-
-
-def _check_choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{option}={value!r}: it has to be one of {', '.join(map(repr, allowed))}.")
 
 
 def _uniform(depth: int) -> Tensor:

@@ -20,6 +20,8 @@ from rewire.topologies.base import (
     Start,
     States,
     Topology,
+    check_choice,
+    check_count,
     materialize,
     no_attention,
     no_preserving_start,
@@ -112,15 +114,11 @@ class AttnRes(Topology[Queries]):
     separate_norms: bool = False
 
     def __post_init__(self) -> None:
-        if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
-            raise ValueError(f"block={self.block!r}: it has to be a whole number, 1 or more, or None.")
-        if not isinstance(self.heads, int) or self.heads < 1:
-            raise ValueError(f"heads={self.heads!r}: it has to be a whole number, 1 or more.")
-        if self.form not in get_args(Form):
-            raise ValueError(f"form={self.form!r}: it has to be one of {', '.join(map(repr, get_args(Form)))}.")
+        check_count("block", self.block, 1, optional=True)
+        check_count("heads", self.heads, 1)
+        check_choice("form", self.form, get_args(Form))
         if self.scaled and (self.additive or self.form == "difference"):
             raise ValueError("scaled=True is another form of the weights than additive=True or form='difference'.")
-
         if self.separate_norms and not self.qkv:
             raise ValueError("separate_norms=True gives the reads of q, k and v a norm each: pass qkv=True, too.")
 

@@ -215,6 +215,20 @@ def no_attention(topology: str, depth: int, instead: str) -> UnsupportedTopology
     )
 
 
+def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise ValueError if ``value`` is not one of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{option}={value!r}: it has to be one of {', '.join(map(repr, allowed))}.")
+
+
+def check_count(option: str, value: int | None, least: int, optional: bool = False) -> None:
+    """Raise ValueError if ``value`` is no whole number, or less than ``least``; ``optional``: None is allowed, too."""
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{option}={value!r}: it has to be a whole number, {least} or more{', or None' * optional}.")
+
+
 def one_hot_previous(depth: int) -> Tensor:
     """[T, T] matrix of the plain residual network: destination t (row t - 1) takes source t - 1 (column t - 1)."""
     return torch.eye(depth, dtype=torch.float32)

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from rewire.kernels.mix import Mix, pending_mix
 from rewire.kernels.tokens import project, rms_norm
-from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, no_preserving_start, total
+from rewire.topologies.base import (
+    Dims,
+    Granularity,
+    Recurrence,
+    Start,
+    States,
+    check_choice,
+    no_preserving_start,
+    total,
+)
 from rewire.topologies.registry import register_topology
 
 Form = Literal["delta", "difference"]
@@ -64,8 +73,7 @@ class DDL(Recurrence[Delta]):
     form: Form = "delta"
 
     def __post_init__(self) -> None:
-        if self.form not in get_args(Form):
-            raise ValueError(f"form={self.form!r}: it has to be one of 'delta', 'difference'.")
+        check_choice("form", self.form, get_args(Form))
 
     def for_start(self, start: Start) -> DDL:
         return dataclasses.replace(self, form="difference") if start == "preserve" else self

@@ -12,7 +12,7 @@ from torch import Tensor
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.history import History, Table
 from rewire.kernels.mix import mix
-from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, check_count
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
 
@@ -54,10 +54,8 @@ class DenseFormer(Recurrence[Averages]):
     period: int = 1
 
     def __post_init__(self) -> None:
-        for option in ("dilation", "period"):
-            value = getattr(self, option)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{option}={value!r}: it has to be a whole number, 1 or more.")
+        check_count("dilation", self.dilation, 1)
+        check_count("period", self.period, 1)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``alpha``, float32, flat: for each averaging t in turn, one entry for each of its sources i,

@@ -10,8 +10,16 @@ from torch import Tensor
 
 from rewire.kernels.several import combine
 from rewire.kernels.tokens import project, rms_norm
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology, no_preserving_start
-from rewire.topologies.hyper import check_count
+from rewire.topologies.base import (
+    Dims,
+    Granularity,
+    Start,
+    States,
+    Topology,
+    check_choice,
+    check_count,
+    no_preserving_start,
+)
 from rewire.topologies.registry import register_topology
 
 Reads = Literal["normed", "streams"]
@@ -60,6 +68,7 @@ class GatedHyperConnections(Topology[Weights]):
 
     granularity: ClassVar[Granularity] = "sublayer"
     needs_width: ClassVar[bool] = True
+    matrices: ClassVar[frozenset[str]] = frozenset({"down", "up", "inject"})
 
     streams: int = 4
     rank: int = 16
@@ -69,8 +78,7 @@ class GatedHyperConnections(Topology[Weights]):
     def __post_init__(self) -> None:
         check_count("streams", self.streams, 2)
         check_count("rank", self.rank, 1)
-        if self.reads not in get_args(Reads):
-            raise ValueError(f"reads={self.reads!r}: it has to be one of {', '.join(map(repr, get_args(Reads)))}.")
+        check_choice("reads", self.reads, get_args(Reads))
         if not 0 <= self.norm_eps <= 0.01:
             raise ValueError(f"norm_eps={self.norm_eps!r}: it has to be a small number, from 0 to 0.01.")
 

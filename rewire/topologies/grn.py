@@ -20,6 +20,7 @@ from rewire.topologies.base import (
     Start,
     States,
     Topology,
+    check_count,
     materialize,
     no_attention,
     total,
@@ -72,8 +73,7 @@ class GRN(Topology[tuple[Read, ...]]):
     last: int | None = None
 
     def __post_init__(self) -> None:
-        if self.last is not None and (not isinstance(self.last, int) or self.last < 1):
-            raise ValueError(f"last={self.last!r}: it has to be a whole number, 1 or more, or None.")
+        check_count("last", self.last, 1, optional=True)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``b`` and, if input-dependent, ``w``, float32.

@@ -13,7 +13,7 @@ from torch import Tensor
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.several import combine
 from rewire.kernels.tokens import project, rms_norm
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology, check_choice, check_count
 from rewire.topologies.program import Line, Program, Term, branch_of
 from rewire.topologies.program import Unit as ProgramUnit
 from rewire.topologies.registry import register_topology
@@ -160,9 +160,7 @@ class ParallelStreams(Streams):
 
     def __post_init__(self) -> None:
         check_count("streams", self.streams, self.fewest)
-        if self.output not in get_args(Output):
-            choices = ", ".join(map(repr, get_args(Output)))
-            raise ValueError(f"output={self.output!r}: it has to be one of {choices}.")
+        check_choice("output", self.output, get_args(Output))
 
     @property
     def parts(self) -> int:
@@ -272,7 +270,7 @@ class DynamicHyperConnections(HyperConnections):
 
     name: ClassVar[str] = "hc-dynamic"
     needs_width: ClassVar[bool] = True
-    matrices: ClassVar[frozenset[str]] = frozenset({"dynamic"})
+    matrices: ClassVar[frozenset[str]] = frozenset({"dynamic", "last_dynamic"})
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``static`` as without input; ``dynamic``, W, float32 [T, D, 1 + n + 1]; ``scale``, s, float32 [T, 2].
@@ -357,12 +355,6 @@ class FracConnections(Streams):
 
 def _terms(streams: Sequence[str], weights: Tensor) -> tuple[Term, ...]:
     return tuple(Term(name, weight) for name, weight in zip(streams, weights.tolist(), strict=True))
-
-
-def check_count(option: str, value: int, least: int) -> None:
-    """Raise ValueError if ``value`` is no whole number, or less than ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{option}={value!r}: it has to be a whole number, {least} or more.")
 
 
 def _dynamic_start(depth: int, channels: int, columns: int) -> dict[str, Tensor]:

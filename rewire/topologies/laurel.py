@@ -11,7 +11,17 @@ from torch import Tensor
 
 from rewire.kernels.mix import mix
 from rewire.kernels.tokens import project
-from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, no_preserving_start, total
+from rewire.topologies.base import (
+    Dims,
+    Granularity,
+    Recurrence,
+    Start,
+    States,
+    check_choice,
+    check_count,
+    no_preserving_start,
+    total,
+)
 from rewire.topologies.registry import register_topology
 from rewire.topologies.scaled_sum import ScaledSum, Scales
 
@@ -120,7 +130,7 @@ class LaurelLR(Recurrence[LowRank]):
     form: Form = dataclasses.field(default="softmax", kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_count("rank", self.rank)
+        check_count("rank", self.rank, 1)
         _check_residual_weights(self.total, self.form)
 
     def for_start(self, start: Start) -> LaurelLR:
@@ -201,7 +211,7 @@ class LaurelPA(LaurelLR):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_count("last", self.last)
+        check_count("last", self.last, 1)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``down`` and ``up`` as in `LaurelLR`, and ``gains``.
@@ -254,10 +264,4 @@ def _mean_diagonal(weights: LowRank, dims: Dims) -> Tensor:
 def _check_residual_weights(total: float | None, form: Form) -> None:
     if total is not None and not 0 < total < math.inf:
         raise ValueError(f"total={total!r}: it has to be a positive number, like 2.0.")
-    if form not in get_args(Form):
-        raise ValueError(f"form={form!r}: it has to be one of 'softmax', 'difference'.")
-
-
-def _check_count(option: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{option}={value!r}: it has to be a whole number, 1 or more.")
+    check_choice("form", form, get_args(Form))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rewire.kernels.tokens import project, rms_norm
-from rewire.topologies.base import Dims, Start, no_preserving_start
-from rewire.topologies.hyper import Gates, ParallelStreams, Weights, check_count
+from rewire.topologies.base import Dims, Start, check_choice, check_count, no_preserving_start
+from rewire.topologies.hyper import Gates, ParallelStreams, Weights
 from rewire.topologies.manifolds import cayley, convex, permutations, sinkhorn
 from rewire.topologies.registry import register_topology
 
@@ -81,7 +81,7 @@ class ManifoldHyperConnections(ParallelStreams):
 
     name: ClassVar[str] = "mhc"
     needs_width: ClassVar[bool] = True
-    matrices: ClassVar[frozenset[str]] = frozenset({"dynamic"})
+    matrices: ClassVar[frozenset[str]] = frozenset({"dynamic", "last_dynamic"})
     fewest: ClassVar[int] = 2  # a sigmoid is never 1
 
     iterations: int = 20
@@ -93,9 +93,7 @@ class ManifoldHyperConnections(ParallelStreams):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("iterations", self.iterations, 1)
-        if self.residual not in get_args(Residual):
-            choices = ", ".join(map(repr, get_args(Residual)))
-            raise ValueError(f"residual={self.residual!r}: it has to be one of {choices}.")
+        check_choice("residual", self.residual, get_args(Residual))
         if not 0 < self.magnitude < math.inf:
             raise ValueError(f"magnitude={self.magnitude!r}: it has to be a positive number, like 2.0.")
         for option in ("eps", "norm_eps"):

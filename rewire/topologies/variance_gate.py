@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rewire.topologies.base import Dims, Granularity, Start, no_preserving_start
+from rewire.topologies.base import Dims, Granularity, Start, check_choice, no_preserving_start
 from rewire.topologies.registry import register_topology
 from rewire.topologies.scaled_sum import ScaledSum, Scales
 
@@ -50,8 +50,7 @@ class VarianceGate(ScaledSum):
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature!r}: it has to be a positive number, like 0.3.")
-        if self.form not in get_args(Form):
-            raise ValueError(f"form={self.form!r}: it has to be one of 'gate', 'difference'.")
+        check_choice("form", self.form, get_args(Form))
 
     def for_start(self, start: Start) -> VarianceGate:
         return dataclasses.replace(self, form="difference") if start == "preserve" else self

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewire.kernels.mix import mix
-from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, check_choice
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
 
@@ -46,8 +46,7 @@ class X0Lambdas(Recurrence[Tensor]):
     shortcut: Shortcut = "mix"
 
     def __post_init__(self) -> None:
-        if self.shortcut not in get_args(Shortcut):
-            raise ValueError(f"shortcut={self.shortcut!r}: it has to be one of 'mix', 'state'.")
+        check_choice("shortcut", self.shortcut, get_args(Shortcut))
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``resid_lambdas`` and ``x0_lambdas``, l and m, float32 [T]."""

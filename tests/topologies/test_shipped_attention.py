@@ -14,7 +14,6 @@ from transformers.models.inkling2.configuration_inkling2 import Inkling2TextConf
 from transformers.models.inkling2.modeling_inkling2 import Inkling2TextModel
 
 import rewire
-from rewire.connection import Connection
 from rewire.patterns import Pattern, pattern
 from rewire.registry import Registry
 
@@ -23,7 +22,7 @@ LENGTH = 7
 
 
 @pytest.fixture
-def double(monkeypatch: pytest.MonkeyPatch) -> None:
+def double(monkeypatch: pytest.MonkeyPatch, double_connections: None) -> None:
     """Casts of float64 tensors to float32, in the models' code, do nothing; connection weights may be float64."""
     cast, to = Tensor.float, Tensor.to
 
@@ -33,10 +32,6 @@ def double(monkeypatch: pytest.MonkeyPatch) -> None:
     def to_or_double(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return float_or_double(x) if args == (torch.float32,) else to(x, *args, **kwargs)
 
-    def effective(self: Connection, placement: None = None) -> Any:
-        return self.layout.topology.weights(dict(self.named_parameters()), self.layout.dims)
-
-    monkeypatch.setattr(Connection, "effective", effective)
     monkeypatch.setattr(Tensor, "float", float_or_double)
     monkeypatch.setattr(Tensor, "to", to_or_double)
 

@@ -18,19 +18,11 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextLaurelBlock
 from transformers.models.neomme.modeling_neomme import NeoMMEEncoderLayer
 
 import rewire
-from rewire.connection import Connection
 from rewire.patterns.tiny import tiny_model
 
+pytestmark = pytest.mark.usefixtures("double_connections")
 IDS = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(1))
 Weights = dict[str, Sequence[Tensor | None]]
-
-
-@pytest.fixture(autouse=True)
-def double_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    def effective(self: Connection, placement: None = None) -> Any:
-        return self.layout.topology.weights(dict(self.named_parameters()), self.layout.dims)
-
-    monkeypatch.setattr(Connection, "effective", effective)
 
 
 def drawn(model: nn.Module) -> nn.Module:

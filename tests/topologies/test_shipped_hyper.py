@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from transformers import AutoModel
 
 import rewire
-from rewire.connection import Connection
 from rewire.patterns.tiny import tiny_config
 
+pytestmark = pytest.mark.usefixtures("double_connections")
 IDS = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(1))
 #: The scheme's weights, shaped as ours are.
 Weights = dict[str, Tensor]
@@ -28,16 +28,6 @@ class Double(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
         return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
-
-
-@pytest.fixture(autouse=True)
-def double_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connection weights may be float64; as modules they are float32 only."""
-
-    def effective(self: Connection, placement: None = None) -> Any:
-        return self.layout.topology.weights(dict(self.named_parameters()), self.layout.dims)
-
-    monkeypatch.setattr(Connection, "effective", effective)
 
 
 class Fixed(nn.Module):
