@@ -19,6 +19,8 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "denseformer-2x2": ("denseformer", {"dilation": 2, "period": 2}),
     **{f"{name}-last": (name, {"last": 1}) for name in ("grn-v1", "grn-v2", "grn-v3", "dca")},
     "dca-norms": ("dca", {"separate_norms": True}),
+    "ancre-groups": ("ancre-ingoing", {"block": 2}),
+    **{f"{name}-groups": (name, {"block": 2}) for name in ("denseformer", "grn-v1", "dca", "muddformer")},
     "hc-dynamic-2": ("hc-dynamic", {"streams": 2}),
     "hc-static-sum": ("hc-static", {"output": "sum"}),
     "hc-static-learned": ("hc-static", {"output": "learned"}),
@@ -47,6 +49,7 @@ NOT_PRESERVING = {"ancre-constant", "attnres-normed"}
 #: Those that connect what branches add, which has no meaning where a norm follows the add.
 PRE_NORM_ONLY = {
     *("grn-v1", "grn-v2", "grn-v3", "dca", "grn-v1-last", "grn-v2-last", "grn-v3-last", "dca-last", "dca-norms"),
+    *("grn-v1-groups", "dca-groups"),
     *("hc-static", "hc-static-sum", "hc-static-learned", "hc-dynamic", "hc-dynamic-2", "hc-dynamic-learned"),
     *("frac-hc", "frac-hc-static", "mhc", "mhc-identity", "mhc-permutations", "mhc-cayley"),
     *("hc-gated", "hc-gated-streams"),
@@ -54,7 +57,7 @@ PRE_NORM_ONLY = {
 }
 
 #: Those that need an attention.
-WITH_ATTENTION = {"dca", "dca-last", "dca-norms", "attnres-qkv"}
+WITH_ATTENTION = {"dca", "dca-last", "dca-norms", "dca-groups", "attnres-qkv"}
 
 PRESERVING = [key for key in EVERY if key not in NOT_PRESERVING]
 #: One for each way in which states are mixed, in any block.

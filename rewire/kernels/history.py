@@ -48,14 +48,14 @@ class Table:
     def __init__(self, flat: Tensor, mixes: int, first: int = 1) -> None:
         self.first, self.block, self.sources = first, best_block(mixes, first), first + (mixes - 1) / 2
         counts = [first + s for s in range(mixes)]
-        self.rows, self.constants = _parts(flat, counts), flat.detach().split(counts)
+        self.rows, self.constants = parts(flat, counts), flat.detach().split(counts)
         state, mix = torch.triu_indices(first + mixes - 1, mixes, 1 - first, device=flat.device)
         start = mix * (mix - 1) // 2 + mix * first  # of each mix in the flat weights
         counts = [mixes - max(0, i + 1 - first) for i in range(first + mixes - 1)]
-        self.columns = _parts(flat.index_select(0, start + state).unsqueeze(0), counts, dim=1)
+        self.columns = parts(flat.index_select(0, start + state).unsqueeze(0), counts, dim=1)
 
 
-def _parts(x: Tensor, counts: list[int], dim: int = 0) -> tuple[Tensor, ...]:
+def parts(x: Tensor, counts: list[int], dim: int = 0) -> tuple[Tensor, ...]:
     """``x`` split along ``dim``.
 
     Copies in a compiled region: where one opens the stream, its table goes on to the next, and AOTAutograd cannot hand

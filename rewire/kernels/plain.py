@@ -109,10 +109,10 @@ def combine_backward(
         dx, dots = combine_with_dots([grad], sources, weights.unsqueeze(1))
         return [*dx, dots.squeeze(1)]
     g = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    factors = list(scores) if weights is None else [w + s for w, s in zip(weights, scores, strict=True)]
     dx, of_weights, of_scores = list[Tensor](), list[Tensor](), list[Tensor]()
-    for x, factor in zip(sources, factors, strict=True):
-        dx.append((g * factor).to(x.dtype))
+    for n, (x, score) in enumerate(zip(sources, scores, strict=True)):
+        # one at a time: with weights per channel, a sum with scores per token is as large as a state
+        dx.append((g * (score if weights is None else weights[n] + score)).to(x.dtype))
         product = g * x
         of_scores.append(product.sum(-1, keepdim=True))
         if weights is not None:

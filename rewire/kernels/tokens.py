@@ -54,6 +54,40 @@ class _Project(torch.autograd.Function):
         return grad_x, grad_weight.to(weight.dtype)
 
 
+def project_normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """``project(rms_norm(x, eps), weight)``."""
+    with outside_autocast(x.device):
+        return _ProjectNormed.apply(x, weight, eps)
+
+
+class _ProjectNormed(torch.autograd.Function):
+    """Keeps neither a float32 copy of ``x`` for backward nor what it is normed to, and makes neither in backward.
+
+    With ``n = x r`` and ``r = (mean(x^2) + eps)^(-1/2)``, ``dx = r dn - r^3 mean(x dn) x``.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed = rms_norm(x, eps)
+        precision = torch.promote_types(normed.dtype, weight.dtype)
+        return normed.to(precision) @ weight.to(precision)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        *tensors, ctx.eps = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        like, w, r = x.to(grad.dtype), weight.to(grad.dtype), inverse_rms(x, ctx.eps).to(grad.dtype)
+        along = (grad * (like @ w)).sum(-1, keepdim=True) / x.shape[-1]  # mean(x dn)
+        scaled = r * grad
+        grad_x = (scaled @ w.T).addcmul_(like, -(r**3) * along)
+        grad_weight = like.reshape(-1, x.shape[-1]).T @ scaled.reshape(-1, grad.shape[-1])
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
 def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """``x / sqrt(mean(x^2) + eps)`` over the last dimension, without a learned scale, in float32 or better.
 

@@ -10,8 +10,9 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from rewire.kernels.history import History, Table
+from rewire.kernels.history import History, Table, parts
 from rewire.kernels.mix import Mix, pending_mix
+from rewire.topologies import groups
 from rewire.topologies.base import (
     Dims,
     Granularity,
@@ -19,6 +20,7 @@ from rewire.topologies.base import (
     Start,
     States,
     check_choice,
+    check_count,
     no_preserving_start,
     one_hot_previous,
 )
@@ -34,12 +36,14 @@ class Shortcuts(NamedTuple):
     """Effective weights of ANCRe.
 
     Attributes:
-        matrix: P, float32 [T, T]: ``P[t-1, i] = p_it``, exactly 0 for ``i >= t``.
-        table: the same for the mixes.
+        matrix: P, float32 [T, T]: ``P[t-1, i] = p_it``, exactly 0 where ``x_i`` is no source of ``x_t``.
+        rows: for each t in turn, its weights, float32 [number of sources].
+        table: the same, where all states are sources.
     """
 
     matrix: Tensor
-    table: Table
+    rows: Sequence[Tensor]
+    table: Table | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +74,17 @@ class ANCRe(Recurrence[Shortcuts]):
     keep to 0), as E's do, but entries may be negative. A softmax over one entry is constant: the shortcut 0:1 (for
     outgoing: T-1:T) keeps its weight, and its logit has no gradient. For ``none`` the start is ``c = E``.
 
+    **Groups.** With ``block=S`` (ours; see `groups`) the sources are ``x_0, x_S, x_2S, ..`` and the newest state:
+    ``x_t = f_t + sum_{i in K_t} p_it x_i`` with ``K_t = {i < t: i = 0 (mod S) or i = t - 1}``, and softmaxes are over
+    these shortcuts only. They are all that is held, and 1/t above becomes ``1/|K_t|``. E is among them, so that the
+    preserving start stays exact. (Outgoing, a state between groups has one destination, and its weight stays 1.)
+
     Args:
         normalize: "ingoing", "outgoing" or "none".
         temperature: tau > 0; the paper takes 0.01 for language models and 0.1 for DiT. Unused by "none".
         cascade: "replace" or "keep".
         form: "softmax", the paper's, or "difference".
+        block: S, 1 or more; None is 1, no groups.
 
     Raises:
         ValueError: an option is not one of those values.
@@ -87,11 +97,13 @@ class ANCRe(Recurrence[Shortcuts]):
     temperature: float = 0.01
     cascade: Cascade = "replace"
     form: Form = "softmax"
+    block: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("normalize", self.normalize, get_args(Normalize))
         check_choice("cascade", self.cascade, get_args(Cascade))
         check_choice("form", self.form, get_args(Form))
+        check_count("block", self.block, 1, optional=True)
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature!r}: it has to be a positive number, like 0.01.")
 
@@ -100,25 +112,27 @@ class ANCRe(Recurrence[Shortcuts]):
         return dataclasses.replace(self, form="difference") if start == "preserve" and normalized else self
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``logits``, float32 [T(T+1)/2]: for t = 1..T in turn, one entry for each source i = 0..t-1.
+        """``logits``, float32, flat: for t = 1..T in turn, one entry for each of its sources, ascending.
 
         Raises:
             UnsupportedTopology: a preserving start of the softmax by itself.
         """
         table = self._start_table(dims.depth, start)  # [T, T]
-        row, column = torch.tril_indices(dims.depth, dims.depth)
-        return {"logits": table[row, column]}
+        return {"logits": table[groups.entries(dims.depth, self.block)]}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Shortcuts:
         """The effective shortcut weights p."""
         matrix = self._matrix(parameters, dims)
-        row, column = torch.tril_indices(dims.depth, dims.depth, device=matrix.device)
-        return Shortcuts(matrix, Table(matrix[row, column], mixes=dims.depth))
+        flat = matrix[groups.entries(dims.depth, self.block, matrix.device)]
+        if self.block in (None, 1):
+            table = Table(flat, mixes=dims.depth)
+            return Shortcuts(matrix, table.rows, table)
+        return Shortcuts(matrix, parts(flat, [groups.count(t, self.block) for t in range(1, dims.depth + 1)]), None)
 
     def _matrix(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
-        """P, float32 [T, T]: ``P[t-1, i] = p_it``, exactly 0 for ``i >= t``."""
+        """P, float32 [T, T]."""
         depth, logits = dims.depth, parameters["logits"].float()
-        row, column = torch.tril_indices(depth, depth, device=logits.device)
+        row, column = groups.entries(depth, self.block, logits.device)
         if self.normalize == "none":
             return logits.new_zeros(depth, depth).index_put((row, column), logits)
         p = self._normalized(logits, row, column, depth)
@@ -136,24 +150,29 @@ class ANCRe(Recurrence[Shortcuts]):
         return one_hot_previous(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
 
     def start(self, x: Tensor, weights: Shortcuts) -> States:
-        """The newest state, ``x_0``, and the history of those that have been read."""
-        return x, History.empty(weights.table)
+        """The newest state, ``x_0``, and the history of those that have been read; with groups, the sources."""
+        return (x,) if weights.table is None else (x, History.empty(weights.table))
 
     def read(self, states: States, weights: Shortcuts, t: int) -> tuple[Tensor, States]:
+        if weights.table is None:
+            return states[-1], states
         history = states[1].push(states[0])
         x = history.states[-1]
         return x, (x, history)
 
     def merge(self, states: States, weights: Shortcuts, t: int, *branches: Tensor) -> Mix:
+        if weights.table is None:
+            kept = states[-1:] if self.cascade == "keep" else ()
+            return pending_mix(states, weights.rows[t - 1], added=(*kept, *branches))
         x, history = states
         kept = (x,) if self.cascade == "keep" else ()
         return history.mix(t - 1, added=(*kept, *branches))
 
     def push(self, states: States, weights: Shortcuts, t: int, x: Tensor) -> States:
-        return x, states[1]
+        return (*groups.kept(states, t, self.block), x) if weights.table is None else (x, states[1])
 
     def finish(self, states: States, weights: Shortcuts, dims: Dims) -> Tensor:
-        x: Tensor = states[0]
+        x: Tensor = states[-1] if weights.table is None else states[0]
         return x
 
     def matrix(self, weights: Shortcuts, dims: Dims) -> Tensor:
@@ -161,19 +180,21 @@ class ANCRe(Recurrence[Shortcuts]):
         return weights.matrix
 
     def program(self, weights: Shortcuts, dims: Dims) -> Program:
-        return recurrence(_with_kept(self.cascade, _shortcuts(weights.matrix)))
+        return recurrence(_with_kept(self.cascade, _shortcuts(weights.matrix, self.block)))
 
     def distributions(self, weights: Shortcuts, dims: Dims) -> Sequence[Tensor]:
         """The weights into each state (ingoing), or out of each (outgoing); those of a difference are none."""
         if self.normalize == "none" or self.form == "difference":
             return ()
-        p, rows = weights.matrix, range(dims.depth)
-        return [p[t, : t + 1] for t in rows] if self.normalize == "ingoing" else [p[i:, i] for i in rows]
+        if self.normalize == "ingoing":
+            return weights.rows
+        sources = _sources(dims.depth, self.block).bool()
+        return [column[its] for column, its in zip(weights.matrix.T, sources.T.to(weights.matrix.device), strict=True)]
 
     def _start_table(self, depth: int, start: Start) -> Tensor:
         """Start logits, float32 [T, T]; entries above the diagonal mean nothing."""
         if start == "paper":
-            return _uniform(depth) if self.normalize == "none" else torch.zeros(depth, depth)
+            return _uniform(depth, self.block) if self.normalize == "none" else torch.zeros(depth, depth)
         if self.normalize == "none":
             return self._original(depth)
         if self.form == "softmax":
@@ -184,21 +205,25 @@ class ANCRe(Recurrence[Shortcuts]):
 
 
 @register_topology("ancre-ingoing")
-def ancre_ingoing(temperature: float = 0.01, cascade: Cascade = "replace", form: Form = "softmax") -> ANCRe:
+def ancre_ingoing(
+    temperature: float = 0.01, cascade: Cascade = "replace", form: Form = "softmax", block: int | None = None
+) -> ANCRe:
     """ANCRe: learned shortcuts between all states, weights into each state sum to 1 (arXiv 2602.09009)."""
-    return ANCRe("ingoing", temperature, cascade, form)
+    return ANCRe("ingoing", temperature, cascade, form, block)
 
 
 @register_topology("ancre-outgoing")
-def ancre_outgoing(temperature: float = 0.01, cascade: Cascade = "replace", form: Form = "softmax") -> ANCRe:
+def ancre_outgoing(
+    temperature: float = 0.01, cascade: Cascade = "replace", form: Form = "softmax", block: int | None = None
+) -> ANCRe:
     """ANCRe with weights out of each state that sum to 1 (arXiv 2602.09009, Table 4)."""
-    return ANCRe("outgoing", temperature, cascade, form)
+    return ANCRe("outgoing", temperature, cascade, form, block)
 
 
 @register_topology("ancre-none")
-def ancre_none(cascade: Cascade = "replace") -> ANCRe:
+def ancre_none(cascade: Cascade = "replace", block: int | None = None) -> ANCRe:
     """ANCRe with free weights, its diverging ablation (arXiv 2602.09009, Table 4)."""
-    return ANCRe("none", cascade=cascade)
+    return ANCRe("none", cascade=cascade, block=block)
 
 
 @register_topology("ancre-constant")
@@ -207,22 +232,25 @@ class ANCReConstant(Recurrence[None]):
     """All shortcuts with the fixed weights 1/t, ANCRe's diverging ablation (arXiv 2602.09009, Table 5).
 
     ``x_t = f_t + (x_0 + .. + x_{t-1}) / t``, read ``x_{t-1}``, output ``x_T`` (Section 5.4). Nothing is
-    learned. ``cascade="keep"`` adds ``x_{t-1}``, as for `ANCRe`.
+    learned. ``cascade="keep"`` adds ``x_{t-1}``, and ``block=S`` takes the mean over ``K_t``, as for `ANCRe`.
 
     Args:
         cascade: "replace" or "keep".
+        block: S, 1 or more; None is 1, no groups.
 
     Raises:
-        ValueError: cascade is neither.
+        ValueError: an option is not one of those values.
     """
 
     granularity: ClassVar[Granularity] = "block"
     reads_newest: ClassVar[bool] = True
 
     cascade: Cascade = "replace"
+    block: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("cascade", self.cascade, get_args(Cascade))
+        check_count("block", self.block, 1, optional=True)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """No entries.
@@ -242,22 +270,22 @@ class ANCReConstant(Recurrence[None]):
 
     def merge(self, states: States, weights: None, t: int, *branches: Tensor) -> Mix:
         # Filled where the states are: without parameters, `weights` does not know the device.
-        shares = states[0].new_full((t,), 1 / t, dtype=torch.float32)
+        shares = states[0].new_full((len(states),), 1 / len(states), dtype=torch.float32)
         kept = states[-1:] if self.cascade == "keep" else ()
         return pending_mix(states, shares, added=(*kept, *branches))
 
     def push(self, states: States, weights: None, t: int, x: Tensor) -> States:
-        return (*states, x)
+        return (*groups.kept(states, t, self.block), x)
 
     def finish(self, states: States, weights: None, dims: Dims) -> Tensor:
         return states[-1]
 
     def matrix(self, weights: None, dims: Dims) -> Tensor:
         """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""
-        return _uniform(dims.depth)
+        return _uniform(dims.depth, self.block)
 
     def program(self, weights: None, dims: Dims) -> Program:
-        return recurrence(_with_kept(self.cascade, _shortcuts(_uniform(dims.depth))))
+        return recurrence(_with_kept(self.cascade, _shortcuts(_uniform(dims.depth, self.block), self.block)))
 
 
 @register_topology("ancre-cascaded")
@@ -314,14 +342,21 @@ class ANCReCascaded(Recurrence[Tensor]):
         return recurrence(_with_kept(self.cascade, rows))
 
 
-def _uniform(depth: int) -> Tensor:
-    """float32 [T, T]: 1/t in the first t columns of row t - 1, else 0."""
-    return torch.ones(depth, depth).tril() / torch.arange(1, depth + 1)[:, None]
+def _sources(depth: int, block: int | None) -> Tensor:
+    """float32 [T, T]: in row t - 1, 1 for each source of ``x_t``, else 0."""
+    return torch.zeros(depth, depth).index_put(groups.entries(depth, block), torch.ones(()))
 
 
-def _shortcuts(table: Tensor) -> list[list[Term]]:
+def _uniform(depth: int, block: int | None) -> Tensor:
+    """float32 [T, T]: in row t - 1, 1/n for each of the n sources of ``x_t``, else 0."""
+    sources = _sources(depth, block)
+    return sources / sources.sum(1, keepdim=True)
+
+
+def _shortcuts(table: Tensor, block: int | None) -> list[list[Term]]:
     """For t = 1..T in turn, the terms ``p_it x_i`` of [T, T]."""
-    return [[Term(f"x{i}", row[i]) for i in range(t)] for t, row in enumerate(table.tolist(), start=1)]
+    rows = enumerate(table.tolist(), start=1)
+    return [[Term(f"x{i}", row[i]) for i in groups.numbers(t, block)] for t, row in rows]
 
 
 def _with_kept(cascade: Cascade, rows: list[list[Term]]) -> list[list[Term]]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.mix import Mix, pending_mix
 from rewire.kernels.several import mixes
-from rewire.kernels.tokens import inverse_rms, project, rms_norm
+from rewire.kernels.tokens import inverse_rms, project_normed
+from rewire.topologies import groups
 from rewire.topologies.base import (
     Dims,
     Granularity,
@@ -54,8 +55,8 @@ class AttnRes(Topology[Queries]):
     the trunk's output. (The scale of the paper's RMSNorm only ever multiplies ``w_t``; here it is part of it.) Unit 1
     has a single source, thus weight 1 and no query.
 
-    With ``block=S`` every S units form a group whose increments are summed: the sources of a read are ``x_0``, the
-    sums of the finished groups and, if it has an increment yet, that of the current one.
+    With ``block=S``, Block AttnRes, every S units form a group whose increments are summed: the sources of a read are
+    ``x_0``, the sums of the finished groups and, if it has an increment yet, that of the current one (see `groups`).
 
     The states are the sources and then their scores ``w_t . rmsnorm(f_i)``, [..., later reads]: a source is normed
     and projected when it is first read, once for all queries.
@@ -178,10 +179,8 @@ class AttnRes(Topology[Queries]):
 
     def write(self, states: States, weights: Queries, t: int, *branches: Tensor) -> States:
         sources, scores = self._split(states, t)
-        f = total(branches)
-        if (t - 1) % self._group:  # the group has a sum, which becomes another source
-            return (*sources[:-1], sources[-1] + f, *scores[:-1])
-        return (*sources, f, *scores)
+        sources = groups.with_increment(sources, t, self.block, total(branches))
+        return (*sources, *scores[: len(sources) - 1])  # the last is new, or another than before
 
     def finish(self, states: States, weights: Queries, dims: Dims) -> Tensor:
         if self.additive:
@@ -195,23 +194,15 @@ class AttnRes(Topology[Queries]):
         table = torch.ones(dims.depth + 1, dims.depth + 1, device=weights.w.device).tril()
         if self.scaled or self.form == "difference":
             return table
-        counts = torch.tensor([self._count(t) for t in range(1, dims.depth + 2)], device=weights.w.device)
+        counts = groups.count(torch.arange(1, dims.depth + 2, device=weights.w.device), self.block)
         if not self.additive:
             return table / counts[:, None]
         table[1:-1] += table[1:-1] / counts[1:-1, None]  # unit 1 and the output take the plain stream
         return table
 
-    @property
-    def _group(self) -> int:
-        return self.block or 1
-
-    def _count(self, t: int) -> int:
-        """Sources of read t: x_0, and one for each group of units 1..t-1."""
-        return 1 - (1 - t) // self._group
-
     def _split(self, states: States, t: int) -> tuple[States, States]:
         """Sources of read t, and the scores of those that have been read."""
-        count = self._count(t)
+        count = groups.count(t, self.block)
         return states[:count], states[count:]
 
     def _ways(self, dims: Dims) -> list[int]:
@@ -221,7 +212,7 @@ class AttnRes(Topology[Queries]):
 
     def _scores(self, source: Tensor, w: Tensor) -> Tensor:
         """[..., rows of w]; with ``normed``, what norms the source comes first: [..., 1 + rows of w]."""
-        scores = project(rms_norm(source), w.T)
+        scores = project_normed(source, w.T)
         return torch.cat([inverse_rms(source), scores], dim=-1) if self.normed else scores
 
     def _shares(self, logits: Tensor) -> Tensor:

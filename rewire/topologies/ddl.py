@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels.mix import Mix, pending_mix
-from rewire.kernels.tokens import project, rms_norm
+from rewire.kernels.tokens import project, project_normed
 from rewire.topologies.base import (
     Dims,
     Granularity,
@@ -101,7 +101,7 @@ class DDL(Recurrence[Delta]):
 
     def merge(self, states: States, weights: Delta, t: int, *branches: Tensor) -> Mix:
         (x,), f, unit = states, total(branches), t - 1
-        gate = self._gate(project(rms_norm(x), weights.gate[unit, :, None]) + weights.gate_bias[unit])
+        gate = self._gate(project_normed(x, weights.gate[unit, :, None]) + weights.gate_bias[unit])
         value = project(x, weights.value[unit, :, None]) + weights.value_bias[unit]
         size = torch.linalg.vector_norm(f, dim=-1, keepdim=True, dtype=gate.dtype).clamp(min=_EPS)
         along = (f.to(gate.dtype) * x).sum(-1, keepdim=True) / size  # k . x

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.kernels.history import History, Table
+from rewire.kernels.history import History, Table, parts
 from rewire.kernels.mix import mix
+from rewire.topologies import groups
 from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, check_count
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
@@ -36,26 +37,37 @@ class DenseFormer(Recurrence[Averages]):
 
     ``x_t = y_{t-1} + f_t`` and ``y_t = sum_i a_ti x_i`` over ``i <= t`` with ``i = t (mod dilation)``, if t
     is a multiple of period; otherwise ``y_t = x_t``. ``y_0 = x_0``. Unit t reads ``y_{t-1}``; the trunk's
-    output is ``y_T``. The states are ``x_0 .. x_t`` and ``y_t``; where all are averaged, ``x_t`` and a history of those
-    before, or inside a unit the history and ``y_t``. Both starts are ``a_tt = 1`` and 0 elsewhere: the original
-    network, exactly.
+    output is ``y_T``. The states are ``x_0 .. x_t`` and, inside a unit, ``y_t``; where all are averaged, ``x_t`` and a
+    history of those before, or inside a unit the history and ``y_t``. Both starts are ``a_tt = 1`` and 0 elsewhere: the
+    original network, exactly.
+
+    **Groups.** With ``block=S`` (ours; see `groups`) averages are over ``x_0, x_S, x_2S, ..`` and ``x_t``:
+    ``y_t = sum_{i in K_{t+1}} a_ti x_i`` with ``K_{t+1} = {i <= t: i = 0 (mod S) or i = t}``. These
+    are all that is held. Dilation takes other states, which change with t: all would have to be held.
 
     Args:
         dilation: average only every dilation-th earlier state, 1 or more.
         period: average only after every period-th unit, 1 or more.
+        block: S, 1 or more; None is 1, no groups.
 
     Raises:
-        ValueError: an option is below 1.
+        ValueError: an option is below 1, or both dilation and block are above it.
     """
 
     granularity: ClassVar[Granularity] = "block"
 
     dilation: int = 1
     period: int = 1
+    block: int | None = None
 
     def __post_init__(self) -> None:
         check_count("dilation", self.dilation, 1)
         check_count("period", self.period, 1)
+        check_count("block", self.block, 1, optional=True)
+        if self.dilation > 1 and self.block not in (None, 1):
+            raise ValueError(
+                f"dilation={self.dilation} and block={self.block} choose different states to average: pass one of them."
+            )
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``alpha``, float32, flat: for each averaging t in turn, one entry for each of its sources i,
@@ -76,18 +88,19 @@ class DenseFormer(Recurrence[Averages]):
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Averages:
         alpha = parameters["alpha"].float()
-        if self.dilation == self.period == 1:
+        if self.dilation == self.period == (self.block or 1) == 1:
             table = Table(alpha, mixes=dims.depth, first=2)
             return Averages(table.rows, table)
-        return Averages(alpha.split([len(self._sources(t)) for t in self._averaging(dims.depth)]), None)
+        return Averages(parts(alpha, [len(self._sources(t)) for t in self._averaging(dims.depth)]), None)
 
     def start(self, x: Tensor, weights: Averages) -> States:
-        """``x_0`` and ``y_0``; with a table, ``x_0`` and the history of those that have been read."""
-        return (x, x) if weights.table is None else (x, History.empty(weights.table))
+        """``x_0``; with a table, also the history of those that have been read."""
+        return (x,) if weights.table is None else (x, History.empty(weights.table))
 
     def read(self, states: States, weights: Averages, t: int) -> tuple[Tensor, States]:
         if weights.table is None:
-            return states[-1], states
+            y = self._average(states, weights, t - 1)
+            return y, (*states, y)
         x, history = states
         history = history.push(x)
         y = x if t == 1 else history.mix(t - 2).value()
@@ -102,10 +115,7 @@ class DenseFormer(Recurrence[Averages]):
     def push(self, states: States, weights: Averages, t: int, x: Tensor) -> States:
         if weights.table is not None:
             return x, states[0]
-        past = (*states[:-1], x)  # x_0 .. x_t
-        if t % self.period:
-            return (*past, x)
-        return (*past, mix([past[i] for i in self._sources(t)], weights.rows[t // self.period - 1]))
+        return (*groups.kept(states[:-1], t, self.block), x)
 
     def finish(self, states: States, weights: Averages, dims: Dims) -> Tensor:
         return self.read(states, weights, dims.depth + 1)[0]
@@ -134,8 +144,18 @@ class DenseFormer(Recurrence[Averages]):
         columns = [f"x{t}" for t in range(dims.depth + 1)]
         return Program(tuple(units), (), y, tuple(f"y{t}" for t in range(1, dims.depth + 1)), tuple(columns))
 
+    def _average(self, states: States, weights: Averages, t: int) -> Tensor:
+        """``y_t`` of ``x_0 .. x_t``, or with groups of those that are kept."""
+        if t == 0 or t % self.period:
+            x: Tensor = states[-1]
+            return x
+        sources = states if self.block else [states[i] for i in self._sources(t)]
+        return mix(sources, weights.rows[t // self.period - 1])
+
     def _averaging(self, depth: int) -> range:
         return range(self.period, depth + 1, self.period)
 
-    def _sources(self, t: int) -> range:
+    def _sources(self, t: int) -> Sequence[int]:
+        if self.block:
+            return groups.numbers(t + 1, self.block)
         return range(t % self.dilation, t + 1, self.dilation)

@@ -13,6 +13,7 @@ from rewire.kernels.history import History, Table
 from rewire.kernels.mix import Mix, pending_mix
 from rewire.kernels.several import mixes
 from rewire.kernels.tokens import project
+from rewire.topologies import groups
 from rewire.topologies.base import (
     Dims,
     Granularity,
@@ -27,6 +28,10 @@ from rewire.topologies.base import (
 )
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
+
+#: With ``last``, how many increments are added to the middle at once: activation checkpointing keeps every sum that was
+#: made. The fewest bytes for 32 units (benchmarks/memory.py).
+_WAITING = 6
 
 
 class Read(NamedTuple):
@@ -49,10 +54,15 @@ class GRN(Topology[tuple[Read, ...]]):
 
     The states are the stack ``G_t = [f_0, .., f_{t-1}]`` with ``f_0 = x_0``. Unit t reads a weighted sum of it and
     appends ``f_t``; one more read of ``G_{T+1}`` is the trunk's output. With ``last=k`` the stack is ``x_0``, the sum
-    of the middle increments and the last k increments: at most k + 2 vectors.
+    of the middle increments and the last k increments: at most k + 2 vectors. (Up to 5 more are held: increments of the
+    middle wait until 6 of them are added to it at once, so that not every unit makes a new sum.)
+
+    With ``block=S`` (ours; see `groups`) increments are summed over groups of S units: the stack is ``x_0``, the sums
+    ``g_j = f_{(j-1)S+1} + .. + f_{jS}`` of finished groups, and that of the current one if it has an increment yet. So
+    ``r_t = b_t0 x_0 + sum_j b_tj g_j``, and likewise for weights that depend on the input.
 
     **Both starts** are the paper's, ``b = 1`` and ``w = 0``: ``x_0 + f_1 + .. + f_{t-1}`` is the original network, in
-    its own order and thus bitwise in float32 and float64 (with ``last``, to rounding: the middle is summed first).
+    its own order and thus bitwise in float32 and float64 (with ``last`` and ``block`` to rounding: sums come first).
     Nothing is normalised or saturated, so b and w have full gradients. If every branch starts at zero output, only
     the output's ``b_{T+1,0}`` and ``w_{T+1}`` have a gradient at first; all others move from the second step on.
 
@@ -61,9 +71,10 @@ class GRN(Topology[tuple[Read, ...]]):
 
     Args:
         last: increments that stay apart at the end of the stack, 1 or more; None: all.
+        block: S, 1 or more; None is 1, no groups.
 
     Raises:
-        ValueError: ``last`` is below 1.
+        ValueError: an option is below 1, or ``last`` is combined with groups.
     """
 
     granularity: ClassVar[Granularity] = "block"  # Section 5, Table 6: one GRN per decoder block
@@ -71,9 +82,13 @@ class GRN(Topology[tuple[Read, ...]]):
     input_dependent: ClassVar[bool] = False
 
     last: int | None = None
+    block: int | None = None
 
     def __post_init__(self) -> None:
         check_count("last", self.last, 1, optional=True)
+        check_count("block", self.block, 1, optional=True)
+        if self.last is not None and self.block not in (None, 1):
+            raise ValueError(f"last={self.last} and block={self.block} sum different increments: pass one of them.")
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``b`` and, if input-dependent, ``w``, float32.
@@ -95,7 +110,8 @@ class GRN(Topology[tuple[Read, ...]]):
         flat = parameters["b"].float().split([m * n for m, n in zip(ways, sizes, strict=True)])
         b = [rows.unflatten(0, (m, n)) for rows, m, n in zip(flat, ways, sizes, strict=True)]
         if not self.input_dependent:
-            table = Table(parameters["b"].float(), len(b)) if self.last is None else None
+            whole = self.last is None and self.block in (None, 1)
+            table = Table(parameters["b"].float(), len(b)) if whole else None
             return tuple(Read(b_t, table=table) for b_t in b)
         w = parameters["w"].float().split(ways)
         return tuple(Read(b_t, w_t.T) for b_t, w_t in zip(b, w, strict=True))
@@ -111,61 +127,73 @@ class GRN(Topology[tuple[Read, ...]]):
             f, history = states
             history = history.push(f)
             return history.mix(t - 1), (f, history)
+        stack = self._stack(states)
         # Not relu: the derivative of clamp is 1 at 0, where all scores start.
-        scores = [] if w is None else [project(f, w).clamp(min=0) for f in states]  # each [..., ways]
+        scores = [] if w is None else [project(f, w).clamp(min=0) for f in stack]  # each [..., ways]
         if len(b) == 1:
-            return pending_mix(states, b[0], scores=scores), states
-        q, k, v = mixes(states, b, torch.stack(scores, dim=-1))
+            return pending_mix(stack, b[0], scores=scores), states
+        q, k, v = mixes(stack, b, torch.stack(scores, dim=-1))
         return QKVInputs(q, k, v, residual=q), states
 
     def write(self, states: States, weights: tuple[Read, ...], t: int, *branches: Tensor) -> States:
         if weights[t - 1].table is not None:
             return total(branches), states[1]
-        stack = (*states, total(branches))
-        if self.last is not None and len(stack) > self.last + 2:
-            return (stack[0], stack[1] + stack[2], *stack[3:])  # the oldest of the last k joins the middle
-        return stack
+        if self.last is None:
+            return groups.with_increment(states, t, self.block, total(branches))
+        states = (*states, total(branches))
+        return states if len(states) < self.last + 2 + _WAITING else self._stack(states)
 
     def finish(self, states: States, weights: tuple[Read, ...], dims: Dims) -> Tensor:
         return materialize(self.read(states, weights, dims.depth + 1)[0])  # type: ignore[arg-type]
 
     def matrix(self, weights: tuple[Read, ...], dims: Dims) -> Tensor:
-        """b, float32 [T + 1, T + 1]; increments that were summed into the middle share its weight."""
+        """b, float32 [T + 1, T + 1]; increments that were summed share a weight."""
         table = torch.zeros(dims.depth + 1, dims.depth + 1, device=weights[0].b.device)
         for t, (b, *_) in enumerate(weights, start=1):
             row = b.transpose(0, 1).flatten(1).mean(1)  # over ways and channels: [N]
-            merged = t - len(row)
-            table[t - 1, :t] = row[[0, *(max(1, i - merged) for i in range(1, t))]]
+            table[t - 1, :t] = row[self._places(t, len(row))]
         return table
 
     def by_destination(self, weights: tuple[Read, ...], dims: Dims) -> dict[str, Tensor]:
         """The biases b, of each way and channel."""
         found = {}
         for t, (b, *_) in enumerate(weights, start=1):
-            merged = t - b.shape[1]  # with `last`, increments that were summed share a weight
             name = f"unit {t}" if t <= dims.depth else "output"
-            found[name] = b[:, [0, *(max(1, i - merged) for i in range(1, t))]]
+            found[name] = b[:, self._places(t, b.shape[1])]
         return found
 
     def program(self, weights: tuple[Read, ...], dims: Dims) -> Program:
         if self.input_dependent:
             return super().program(weights, dims)
-        units, stack, merged = list[Unit](), ["x0"], tuple[Line, ...]()
+        units, stack = list[Unit](), ["x0"]
         for t in range(1, dims.depth + 1):
             read = Line(f"r{t}", _terms(stack, weights[t - 1]))
-            stack, merged = [*stack, branch_of(t)], ()
-            if self.last is not None and len(stack) > self.last + 2:
-                middle = Line(f"m{t}", (Term(stack[1], 1.0), Term(stack[2], 1.0)))
-                stack, merged = [stack[0], middle.target, *stack[3:]], (middle,)
-            units.append(Unit((read,), read.target, merged))
+            stack, summed = [*stack, branch_of(t)], tuple[Line, ...]()
+            if len(stack) > weights[t].b.shape[1]:  # two of them are one in the next read: the newest, or the oldest
+                first = len(stack) - 2 if self.last is None else 1
+                line = Line(f"s{t}", (Term(stack[first], 1.0), Term(stack[first + 1], 1.0)))
+                stack, summed = [*stack[:first], line.target, *stack[first + 2 :]], (line,)
+            units.append(Unit((read,), read.target, summed))
         output = Line("out", _terms(stack, weights[dims.depth]))
         columns = ["x0", *(branch_of(t) for t in range(1, dims.depth + 1))]
         return Program(tuple(units), (output,), "out", (*(unit.read for unit in units), "out"), tuple(columns))
 
     def _sizes(self, dims: Dims) -> list[int]:
         """For t = 1..T+1 in turn, the vectors in the stack."""
-        most = dims.depth + 1 if self.last is None else self.last + 2
-        return [min(t, most) for t in range(1, dims.depth + 2)]
+        counts = [groups.count(t, self.block) for t in range(1, dims.depth + 2)]
+        return counts if self.last is None else [min(n, self.last + 2) for n in counts]
+
+    def _stack(self, states: States) -> States:
+        """``G_t``: with ``last``, increments that wait for the middle sum are added to it."""
+        if self.last is None or len(states) <= self.last + 2:
+            return states
+        return (states[0], total(states[1 : -self.last]), *states[-self.last :])
+
+    def _places(self, t: int, vectors: int) -> list[int]:
+        """For ``f_0 .. f_{t-1}`` in turn, which vector of the stack of unit t it is part of."""
+        if self.last is None:
+            return [groups.group(i, self.block) for i in range(t)]
+        return [0, *(max(1, i - (t - vectors)) for i in range(1, t))]
 
     def _ways(self, dims: Dims) -> list[int]:
         """For t = 1..T+1 in turn, how many GRN instances read."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.several import combine
-from rewire.kernels.tokens import project, rms_norm
+from rewire.kernels.tokens import project_normed
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, check_choice, check_count
 from rewire.topologies.program import Line, Program, Term, branch_of
 from rewire.topologies.program import Unit as ProgramUnit
@@ -100,7 +100,7 @@ class Streams(Topology[Weights]):
 
     def signal(self, streams: Tensor, projection: Tensor) -> Tensor:
         """What is scaled and added to the static values: here row i, on stream i [..., n, K], from that stream."""
-        return torch.tanh(project(rms_norm(streams), projection))
+        return torch.tanh(project_normed(streams, projection))
 
     def gates(self, values: Tensor, weights: Weights) -> Gates:
         """The gates from their values; here [..., n, K], side by side as they are."""

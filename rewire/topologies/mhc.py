@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rewire.kernels.tokens import project, rms_norm
+from rewire.kernels.tokens import project_normed
 from rewire.topologies.base import Dims, Start, check_choice, check_count, no_preserving_start
 from rewire.topologies.hyper import Gates, ParallelStreams, Weights
 from rewire.topologies.manifolds import cayley, convex, permutations, sinkhorn
@@ -164,7 +164,7 @@ class ManifoldHyperConnections(ParallelStreams):
         return found._replace(constants=permutations(self.streams, parameters["static"].device))
 
     def signal(self, streams: Tensor, projection: Tensor) -> Tensor:
-        return project(rms_norm(streams.flatten(-2), self.norm_eps), projection)
+        return project_normed(streams.flatten(-2), projection, self.norm_eps)
 
     def reading(self, values: Tensor) -> Tensor:
         return (torch.sigmoid(values) + self.eps).unsqueeze(-1)

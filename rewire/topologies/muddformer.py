@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rewire.kernels.several import mixes
-from rewire.kernels.tokens import project, rms_norm
+from rewire.kernels.tokens import project, project_normed
+from rewire.topologies import groups
 from rewire.topologies.base import (
     Dims,
     Granularity,
@@ -18,6 +19,7 @@ from rewire.topologies.base import (
     Recurrence,
     Start,
     States,
+    check_count,
     no_attention,
     one_hot_previous,
     total,
@@ -67,6 +69,10 @@ class MUDDFormer(Recurrence[Weights]):
     The paper's optional parts are left out: its norms before and after the mixes (Equation 10) and its wider
     feed-forwards in later blocks (Equation 9).
 
+    With ``block=S`` (ours; see `groups`) reads are of ``x_0, x_S, x_2S, ..`` and of the newest state, which the weights
+    depend on: ``r_t = sum_{i in K_t} A_ti x_i`` with ``K_t = {i < t: i = 0 (mod S) or i = t - 1}``. These are all that
+    is held, and their number stands for t in the sizes below.
+
     With ``separate_norms=True`` the reads of q, k and v pass a norm each: copies of the one that the model has, which
     stays that of q and of whatever else reads there.
 
@@ -74,6 +80,13 @@ class MUDDFormer(Recurrence[Weights]):
     same draw. All weights are exactly 0 or 1, so that this is the original network, bitwise. ``a`` and W2 have
     gradients at once, W1 through W2 one step later. If all branches start at zero output, then so do those of q, k and
     v (nothing they change is seen at first): all have moved after two steps.
+
+    Args:
+        separate_norms: norms of their own for q, k and v.
+        block: S, 1 or more; None is 1, no groups.
+
+    Raises:
+        ValueError: ``block`` is below 1.
     """
 
     granularity: ClassVar[Granularity] = "block"  # Equation 3: aggregates stand between blocks
@@ -82,6 +95,10 @@ class MUDDFormer(Recurrence[Weights]):
     reads_qkv: ClassVar[bool] = True
 
     separate_norms: bool = False
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("block", self.block, 1, optional=True)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``static``, ``w1`` and ``w2``, float32: for units t = 2..T and the output (T+1) in turn, with K = C t
@@ -95,21 +112,21 @@ class MUDDFormer(Recurrence[Weights]):
         """
         if self.separate_norms and not dims.attention:
             raise no_attention("muddformer", dims.depth, "leave out separate_norms=True")
-        sizes = [ways * t for ways, t in _reads(dims)]
-        static = [one_hot_previous(t)[-1].repeat(ways) for ways, t in _reads(dims)]
+        sizes = [ways * n for ways, n in self._reads(dims)]
+        static = [one_hot_previous(n)[-1].repeat(ways) for ways, n in self._reads(dims)]
         # A generator of its own: the caller's is not disturbed, and the values can be set again.
         generator = torch.Generator("cpu").manual_seed(0)
         w1 = torch.randn(sum(sizes), dims.width, generator=generator, device="cpu") * dims.width**-0.5
         return {"static": torch.cat(static), "w1": w1, "w2": torch.zeros(sum(k * k for k in sizes))}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
-        sizes = [ways * t for ways, t in _reads(dims)]
+        sizes = [ways * n for ways, n in self._reads(dims)]
         static = parameters["static"].float().split(sizes)
         w1 = parameters["w1"].float().split(sizes)
         w2 = parameters["w2"].float().split([k * k for k in sizes])
         reads = [
-            Aggregate(static[n].unflatten(0, (ways, t)), w1[n].T, w2[n].unflatten(0, (ways * t, ways * t)))
-            for n, (ways, t) in enumerate(_reads(dims))
+            Aggregate(a.unflatten(0, (ways, n)), hidden.T, out.unflatten(0, (ways * n, ways * n)))
+            for (ways, n), a, hidden, out in zip(self._reads(dims), static, w1, w2, strict=True)
         ]
         return Weights(dims.attention, tuple(reads))
 
@@ -124,7 +141,7 @@ class MUDDFormer(Recurrence[Weights]):
         return total((states[-1], *branches))  # in the model's own order: bitwise equality at the start
 
     def push(self, states: States, weights: Weights, t: int, x: Tensor) -> States:
-        return (*states[:-1], x)
+        return (*groups.kept(states[:-1], t, self.block), x)
 
     def finish(self, states: States, weights: Weights, dims: Dims) -> Tensor:
         (output,) = _mixes(states, weights.reads[-1])
@@ -133,18 +150,18 @@ class MUDDFormer(Recurrence[Weights]):
     def matrix(self, weights: Weights, dims: Dims) -> Tensor:
         """a, float32 [T, T + 1]: row t - 1 is what is read after unit t, over the columns x_0 .. x_T."""
         table = torch.zeros(dims.depth, dims.depth + 1, device=weights.reads[0].static.device)
-        for row, read in enumerate(weights.reads):
-            table[row, : row + 2] = read.static.mean(0)
+        for t, read in enumerate(weights.reads, start=2):
+            table[t - 2, groups.numbers(t, self.block)] = read.static.mean(0)
         return table
 
-
-def _reads(dims: Dims) -> list[tuple[int, int]]:
-    """QKVInputs, and states to read, of units 2..T and the output in turn."""
-    return [(_WAYS if t in dims.attention else 1, t) for t in range(2, dims.depth + 2)]
+    def _reads(self, dims: Dims) -> list[tuple[int, int]]:
+        """How many ways, and states to read, of units 2..T and the output in turn."""
+        reads = range(2, dims.depth + 2)
+        return [(_WAYS if t in dims.attention else 1, groups.count(t, self.block)) for t in reads]
 
 
 def _mixes(states: States, read: Aggregate) -> list[Tensor]:
     """The weighted sum of the states for each way."""
-    hidden = F.gelu(project(rms_norm(states[-1]), read.w1))  # [..., K]
+    hidden = F.gelu(project_normed(states[-1], read.w1))  # [..., K]
     scores = project(hidden, read.w2) + read.static.flatten()  # [..., C n], one way after the other
     return mixes(states, None, scores.unflatten(-1, read.static.shape))

@@ -332,7 +332,8 @@ def test_names() -> None:
     names = {"ancre-ingoing", "ancre-outgoing", "ancre-none", "ancre-constant", "ancre-cascaded"}
     assert names <= list_topologies().keys()
     assert all(list_topologies()[name] for name in names)
-    assert ANCRe().options() == {"normalize": "ingoing", "temperature": 0.01, "cascade": "replace", "form": "softmax"}
+    options = {"normalize": "ingoing", "temperature": 0.01, "cascade": "replace", "form": "softmax", "block": None}
+    assert ANCRe().options() == options
 
 
 @pytest.mark.parametrize("cascade", ["replace", "keep"])

@@ -33,6 +33,7 @@ from rewire.topologies.program import (
 STATIC = [
     *("residual", "ancre-ingoing", "ancre-outgoing", "ancre-none", "ancre-keep", "ancre-constant", "ancre-cascaded"),
     *("denseformer", "denseformer-2x2", "grn-v1", "grn-v2", "grn-v1-last", "grn-v2-last"),
+    *("ancre-groups", "denseformer-groups", "grn-v1-groups"),
     *("rezero", "skipinit", "layerscale", "laurel-rw", "laurel-rw-softmax"),
     *("hc-static", "hc-static-sum", "hc-static-learned"),
     *("x0-lambdas", "x0-lambdas-state", "unet", "residual-scale", "residual-scale-branch", "variance-gate"),
@@ -81,7 +82,8 @@ def test_same_function_and_matrix(key: str, depth: int, parallel: int) -> None:
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
     for post_norm in (False, True)[: 1 if key in PRE_NORM_ONLY else 2]:
         want = run(topology, weights, dims, x, post_norm, parallel)
-        torch.testing.assert_close(run(made, constants, dims, x, post_norm, parallel), want, rtol=1e-6, atol=1e-6)
+        # constants are written with the digits of float32, and the branches amplify
+        torch.testing.assert_close(run(made, constants, dims, x, post_norm, parallel), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(made.matrix(constants, dims), topology.matrix(weights, dims))
     assert made.parameters(dims, "paper") == {}
 

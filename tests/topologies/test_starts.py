@@ -8,7 +8,8 @@ from every_topology import PRESERVING, compiled, kinds_first, learned
 from torch import Tensor, nn
 
 #: Starts that round otherwise than the plain network: sums in groups, weights that are no powers of 2.
-ROUNDED = {key for key in PRESERVING if key.startswith("mhc") or key.endswith(("-last", "-groups"))}
+ROUNDED = {key for key in PRESERVING if key.startswith("mhc") or key.endswith("-last")}
+ROUNDED |= {"grn-v1-groups", "dca-groups", "attnres-groups"}
 #: Those whose reads sum all that the branches added: in bfloat16 they round once, the plain network after each add.
 SUMMED = {key for key in PRESERVING if key.startswith(("grn", "dca", "attnres"))}
 

@@ -1,0 +1,304 @@
+"""``block=S``: each dense topology against its formulas as written, in float64, with all gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from toy_nets import WIDTH, net, plain, run
+
+from rewire.topologies import groups, make_topology
+from rewire.topologies.base import Dims, Start
+
+DEPTH = 7  # no multiple of the sizes of groups
+#: Units that begin with an attention, for topologies that ask for it.
+ATTENTION = frozenset({2, 3, 6})
+DENSE: list[tuple[str, dict[str, Any]]] = [
+    ("ancre-ingoing", {"temperature": 0.5}),
+    ("ancre-ingoing", {"temperature": 0.5, "form": "difference", "cascade": "keep"}),
+    ("ancre-outgoing", {"temperature": 0.5}),
+    ("ancre-outgoing", {"temperature": 0.5, "form": "difference"}),
+    ("ancre-none", {}),
+    ("ancre-constant", {}),
+    ("denseformer", {}),
+    ("denseformer", {"period": 2}),
+    ("grn-v1", {}),
+    ("grn-v2", {}),
+    ("grn-v3", {}),
+    ("dca", {}),
+    ("muddformer", {}),
+    ("attnres", {}),
+]
+INCREMENTS = {"grn-v1", "grn-v2", "grn-v3", "dca", "attnres"}
+each_topology = pytest.mark.parametrize(("name", "options"), DENSE, ids=lambda x: x if isinstance(x, str) else str(x))
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connection weights may be float64."""
+    cast, softmax = Tensor.float, torch.softmax
+    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else cast(x))
+    monkeypatch.setattr(torch, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+
+
+class Mixer(nn.Module):
+    """A branch with four inputs, which stands for an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, *ways: Tensor) -> Tensor:
+        q, k, v, residual = ways
+        return self.inner(torch.cat([q, 2 * k, 3 * v, residual.tanh()], -1))
+
+
+def dims_of(name: str, depth: int = DEPTH) -> Dims:
+    attention = ATTENTION if name in ("dca", "muddformer") else frozenset[int]()
+    return Dims(depth, WIDTH, frozenset(t for t in attention if t <= depth))
+
+
+def blocks_of(name: str, depth: int = DEPTH) -> list[nn.Module]:
+    torch.manual_seed(3)
+    attention = dims_of(name, depth).attention
+    blocks = net(depth, torch.float64)
+    return [Mixer().double() if t in attention else block for t, block in enumerate(blocks, start=1)]
+
+
+def drawn(topology: Any, dims: Dims) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    found = topology.parameters(dims, "paper")
+    return {key: (p.double() + 0.3 * torch.randn(p.shape).double()).requires_grad_() for key, p in found.items()}
+
+
+# -- the formulas as written -------------------------------------------------------------------------------------------
+
+
+def states_read(t: int, size: int) -> list[int]:
+    return [i for i in range(t) if i % size == 0 or i == t - 1]
+
+
+def sums_read(fs: list[Tensor], size: int) -> list[Tensor]:
+    """Of f_0, f_1, ..: f_0, and the sum of each group."""
+    return [fs[0], *(torch.stack(fs[a : a + size]).sum(0) for a in range(1, len(fs), size))]
+
+
+def rms(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def shortcuts(name: str, options: dict[str, Any], c: Iterator[Tensor], size: int) -> dict[tuple[int, int], Tensor]:
+    pairs = [(t, i) for t in range(1, DEPTH + 1) for i in states_read(t, size)]
+    if name == "ancre-constant":
+        return {(t, i): torch.tensor(1 / len(states_read(t, size))).double() for t, i in pairs}
+    logits = {pair: next(c) for pair in pairs}
+    if name == "ancre-none":
+        return logits
+    end = 0 if name == "ancre-ingoing" else 1  # of a shortcut, at which its weights compete
+    p = {}
+    for pair in pairs:
+        rivals = [other for other in pairs if other[end] == pair[end]]
+        weights = torch.stack([torch.exp(logits[r] / options["temperature"]) for r in rivals])
+        p[pair] = torch.exp(logits[pair] / options["temperature"]) / weights.sum()
+        if options.get("form") == "difference":
+            original = pair[0] == pair[1] + 1 and options.get("cascade") != "keep"
+            p[pair] = float(original) + p[pair] - 1 / len(rivals)
+    return p
+
+
+def ancre(name: str, options: dict[str, Any], parameters: dict[str, Tensor], x: Tensor, blocks: Any, s: int) -> Tensor:
+    p, xs = shortcuts(name, options, iter(parameters.get("logits", ())), s), [x]
+    for t, block in enumerate(blocks, start=1):
+        kept = xs[-1] if options.get("cascade") == "keep" else 0
+        xs.append(block(xs[-1]) + kept + sum(p[t, i] * xs[i] for i in states_read(t, s)))
+    return xs[-1]
+
+
+def denseformer(
+    name: str, options: dict[str, Any], parameters: dict[str, Tensor], x: Tensor, blocks: Any, s: int
+) -> Tensor:
+    alpha, xs, y = iter(parameters["alpha"]), [x], x
+    for t, block in enumerate(blocks, start=1):
+        xs.append(y + block(y))
+        y = xs[-1]
+        if t % options.get("period", 1) == 0:
+            y = sum((next(alpha) * xs[i] for i in states_read(t + 1, s)), torch.zeros_like(x))
+    return y
+
+
+def grn(name: str, options: dict[str, Any], parameters: dict[str, Tensor], x: Tensor, blocks: Any, s: int) -> Tensor:
+    b, w, fs = iter(parameters["b"]), iter(parameters.get("w", ())), [x]
+
+    def read() -> Tensor:
+        row, total = next(w, None), torch.zeros_like(x)
+        for g in sums_read(fs, s):
+            total = total + (next(b) + (0 if row is None else torch.relu((row * g).sum(-1, keepdim=True)))) * g
+        return total
+
+    for t, block in enumerate(blocks, start=1):
+        if t in dims_of(name).attention:
+            q, k, v = read(), read(), read()
+            fs.append(block(q, k, v, q))
+        else:
+            fs.append(block(read()))
+    return read()
+
+
+def muddformer(
+    name: str, options: dict[str, Any], parameters: dict[str, Tensor], x: Tensor, blocks: Any, s: int
+) -> Tensor:
+    static, w1, w2 = (iter(parameters[key]) for key in ("static", "w1", "w2"))
+    xs = [x]
+
+    def read(ways: int) -> list[Tensor]:
+        sources = [xs[i] for i in states_read(len(xs), s)]
+        size = ways * len(sources)
+        hidden = F.gelu(torch.stack([rms(xs[-1]) @ next(w1) for _ in range(size)], -1))
+        a = hidden @ torch.stack([next(w2) for _ in range(size * size)]).view(size, size)
+        a = a + torch.stack([next(static) for _ in range(size)])
+        per_way = a.unflatten(-1, (ways, -1)).unbind(-2)
+        return [sum(a_w[..., n, None] * source for n, source in enumerate(sources)) for a_w in per_way]
+
+    for t, block in enumerate(blocks, start=1):
+        ways = 4 if t in dims_of(name).attention else 1
+        reads = [x] * ways if t == 1 else read(ways)
+        xs.append(reads[-1] + block(*reads))
+    return read(1)[0]
+
+
+def attnres(
+    name: str, options: dict[str, Any], parameters: dict[str, Tensor], x: Tensor, blocks: Any, s: int
+) -> Tensor:
+    queries, fs = iter(parameters["queries"]), [x]
+
+    def read() -> Tensor:
+        sources, w = sums_read(fs, s), next(queries)
+        share = torch.softmax(torch.stack([rms(g) @ w for g in sources], -1), -1)
+        return sum(share[..., n, None] * g for n, g in enumerate(sources))  # type: ignore[return-value]
+
+    for t, block in enumerate(blocks, start=1):
+        fs.append(block(x if t == 1 else read()))
+    return read()
+
+
+REFERENCES = {"denseformer": denseformer, "muddformer": muddformer, "attnres": attnres}
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 9])
+@each_topology
+def test_formulas(name: str, options: dict[str, Any], size: int, double: None) -> None:
+    topology, dims = make_topology(name, {**options, "block": size}), dims_of(name)
+    parameters, blocks = drawn(topology, dims), blocks_of(name)
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
+    reference = REFERENCES.get(name, ancre if name.startswith("ancre") else grn)
+    got = run(topology, topology.weights(parameters, dims), x, blocks, dims)
+    want = reference(name, options, parameters, x, blocks, size)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    inputs, upstream = [x, *parameters.values(), *nn.ModuleList(blocks).parameters()], torch.randn_like(x)
+    found, wanted = (torch.autograd.grad(out, inputs, upstream, materialize_grads=True) for out in (got, want))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+
+
+def outcome(name: str, options: dict[str, Any], start: Start = "paper", depth: int = DEPTH) -> list[Tensor]:
+    """Parameters, output, and gradients."""
+    topology, dims = make_topology(name, options), dims_of(name, depth)
+    parameters = drawn(topology, dims)
+    parameters = {key: value.detach().float().requires_grad_() for key, value in parameters.items()}
+    blocks, x = blocks_of(name, depth), torch.randn(3, WIDTH, dtype=torch.float64)
+    out = run(topology, topology.weights(parameters, dims), x, blocks, dims)
+    inputs = [*parameters.values(), *nn.ModuleList(blocks).parameters()]
+    return [*parameters.values(), out, *torch.autograd.grad(out.sum(), inputs, materialize_grads=True)]
+
+
+@each_topology
+def test_groups_of_one_unit_are_none(name: str, options: dict[str, Any]) -> None:
+    none, one = outcome(name, options), outcome(name, {**options, "block": 1})
+    assert all(map(torch.equal, none, one))
+
+
+@each_topology
+def test_groups_longer_than_the_trunk_are_one_group(name: str, options: dict[str, Any]) -> None:
+    depth, longer = outcome(name, {**options, "block": DEPTH}), outcome(name, {**options, "block": DEPTH + 5})
+    assert all(map(torch.equal, depth, longer))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@each_topology
+def test_what_is_held_are_plain_tensors_and_few(name: str, options: dict[str, Any], size: int) -> None:
+    depth = 20
+    topology, dims = make_topology(name, {**options, "block": size}), dims_of(name, depth)
+    weights = topology.weights({k: v.float() for k, v in drawn(topology, dims).items()}, dims)
+    seen = []
+
+    def check(t: int, read: Any, opened: Any, written: Any) -> None:
+        seen.append(sum(isinstance(x, Tensor) and x.shape == (3, WIDTH) for x in written))
+        assert all(isinstance(x, Tensor) for x in written)
+
+    run(topology, weights, torch.randn(3, WIDTH).double(), blocks_of(name, depth), dims, check)
+    assert seen == [1 + math.ceil(t / size) for t in range(1, depth + 1)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", sorted({name for name, _ in DENSE} - {"ancre-constant", "dca"}))
+def test_preserving_start(name: str, dtype: torch.dtype, size: int) -> None:
+    topology, dims = make_topology(name, {"block": size}).for_start("preserve"), Dims(41, WIDTH)
+    blocks, x = net(41, dtype), torch.randn(4, WIDTH).to(dtype)
+    out = run(topology, topology.weights(topology.parameters(dims, "preserve"), dims), x, blocks, dims)
+    if name in INCREMENTS:  # sums of groups round otherwise
+        torch.testing.assert_close(out, plain(x, blocks), rtol=1e-4 if dtype == torch.float32 else 1e-12, atol=1e-4)
+    else:
+        assert torch.equal(out, plain(x, blocks))
+
+
+@each_topology
+def test_matrix_tells_what_is_read(name: str, options: dict[str, Any]) -> None:
+    topology, dims = make_topology(name, {**options, "block": 3}), dims_of(name)
+    parameters = {key: value.float() for key, value in drawn(topology, dims).items()}
+    table = topology.matrix(topology.weights(parameters, dims), dims)
+    if name in INCREMENTS:
+        assert torch.equal(table[6, 1:4], table[6, 1].expand(3)) and torch.equal(table[6, 4:7], table[6, 4].expand(3))
+        assert table[6, 1] != table[6, 4] or name == "attnres"
+        assert table.tril().equal(table) and bool((table[6, :7] != 0).all())
+    else:
+        first = 2 if name in ("denseformer", "muddformer") else 1  # the read of row 0
+        for row in range(DEPTH):
+            if name == "denseformer" and (row + 1) % options.get("period", 1):
+                continue
+            sources, found = states_read(row + first, 3), table[row].nonzero().flatten().tolist()
+            # a difference of softmaxes over one entry is 0
+            assert found == sources or (options.get("cascade") == "keep" and found == sources[1:])
+
+
+@pytest.mark.parametrize("block", [None, 1, 2, 3, 10])
+def test_numbers_of_sources(block: int | None) -> None:
+    rows, columns = groups.entries(9, block)
+    assert len(rows) == sum(groups.count(t, block) for t in range(1, 10))
+    for t in range(1, 10):
+        numbers = states_read(t, block or 1)
+        assert groups.numbers(t, block) == numbers == columns[rows == t - 1].tolist()
+        assert {groups.group(i, block) for i in range(t)} == set(range(groups.count(t, block)))
+    assert groups.count(torch.arange(1, 5), 2).tolist() == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in DENSE}))
+@pytest.mark.parametrize("block", [0, -1, 2.0, True])
+def test_sizes_that_are_none(name: str, block: Any) -> None:
+    with pytest.raises(ValueError, match=rf"block={block!r}: .*whole number, 1 or more, or None"):
+        make_topology(name, {"block": block})
+
+
+def test_options_that_choose_states_otherwise() -> None:
+    with pytest.raises(ValueError, match=r"last=2 and block=3.*pass one"):
+        make_topology("grn-v1", {"last": 2, "block": 3})
+    with pytest.raises(ValueError, match=r"dilation=2 and block=3.*pass one"):
+        make_topology("denseformer", {"dilation": 2, "block": 3})
