@@ -1,11 +1,12 @@
 """Memory that topologies add under activation checkpointing: a Llama of 32 layers, one training step.
 
-    python benchmarks/memory.py [--out FILE]
+    python benchmarks/memory.py [--out FILE] [--autograd]
 
 Counted are the bytes of all tensors that live at once, at their most: every operator's results are followed until they
 are freed, in forward and backward. The plain model's peak is subtracted, and the rest is told in hidden states, what
-one layer's checkpoint keeps. Weights and their gradients are small beside these. States held are those that the stream
-holds between the last two layers, what would cross a boundary of pipeline stages there.
+one layer's checkpoint keeps. Weights and their gradients are small beside these. Layers are units (block granularity).
+With ``--autograd`` the gradients of sums are autograd's, as in blocks that are compiled; otherwise they are computed by
+hand, as those of states of usual sizes are. *Boundary* is what the stream holds between the last two layers, which would cross a boundary of pipeline stages there.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +33,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rewire
 from rewire.kernels import plain
+from rewire.kernels.history import History
 from rewire.stream import Stream
+from rewire.topologies.base import Start
 
 LAYERS, WIDTH, TOKENS = 32, 128, 512
-plain.WORTHWHILE = 0  # sums are computed as those of tensors of usual sizes are
+GROUPS: list[dict[str, Any]] = [{}, {"block": 4}, {"block": 8}]
 #: Topology with options.
 TOPOLOGIES: list[tuple[str, dict[str, Any]]] = [
-    (name, options)
-    for name in ("ancre-ingoing", "ancre-outgoing", "ancre-none", "denseformer")
-    for options in ({}, {"block": 4}, {"block": 8})
+    *((name, options) for name in ("ancre-ingoing", "denseformer") for options in GROUPS),
+    *((name, options) for name in ("grn-v1", "grn-v2", "grn-v3", "dca") for options in (*GROUPS, {"last": 4})),
+    *((name, options) for name in ("attnres", "muddformer") for options in GROUPS),
 ]
-TOPOLOGIES += [
-    (name, options)
-    for name in ("grn-v1", "grn-v2", "grn-v3", "dca")
-    for options in ({}, {"last": 4}, {"block": 4}, {"block": 8})
-]
-TOPOLOGIES += [(name, options) for name in ("muddformer", "attnres") for options in ({}, {"block": 4}, {"block": 8})]
 
 
 class Peak(TorchDispatchMode):
@@ -97,16 +94,61 @@ def llama() -> nn.Module:
 
 def peak(model: nn.Module) -> float:
     """Of one training step, in hidden states."""
-    ids = torch.arange(TOKENS)[None] % 16
-    step(model, ids)  # kernels and gradients of weights are there
+    step(model)  # what is made once is there, and gradients of weights are
     with Peak() as counted:
-        step(model, ids)
+        step(model)
     return counted.most / (TOKENS * WIDTH * 4)
 
 
-def step(model: nn.Module, ids: Tensor) -> None:
-    model(input_ids=ids).logits.float().square().mean().backward()
+def step(model: nn.Module) -> None:
+    model(input_ids=torch.arange(TOKENS)[None] % 16).logits.square().mean().backward()
 
 
-def extra(name: str, options: dict[str, Any], plain: float) -> float:
-    return peak(rewire.compile(llama(), name, granularity="block", validate=False, **options)) - plain
+def boundary(model: nn.Module) -> float:
+    """What the stream holds between the last two layers, in hidden states."""
+    held: list[Stream] = []
+    hook = model.model.layers[-2].register_forward_hook(lambda module, args, output: held.append(output))
+    with torch.no_grad():
+        model(input_ids=torch.arange(TOKENS)[None] % 16)
+    hook.remove()
+    tensors = [x for s in held[0].states for x in (s.states if isinstance(s, History) else (s,))]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values()) / (TOKENS * WIDTH * 4)
+
+
+def measure(name: str, options: dict[str, Any], plain_peak: float, start: Start = "preserve") -> dict[str, Any]:
+    model = rewire.compile(llama(), name, granularity="block", validate=False, start=start, **options)
+    return {
+        "topology": name,
+        "options": options,
+        "extra peak": peak(model) - plain_peak,
+        "boundary": boundary(model),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks/memory.json"))
+    parser.add_argument("--autograd", action="store_true")
+    arguments = parser.parse_args()
+    plain.WORTHWHILE = sys.maxsize if arguments.autograd else 0  # elements from which on sums are computed by hand
+    plain_peak = peak(llama())
+    rows = [measure(*entry, plain_peak) for entry in track(TOPOLOGIES, "measuring")]
+    table = Table("topology", "extra peak", "boundary")
+    for row in rows:
+        label = " ".join([row["topology"], *(f"{key}={value}" for key, value in row["options"].items())])
+        table.add_row(label, f"{row['extra peak']:.1f}", f"{row['boundary']:.1f}")
+    Console(width=120).print(table)
+    result = {
+        "model": f"Llama, {LAYERS} layers, width {WIDTH}, {TOKENS} tokens, float32, checkpointed, on a CPU",
+        "gradients of sums": "autograd" if arguments.autograd else "by hand",
+        "unit": "one hidden state of all tokens",
+        "peak of the plain model": plain_peak,
+        "rows": rows,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

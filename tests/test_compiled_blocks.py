@@ -127,7 +127,7 @@ class Mixin:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("key", ["ancre-ingoing", "ancre-none", "grn-v2"])
+@pytest.mark.parametrize("key", ["ancre-ingoing", "ancre-none", "grn-v2", "ancre-groups", "denseformer-groups"])
 def test_compiled_blocks_train_as_they_do_eagerly(backend: str, key: str) -> None:
     """With real backends: the first block opens the stream, and the tables of its weights leave a compiled region."""
     model = compiled(Stack(PreNorm, depth=3), key, start="paper", validate=False)

@@ -115,6 +115,7 @@ NETS: dict[str, dict[str, Any]] = {
 }
 
 
+GROUPED = [key for key in EVERY if key.endswith("-groups")]
 OF_CHANNELS = [key for key in PRESERVING if key not in WITH_ATTENTION]
 
 
@@ -191,7 +192,10 @@ def test_channels_of_images_are_weighted_apart() -> None:
 LATE_WITH_ZERO_BRANCHES = {key for key in EVERY if key.startswith(("hc-dynamic", "hc-gated", "frac-hc", "mhc", "ddl"))}
 
 #: Elements of a parameter that are constant by construction: a softmax over one entry is 1.
-CONSTANT: dict[str, list[list[int]]] = {"ancre-ingoing": [[0]], "ancre-keep": [[0]], "ancre-outgoing": [[5]]}
+CONSTANT: dict[str, list[list[int]]] = {
+    **{key: [[0]] for key in ("ancre-ingoing", "ancre-keep", "ancre-groups")},
+    "ancre-outgoing": [[5]],
+}
 
 
 #: ReZero's and SkipInit's published starts are left out of branches that are zero: both factors of each are, and stay
@@ -259,7 +263,7 @@ def test_gradient_checkpointing(key: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [*FAMILIES, "ancre-keep", "dca", "laurel-rw", "laurel-lr", "rezero", "attnres-groups"])
+@pytest.mark.parametrize("key", [*FAMILIES, "ancre-keep", "dca", "laurel-rw", "laurel-lr", "rezero", *GROUPED])
 def test_torch_compile(key: str) -> None:
     """Of hand-written blocks, which Dynamo reads faster than a library's; tests/test_torch_compile.py has those."""
     model = mixed(Stack(PreNorm, depth=2), key)
@@ -339,7 +343,7 @@ def test_saved_and_read_again(key: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["residual", "ancre-ingoing", "denseformer-2x2", "grn-v2-last", "hc-dynamic", "mhc", "attnres-groups"]
+    "key", ["residual", "ancre-ingoing", "denseformer-2x2", "grn-v2-last", "hc-dynamic", "mhc", *GROUPED]
 )
 def test_plots_of_its_matrix(key: str, tmp_path: Path) -> None:
     tables = rewire.coefficients(mixed(llama(), key))

@@ -1,0 +1,53 @@
+"""What topologies with groups hold at most: as docs/scale.md says, in hidden states."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rewire.kernels import plain
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(plain, "WORTHWHILE", 0)
+    return importlib.import_module("memory")
+
+
+def test_the_most_that_lives_at_once(script: Any) -> None:
+    """Of 4 kB each: x, and then twice x and the sum, or a view of it; the product is freed."""
+    with script.Peak() as counted:
+        x = torch.zeros(1000)
+        y = (2 * x) + (3 * x)
+        del x
+        assert (counted.most, counted.bytes) == (16000, 4000)
+        z = y[:10]
+    assert (counted.most, counted.bytes, len(z)) == (16000, 4000, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        *((name, 8) for name in ("ancre-ingoing", "ancre-outgoing", "ancre-none", "ancre-constant", "denseformer")),
+        *((name, 8) for name in ("grn-v1", "grn-v2", "grn-v3", "attnres")),
+        # the layer that is computed again has two more reads, and what its norm keeps of each: 6
+        *((name, 8 + 6) for name in ("dca", "muddformer")),
+    ],
+)
+def test_groups_of_eight(script: Any, name: str, most: float) -> None:
+    row = script.measure(name, {"block": 8}, script.peak(script.llama()), start="paper")
+    assert row["extra peak"] <= most
+    assert 5 <= row["boundary"] < 5.8  # x_0, three groups, and the current one; scores of attnres
+
+
+@pytest.mark.slow
+def test_last_makes_few_sums(script: Any) -> None:
+    assert script.measure("grn-v3", {"last": 4}, script.peak(script.llama()))["extra peak"] <= 16
