@@ -6,7 +6,8 @@ Counted are the bytes of all tensors that live at once, at their most: every ope
 are freed, in forward and backward. The plain model's peak is subtracted, and the rest is told in hidden states, what
 one layer's checkpoint keeps. Weights and their gradients are small beside these. Layers are units (block granularity).
 With ``--autograd`` the gradients of sums are autograd's, as in blocks that are compiled; otherwise they are computed by
-hand, as those of states of usual sizes are. *Boundary* is what the stream holds between the last two layers, which would cross a boundary of pipeline stages there.
+hand, as those of states of usual sizes are. *Boundary* is what the stream holds between the last two layers, which
+would cross a boundary of pipeline stages there.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from rewire.kernels.tokens import project, rms_norm
+from rewire.kernels.tokens import project, project_normed, rms_norm
 
 
 @pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 5, 6), (0, 6)])
@@ -31,6 +33,33 @@ def test_second_derivatives() -> None:
     assert torch.autograd.gradgradcheck(project, [t.requires_grad_() for t in inputs])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_project_normed(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(2, 5, 6).to(dtype).requires_grad_(), torch.randn(6, 3, requires_grad=True)
+    got, want = project_normed(x, weight, 0.1), project(rms_norm(x, 0.1), weight)
+    assert torch.equal(got, want) and got.dtype == want.dtype
+    upstream, tolerance = torch.randn_like(got), 1e-2 if dtype == torch.bfloat16 else 1e-5
+    found, wanted = (torch.autograd.grad(out, (x, weight), upstream) for out in (got, want))
+    for grad, expected in zip(found, wanted, strict=True):
+        assert grad.dtype == expected.dtype
+        torch.testing.assert_close(grad, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_derivatives_of_project_normed() -> None:
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 6), (6, 3))]
+    assert torch.autograd.gradcheck(project_normed, inputs) and torch.autograd.gradgradcheck(project_normed, inputs)
+    x = torch.zeros(2, 6, requires_grad=True)
+    assert torch.autograd.grad(project_normed(x, torch.ones(6, 2)).sum(), x)[0].isfinite().all()
+
+
+def test_project_normed_keeps_no_copy() -> None:
+    x, weight = torch.randn(5, 64).bfloat16().requires_grad_(), torch.randn(64, 2, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        project_normed(x, weight)
+    assert [t.data_ptr() for t in kept] == [x.data_ptr(), weight.data_ptr()]
+
+
 def test_project_is_float32_under_autocast_and_keeps_no_copy() -> None:
     x, weight = torch.randn(5, 64).bfloat16().requires_grad_(), torch.randn(64, 2, requires_grad=True)
     kept: list[Tensor] = []
@@ -43,10 +72,11 @@ def test_project_is_float32_under_autocast_and_keeps_no_copy() -> None:
     assert [t.data_ptr() for t in kept] == [x.data_ptr(), weight.data_ptr()]
 
 
-def test_project_compiles_in_one_graph() -> None:
+@pytest.mark.parametrize("function", [project, project_normed])
+def test_project_compiles_in_one_graph(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     x, weight = torch.randn(5, 6).bfloat16().requires_grad_(), torch.randn(6, 2, requires_grad=True)
-    expected = torch.autograd.grad(project(x, weight).sum(), (x, weight))
-    compiled = torch.compile(project, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(function(x, weight).sum(), (x, weight))
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for got, want in zip(torch.autograd.grad(compiled(x, weight).sum(), (x, weight)), expected, strict=True):
         torch.testing.assert_close(got, want)
 

@@ -302,3 +302,16 @@ def test_options_that_choose_states_otherwise() -> None:
         make_topology("grn-v1", {"last": 2, "block": 3})
     with pytest.raises(ValueError, match=r"dilation=2 and block=3.*pass one"):
         make_topology("denseformer", {"dilation": 2, "block": 3})
+
+
+@pytest.mark.parametrize("name", ["ancre-ingoing", "ancre-outgoing"])
+def test_distributions(name: str) -> None:
+    topology, dims = make_topology(name, {"temperature": 0.5, "block": 3}), Dims(DEPTH)
+    weights = topology.weights({key: value.detach().float() for key, value in drawn(topology, dims).items()}, dims)
+    found = topology.distributions(weights, dims)
+    sources = [states_read(t, 3) for t in range(1, DEPTH + 1)]
+    into = [len(its) for its in sources]
+    out_of = [sum(i in its for its in sources) for i in range(DEPTH)]
+    assert [len(p) for p in found] == (into if name == "ancre-ingoing" else out_of)
+    for p in found:
+        torch.testing.assert_close(p.sum(), torch.ones(()))
