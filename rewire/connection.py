@@ -96,6 +96,11 @@ class Connection(nn.Module):
             parameters = placement.reduced(parameters)
         parameters.update(self.named_buffers())
         for name, parameter in parameters.items():
+            if hasattr(parameter, "ds_id"):
+                raise RewireError(
+                    f"DeepSpeed's ZeRO-3 partitions connection weight '{name}' of trunk '{self.layout.trunk}', and "
+                    "frees it before the blocks and the backward pass have used it. Use FSDP2, or stage 1 or 2 of ZeRO."
+                )
             if parameter.dtype != torch.float32:
                 raise RewireError(
                     f"connection weight '{name}' of trunk '{self.layout.trunk}' is {parameter.dtype}: connection "

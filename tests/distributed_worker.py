@@ -1,4 +1,4 @@
-"""One of two processes: trains a rewired model under DDP or FSDP2, and compares with training in one. A script."""
+"""One of several processes: trains a rewired model under DDP, FSDP2 or HSDP; compares with one process. A script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from every_topology import LEARNED, mixed
+from every_topology import FAMILIES, LEARNED, mixed
 from models import PreNorm, Stack
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +38,7 @@ def make(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def batch(dtype: torch.dtype) -> Tensor:
-    """[4, 9, 8]: two rows for each of two ranks."""
+    """[4, 9, 8]: two rows for each of two ranks, or one for each of four."""
     return torch.randn(4, 9, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
@@ -105,6 +105,19 @@ def fsdp() -> None:
     assert weights and all(isinstance(p, DTensor) for p in weights)
     assert "enter(" in rewire.source(sharded, "layers.0")
     compare(expected, train(sharded, mine(batch(torch.float32))), 1e-5)
+
+
+def hsdp_every_kind() -> None:
+    """Two groups of two ranks: parameters are sharded in each, and replicated between them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for key in (*FAMILIES, "dca"):
+        torch.manual_seed(0)
+        model = mixed(Stack(PreNorm), key)
+        expected = train(copy.deepcopy(model), batch(torch.float32))
+        for module in (*rewire.connections(model).values(), *model.layers, model):
+            fully_shard(module, mesh=mesh)
+        compare(expected, train(model, mine(batch(torch.float32))), 1e-4)
+        keep(model)
 
 
 def fsdp_bfloat16() -> None:
@@ -231,9 +244,10 @@ def no_own_group() -> None:
 
 
 def main(rank: str, meeting_point: str, scenarios: list[str]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=rank, WORLD_SIZE="2")
+    os.environ["RANK"] = rank
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=int(rank), world_size=2)
+    ranks = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=int(rank), world_size=ranks)
     for scenario in scenarios:
         globals()[scenario]()
         print(scenario, "passed", flush=True)

@@ -1,4 +1,4 @@
-"""DDP and FSDP2 with two real processes on the CPU."""
+"""DDP, FSDP2 and HSDP with two and four real processes on the CPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import two_processes
 
 
-def run(tmp_path: Path, *scenarios: str) -> None:
-    """Functions of distributed_worker.py, one after the other in the same two processes."""
+def run(tmp_path: Path, *scenarios: str, ranks: int = 2) -> None:
+    """Functions of distributed_worker.py, one after the other in the same processes."""
     worker = Path(__file__).with_name("distributed_worker.py")
-    for text in two_processes.run(worker, tmp_path / "meeting_point", *scenarios):
+    for text in two_processes.run(worker, tmp_path / "meeting_point", *scenarios, ranks=ranks):
         assert [f"{scenario} passed" for scenario in scenarios if f"{scenario} passed" not in text] == []
 
 
@@ -23,3 +23,8 @@ def test_training_is_that_of_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_topology(tmp_path: Path) -> None:
     run(tmp_path, "fsdp_every_topology", "fsdp_mixed_every_topology")
+
+
+@pytest.mark.slow
+def test_every_kind_of_topology_on_four_ranks(tmp_path: Path) -> None:
+    run(tmp_path, "hsdp_every_kind", ranks=4)

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 import two_processes
+from mixing import mixed
+from models import PreNorm, Stack, vectors
+
+import rewire
 
 WORKER = Path(__file__).with_name("trainers_worker.py")
 
@@ -17,3 +21,13 @@ WORKER = Path(__file__).with_name("trainers_worker.py")
 def test_training_and_resuming_is_that_of_one_process(scenarios: tuple[str, ...], tmp_path: Path) -> None:
     for text in two_processes.run(WORKER, tmp_path, *scenarios):
         assert [f"{scenario} passed" for scenario in scenarios if f"{scenario} passed" not in text] == []
+
+
+def test_parameters_that_zero_3_partitions_are_refused() -> None:
+    """What DeepSpeed makes of a parameter, by its mark: its own code takes a compiler."""
+    model = mixed(Stack(PreNorm))
+    (connection,) = rewire.connections(model).values()
+    for weight in connection.parameters():
+        weight.ds_id = 0
+    with pytest.raises(rewire.RewireError, match="ZeRO-3 partitions connection weight 'logits' of trunk 'layers'"):
+        model(vectors())
