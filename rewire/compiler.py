@@ -16,7 +16,7 @@ from rewire.diffs import diff
 from rewire.errors import AlreadyConnected, RewireError
 from rewire.init import Initializer, initialize, make_initializer
 from rewire.logs import timed
-from rewire.passes.checks import check_choices, check_model
+from rewire.passes.checks import check_choices, check_model, check_not_cut
 from rewire.passes.choose import choose, chosen_topologies
 from rewire.passes.find import find, prepared_copy, trunks_of
 from rewire.passes.inputs import inputs_for, known_inputs
@@ -110,7 +110,7 @@ def compile(
         NoResidualAdds: nothing to rewire was found; the message says what was looked at.
         UnknownName: no such topology, initialiser or trunk; near names are given.
         TypeError, ValueError: an argument is not one of what is said above; a trunk has two keys.
-        RewireError: the initialiser has no meaning for this model.
+        RewireError: the initialiser has no meaning for this model; or it is one stage of a pipeline.
         AlreadyRewired, AlreadyConnected, ShardedModel: the model cannot be rewired as it is.
         UnsupportedTopology: the topology does not fit a trunk, or has no such start.
         WidthMismatch: a trunk's states have different widths.
@@ -141,7 +141,10 @@ def compile(
     with timed(logs.find, f"looked for residual streams in {name}"):
         found = find(prepared, patterns, inputs, run=validate, everything=everything)
     logs.find.info("found:\n%s", found[0].report)
-    layouts = choose(trunks_of(found, name), topologies, granularity)
+    found_trunks = trunks_of(found, name)
+    if trunks is None:
+        check_not_cut(model, found_trunks)
+    layouts = choose(found_trunks, topologies, granularity)
     with timed(logs.rewrite, f"rewrote {name}"):
         rewired = rewrite(prepared, patterns, found, layouts, start, all_of_them=any(topologies))
     if logs.rewrite.isEnabledFor(logging.INFO):

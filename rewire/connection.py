@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from rewire.errors import RewireError
+from rewire.kernels.history import History
 from rewire.kernels.tokens import outside_autocast
 from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
-from rewire.stream import Layout, Stream
-from rewire.topologies.base import Start
+from rewire.stream import Layout, Settled, Stream, Weights
+from rewire.topologies.base import Start, States
 from rewire.topologies.registry import name_and_options, named_topology
 from rewire.trunk import Trunk
 
@@ -39,9 +40,12 @@ class Connection(nn.Module):
 
     Attributes:
         placement: where hidden states that are plain tensors lie on a device mesh, if `parallelize` said so.
+        learned_names: of the learned weights. On a pipeline stage that goes on with a trunk they are no parameters of
+            this module: they come with the stream.
     """
 
     placement: Placement | None = None
+    learned_names: tuple[str, ...] = ()
 
     def __init__(
         self, layout: Layout, start: Start, device: torch.device | str | None = None, trunk: Trunk | None = None
@@ -52,7 +56,9 @@ class Connection(nn.Module):
 
     def _connect(self, layout: Layout, start: Start, device: torch.device | str | None) -> None:
         self.layout, self.start = layout, start
-        for name, value in layout.topology.parameters(layout.dims, start).items():
+        learned = layout.topology.parameters(layout.dims, start)
+        self.learned_names = tuple(learned)
+        for name, value in learned.items():
             self.register_parameter(name, nn.Parameter(value.to(device=device, dtype=torch.float32)))
         for name, value in layout.topology.constants(layout.dims).items():
             self.register_buffer(name, value.to(device=device, dtype=torch.float32))
@@ -66,9 +72,10 @@ class Connection(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set the start values again (after ``to_empty``, say)."""
+        values = self.layout.topology.parameters(self.layout.dims, self.start)
         with torch.no_grad():
-            for name, value in self.layout.topology.parameters(self.layout.dims, self.start).items():
-                _set(self.get_parameter(name), value)
+            for name, parameter in self.named_parameters():
+                _set(parameter, values[name])
 
     def forward(self, x: Tensor) -> Stream:
         """A stream at its start, ``x`` being the trunk's input [..., width].
@@ -82,19 +89,52 @@ class Connection(nn.Module):
             x, placement = unwrapped(x, layout.channel_dim, layout.trunk)
         elif placement is None:
             check_whole(x, layout.channel_dim, layout.trunk)
-        return Stream.begin(x, self.effective(placement), layout, placement)
+        learned = self._learned(placement)
+        return Stream.begin(x, self._effective(learned), layout, placement, learned)
 
-    def effective(self, placement: Placement | None = None) -> Any:
-        """The weights that the topology's formulas use, from the learned ones, in float32.
+    def receiving(self) -> Connection:
+        """One like this, whose learned weights come with the stream, from an earlier pipeline stage."""
+        other = copy.copy(self)
+        other._parameters = {}
+        return other
+
+    def resume(
+        self, states: States, learned: Mapping[str, Tensor], position: int, placement: Placement | None
+    ) -> Stream:
+        """The stream after ``position`` residual adds, from its states and the learned weights.
 
         Args:
-            placement: of the hidden states that they are used on.
+            states: as the topology has them, a `History` as a tuple of the states in it.
+            learned: weights, by name.
+            position: number of residual adds.
+            placement: of the hidden states.
         """
+        weights, layout = self._effective(learned), self.layout
+        token = layout.channels_last(layout.token(states[0].device))
+        histories = iter([s for s in layout.topology.start(token, weights) if isinstance(s, History)])
+        states = tuple(History.of(next(histories).table, s) if isinstance(s, tuple) else s for s in states)
+        return Stream(states, Settled(), Weights(weights, learned), layout, position, placement)
+
+    def effective(self) -> Any:
+        """The weights that the topology's formulas use, from the learned ones, in float32.
+
+        Raises:
+            RewireError: they were cast, or are on another pipeline stage.
+        """
+        return self._effective(self._learned())
+
+    def _learned(self, placement: Placement | None = None) -> dict[str, Tensor]:
+        """The learned weights, whole, for use on hidden states of this placement."""
+        if len(self._parameters) < len(self.learned_names):
+            raise RewireError(
+                f"the connection weights of trunk '{self.layout.trunk}' are on the pipeline stage on which it starts."
+            )
         sharded = any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
-        parameters = {name: _gathered(p) if sharded or is_dtensor(p) else p for name, p in self.named_parameters()}
-        if placement is not None:
-            parameters = placement.reduced(parameters)
-        parameters.update(self.named_buffers())
+        learned = {name: _gathered(p) if sharded or is_dtensor(p) else p for name, p in self.named_parameters()}
+        return learned if placement is None else placement.reduced(learned)
+
+    def _effective(self, learned: Mapping[str, Tensor]) -> Any:
+        parameters = {**learned, **dict(self.named_buffers())}
         for name, parameter in parameters.items():
             if hasattr(parameter, "ds_id"):
                 raise RewireError(
@@ -105,7 +145,8 @@ class Connection(nn.Module):
                 raise RewireError(
                     f"connection weight '{name}' of trunk '{self.layout.trunk}' is {parameter.dtype}: connection "
                     "weights have to stay float32. Under FSDP2 mixed precision give them a group of their own: "
-                    "`for c in rewire.connections(model).values(): fully_shard(c)`."
+                    "`for c in rewire.connections(model).values(): fully_shard(c)`; the policy of a whole "
+                    "pipeline stage needs cast_forward_inputs=False."
                 )
         device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
         with outside_autocast(device):

@@ -37,15 +37,19 @@ class Entry:
 
     Attributes:
         trunk: its name.
-        connection: opens the stream, if the function stands at its start; otherwise None.
+        connection: of this trunk.
+        opens: whether the function stands at the start of the trunk, and the connection opens the stream there.
         adds: for each position of the stream at which the function may be called, the adds that it makes then.
         outside: whether it is also called outside of trunks, with plain tensors.
+        cut_at: number of residual adds after which the model was cut (`rewire.pipeline_stage`).
     """
 
     trunk: str
-    connection: Connection | None
+    connection: Connection
+    opens: bool
     adds: dict[int, int]
     outside: bool = False
+    cut_at: int | None = None
 
 
 class Live:
@@ -53,6 +57,7 @@ class Live:
 
     Attributes:
         stream: after what was read last.
+        unread: before that.
         values: tensors that are its value: what was read, and casts of it.
         versions: of each of them, when it was made.
         source: what came in: a stream, or the tensor that the trunk starts with.
@@ -65,7 +70,8 @@ class Live:
     """
 
     def __init__(self, stream: Stream, entry: Entry | None, source: Any = None) -> None:
-        self.stream, self.entry, self.start = stream, entry, stream.position
+        self.stream = self.unread = stream
+        self.entry, self.start = entry, stream.position
         self.source = source
         self.values: list[Tensor] = []
         self.versions: list[int] = []
@@ -77,7 +83,7 @@ class Live:
 
     def read(self, norm: nn.Module | None) -> Tensor:
         """The value; with a norm, what that makes of it is computed, too."""
-        stream = self.stream
+        stream = self.unread = self.stream
         self.norm = self.normed = self.qkv = None
         self.parts = []
         if stream.complete:
@@ -133,7 +139,7 @@ class Depth:
         """
         if isinstance(value, (list, tuple)):
             opened, tensors = [], 0
-            may_start = self.entries[trunk].connection is not None
+            may_start = self.entries[trunk].opens
             may_start = may_start or not any(isinstance(part, Stream) for part in value)
             for part in value:
                 starts = begin and may_start and tensors == (item or 0)
@@ -146,7 +152,7 @@ class Depth:
         if isinstance(value, Stream):
             return self._came(value if awaiting else value.settled(), norm)
         entry = self.entries[trunk]
-        if entry.outside and entry.connection is None:
+        if entry.outside and not entry.opens:
             return value
         if isinstance(value, Tensor) and begin and not any(live.entry is entry and live.start for live in self.live):
             return self._began(value, norm, entry)
@@ -163,23 +169,26 @@ class Depth:
         return self._added(Live(stream, entry, stream), norm)
 
     def _began(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
-        if entry.connection is None and value.dtype == torch.float16:
+        if not entry.opens and value.dtype == torch.float16:
             raise UnsupportedCall(
                 f"block '{self.block}' was given a plain tensor where a stream belongs. Some models (T5, BART) "
                 "clamp their states in float16 between the adds: use bfloat16 or float32."
             )
-        if entry.connection is None:
+        if not entry.opens:
             raise OutOfOrder(
                 f"block '{self.block}' was given a plain tensor, but it belongs after residual add "
                 f"{next(iter(entry.adds))} of trunk '{entry.trunk}' and needs the stream that the block before it "
-                "returns. Call the blocks in the model's order and hand on what they return."
+                "returns. Call the blocks in the model's order and hand on what they return; of a model that was cut "
+                "for pipeline parallelism, call rewire.pipeline_stage on every stage."
             )
         if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
             raise UnsupportedCall(
                 f"block '{self.block}' runs under re-entrant activation checkpointing, which loses the gradients "
                 "of the residual stream. Use torch.utils.checkpoint(..., use_reentrant=False)."
             )
-        return self._added(Live(entry.connection(value), entry, value), norm)
+        # torch.distributed.pipelining.pipeline unflattens exported modules, and no block has this one below it
+        begin = entry.connection.forward if torch.compiler.is_exporting() else entry.connection
+        return self._added(Live(begin(value), entry, value), norm)
 
     def _added(self, live: Live, norm: nn.Module | None) -> Tensor:
         self.live.append(live)
@@ -264,7 +273,8 @@ class Depth:
                 return item
             self._check_unchanged(live)
             left.append(live)
-            return live.stream
+            cut = live.entry is not None and live.stream.position == live.entry.cut_at
+            return live.unread if cut else live.stream
 
         result = mapped(result, stream_of)
         for live in self.live:
@@ -309,7 +319,7 @@ class Depth:
 
     def _is_outside(self) -> bool:
         """Whether this is one of the calls without a stream; a lost one is missed where the trunk ends."""
-        return not self.live and all(entry.outside and entry.connection is None for entry in self.entries)
+        return not self.live and all(entry.outside and not entry.opens for entry in self.entries)
 
     def _shortcut(self, shortcut: Tensor) -> tuple[Live, tuple[Tensor, ...]]:
         """The stream whose value a shortcut is, and the branches that were added to it already."""
@@ -370,7 +380,7 @@ class Depth:
         """The value at which a trunk starts, behind an ``if`` on one way of which it was made."""
         entry = self.entries[trunk]
         begun = any(live.stream.layout.trunk == entry.trunk for live in self.live)
-        if begun or entry.connection is None or not isinstance(value, Tensor):
+        if begun or not entry.opens or not isinstance(value, Tensor):
             return value
         return self._began(value, None, entry)
 

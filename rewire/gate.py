@@ -68,22 +68,25 @@ class Gate:
 
         Args:
             value: of the variable.
-            trunks: which of the function's trunks end here; else the first.
+            trunks: which of the function's trunks end here; else the first. Where the model was cut, streams go on.
 
         Raises:
             OutOfOrder: the stream has not ended.
         """
-        names = [self.entries[number].trunk for number in trunks or (0,)]
+        ended = {entry.trunk: entry for entry in (self.entries[number] for number in trunks or (0,))}
 
         def output_of(item: Any) -> Any:
-            if not isinstance(item, Stream) or item.layout.trunk not in names:
+            if not isinstance(item, Stream) or item.layout.trunk not in ended:
+                return item
+            if item.position == ended[item.layout.trunk].cut_at:
                 return item
             if item.settled().complete:  # nothing is made of the last sum, this time
                 return item.settled().finish()
             raise OutOfOrder(
                 f"the blocks were called ({self.where}), and the stream left them in the middle of trunk "
                 f"'{item.layout.trunk}' after {item.position} of its {len(item.layout.units)} residual adds: a "
-                "block was skipped. Layer dropping has to be off."
+                "block was skipped. Layer dropping has to be off; of a model that was cut for pipeline parallelism, "
+                "call rewire.pipeline_stage on every stage."
             )
 
         return mapped(value, output_of)

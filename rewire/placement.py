@@ -48,19 +48,27 @@ class Placement:
         """This rank's part of a hidden state, as a plain tensor."""
         return x.redistribute(self.mesh, self.placements).to_local() if is_dtensor(x) else x
 
+    @classmethod
+    def of_tokens(cls, x: Any, local: torch.Size) -> Placement:
+        """Where hidden states lie, from a state that is a DTensor; ``local``: their shape on this rank."""
+        tokens = len(local) - 1
+        return cls(x.device_mesh, _sharded(x.placements), x.placements, torch.Size([*x.shape[:tokens], local[-1]]))
+
     def wrapped(self, x: Tensor) -> Tensor:
-        """A hidden state as the model has it."""
+        """A hidden state as the model has it; or another tensor with the same tokens."""
         if self.placements is None:
             return x
         from torch.distributed.tensor import DTensor
 
-        made = DTensor.from_local(x, self.mesh, self.placements, run_check=False)
-        if made.shape == self.shape:
-            return made
         assert self.shape is not None
-        stride = torch.empty(self.shape, device="meta").stride()  # shards of different sizes
+        tokens = len(self.shape) - 1
+        shape = torch.Size([*self.shape[:tokens], *x.shape[tokens:]])
+        made = DTensor.from_local(x, self.mesh, self.placements, run_check=False)
+        if made.shape == shape:
+            return made
+        stride = torch.empty(shape, device="meta").stride()  # shards of different sizes
         return DTensor.from_local(
-            x.contiguous(), self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
+            x.contiguous(), self.mesh, self.placements, run_check=False, shape=shape, stride=stride
         )
 
     def reduced(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ disturb each other.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +79,12 @@ class Layout:
         """Whether the branch of ``site`` begins with an attention that has separate q/k/v inputs."""
         return self.opens_unit(site) and self.units[site] in self.dims.attention
 
+    def token(self, device: torch.device | str) -> Tensor:
+        """A hidden state of a single token, whose values mean nothing."""
+        sizes = [1] * max(3, -self.channel_dim + 1)
+        sizes[self.channel_dim] = self.dims.width or 1
+        return torch.zeros(sizes, device=device)
+
     def channels_last(self, x: Tensor) -> Tensor:
         """A view of a hidden state as topologies see it, [..., D]."""
         return x if self.channel_dim == -1 else x.movedim(self.channel_dim, -1)
@@ -93,12 +99,16 @@ class Weights:
 
     It hides them from code that casts every tensor in a block's inputs (FSDP2's mixed precision): they have to stay
     float32.
+
+    Attributes:
+        value: the effective weights.
+        learned: what they were computed from, by name: a pipeline hands these on to the stages that go on.
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("learned", "value")
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, value: Any, learned: Mapping[str, Tensor] | None = None) -> None:
+        self.value, self.learned = value, learned or {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,8 +175,15 @@ class Stream:
     placement: Placement | None = None
 
     @classmethod
-    def begin(cls, x: Tensor, weights: Any, layout: Layout, placement: Placement | None = None) -> Stream:
-        """The stream of a trunk whose input is ``x``; ``weights`` are the topology's effective ones.
+    def begin(
+        cls,
+        x: Tensor,
+        weights: Any,
+        layout: Layout,
+        placement: Placement | None = None,
+        learned: Mapping[str, Tensor] | None = None,
+    ) -> Stream:
+        """The stream of a trunk whose input is ``x``; ``weights`` are the topology's effective ones, of ``learned``.
 
         Raises:
             WidthMismatch: the topology has weights per channel, and ``x`` does not have as many channels.
@@ -178,7 +195,7 @@ class Stream:
                 f"shape {tuple(x.shape)}. Use a topology with one weight per state, or trunks=[...] to leave it out."
             )
         states = layout.topology.start(layout.channels_last(x), weights)
-        return cls(states, Settled(), Weights(weights), layout, placement=placement)
+        return cls(states, Settled(), Weights(weights, learned), layout, placement=placement)
 
     @property
     def complete(self) -> bool:
@@ -189,6 +206,11 @@ class Stream:
     def awaiting(self) -> bool:
         """Whether `push` is to bring the state that the model makes of the last add's sum."""
         return isinstance(self.held, Awaiting)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the stream consists of its states, and nothing has been read or waits."""
+        return isinstance(self.held, Settled)
 
     @property
     def template(self) -> Tensor:
@@ -392,10 +414,16 @@ class Stream:
                 "a block was skipped. Switch layer dropping off, or rewire the model without these blocks."
             )
         if isinstance(self.held, Unsummed):
-            due, stream = self._due()
-            assert not isinstance(due, QKVInputs)
-            return stream._pushed(materialize(due)).finish()
+            return self.summed().finish()
         return self._out(layout.restored(layout.topology.finish(self.states, self.weights.value, layout.dims)))
+
+    def summed(self) -> Stream:
+        """The stream, its last state computed if it waits for a read."""
+        if not isinstance(self.held, Unsummed):
+            return self
+        due, stream = self._due()
+        assert not isinstance(due, QKVInputs)
+        return stream._pushed(materialize(due))
 
     def _with(self, states: States, held: Settled | Reading | Unsummed | Awaiting, adds: int = 0) -> Stream:
         return Stream(states, held, self.weights, self.layout, self.position + adds, self.placement)

@@ -105,11 +105,23 @@ class History:
         """The history before the first state."""
         return cls(table, (), (), ())
 
-    def push(self, x: Tensor) -> History:
+    @classmethod
+    def of(cls, table: Table, states: Sequence[Tensor]) -> History:
+        """The history after ``states``, of which earlier mixes were made elsewhere."""
+        history = cls.empty(table)
+        for number, x in enumerate(states):
+            history = history.push(x, begin=number >= len(states) - table.block)
+        return history
+
+    def push(self, x: Tensor, begin: bool = True) -> History:
         """The history with a further state.
 
         To be called by who reads the state, not by who makes it: the claims' backward needs the state, and under
         activation checkpointing would have the block that made it recomputed before its turn.
+
+        Args:
+            x: the state.
+            begin: whether the mixes of a block that comes next will be made of this history.
         """
         table, number, claims = self.table, len(self.states), self.claims
         states = (*self.states, x)
@@ -132,7 +144,7 @@ class History:
                 weights = torch.cat([c[:, -later:] for c in table.columns[number + 1 - block : number + 1]])
                 claims = (*claims, (first + near, _Claims.apply(weights, False, *waiting)[:-1]))
                 waiting = ()
-        return History(table, states, values, claims, waiting, self._begin(states, block))
+        return History(table, states, values, claims, waiting, self._begin(states, block) if begin else ())
 
     def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
         """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""

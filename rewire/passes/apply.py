@@ -55,7 +55,7 @@ def apply(
 
 def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection]) -> Gate:
     entries = [
-        Entry(trunk, connections[trunk] if trunk in plan.opens else None, adds, plan.outside.get(trunk, False))
+        Entry(trunk, connections[trunk], trunk in plan.opens, adds, plan.outside.get(trunk, False))
         for trunk, adds in plan.adds.items()
     ]
     helper = None if plan.method else plan.decorated.function

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from rewire.connection import Connection
-from rewire.errors import AlreadyRewired, ShardedModel
+from rewire.errors import AlreadyRewired, RewireError, ShardedModel
 from rewire.passes.install import is_edited
+from rewire.trunk import Trunk
 
 
 def check_choices(granularity: str, start: str) -> None:
@@ -42,3 +45,20 @@ def check_whole(model: nn.Module) -> None:
             raise ShardedModel(f"{where} is already compiled: rewire the model first, then torch.compile it.")
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         raise ShardedModel("the model's parameters are already sharded: rewire the model first, then shard it.")
+
+
+def check_not_cut(model: nn.Module, trunks: Iterable[Trunk]) -> None:
+    """Refuse one stage of a pipeline: what its trunk had before and after would be missing from its streams.
+
+    Raises:
+        RewireError: modules around a trunk were taken away.
+    """
+    for trunk in trunks:
+        owner = model.get_submodule(trunk.owner)
+        gone = [name for name, child in owner._modules.items() if child is None]
+        if gone:
+            raise RewireError(
+                f"module '{gone[0]}' beside trunk '{trunk.name}' was set to None, as in one stage of a pipeline. "
+                "Stages that are rewired one by one are networks of their own: rewire the whole model, then cut it, then "
+                f"call rewire.pipeline_stage on each part. If this is the whole model, say so: trunks=['{trunk.name}']."
+            )

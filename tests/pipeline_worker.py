@@ -1,0 +1,271 @@
+"""One of two or four processes: pipeline schedules on stages of rewired models, against one process. A script."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import operator
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from every_topology import FAMILIES, mixed
+from parallel_worker import WIDTH, Block, errors, full
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    SplitPoint,
+    pipeline,
+)
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import rewire
+from rewire.kernels import plain
+
+plain.WORTHWHILE = 0  # as in conftest.py
+BATCH, LENGTH, VOCABULARY, MICRO_BATCHES = 8, 6, 23, 4
+CPU = torch.device("cpu")
+#: One of each kind: static and dense, per token and dense, softmax over sources, streams, separate q/k/v, with x_0.
+KINDS = ["ancre-ingoing", "grn-v1", "grn-v3", "attnres", "attnres-groups", "hc-dynamic", "dca", "muddformer"]
+KINDS += ["x0-lambdas"]
+
+
+class Model(nn.Module):
+    """Blocks by name, as torchtitan has them; a part of it works without the rest."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.embed: nn.Module | None = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleDict({str(number): Block() for number in range(depth)})
+        self.norm: nn.Module | None = nn.LayerNorm(WIDTH)
+        self.head: nn.Module | None = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) if self.embed is not None else x
+        for layer in self.layers.values():
+            x = layer(x)
+        x = self.norm(x) if self.norm is not None else x
+        return self.head(x) if self.head is not None else x
+
+
+def make(key: str, depth: int = 4, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return mixed(Model(depth), key, example_inputs=(tokens(),)).to(dtype)
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
+
+
+def targets(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(BATCH, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(4)).to(dtype)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output * target).square().mean()
+
+
+def cut(model: nn.Module, stage: int, stages: int) -> nn.Module:
+    """Blocks ``stage / stages`` of a model; what is lost with the others is what torchtitan's split loses."""
+    part: Any = copy.deepcopy(model)
+    names = list(part.layers)
+    size = len(names) / stages
+    keep = names[round(stage * size) : round((stage + 1) * size)]
+    for name in names:
+        if name not in keep:
+            del part.layers[name]
+    part.depth_connections = nn.ModuleDict()
+    if stage > 0:
+        part.embed = None
+    if stage + 1 < stages:
+        part.norm = part.head = None
+    return part
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Those of the whole batch, in one process."""
+    dtype = next(model.parameters()).dtype
+    loss(model(tokens()), targets(dtype)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check(expected: dict[str, Tensor], parts: list[nn.Module], what: str, tolerance: float = 1e-10) -> None:
+    """All gradients of a rank; and that all ranks together have each gradient of the model once."""
+    found = [(name, p.grad) for part in parts for name, p in part.named_parameters() if p.grad is not None]
+    actual = {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in found}
+    for name, error in errors({name: expected[name] for name in actual}, actual).items():
+        limit = max(tolerance, 1e-6) if "depth_connections" in name else tolerance
+        assert error <= limit, f"{what}: gradient of {name} differs by {error:.1e}"
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, [name for name, _ in found])
+    assert sorted(functools.reduce(operator.iadd, names, [])) == sorted(expected), what
+
+
+def stages_of(schedule: type, stages: int) -> list[int]:
+    """Numbers of this rank's stages."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return [rank, stages - 1 - rank] if schedule is ScheduleZBVZeroBubble else list(range(rank, stages, ranks))
+
+
+def step(schedule: type, parts: dict[int, nn.Module], stages: int, steps: int = 1, dtype: Any = torch.float64) -> None:
+    """Forward and backward of the batch, in micro-batches."""
+    made: Any = [PipelineStage(part, number, stages, CPU) for number, part in parts.items()]
+    several = schedule not in (ScheduleGPipe, Schedule1F1B)
+    runner = schedule(made if several else made[0], MICRO_BATCHES, loss_fn=loss)
+    for _ in range(steps):
+        for part in parts.values():
+            part.zero_grad()
+        given = (tokens(),) if 0 in parts else ()
+        runner.step(*given, target=targets(dtype) if stages - 1 in parts else None)
+
+
+def run(key: str, schedule: type, stages: int, model: nn.Module | None = None) -> None:
+    model = make(key, stages) if model is None else model
+    expected = gradients(copy.deepcopy(model))
+    parts = {number: cut(model, number, stages) for number in stages_of(schedule, stages)}
+    for part in parts.values():
+        rewire.pipeline_stage(part)
+    step(schedule, parts, stages, steps=2)
+    check(expected, list(parts.values()), f"{key}, {schedule.__name__}, {stages} stages")
+
+
+def single_stages() -> None:
+    stages = dist.get_world_size()
+    for key in ("ancre-ingoing", "grn-v3", "attnres", "muddformer"):
+        run(key, ScheduleGPipe, stages)
+    run("hc-dynamic", Schedule1F1B, stages)
+    run("dca", Schedule1F1B, stages)
+
+
+def several_stages() -> None:
+    stages = 2 * dist.get_world_size()
+    run("ancre-ingoing", ScheduleInterleaved1F1B, stages)
+    run("attnres", ScheduleInterleaved1F1B, stages)
+
+
+def every_kind() -> None:
+    for key in dict.fromkeys([*KINDS, *FAMILIES]):
+        run(key, Schedule1F1B, dist.get_world_size())
+        run(key, ScheduleInterleaved1F1B, 2 * dist.get_world_size())
+
+
+def zero_bubble() -> None:
+    """Schedules that compute gradients of inputs and of weights at different times."""
+    stages = 2 * dist.get_world_size()
+    for key in ("ancre-ingoing", "grn-v3", "hc-dynamic"):
+        run(key, ScheduleInterleavedZeroBubble, stages)
+        run(key, ScheduleZBVZeroBubble, stages)
+
+
+def sharded() -> None:
+    """Two stages of two ranks each, that shard them; with mixed precision, connection weights stay float32."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    for key in ("ancre-ingoing", "grn-v3", "hc-dynamic"):
+        model = make(key)
+        expected = gradients(copy.deepcopy(model))
+        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)):
+            part = cut(model, mesh["pp"].get_local_rank(), 2)
+            rewire.pipeline_stage(part)
+            for connection in rewire.connections(part).values():
+                fully_shard(connection, mesh=mesh["dp"])
+            for layer in part.layers.values():
+                fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+            fully_shard(part, mesh=mesh["dp"], mp_policy=policy)
+            stage = PipelineStage(part, mesh["pp"].get_local_rank(), 2, CPU, group=mesh["pp"].get_group())
+            given = (tokens(),) if stage.is_first else ()
+            target = targets() if stage.is_last else None
+            Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss).step(*given, target=target)
+            grads = {name: p.grad.full_tensor() for name, p in part.named_parameters() if p.grad is not None}
+            found = errors({name: expected[name] for name in grads}, grads)
+            assert max(found.values()) < (1e-6 if policy.param_dtype is None else 0.1), (key, policy, found)
+            assert stage.is_last or any("depth_connections" in name for name in grads)
+
+
+def tensor_parallel(part: Any, tp: DeviceMesh, local: bool) -> None:
+    """Tensor and sequence parallelism. Hidden states are plain tensors, or DTensors with ``local=False``."""
+    whole: dict[str, Any] = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    plan: dict[str, ParallelStyle] = {}
+    if part.embed is not None:
+        plan["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=local)
+    if part.head is not None:
+        plan["norm"] = SequenceParallel()
+        plan["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    for number in part.layers:
+        block = f"layers.{number}"
+        plan |= {f"{block}.norm_{n}": SequenceParallel(use_local_output=local) for n in (1, 2)}
+        plan |= {f"{block}.{name}": PrepareModuleInput(**whole) for name in ("self_attn", "mlp")}
+        plan |= {f"{block}.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        plan[f"{block}.mlp.up"] = ColwiseParallel()
+        for name in ("self_attn.o_proj", "mlp.down"):
+            plan[f"{block}.{name}"] = RowwiseParallel(output_layouts=Shard(1), use_local_output=local)
+    parallelize_module(part, tp, plan)
+    if local:
+        rewire.parallelize(part, tp, sequence=True)
+
+
+def sharded_tokens() -> None:
+    """Two stages of two ranks each, which share the tokens: the weights' gradients are summed on the first stage."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    for key, local in itertools.product(("ancre-ingoing", "attnres", "hc-dynamic", "dca"), (True, False)):
+        model = make(key)
+        expected = gradients(copy.deepcopy(model))
+        part = cut(model, mesh["pp"].get_local_rank(), 2)
+        rewire.pipeline_stage(part)
+        tensor_parallel(part, mesh["tp"], local)
+        stage = PipelineStage(
+            part, mesh["pp"].get_local_rank(), 2, CPU, group=mesh["pp"].get_group(), get_mesh=lambda *_: mesh["tp"]
+        )
+        given = (tokens(),) if stage.is_first else ()
+        Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss).step(*given, target=targets() if stage.is_last else None)
+        found = {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
+        grads = {name: full(grad) for name, grad in found.items()}
+        for name, error in errors({name: expected[name] for name in grads}, grads).items():
+            limit = 1e-6 if "depth_connections" in name else 1e-10
+            assert error <= limit, f"{key}, local={local}: gradient of {name} differs by {error:.1e}"
+        assert stage.is_last or any("depth_connections" in name for name in grads)
+
+
+def traced() -> None:
+    """The front end that traces: of a model in two stages."""
+    rank = dist.get_rank()
+    for key in ("ancre-ingoing", "grn-v3", "hc-dynamic"):
+        model = make(key)
+        expected = gradients(copy.deepcopy(model))
+        pipe = pipeline(model, (tokens()[: BATCH // MICRO_BATCHES],), split_spec={"layers.2": SplitPoint.BEGINNING})
+        stage = pipe.build_stage(rank, CPU)
+        given = (tokens(),) if rank == 0 else ()
+        ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=loss).step(*given, target=targets() if rank else None)
+        check(expected, [stage.submod], f"{key}, traced")
+
+
+def main(rank: str, ranks: str, meeting_point: str, scenarios: list[str]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=int(rank), world_size=int(ranks))
+    for scenario in scenarios:
+        globals()[scenario]()
+        print(scenario, "passed", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])

@@ -1,0 +1,235 @@
+"""Pipeline parallelism: parts of a rewired model, one after the other and on several real processes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pipeline_worker as worker
+import pytest
+import torch
+import two_processes
+from every_topology import LEARNED
+from torch import nn
+
+import rewire
+from rewire.pipeline import Boundary
+
+LIGHT = ["ancre-ingoing", "grn-v3", "attnres", "hc-dynamic", "dca", "muddformer", "x0-lambdas"]
+HEAVY = [key for key in LEARNED if key not in LIGHT]
+
+
+def parts_of(model: nn.Module, stages: int) -> list[nn.Module]:
+    parts = [worker.cut(model, number, stages) for number in range(stages)]
+    for part in parts:
+        rewire.pipeline_stage(part)
+    return parts
+
+
+def check_one_after_the_other(key: str) -> None:
+    """In one process, without a schedule: outputs and gradients of all parts are those of the model."""
+    model = worker.make(key, depth=3)
+    expected = worker.gradients(copy.deepcopy(model))
+    parts = parts_of(model, 3)
+    value: Any = (worker.tokens(),)
+    for part in parts:
+        value = part(*value)
+    assert torch.equal(value, model(worker.tokens()))
+    worker.loss(value, worker.targets()).backward()
+    actual: dict[str, torch.Tensor] = {}
+    for part in parts:
+        found = {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
+        assert not found.keys() & actual.keys()
+        actual |= found
+    for name, error in worker.errors(expected, actual).items():
+        assert error <= (1e-6 if "depth_connections" in name else 1e-10), f"{key}: {name}, {error:.1e}"
+
+
+@pytest.mark.parametrize("key", LIGHT)
+def test_parts_one_after_the_other_are_the_model(key: str) -> None:
+    check_one_after_the_other(key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", HEAVY)
+def test_parts_of_any_topology_are_the_model(key: str) -> None:
+    check_one_after_the_other(key)
+
+
+def test_a_block_that_reads_ahead() -> None:
+    """A post-norm block hands on what the next one reads; the boundary goes back to what was there before that."""
+
+    class PostNorm(worker.Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm_1(x + self.self_attn(x))
+            return self.norm_2(x + self.mlp(x))
+
+    torch.manual_seed(0)
+    model = worker.Model(4)
+    model.layers = nn.ModuleDict({str(number): PostNorm() for number in range(4)})
+    model = worker.mixed(model, "ancre-ingoing", example_inputs=(worker.tokens(),)).double()
+    first, second = parts_of(model, 2)
+    states = first(worker.tokens())
+    assert len(states) == 4 + 1 + 1  # x_0 .. x_4, as post-norm units have one add each, and the logits
+    assert torch.equal(second(*states), model(worker.tokens()))
+
+
+def run(tmp_path: Path, ranks: int, *scenarios: str) -> None:
+    """Functions of pipeline_worker.py, one after the other in the same processes."""
+    script = Path(worker.__file__)
+    for text in two_processes.run(script, str(ranks), tmp_path / "meeting_point", *scenarios, ranks=ranks):
+        assert [f"{scenario} passed" for scenario in scenarios if f"{scenario} passed" not in text] == []
+
+
+def test_schedules(tmp_path: Path) -> None:
+    run(tmp_path, 2, "single_stages", "several_stages")
+
+
+@pytest.mark.slow
+def test_schedules_on_four_processes(tmp_path: Path) -> None:
+    run(tmp_path, 4, "single_stages", "several_stages", "sharded", "sharded_tokens")
+
+
+@pytest.mark.slow
+def test_every_kind_of_topology(tmp_path: Path) -> None:
+    run(tmp_path, 2, "every_kind", "zero_bubble", "traced")
+
+
+# -- what crosses ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "states", "weights"),
+    [
+        ("ancre-ingoing", 3, 4 * 5 // 2),  # b + 1 after b = 2 of T = 4 blocks; T (T + 1) / 2 logits
+        ("grn-v3", 3, (5 * 6 // 2 + 5) * worker.WIDTH),
+        ("muddformer", 3, None),
+        ("hc-dynamic", 4, None),  # n streams
+        ("x0-lambdas", 2, 2 * 4),
+    ],
+)
+def test_what_crosses(key: str, states: int, weights: int | None) -> None:
+    """In hidden states, and numbers of connection weights: the plain model sends one hidden state."""
+    model = worker.make(key, dtype=torch.float32)
+    first, _ = parts_of(model, 2)
+    size = worker.BATCH * worker.LENGTH * worker.WIDTH
+    (connection,) = rewire.connections(first).values()
+    learned = sum(p.numel() for p in connection.parameters())
+    assert weights in (None, learned)
+    assert sum(tensor.numel() for tensor in first(worker.tokens())) == states * size + learned
+
+
+def test_scores_of_attention_residuals_cross() -> None:
+    model = worker.make("attnres", dtype=torch.float32)
+    first, _ = parts_of(model, 2)
+    tokens, width, reads = (
+        worker.BATCH * worker.LENGTH,
+        worker.WIDTH,
+        8,
+    )  # two units a block; those of units 2..8, output
+    sources = 2 * 2 + 1
+    scores = sum(reads - max(0, source - 1) for source in range(sources - 1))  # of the last there is none yet
+    assert (
+        sum(tensor.numel() for tensor in first(worker.tokens())) == tokens * (sources * width + scores) + reads * width
+    )
+
+
+def test_learned_weights_are_on_one_stage() -> None:
+    parts = parts_of(worker.make("grn-v3"), 4)
+    counts = [len([name for name, _ in part.named_parameters() if "depth_connections" in name]) for part in parts]
+    assert counts == [2, 0, 0, 0]
+    assert all(list(rewire.connections(part)) == ["layers"] for part in parts)
+    with pytest.raises(rewire.RewireError, match=r"on the pipeline stage on which it starts"):
+        rewire.coefficients(parts[1])
+
+
+def test_a_sequence_of_blocks() -> None:
+    """A stage need not be what is left of the model: any module around its blocks will do."""
+    model = worker.make("ancre-ingoing")
+    blocks = list(copy.deepcopy(model).layers.values())
+    stages = [nn.Sequential(model.embed, *blocks[:2]), nn.Sequential(*blocks[2:], model.norm, model.head)]
+    for stage in stages:
+        rewire.pipeline_stage(stage)
+    assert torch.equal(stages[1](*stages[0](worker.tokens())), model(worker.tokens()))
+    assert [name for name, _ in stages[0].named_parameters() if "depth" in name] == [
+        "1.depth_connections.layers.logits"
+    ]
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_that_was_rewired_by_itself() -> None:
+    part = worker.cut(worker.Model(4), 0, 2)
+    with pytest.raises(rewire.RewireError, match=r"'norm' beside trunk 'layers' was set to None"):
+        rewire.compile(part, "ancre-ingoing", example_inputs=(worker.tokens(),))
+    rewired = rewire.compile(part, "ancre-ingoing", example_inputs=(worker.tokens(),), trunks=["layers"])
+    with pytest.raises(rewire.RewireError, match=r"rewire the whole model, then cut it"):
+        rewire.pipeline_stage(rewired)
+
+
+def test_a_stage_that_gets_a_tensor() -> None:
+    model = worker.make("ancre-ingoing")
+    hidden = torch.randn(worker.BATCH, worker.LENGTH, worker.WIDTH, dtype=torch.float64)
+    with pytest.raises(rewire.UnsupportedCall, match=r"takes 4 tensors, .* given 1 arguments"):
+        parts_of(model, 2)[1](hidden)
+    with pytest.raises(rewire.OutOfOrder, match=r"call rewire.pipeline_stage on every stage"):
+        worker.cut(model, 1, 2)(hidden)
+
+
+def test_a_stage_that_nobody_declared() -> None:
+    with pytest.raises(rewire.OutOfOrder, match=r"call rewire.pipeline_stage on every stage"):
+        worker.cut(worker.make("ancre-ingoing"), 0, 2)(worker.tokens())
+
+
+def test_a_cut_inside_a_unit() -> None:
+    class Halves(nn.Module):
+        """Attentions and feed-forwards are blocks of their own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Half(n % 2 == 0) for n in range(4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    class Half(nn.Module):
+        def __init__(self, attention: bool) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(worker.WIDTH)
+            self.branch = nn.Linear(worker.WIDTH, worker.WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.branch(self.norm(x))
+
+    x = torch.randn(2, 3, worker.WIDTH)
+    model = rewire.compile(Halves(), "ancre-ingoing", example_inputs=(x,))
+    (connection,) = rewire.connections(model).values()
+    connection.layout.units = (1, 1, 2, 2)
+    with pytest.raises(rewire.UnsupportedCall, match=r"after residual add 1, in the middle of one of its units"):
+        Boundary(connection, 1)
+
+
+def test_two_streams_at_one_place() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = worker.Model(4).layers, worker.Model(4).layers
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = x
+            for layer in self.left.values():
+                x = layer(x)
+            for layer in self.right.values():
+                y = layer(y)
+            return x, y
+
+    x = torch.randn(2, 3, worker.WIDTH)
+    model = rewire.compile(Two(), "ancre-ingoing", example_inputs=(x,))
+    for name in "23":
+        del model.left[name], model.right[name]
+    with pytest.raises(rewire.RewireError, match=r"'left' and 'right' would cross"):
+        rewire.pipeline_stage(model)
