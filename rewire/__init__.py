@@ -33,7 +33,7 @@ from rewire.logs import show_those_of_the_environment
 from rewire.passes.fusions import fusions
 from rewire.passes.rewrite import restore
 from rewire.patterns import Pattern, list_patterns, register_pattern
-from rewire.pipeline import pipeline_stage
+from rewire.pipeline import pipeline_cache, pipeline_stage
 from rewire.plotting.draw import plot
 from rewire.saving.folder import load, save
 from rewire.saving.pretrained import from_pretrained
@@ -88,6 +88,7 @@ __all__ = [
     "load",
     "parallelize",
     "parameter_groups",
+    "pipeline_cache",
     "pipeline_stage",
     "plot",
     "register_initializer",

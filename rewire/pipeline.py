@@ -9,10 +9,12 @@ one on which the trunk starts. There is nothing to reduce, to clip or to save tw
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -24,6 +26,8 @@ from rewire.kernels.history import History
 from rewire.passes.connect import register
 from rewire.placement import Placement, is_dtensor
 from rewire.stream import Stream
+
+H = TypeVar("H")
 
 
 def pipeline_stage(stage: nn.Module) -> None:
@@ -73,6 +77,45 @@ def pipeline_stage(stage: nn.Module) -> None:
         stage.register_forward_hook(_Leaves(Boundary(held[part.name], part.last)), prepend=True)
     for part in entering:
         stage.register_forward_pre_hook(_Enters(Boundary(held[part.name], part.first)))
+
+
+def pipeline_cache(parts: Sequence[nn.Module], group: dist.ProcessGroup | None = None) -> None:
+    """Let a rank that has several stages keep what they have of a stream: only what is new to it crosses.
+
+    That is for schedules with several stages on a rank, like interleaved 1F1B; the states that a stage of the rank had
+    at its end, and the connection weights, are taken from there by its next one. (Cache-based pipeline communication of
+    Attention Residuals, arXiv 2603.15031, Section 4.1.) It holds for topologies whose states stay as they are.
+
+    Every stage has to be called in turn for each micro-batch, as schedules do. Collective: all ranks of the group call
+    it, after `pipeline_stage`.
+
+    Args:
+        parts: the stages of this rank, in the order of the model.
+        group: the ranks of the pipeline; None: all.
+
+    Example:
+        >>> for part in parts:  # doctest: +SKIP
+        ...     rewire.pipeline_stage(part)  # doctest: +SKIP
+        >>> rewire.pipeline_cache(parts, mesh["pp"].get_group())  # doctest: +SKIP
+    """
+    enters = [_hook(part._forward_pre_hooks.values(), _Enters) for part in parts]
+    leaves = [_hook(part._forward_hooks.values(), _Leaves) for part in parts]
+    turns = list(zip(leaves[:-1], enters[1:], strict=True))
+    mine = [(a.place, b.place) for a, b in turns if a is not None and b is not None and a.place[0] == b.place[0]]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group)
+    # where a stage begins: where the stage of the same rank before it ended, unless it is the stage before
+    known = {begins: ended[1] for pairs in everyone for ended, begins in pairs if ended != begins}
+    for hook in (*enters, *leaves):
+        if hook is not None and hook.place in known:
+            hook.boundary = Boundary(hook.boundary.connection, hook.place[1], known[hook.place])
+    for left, entered in turns:
+        if left is not None and entered is not None and entered.place in known:
+            left.kept = entered.kept = deque()
+
+
+def _hook(hooks: Iterable[Any], kind: type[H]) -> H | None:
+    return next((hook for hook in hooks if isinstance(hook, kind)), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +186,19 @@ def _home(stage: nn.Module, part: Part) -> str:
 
 
 class _Leaves:
-    """Forward hook: a stream that goes on to the next stage leaves as tensors, in place."""
+    """Forward hook: a stream that goes on to the next stage leaves as tensors, in place.
+
+    Attributes:
+        kept: what later stages of this rank take up, if they do: one entry for each micro-batch.
+    """
 
     def __init__(self, boundary: Boundary) -> None:
         self.boundary = boundary
+        self.kept: deque[Kept] | None = None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.boundary.name, self.boundary.position
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         items = output if isinstance(output, (tuple, list)) else (output,)
@@ -158,15 +210,24 @@ class _Leaves:
             )
         packed: list[Any] = []
         for item in items:
-            packed.extend(self.boundary.tensors(item) if isinstance(item, Stream) else (item,))
+            packed.extend(self.boundary.tensors(item, self.kept) if isinstance(item, Stream) else (item,))
         return tuple(packed)
 
 
 class _Enters:
-    """Forward pre-hook: the tensors of a stream that comes from the stage before, the first arguments, become one."""
+    """Forward pre-hook: the tensors of a stream that comes from the stage before, the first arguments, become one.
+
+    Attributes:
+        kept: what this rank has of the stream from an earlier stage, if it keeps it.
+    """
 
     def __init__(self, boundary: Boundary) -> None:
         self.boundary = boundary
+        self.kept: deque[Kept] | None = None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.boundary.name, self.boundary.position
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         count = self.boundary.count
@@ -177,43 +238,49 @@ class _Enters:
                 "arguments. All parts have to be cut from one rewired model, rewire.pipeline_stage has to be called on "
                 "the stage before, too, and what that returns has to be handed on as it is."
             )
-        return (self.boundary.stream(args[:count]), *args[count:])
+        return (self.boundary.stream(args[:count], self.kept), *args[count:])
 
 
 class Boundary:
     """A place in a trunk at which streams become tensors, and tensors streams.
 
-    What crosses: the states of an `outline`, each tensor once, a `History` as the states in it; then the learned
-    connection weights in the order of their names.
+    A stream is its states, each tensor once and a `History` as the states in it, as an `outline` has them; then the
+    learned connection weights in the order of their names. All of it crosses, but for what the receiving rank has kept.
 
     Args:
         connection: of the trunk.
         position: number of residual adds before it.
+        known: an earlier place: the rank that receives has what the stream was there; None if it has nothing.
 
     Raises:
         UnsupportedCall: it is inside a unit.
     """
 
-    def __init__(self, connection: Connection, position: int) -> None:
+    def __init__(self, connection: Connection, position: int, known: int | None = None) -> None:
         self.connection, self.position, self.name = connection, position, connection.layout.trunk
         if not connection.layout.closes_unit(position - 1):
             raise UnsupportedCall(
                 f"trunk '{self.name}' was cut after residual add {position}, in the middle of one of its units: cut it "
                 "between blocks."
             )
-        states, self.structure = _flat(outline(connection, position))
-        known = [id(state) for state in states]
-        self.different = [n for n, state in enumerate(known) if state not in known[:n]]
-        self.same = [self.different.index(known.index(state)) for state in known]
+        *earlier, stream = outline(connection, [position] if known is None else [known, position])
+        states, self.structure = _flat(stream)
+        ids = [id(state) for state in states]
+        self.states = [n for n, state in enumerate(ids) if state not in ids[:n]]  # different ones
+        self.same = [self.states.index(ids.index(state)) for state in ids]
         self.weights = sorted(connection.learned_names)
+        has = [list(dict.fromkeys(map(id, _flat(one)[0]))) for one in earlier]
+        #: For each tensor of the stream, its number in the stream at the earlier place; None: it has to cross.
+        self.known = [has[0].index(ids[n]) if earlier and ids[n] in has[0] else None for n in self.states]
+        self.known += [len(has[0]) + n if earlier else None for n in range(len(self.weights))]
 
     @property
     def count(self) -> int:
         """Number of tensors that cross."""
-        return len(self.different) + len(self.weights)
+        return self.known.count(None)
 
-    def tensors(self, stream: Stream) -> tuple[Tensor, ...]:
-        """What crosses."""
+    def tensors(self, stream: Stream, kept: deque[Kept] | None = None) -> tuple[Tensor, ...]:
+        """What crosses; ``kept`` gets what the stream is."""
         stream = stream.summed()
         states, structure = _flat(stream)
         if stream.position != self.position or not stream.at_rest or structure != self.structure:
@@ -222,37 +289,45 @@ class Boundary:
                 f"form than the next stage takes after residual add {self.position}: cut the model between blocks, and "
                 "return from a stage what its last block returns."
             )
-        states = [states[n] for n in self.different]
-        if stream.placement is not None:
-            states = [stream.placement.wrapped(state) for state in states]
-        return _handed([*states, *(stream.weights.learned[name] for name in self.weights)])
+        held = [*(states[n] for n in self.states), *(stream.weights.learned[name] for name in self.weights)]
+        record = Kept(held)
+        if kept is not None:
+            kept.append(record)
+        handed = _Hand.apply(record, *held)
+        if stream.wraps:
+            assert stream.placement is not None
+            count = len(self.states)
+            handed = (*map(stream.placement.wrapped, handed[:count]), *handed[count:])
+        return tuple(tensor for tensor, known in zip(handed, self.known, strict=True) if known is None)
 
-    def stream(self, tensors: Sequence[Tensor]) -> Stream:
-        """The stream of what crossed."""
-        given, weights = tensors[: len(self.different)], _handed(tensors[len(self.different) :])
-        example: Any = given[0]
-        local = _handed([_to_local(state) for state in given])
-        states = pytree.tree_unflatten([local[n] for n in self.same], self.structure)
+    def stream(self, tensors: Sequence[Tensor], kept: deque[Kept] | None = None) -> Stream:
+        """The stream of what crossed, and of what was kept."""
+        inputs: list[Any] = [*tensors]
+        local = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in inputs]
+        held = _Take.apply(self.known, None if kept is None else kept.popleft(), *local)
+        states = pytree.tree_unflatten([held[n] for n in self.same], self.structure)
         placement, topology = self.connection.placement, self.connection.layout.topology
-        if is_dtensor(example):
-            placement = Placement.of_tokens(example, topology.template(states).shape)
-        return self.connection.resume(states, dict(zip(self.weights, weights, strict=True)), self.position, placement)
+        if is_dtensor(inputs[0]):
+            placement = Placement.of_tokens(inputs[0], topology.template(states).shape)
+        learned = dict(zip(self.weights, held[len(self.states) :], strict=True))
+        return self.connection.resume(states, learned, self.position, placement)
 
 
-def outline(connection: Connection, position: int) -> Stream:
-    """A stream of one token on the meta device: of what the connection's streams consist at ``position``."""
+def outline(connection: Connection, positions: Sequence[int]) -> list[Stream]:
+    """A stream of one token on the meta device: of what the connection's streams consist at ascending positions.
+
+    A state that stays the same is the same tensor.
+    """
     layout = connection.layout
     tensors = layout.topology.parameters(layout.dims, connection.start) | layout.topology.constants(layout.dims)
     on_meta = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
     token = layout.token("meta")
-    stream = Stream.begin(token, layout.topology.weights(on_meta, layout.dims), layout)
-    while stream.position < position:
-        stream = stream.write(torch.empty_like(token)).settled()
-    return stream
-
-
-def _to_local(x: Any) -> Tensor:
-    return x.to_local() if is_dtensor(x) else x
+    stream, found = Stream.begin(token, layout.topology.weights(on_meta, layout.dims), layout), []
+    for position in positions:
+        while stream.position < position:
+            stream = stream.write(torch.empty_like(token)).settled()
+        found.append(stream)
+    return found
 
 
 def _flat(stream: Stream) -> tuple[list[Tensor], Any]:
@@ -260,28 +335,71 @@ def _flat(stream: Stream) -> tuple[list[Tensor], Any]:
     return pytree.tree_flatten(tuple(s.states if isinstance(s, History) else s for s in stream.states))
 
 
-def _handed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The same tensors, as stages may exchange them, with such gradients.
+class Kept:
+    """What a stream was at the end of a stage, for a later stage of the same rank; and the gradients that come back.
+
+    Attributes:
+        tensors: of the stream, without their history of gradients.
+        learn: which of them have gradients.
+        grads: of the later stage, once its backward has run.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = [tensor.detach() for tensor in tensors]
+        self.learn = [tensor.requires_grad for tensor in tensors]
+        self.grads: list[Tensor | None] = [None] * len(tensors)
+
+
+class _Hand(torch.autograd.Function):
+    """The tensors of a stream, as a stage may return them, with the gradients of what was kept.
 
     Contiguous; and neither parameters nor views, as some schedules detach what a stage returned in place.
     """
-    learned = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
-    handed = [tensor.detach().contiguous() for tensor in tensors]
-    if learned and torch.is_grad_enabled():
-        made = _Handed.apply(*(tensors[number] for number in learned))
-        for number, tensor in zip(learned, made, strict=True):
-            handed[number] = tensor
-    return tuple(handed)
-
-
-class _Handed(torch.autograd.Function):
-    """Tensors as they are."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, kept: Kept, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.grads = kept.grads  # and no tensors
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach().contiguous() for tensor in tensors)
+        handed = tuple(tensor.detach().contiguous() for tensor in tensors)
+        needed = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*(tensor for tensor, need in zip(handed, needed, strict=True) if not need))
+        return handed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if grad is None else grad.contiguous() for grad in grads)
+        return (None, *map(_sum, grads, ctx.grads))
+
+
+class _Take(torch.autograd.Function):
+    """The tensors of a stream, from those that crossed and those that were kept, which get their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, known: list[int | None], kept: Kept | None, *crossed: Tensor) -> tuple[Tensor, ...]:
+        ctx.known, ctx.grads = known, [] if kept is None else kept.grads
+        ctx.set_materialize_grads(False)
+        new, needed = iter(crossed), iter(ctx.needs_input_grad[2:])
+        held, learn = [], []
+        for number in known:
+            if number is None:
+                held.append(next(new).detach())
+                learn.append(next(needed))
+            else:
+                assert kept is not None
+                held.append(kept.tensors[number].detach())
+                learn.append(kept.learn[number])
+        ctx.mark_non_differentiable(*(tensor for tensor, learns in zip(held, learn, strict=True) if not learns))
+        return tuple(held)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        crossed = []
+        for number, grad in zip(ctx.known, grads, strict=True):
+            if number is None:
+                crossed.append(None if grad is None else grad.contiguous())
+            else:
+                ctx.grads[number] = grad
+        return (None, None, *crossed)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b

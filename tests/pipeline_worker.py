@@ -137,14 +137,33 @@ def step(schedule: type, parts: dict[int, nn.Module], stages: int, steps: int = 
         runner.step(*given, target=targets(dtype) if stages - 1 in parts else None)
 
 
-def run(key: str, schedule: type, stages: int, model: nn.Module | None = None) -> None:
-    model = make(key, stages) if model is None else model
+def run(key: str, schedule: type, stages: int, blocks: int = 1, cache: bool = False) -> int:
+    """Gradients are those of one process; how many bytes left a stage, of one micro-batch, on all ranks together."""
+    model = make(key, stages * blocks)
     expected = gradients(copy.deepcopy(model))
     parts = {number: cut(model, number, stages) for number in stages_of(schedule, stages)}
-    for part in parts.values():
+    sent: dict[int, int] = {}
+    for number, part in parts.items():
         rewire.pipeline_stage(part)
+
+        def count(_part: Any, _args: Any, output: Any, number: int = number) -> None:
+            sent[number] = sum(t.numel() * t.element_size() for t in output) if number < stages - 1 else 0
+
+        part.register_forward_hook(count)
+    if cache:
+        rewire.pipeline_cache(list(parts.values()))
     step(schedule, parts, stages, steps=2)
     check(expected, list(parts.values()), f"{key}, {schedule.__name__}, {stages} stages")
+    total = torch.tensor(sum(sent.values()))
+    dist.all_reduce(total)
+    return int(total)
+
+
+def first_of_all() -> None:
+    stages = dist.get_world_size()
+    run("ancre-ingoing", ScheduleGPipe, stages)
+    run("grn-v3", Schedule1F1B, stages)
+    run("attnres", ScheduleInterleaved1F1B, 2 * stages, cache=True)
 
 
 def single_stages() -> None:
@@ -159,6 +178,22 @@ def several_stages() -> None:
     stages = 2 * dist.get_world_size()
     run("ancre-ingoing", ScheduleInterleaved1F1B, stages)
     run("attnres", ScheduleInterleaved1F1B, stages)
+
+
+def cached() -> None:
+    """Ranks keep what they have of a stream. Boundaries in the middle of 8 blocks, after 2, 4 and 6 of them."""
+    ranks = dist.get_world_size()
+    assert ranks == 2
+    state = BATCH // MICRO_BATCHES * LENGTH * WIDTH * 8
+    plain, kept = (run("ancre-ingoing", ScheduleInterleaved1F1B, 4, 2, cache) for cache in (False, True))
+    weights = 8 * 9 // 2 * 4
+    assert plain == (3 + 5 + 7) * state + 3 * weights
+    assert kept == (3 + 2 + 2) * state + weights  # only stage 1 is its rank's first
+    for key in ("grn-v3", "attnres", "attnres-groups", "hc-dynamic", "dca", "muddformer", "x0-lambdas"):
+        assert run(key, ScheduleInterleaved1F1B, 4, 1, True) < run(key, ScheduleInterleaved1F1B, 4), key
+    for key in ("ancre-ingoing", "attnres"):
+        run(key, ScheduleInterleavedZeroBubble, 6, 1, True)
+        run(key, ScheduleZBVZeroBubble, 4, 1, True)
 
 
 def every_kind() -> None:

@@ -83,7 +83,7 @@ def run(tmp_path: Path, ranks: int, *scenarios: str) -> None:
 
 
 def test_schedules(tmp_path: Path) -> None:
-    run(tmp_path, 2, "single_stages", "several_stages")
+    run(tmp_path, 2, "first_of_all")
 
 
 @pytest.mark.slow
@@ -92,8 +92,13 @@ def test_schedules_on_four_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_only_what_is_new_to_a_rank_crosses(tmp_path: Path) -> None:
+    run(tmp_path, 2, "cached")
+
+
+@pytest.mark.slow
 def test_every_kind_of_topology(tmp_path: Path) -> None:
-    run(tmp_path, 2, "every_kind", "zero_bubble", "traced")
+    run(tmp_path, 2, "single_stages", "every_kind", "zero_bubble", "traced")
 
 
 # -- what crosses ------------------------------------------------------------------------------------------------------

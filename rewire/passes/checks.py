@@ -59,6 +59,6 @@ def check_not_cut(model: nn.Module, trunks: Iterable[Trunk]) -> None:
         if gone:
             raise RewireError(
                 f"module '{gone[0]}' beside trunk '{trunk.name}' was set to None, as in one stage of a pipeline. "
-                "Stages that are rewired one by one are networks of their own: rewire the whole model, then cut it, then "
+                "Stages that are rewired one by one are networks of their own: rewire the whole model, cut it, and "
                 f"call rewire.pipeline_stage on each part. If this is the whole model, say so: trunks=['{trunk.name}']."
             )
