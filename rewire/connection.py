@@ -71,11 +71,12 @@ class Connection(nn.Module):
         self._connect(layout, "preserve", device)
 
     def reset_parameters(self) -> None:
-        """Set the start values again (after ``to_empty``, say)."""
-        values = self.layout.topology.parameters(self.layout.dims, self.start)
+        """Set the start values, and constants, again (after ``to_empty``, say)."""
+        topology, dims = self.layout.topology, self.layout.dims
+        values = topology.parameters(dims, self.start) | topology.constants(dims)
         with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                _set(parameter, values[name])
+            for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+                _set(tensor, values[name])
 
     def forward(self, x: Tensor) -> Stream:
         """A stream at its start, ``x`` being the trunk's input [..., width].

@@ -1,0 +1,224 @@
+"""torchtitan (0.3): its models, rewired, in its trainer.
+
+In one's own config module, one line more::
+
+    def llama3_8b_ancre() -> Trainer.Config:
+        config = llama3_8b()
+        config.model_spec = rewire.titan.rewired(config.model_spec, "ancre-ingoing")
+        return config
+
+``torchtitan.train --module my_configs --config llama3_8b_ancre`` then trains it, by all of its options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+try:
+    import spmd_types as spmd
+    from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
+    from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
+    from torchtitan.models.common.decoder_sharding import dense_param_placement
+    from torchtitan.protocols.model import BaseModel
+    from torchtitan.protocols.model_spec import ModelSpec
+    from torchtitan.protocols.module import Module, ModuleDict
+    from torchtitan.protocols.sharding import ShardingConfig
+except ImportError as error:
+    raise ImportError("rewire.titan needs torchtitan 0.3: pip install 'rewire[titan]'") from error
+
+from rewire.compiler import compile
+from rewire.connection import CONNECTIONS, Connection, SeparateNorms, connections, parallelize
+from rewire.errors import UnsupportedCall
+from rewire.pipeline import pipeline_cache, pipeline_stage
+from rewire.topologies import Topology
+
+if TYPE_CHECKING:
+    from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims
+
+
+def rewired(spec: ModelSpec, topology: str | Topology = "ancre-ingoing", **options: Any) -> ModelSpec:
+    """The specification of a rewired model.
+
+    The model is rewired when it is built, on the meta device. Connection weights are initialised with the other
+    weights, have a float32 FSDP group of their own, and are saved and loaded with the model, in its Hugging Face
+    format, too.
+
+    Args:
+        spec: of a decoder of torchtitan's; stays as it is.
+        topology, options: as for `rewire.compile`.
+
+    Returns:
+        A specification to train by.
+    """
+    adapter = spec.state_dict_adapter
+    return dataclasses.replace(
+        spec,
+        model=_rewired_config(spec.model, {"topology": topology, **options}),
+        parallelize_fn=functools.partial(_parallelized, spec.parallelize_fn),
+        pipelining_fn=None if spec.pipelining_fn is None else functools.partial(_pipelined, spec.pipelining_fn),
+        state_dict_adapter=None if adapter is None else _rewired_adapter(adapter),
+    )
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def _rewired_config(config: BaseModel.Config, arguments: dict[str, Any]) -> BaseModel.Config:
+    """``config``, which builds the rewired model."""
+    base = type(config)
+
+    @dataclass(kw_only=True, slots=True)
+    class Rewired(base):  # type: ignore[misc, valid-type]
+        rewiring: dict[str, Any]
+
+        def build(self, **kwargs: Any) -> nn.Module:
+            model = compile(base.build(self, **kwargs), **self.rewiring)
+            _adopt(model)
+            return model
+
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    made: BaseModel.Config = Rewired(**fields, rewiring=arguments)
+    return made
+
+
+class TitanConnection(Connection, Module):
+    """A connection that torchtitan takes for a module of its own: its ``init_states`` calls `reset_parameters`."""
+
+
+class TitanNorms(SeparateNorms, Module):
+    """A norm's copies, likewise."""
+
+
+def _adopt(model: nn.Module) -> None:
+    """Make torchtitan's modules of those that rewiring has added."""
+    for module in list(model.modules()):
+        held = module._modules.get(CONNECTIONS)
+        if isinstance(held, nn.ModuleDict):
+            module._modules[CONNECTIONS] = ModuleDict(held.items())
+            for connection in held.values():
+                connection.__class__ = TitanConnection
+        elif isinstance(held, SeparateNorms):
+            held.__class__ = TitanNorms
+
+
+# -- parallelism -------------------------------------------------------------------------------------------------------
+
+
+def _parallelized(
+    parallelize_fn: Callable[..., nn.Module],
+    model: nn.Module,
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    **others: Any,
+) -> nn.Module:
+    """The specification's ``parallelize_fn``, without connections; then these, in FSDP groups of their own.
+
+    Raises:
+        UnsupportedCall: under ``spmd_backend="full_dtensor"``.
+    """
+    if parallelism.spmd_backend == "full_dtensor":
+        raise UnsupportedCall(
+            "torchtitan's spmd_backend 'full_dtensor' has hidden states that are sharded over the data-parallel ranks, "
+            "too: gradients of connection weights would be summed over them twice. Use 'spmd_types' or "
+            "'partial_dtensor'."
+        )
+    if parallel_dims.pp_enabled:
+        pipeline_stage(model)
+    given = {"parallel_dims": parallel_dims, "training": training, "parallelism": parallelism}
+    held = {module: module._modules.pop(CONNECTIONS) for module in _owners(model)}
+    model = parallelize_fn(model, **given, **others)
+    for module, connections_of in held.items():
+        module._modules[CONNECTIONS] = connections_of
+    sequence = parallelism.enable_sequence_parallel
+    if parallel_dims.tp_enabled and parallelism.spmd_backend == "spmd_types":  # hidden states are plain tensors
+        parallelize(model, parallel_dims.get_mesh("tp"), sequence=sequence)
+    for connection in connections(model).values():
+        _shard(connection, **given)
+    return model
+
+
+def _owners(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module._modules.get(CONNECTIONS), nn.ModuleDict)]
+
+
+def _shard(
+    connection: Connection, parallel_dims: ParallelDims, training: TrainingConfig, parallelism: ParallelismConfig
+) -> None:
+    """Place connection weights on all ranks of tensor parallelism, and shard them over those of data parallelism."""
+    assert isinstance(connection, Module)
+    if parallelism.spmd_backend == "spmd_types":
+        mesh, dims = resolve_fsdp_mesh(parallel_dims)
+    else:
+        replicas = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+        mesh, dims = parallel_dims.get_mesh([*replicas, "fsdp"]), None
+    if parallel_dims.tp_enabled or parallelism.spmd_backend == "spmd_types":
+        names = [name for name, _ in (*connection.named_parameters(), *connection.named_buffers())]
+        connection._sharding_config = ShardingConfig(
+            state_shardings={name: dense_param_placement(tp=spmd.I) for name in names}
+        )
+        connection.parallelize(parallel_dims)
+    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if training.enable_cpu_offload else {}
+    if dims is not None:
+        options["dp_mesh_dims"] = dims
+    policy = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+    fully_shard(connection, mesh=mesh, mp_policy=policy, **options)
+    disable_fsdp_gradient_division(connection)
+
+
+def _pipelined(pipelining_fn: Callable[..., Any], model: nn.Module, **given: Any) -> Any:
+    """The specification's ``pipelining_fn``; ranks with several stages keep what they have of a stream."""
+    schedule, parts, first, last = pipelining_fn(model, **given)
+    if len(parts) > 1:
+        pipeline_cache(parts, given["parallel_dims"].get_mesh("pp").get_group())
+    return schedule, parts, first, last
+
+
+# -- Hugging Face's format ---------------------------------------------------------------------------------------------
+
+
+def _rewired_adapter(base: Any) -> Any:
+    """``base``, which takes connection weights along, under the names that they have in transformers' models.
+
+    A checkpoint without them is loaded without them: they stay at their start.
+    """
+
+    class Adapter(base):  # type: ignore[misc]
+        def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+            plain, added = _apart(state_dict)
+            self.converted = super().to_hf(plain) | {f"model.{name}": value for name, value in added.items()}
+            if self.fqn_to_index_mapping:
+                for name in added:
+                    self.fqn_to_index_mapping.setdefault(f"model.{name}", 1)
+            return self.converted
+
+        def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+            plain, added = _apart(hf_state_dict)
+            state_dict: dict[str, Any] = super().from_hf(plain)
+            return state_dict | {name.removeprefix("model."): value for name, value in added.items()}
+
+        def get_hf_storage_reader(self, path: str, *args: Any, **kwargs: Any) -> Any:
+            """The reader of the folder that the dict of `to_hf` is loaded from next."""
+            reader = super().get_hf_storage_reader(path, *args, **kwargs)
+            saved = reader.read_metadata().state_dict_metadata
+            for name in [name for name in self.converted if CONNECTIONS in name and name not in saved]:
+                del self.converted[name]
+            return reader
+
+    return Adapter
+
+
+def _apart(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is not of connections, and what is."""
+    added = {name: value for name, value in state_dict.items() if CONNECTIONS in name}
+    return {name: value for name, value in state_dict.items() if name not in added}, added
