@@ -229,8 +229,12 @@ class SeparateNorms(nn.Module):
 
 
 def _gathered(parameter: Any) -> Tensor:
-    """All of a parameter under FSDP2: it frees what it gathered when the connection returns, before the stream ends."""
-    return parameter.full_tensor() if is_dtensor(parameter) else parameter.clone()
+    """All of a parameter under FSDP2: it frees what it gathered when the connection returns, before the stream ends.
+
+    So this is a copy, also of a DTensor that has all of it on each rank.
+    """
+    whole: Tensor = parameter.full_tensor() if is_dtensor(parameter) else parameter
+    return whole.clone()
 
 
 def _set(parameter: Any, value: Tensor) -> None:

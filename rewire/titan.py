@@ -193,7 +193,7 @@ def _rewired_adapter(base: Any) -> Any:
     A checkpoint without them is loaded without them: they stay at their start.
     """
 
-    class Adapter(base):  # type: ignore[misc]
+    class Adapter(base):
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
             plain, added = _apart(state_dict)
             self.converted = super().to_hf(plain) | {f"model.{name}": value for name, value in added.items()}

@@ -6,6 +6,8 @@ The debug models of torchtitan run on CPUs with gloo here, on random tokens. Wor
 - FlexAttention is compiled: `ScaledDotProductAttention` takes its place;
 - tokens come from a generator, not from a tokenizer and a data set that would have to be there;
 - gloo has no PREMUL_SUM, which FSDP2 takes to divide gradients: it is told to sum;
+- torchtitan 0.3 gives schedules lists of micro-batches (``arg_mbs``), which torch 2.13's do not take: it gives them the
+  batch, and they split it;
 - torch.cpu has no name, capacity or statistics of memory: there is a monitor that knows nothing. Nor is its current
   device a number, which a barrier takes that sets time limits: there are none.
 """
@@ -23,10 +25,10 @@ torch._utils._get_available_device_type = lambda: "cpu"
 
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torchtitan.components import metrics  # noqa: E402
-from torchtitan.distributed import utils  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.distributed import utils  # noqa: E402
 from torchtitan.models import deepseek_v3, llama3, qwen3  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.common.config_utils import decoder_vocab_size  # noqa: E402
@@ -54,6 +56,21 @@ def _sum(module: FSDPModule, factor: float) -> None:
     module.set_force_sum_reduction_for_comms(True)
 
 
+def _pipeline_step(
+    trainer: Any, *, input_dict_mbs: list[Any], label_mbs: list[torch.Tensor], global_valid_tokens: torch.Tensor
+) -> torch.Tensor:
+    losses: list[torch.Tensor] = []
+    trainer.pp_schedule.step(
+        *([torch.cat([one["input"] for one in input_dict_mbs])] if trainer.pp_has_first_stage else []),
+        target=torch.cat(label_mbs) if trainer.pp_has_last_stage else None,
+        losses=losses if trainer.pp_has_last_stage else None,
+        loss_kwargs={"global_valid_tokens": global_valid_tokens},
+        return_outputs=False,
+    )
+    return torch.stack(losses).sum() if losses else torch.tensor([-1.0])
+
+
+Trainer.pp_forward_backward_step = _pipeline_step
 metrics.build_device_memory_monitor = NoMonitor
 utils.set_pg_timeouts = lambda **_: None
 _divide, FSDPModule.set_gradient_divide_factor = FSDPModule.set_gradient_divide_factor, _sum
@@ -116,6 +133,7 @@ def _small(config: Trainer.Config, family: Any) -> Trainer.Config:
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "float32"
     config.debug.seed = 5
+    config.training.max_norm = 1e9  # gradients as they are
     config.validator.enable = False
     config.activation_checkpoint = None
     config.checkpoint.enable = False
@@ -135,9 +153,17 @@ def llama3_rewired() -> Trainer.Config:
     return _topology(llama3_plain())
 
 
+def qwen3_plain() -> Trainer.Config:
+    return _small(qwen3_debugmodel(), qwen3)
+
+
 def qwen3_rewired() -> Trainer.Config:
-    return _topology(_small(qwen3_debugmodel(), qwen3))
+    return _topology(qwen3_plain())
+
+
+def deepseek_v3_plain() -> Trainer.Config:
+    return _small(deepseek_v3_debugmodel(), deepseek_v3)
 
 
 def deepseek_v3_rewired() -> Trainer.Config:
-    return _topology(_small(deepseek_v3_debugmodel(), deepseek_v3))
+    return _topology(deepseek_v3_plain())
