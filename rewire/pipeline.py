@@ -70,7 +70,7 @@ def pipeline_stage(stage: nn.Module) -> None:
             )
     held = {part.name: _placed(stage, part) for part in parts}
     for module in stage.modules():
-        for entry in _entries(module):
+        for entry in entries_of(module):
             entry.cut_at = next((part.last for part in leaving if part.name == entry.trunk), None)
     for part in leaving:
         assert part.last is not None
@@ -140,7 +140,7 @@ class Part:
 def _parts(stage: nn.Module) -> list[Part]:
     ends: dict[str, list[int]] = {}
     found: dict[str, Connection] = {}
-    for entry in (entry for module in stage.modules() for entry in _entries(module)):
+    for entry in (entry for module in stage.modules() for entry in entries_of(module)):
         found[entry.trunk] = entry.connection
         ends.setdefault(entry.trunk, []).extend(
             place for start, count in entry.adds.items() for place in (start, start + count)
@@ -152,7 +152,7 @@ def _parts(stage: nn.Module) -> list[Part]:
     ]
 
 
-def _entries(module: nn.Module) -> list[Entry]:
+def entries_of(module: nn.Module) -> list[Entry]:
     """What the functions of a module know of trunks."""
     return [entry for gate in vars(module).values() if isinstance(gate, Gate) for entry in gate.entries]
 
@@ -182,7 +182,7 @@ def _home(stage: nn.Module, part: Part) -> str:
     home = part.connection.trunk.owner if part.connection.trunk.owner in paths else ""
     if not isinstance(stage.get_submodule(home), nn.Sequential):
         return home
-    return next(path for path, module in stage.named_modules() if any(entry.adds for entry in _entries(module)))
+    return next(path for path, module in stage.named_modules() if any(entry.adds for entry in entries_of(module)))
 
 
 class _Leaves:

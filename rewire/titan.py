@@ -37,11 +37,11 @@ except ImportError as error:
 from rewire.compiler import compile
 from rewire.connection import CONNECTIONS, Connection, SeparateNorms, connections, parallelize
 from rewire.errors import UnsupportedCall
-from rewire.pipeline import pipeline_cache, pipeline_stage
+from rewire.pipeline import entries_of, pipeline_cache, pipeline_stage
 from rewire.topologies import Topology
 
 if TYPE_CHECKING:
-    from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
 
 
@@ -120,6 +120,7 @@ def _parallelized(
     parallel_dims: ParallelDims,
     training: TrainingConfig,
     parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
     **others: Any,
 ) -> nn.Module:
     """The specification's ``parallelize_fn``, without connections; then these, in FSDP groups of their own.
@@ -137,7 +138,7 @@ def _parallelized(
         pipeline_stage(model)
     given = {"parallel_dims": parallel_dims, "training": training, "parallelism": parallelism}
     held = {module: module._modules.pop(CONNECTIONS) for module in _owners(model)}
-    model = parallelize_fn(model, **given, **others)
+    model = parallelize_fn(model, **given, compile_config=compile_config, **others)
     for module, connections_of in held.items():
         module._modules[CONNECTIONS] = connections_of
     sequence = parallelism.enable_sequence_parallel
@@ -145,6 +146,11 @@ def _parallelized(
         parallelize(model, parallel_dims.get_mesh("tp"), sequence=sequence)
     for connection in connections(model).values():
         _shard(connection, **given)
+    if compile_config.enable and "model" in compile_config.components:
+        for block in model.layers.children():  # type: ignore[union-attr]
+            if any(entry.opens for module in block.modules() for entry in entries_of(module)):
+                # It calls the connection, and FSDP's hooks on that break graphs: not the fullgraph=True of the others.
+                block.compile(backend=compile_config.backend)
     return model
 
 
