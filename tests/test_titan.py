@@ -70,8 +70,10 @@ def check_by_hand(
     largest = max(float(value.norm()) for value in expected.values())
     for name, value in expected.items():
         error = float((value - seen["grads"][name]).norm()) / max(float(value.norm()), 1e-3 * largest)
-        # those of a softmax at temperature 0.01 are small differences of large numbers
-        assert error < (2e-4 if "depth_connections" in name else 5e-5), f"{name}: {error:.1e}"
+        # Those of a softmax at temperature 0.01 are small differences of large numbers; torchtitan's experts compute in
+        # bfloat16 whatever the model's dtype is.
+        limit = 1e-3 if "deepseek" in config else 2e-4 if "depth_connections" in name else 5e-5
+        assert error < limit, f"{name}: {error:.1e}"
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")  # torchtitan's router asks for float32
