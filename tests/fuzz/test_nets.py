@@ -22,7 +22,7 @@ def test_a_random_net_is_right_or_refused(net: Net, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(net=nets())
 def test_many_random_nets_are_right_or_refused(net: Net, folder: Path) -> None:
     check(net, folder)
