@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rewire.connection import Connection
 
@@ -12,10 +14,10 @@ from rewire.connection import Connection
 def double_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connection weights may be float64; as modules they are float32 only."""
 
-    def effective(self: Connection, placement: None = None) -> Any:
-        return self.layout.topology.weights(dict(self.named_parameters()), self.layout.dims)
+    def effective(self: Connection, learned: Mapping[str, Tensor]) -> Any:
+        return self.layout.topology.weights({**learned, **dict(self.named_buffers())}, self.layout.dims)
 
-    monkeypatch.setattr(Connection, "effective", effective)
+    monkeypatch.setattr(Connection, "_effective", effective)
 
 
 @pytest.fixture(autouse=True)
