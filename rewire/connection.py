@@ -249,9 +249,17 @@ def _set(parameter: Any, value: Tensor) -> None:
 
 
 def read_recipe(state: Any) -> dict[str, Any]:
-    """The recipe that `Connection.get_extra_state` wrote."""
+    """The recipe that `Connection.get_extra_state` wrote.
+
+    Raises:
+        RewireError: it is damaged.
+    """
     state = state.to_local() if is_dtensor(state) else state
-    return current_recipe(json.loads(bytes(state.tolist()).decode()))
+    try:
+        recipe = json.loads(bytes(state.tolist()).decode())
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise RewireError(f"the recipe among the weights is damaged: {type(error).__name__}: {error}") from error
+    return current_recipe(recipe)
 
 
 def current_recipe(recipe: Any) -> Any:

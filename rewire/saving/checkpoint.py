@@ -92,10 +92,7 @@ def _trunk_of(mark: str) -> str:
 
 def _matrix(mark: str, state: dict[str, Any]) -> Tensor:
     """The matrix of the connection that was saved at ``mark``."""
-    try:
-        recipe = read_recipe(state[mark + EXTRA_STATE])
-    except (AttributeError, TypeError, ValueError) as error:
-        raise RewireError(f"the recipe of '{mark}' is damaged: {type(error).__name__}: {first_line(error)}") from error
+    recipe = read_recipe(state[mark + EXTRA_STATE])
     layout = layout_of(mark, recipe, _trunk_of(mark))
     saved = {key.removeprefix(f"{mark}."): value for key, value in state.items() if key.startswith(f"{mark}.")}
     try:

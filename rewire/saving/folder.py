@@ -7,6 +7,7 @@ in place last, in one step: whatever kills a save, the folder holds the old mode
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -25,7 +26,9 @@ from rewire.errors import RewireError, ShardedModel
 from rewire.saving.recipes import connections_of, described, difference, first_line, is_recipe, rewired_by
 
 RECIPE = "rewire.json"
-_FORMAT = 1  # of the folder; to be raised whenever older files would be read as something else
+#: Of the folder; to be raised whenever older files would be read as something else. The first one had no digests.
+_FORMAT = 2
+_LARGEST_RECIPE = 1 << 24  # bytes: thousands of trunks
 _FILE = re.compile(r"weights-[0-9a-f]{8}-\d{5}\.safetensors")
 
 Part = Literal["all", "connections"]
@@ -100,6 +103,8 @@ def load(
         AlreadyRewired, ShardedModel: the model is no plain one.
         ValueError: ``weights`` is no such thing.
 
+    Files are compared with the SHA-256 digests in the recipe before anything is built.
+
     Example:
         >>> rewire.save(rewired, "folder")
         >>> same = rewire.load("folder", model, example_inputs=(x,))
@@ -110,6 +115,9 @@ def load(
     recipe = _read_recipe(Path(folder))
     if weights == "all" != recipe["weights"]:
         raise RewireError(f"'{folder}' holds connection weights only: pass weights='connections'.")
+    for name, digest in recipe.get("sha256", {}).items():
+        if _digest(Path(folder) / name) != digest:
+            raise RewireError(f"'{Path(folder) / name}' is damaged: it is not the file that was saved.")
     made = [c.layout.topology for c in connections_of(recipe["trunks"], "paper").values()]  # before anything is built
     start = recipe["start"]
     if any(topology.for_start(start) != topology for topology in made):  # version 0.1 preserved in another form
@@ -204,8 +212,10 @@ def _write(folder: Path, recipe: dict[str, Any], shards: Sequence[dict[str, Tens
     for name, shard in zip(names, shards, strict=True):
         save_file({key: _own_memory(value) for key, value in shard.items()}, folder / name)
         _flush(folder / name)
+    recipe = recipe | {"files": names, "sha256": {name: _digest(folder / name) for name in names}}
     temporary = folder / f"rewire-{token}.tmp"
-    temporary.write_text(json.dumps(recipe | {"files": names}, indent=1, allow_nan=False), encoding="utf-8")
+    text = json.dumps(recipe | {"recipe_sha256": _fingerprint(recipe)}, indent=1, allow_nan=False)
+    temporary.write_text(text, encoding="utf-8")
     _flush(temporary)
     _flush(folder)
     os.replace(temporary, folder / RECIPE)  # from here on it is the new model
@@ -214,6 +224,20 @@ def _write(folder: Path, recipe: dict[str, Any], shards: Sequence[dict[str, Tens
         unfinished = re.fullmatch(r"rewire-[0-9a-f]{8}\.tmp", path.name)
         if unfinished or (_FILE.fullmatch(path.name) and path.name not in names):
             path.unlink(missing_ok=True)
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise RewireError(f"'{path}' cannot be read: {first_line(error)}") from error
+
+
+def _fingerprint(recipe: dict[str, Any]) -> str:
+    """Digest of all of a recipe but the digest itself."""
+    rest = {key: value for key, value in recipe.items() if key != "recipe_sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _own_memory(value: Tensor) -> Tensor:
@@ -243,17 +267,19 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
             f"'{folder}' holds no {RECIPE}, which rewire.save writes. A folder that save_pretrained wrote is read by "
             "rewire.from_pretrained."
         )
+    if path.stat().st_size > _LARGEST_RECIPE:
+        raise RewireError(f"'{path}' is damaged: no recipe is as large.")
     try:
         recipe = json.loads(path.read_text(encoding="utf-8"))
         form = recipe["format"]
     except (OSError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise RewireError(f"'{path}' is damaged: {type(error).__name__}: {first_line(error)}") from error
-    if form != _FORMAT:
+    if form not in (1, _FORMAT):
         raise RewireError(
             f"'{path}' cannot be read by rewire {_version()} (- saved, + here):"
             + difference([f"format: {form}", f"versions: {recipe.get('versions')}"], [f"format: {_FORMAT}"])
         )
-    damage = _damage(recipe)
+    damage = _damage(recipe, folder)
     if damage:
         raise RewireError(f"'{path}' is damaged: {damage}")
     trunks = recipe.get("trunks")
@@ -263,11 +289,18 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
     return checked
 
 
-def _damage(recipe: dict[str, Any]) -> str:
+def _damage(recipe: dict[str, Any], folder: Path) -> str:
     """What is wrong with it; nothing is looked up under a name from it that does not pass here."""
     files, ties = recipe.get("files"), recipe.get("tied")
     if not isinstance(files, list) or not all(isinstance(name, str) and _FILE.fullmatch(name) for name in files):
-        return f"files are {files!r}"
+        return f"files are {str(files)[:200]}"
+    if not all((folder / name).is_file() for name in files):  # no pipe either, which would never end
+        return f"not all of its files are there: {', '.join(files[:5])}"
+    if recipe["format"] == _FORMAT:
+        if recipe.get("recipe_sha256") != _fingerprint(recipe):
+            return "it is not what was saved"
+        if not isinstance(recipe["sha256"], dict) or list(recipe["sha256"]) != files:
+            return f"sha256 are {recipe['sha256']!r}"
     if not isinstance(ties, dict) or not all(isinstance(name, str) for name in ties.values()):
         return f"tied are {ties!r}"
     if recipe.get("start") not in ("preserve", "paper"):

@@ -11,7 +11,7 @@ from torch import nn
 from rewire.connection import read_recipe
 from rewire.errors import RewireError, UnknownName
 from rewire.saving.checkpoint import read_connections
-from rewire.saving.recipes import EXTRA_STATE, connections_of, first_line, is_recipe, rewired_by
+from rewire.saving.recipes import EXTRA_STATE, connections_of, is_recipe, rewired_by
 
 
 def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **options: Any) -> nn.Module:
@@ -81,10 +81,7 @@ def _saved_class(folder: str | os.PathLike[str]) -> Any:
 def _recipes(folder: Path) -> dict[str, Any]:
     """Recipes in the saved state dict, by the path of their connection."""
     state = read_connections(folder)
-    try:
-        recipes = {name.removesuffix(EXTRA_STATE): read_recipe(state[name]) for name in state if is_recipe(name)}
-    except (TypeError, ValueError) as error:
-        raise RewireError(f"a recipe in '{folder}' is damaged: {first_line(error)}") from error
+    recipes = {name.removesuffix(EXTRA_STATE): read_recipe(state[name]) for name in state if is_recipe(name)}
     if not recipes:
         raise RewireError(f"'{folder}' holds no rewired model: no file in it has connection weights with their recipe.")
     for place, connection in connections_of(recipes, "paper").items():

@@ -32,6 +32,7 @@ from rewire.trunk import Trunk
 EXTRA_STATE = "._extra_state"
 
 _SHOWN = 12  # differing lines in a message
+_MOST_UNITS = 4096  # of a trunk; its matrix has the square of that
 
 
 def described(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -223,8 +224,8 @@ def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
 def _check_sizes(units: Any, width: Any, attention: Any) -> None:
     """Units count up from 1 without gaps: the depth, and so the size of the matrix, is no larger than the recipe."""
     steps = [b - a for a, b in zip([0, *units], units, strict=False)]
-    if not steps or steps[0] != 1 or any(step not in (0, 1) for step in steps):
-        raise ValueError(f"units {units!r}")
+    if not steps or len(steps) > _MOST_UNITS or steps[0] != 1 or any(step not in (0, 1) for step in steps):
+        raise ValueError(f"units {units[:8]!r}.. ({len(units)})")
     if not isinstance(width, int) or width < 0:
         raise ValueError(f"width {width!r}")
     if not isinstance(attention, list) or any(t not in units for t in attention):

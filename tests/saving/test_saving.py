@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -51,13 +52,22 @@ def rewritten(folder: Path, text: str) -> Path:
         for name, value in load_file(file).items()
     }
     save_file(state, file)
-    return folder
+    return sealed(folder)
 
 
 def changed(folder: Path, change: Callable[[Any], None]) -> Path:
     """The folder, after ``change`` was made to its recipe."""
     recipe = json.loads((folder / saving.RECIPE).read_text())
     change(recipe)
+    (folder / saving.RECIPE).write_text(json.dumps(recipe))
+    return sealed(folder)
+
+
+def sealed(folder: Path) -> Path:
+    """The folder, with the digests of what it holds now, as somebody who means harm would leave it."""
+    recipe = json.loads((folder / saving.RECIPE).read_text())
+    recipe["sha256"] = {name: saving._digest(folder / name) for name in recipe["sha256"]}
+    recipe["recipe_sha256"] = saving._fingerprint(recipe)
     (folder / saving.RECIPE).write_text(json.dumps(recipe))
     return folder
 
@@ -316,8 +326,8 @@ def test_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     rewire.save(mixed(stack()), tmp_path)
-    changed(tmp_path, lambda recipe: recipe.update(format=2, versions={"rewire": "9.0"}))
-    with pytest.raises(rewire.RewireError, match=r"(?s)cannot be read by rewire.*-format: 2.*9\.0.*\+format: 1"):
+    changed(tmp_path, lambda recipe: recipe.update(format=3, versions={"rewire": "9.0"}))
+    with pytest.raises(rewire.RewireError, match=r"(?s)cannot be read by rewire.*-format: 3.*9\.0.*\+format: 2"):
         rewire.load(tmp_path, stack())
 
 
@@ -331,11 +341,58 @@ def test_no_folder_and_damaged_files(tmp_path: Path) -> None:
     rewire.save(mixed(stack()), tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(rewire.RewireError, match="cannot be read"):
+    with pytest.raises(rewire.RewireError, match="is damaged: it is not the file that was saved"):
         rewire.load(tmp_path, stack())
+    with pytest.raises(rewire.RewireError, match="cannot be read"):
+        rewire.load(sealed(tmp_path), stack())
     file.unlink()
-    with pytest.raises(rewire.RewireError, match="cannot be read"):
+    with pytest.raises(rewire.RewireError, match="not all of its files are there"):
         rewire.load(tmp_path, stack())
+    os.mkfifo(file)
+    with pytest.raises(rewire.RewireError, match="not all of its files are there"):
+        rewire.load(tmp_path, stack())
+
+
+def test_any_change_to_a_file_is_noticed(tmp_path: Path) -> None:
+    check_changes(tmp_path, 150)
+
+
+@pytest.mark.slow
+def test_many_changes_to_files_are_noticed(tmp_path: Path) -> None:
+    check_changes(tmp_path, 2000)
+
+
+def check_changes(folder: Path, count: int) -> None:
+    """Bytes changed, left out, doubled, or swapped with others: refused, or what is loaded is what was saved."""
+    model = mixed(stack())
+    rewire.save(model, folder)
+    want, chance = model.state_dict(), random.Random(0)
+    files = [folder / saving.RECIPE, *folder.glob("*.safetensors")]
+    refused = 0
+    for _ in range(count):
+        file = chance.choice(files)
+        whole = file.read_bytes()
+        at, to = sorted(chance.sample(range(len(whole)), 2))
+        other = bytes([chance.randrange(256)])
+        file.write_bytes(
+            chance.choice(
+                [
+                    whole[:at] + other + whole[at + 1 :],
+                    whole[:at] + whole[at + 1 :],
+                    whole[:to] + whole[at:],
+                    whole[:at] + whole[to : to + 1] + whole[at + 1 :],
+                    whole[:at],
+                ]
+            )
+        )
+        try:
+            loaded = rewire.load(folder, stack())
+        except rewire.RewireError:
+            refused += 1
+        else:
+            assert all(torch.equal(value, want[name]) for name, value in loaded.state_dict().items())
+        file.write_bytes(whole)
+    assert refused > 0.8 * count
 
 
 def test_weights_of_another_recipe_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -343,6 +400,7 @@ def test_weights_of_another_recipe_are_refused_before_anything_is_loaded(tmp_pat
     text = (tmp_path / saving.RECIPE).read_text()
     rewritten(tmp_path, text.replace("0.01", "0.5"))
     (tmp_path / saving.RECIPE).write_text(text)
+    sealed(tmp_path)
     plain = stack()
     kept = {name: value.clone() for name, value in plain.state_dict().items()}
     with pytest.raises(rewire.RewireError, match=r"belong to another rewiring.*temperature"):
@@ -378,6 +436,8 @@ TRUNK = "depth_connections.layers"
         (lambda r: r["trunks"][TRUNK].update(units=[EVIL]), "damaged"),
         (lambda r: r["trunks"][TRUNK].update(units=[1, 1]), "of another trunk"),
         (lambda r: r["trunks"][TRUNK].update(units=[10**9]), "damaged"),
+        (lambda r: r["trunks"][TRUNK].update(units=list(range(1, 20_001))), "damaged"),
+        (lambda r: r.update(sha256={}), "sha256 are"),
         (lambda r: r["trunks"][TRUNK].update(width=10**12), "of another trunk"),
         (lambda r: r["trunks"][TRUNK].update(width=EVIL), "damaged"),
         (lambda r: r["trunks"][TRUNK].update(attention=[EVIL]), "damaged"),
