@@ -31,16 +31,19 @@ def load(text: str) -> ModuleType:
     path = folder() / f"{_name('rewire_mix', text, _version('triton'))}.py"
     with _lock:
         if path.stem not in _modules:
-            known = path.exists() and path.read_text(encoding="utf-8") == text
+            known = _is_ours(path) and path.read_bytes() == text.encode()
             if not known:
-                _make(path, lambda file: file.write_text(text, encoding="utf-8"))
+                os.replace(_made(path.parent, lambda file: file.write_bytes(text.encode())), path)
             log.info("%s: %s", "from the cache" if known else "generated", path)
             _modules[path.stem] = _import(path)
         return _modules[path.stem]
 
 
 def kept(stem: str, key: str, suffix: str, make: Callable[[Path], object]) -> Path:
-    """A file in the folder, named after a hash of ``key`` and of the version of rewire.
+    """A file in the folder, named after hashes of ``key`` and the version of rewire, and of its contents.
+
+    One that is not what its name says (cut off, say), or that another user owns, is made again: a damaged library would
+    not fail to load, but kill the process.
 
     Args:
         stem: what its name begins with.
@@ -51,19 +54,29 @@ def kept(stem: str, key: str, suffix: str, make: Callable[[Path], object]) -> Pa
     Raises:
         PermissionError: see `folder`.
     """
-    path = folder() / f"{_name(stem, key)}{suffix}"
-    if not path.exists():
-        _make(path, make)
+    name = _name(stem, key)
+    for path in folder().glob(f"{name}_*{suffix}"):
+        if _is_ours(path) and path.name == f"{name}_{_digest(path)}{suffix}":
+            return path
+    made = _made(folder(), make)
+    path = made.with_name(f"{name}_{_digest(made)}{suffix}")
+    os.replace(made, path)
     return path
 
 
 def folder() -> Path:
     """Where generated modules are kept: ``REWIRE_CACHE_DIR``, or ``rewire`` in the platform's cache directory.
 
+    A user without a home directory has a folder among the temporary files.
+
     Raises:
         PermissionError: others could write to it, and so run code in this process; or it cannot be made.
     """
-    path = Path(os.environ.get("REWIRE_CACHE_DIR") or _platform_cache() / "rewire").expanduser().absolute()
+    path = Path(os.environ.get("REWIRE_CACHE_DIR") or _platform_cache() / "rewire")
+    try:
+        path = path.expanduser().absolute()
+    except RuntimeError:  # a container whose user has no home
+        path = Path(tempfile.gettempdir(), f"rewire-{os.getuid()}").absolute()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if hasattr(os, "getuid"):  # elsewhere (Windows) a user's folders are private
         status = path.stat()
@@ -95,16 +108,30 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _make(path: Path, make: Callable[[Path], object]) -> None:
-    """Written under another name and renamed, so that other processes see all of the file or nothing."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+def _made(where: Path, make: Callable[[Path], object]) -> Path:
+    """A file that ``make`` has written, under a name that nobody looks for; renamed, it is seen whole."""
+    handle, name = tempfile.mkstemp(dir=where, prefix="rewire", suffix=".tmp")
     os.close(handle)
+    path = Path(name)
     try:
-        make(Path(name))
-        os.replace(name, path)
+        make(path)
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
     except BaseException:
-        os.unlink(name)
+        path.unlink(missing_ok=True)
         raise
+    return path
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:24]
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is a file that this user wrote, and no link."""
+    if not path.is_file() or path.is_symlink():
+        return False
+    return not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()
 
 
 def _import(path: Path) -> ModuleType:

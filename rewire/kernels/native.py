@@ -121,7 +121,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: quotes in CXX that do not end
         reason = getattr(error, "stderr", None) or error
         _log.warning("Sums on the CPU are left to torch: their kernel could not be compiled. %s", reason)
         return None

@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -69,6 +70,18 @@ def test_the_default_is_the_platforms_cache(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache.folder() == tmp_path / "rewire"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX users")
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def expanduser(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("REWIRE_CACHE_DIR", raising=False)
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert cache.folder() == tmp_path / f"rewire-{os.getuid()}"
+    assert cache.folder().stat().st_mode & 0o777 == 0o700
 
 
 WORKER = """
