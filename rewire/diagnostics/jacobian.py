@@ -42,7 +42,7 @@ def mean_squared_singular_value(
     columns: not all operations have forward-mode derivatives.
 
     Args:
-        function: from a tensor to one tensor, differentiable by ``torch.func``.
+        function: from a tensor to one tensor, differentiable.
         x: where; n numbers in any shape, floating dtype.
         probes: random vectors v, 1 or more.
         seed: of the probes, which are the same on all devices.
@@ -52,11 +52,13 @@ def mean_squared_singular_value(
     """
     if probes < 1:
         raise ValueError(f"probes={probes}: it takes at least one.")
+    # Not torch.func.vjp, which takes neither autograd functions of the old style nor hooks that checkpointing sets.
     with torch.enable_grad():
-        y, pull_back = torch.func.vjp(function, x)  # type: ignore[misc]  # three with has_aux only
+        x = x.detach().requires_grad_()
+        y = function(x.clone())  # which it may write to
         exact = y.numel() < EXACT_BELOW
         directions = _rows(y) if exact else _signs(y, probes, seed)
-        squares = [float(_square(pull_back(v)[0])) for v in directions]
+        squares = [float(_square(torch.autograd.grad(y, x, v, retain_graph=True)[0])) for v in directions]
     values = min(x.numel(), y.numel())
     if exact:
         return Chi(sum(squares) / values, 0.0, 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from rewire.compiler import compile
@@ -29,7 +28,7 @@ class Run:
     """What one forward of a trunk computed; channels are dimension `Record.channel_dim`.
 
     Attributes:
-        input: ``x_0``, the hidden states at the trunk's input; with a gradient, except under ``torch.func``.
+        input: ``x_0``, the hidden states at the trunk's input; with a gradient.
         reads: for each site, by position, what its branch read (of separate q/k/v inputs, that of the residual).
         branches: for each site, by position, the branch outputs that it added; several if they ran in parallel.
         output: the trunk's output; None if its last block was not reached.
@@ -67,7 +66,7 @@ class Record:
     def begin(self, x: Tensor) -> Run:
         if self.given is not None:
             x = self.given
-        elif not x.requires_grad and torch._C._functorch.peek_interpreter_stack() is None:  # not under torch.func
+        elif not x.requires_grad:
             x = x.detach().requires_grad_()
         self.runs.append(Run(x))
         return self.runs[-1]

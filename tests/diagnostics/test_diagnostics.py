@@ -392,3 +392,34 @@ def test_the_command(tmp_path: Path) -> None:
     assert rewired.exit_code == 0 and rewired.stdout.splitlines()[0] != result.stdout.splitlines()[0]
     wrong = CliRunner().invoke(app, ["diagnose", "hf:llama", *options, "--out", str(tmp_path / "s.xyz")])
     assert wrong.exit_code == 1 and wrong.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("topology", ["residual", "ancre-ingoing", "muddformer"])
+def test_compiled_and_checkpointed_models_are_measured_as_plain_ones(topology: str) -> None:
+    model = rewire.compile(tiny.tiny_model("llama"), topology).train()
+    ids = token_ids(2, 8)
+    batch = {"input_ids": ids, "labels": ids}
+    expected = diagnose(model, batch)
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # its hook calls requires_grad_
+    assert str(diagnose(model, batch)) == str(expected)
+    model.gradient_checkpointing_disable()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    model.compile(backend="eager")
+    model(**batch)
+    assert str(diagnose(model, batch)) == str(expected)
+    assert "gradient at the input 0" not in str(expected)
+
+
+def test_chi_through_functions_of_the_old_style() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return 2 * grad
+
+    chi = mean_squared_singular_value(lambda x: Double.apply(x).relu_(), torch.ones(3))
+    assert (chi.value, chi.probes) == (4.0, 0)
