@@ -7,7 +7,7 @@ DEV := .venv
 DEMO := .venv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test slow lint bench papers clean
+.PHONY: help env demo docs test slow lint bench papers clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 8
@@ -16,6 +16,9 @@ env: $(DEV)/stamp  ## create the development environment, .venv
 
 demo: $(DEMO)/stamp  ## train a small language model with and without learned depth connections
 	$(DEMO)/bin/python examples/train_lm.py
+
+docs: env  ## build the documentation as a site, site/index.html
+	NO_MKDOCS_2_WARNING=1 $(DEV)/bin/mkdocs build --quiet
 
 test: env  ## run the tests
 	$(DEV)/bin/pytest -n $(JOBS)
@@ -35,7 +38,7 @@ papers: env  ## check the papers' claims and write docs/papers.md
 	PYTHONPATH=tests $(DEV)/bin/python benchmarks/papers/run.py
 
 clean:  ## remove the environments, caches and outputs
-	rm -rf $(DEV) $(DEMO) build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(DEV) $(DEMO) build dist site out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DEV)/stamp: EXTRAS := -e '.[dev]'
