@@ -27,7 +27,9 @@ _ONE_AT_A_TIME = threading.RLock()
 
 def shared(model: nn.Module) -> nn.Module:
     """New modules around the same parameters and buffers."""
-    return _copied(model, _kept(model) | {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    memo = _kept(model) | {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo |= {id(p): _same_kind(p) for p in model.parameters() if _is_special(p) and not p.requires_grad}
+    return _copied(model, memo)
 
 
 def private(model: nn.Module, device: str | None = None) -> nn.Module:
@@ -41,12 +43,28 @@ def private(model: nn.Module, device: str | None = None) -> nn.Module:
     """
     memo: dict[int, Any] = _kept(model)
     for parameter in model.parameters():
+        if _is_special(parameter) and device is None:
+            memo[id(parameter)] = _same_kind(parameter)
+            continue
         value = parameter.detach()
         own = nn.Parameter(value if device is None else value.to(device), parameter.requires_grad)
         memo[id(parameter)] = own if type(own) is type(parameter) else parameter
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().clone() if device is None else buffer.to(device)
     return _copied(model, memo)
+
+
+def _is_special(parameter: nn.Parameter) -> bool:
+    """Whether its class is one that derives from nn.Parameter: quantised weights (bitsandbytes) with attributes."""
+    return nn.Parameter in type(parameter).__mro__[1:] and not is_lazy(parameter)
+
+
+def _same_kind(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter around the same memory, with attributes of its own: some change when a layer is first called."""
+    made = torch.Tensor._make_subclass(type(parameter), parameter.data, parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        vars(made)[name] = value if isinstance(value, (Tensor, nn.Module)) else copy.copy(value)
+    return made
 
 
 def _kept(model: nn.Module) -> dict[int, Any]:

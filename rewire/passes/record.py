@@ -116,7 +116,7 @@ class Recorder(TorchFunctionMode):
             return result
         scope, place = self.frames.caller(self.stack, sys._getframe(1))
         inputs = [self._op(tensor) for tensor in given]
-        weights = sum(op.constant and is_matrix(t.shape) for op, t in zip(inputs, given, strict=True))
+        weights = sum(_is_weight(op, t) for op, t in zip(inputs, given, strict=True))
         constant = bool(inputs) and all(op.constant for op in inputs)
         if name in _REFLECTED:
             name, inputs = name[1:], inputs[::-1]
@@ -186,6 +186,15 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _is_node(value: Any) -> bool:
     return type(value) in torch.utils._pytree.SUPPORTED_NODES
+
+
+def _is_weight(op: Op, tensor: Tensor) -> bool:
+    """Whether it mixes channels: a matrix of the model, or bytes that hold one.
+
+    Quantised layers pack theirs into one column, and keep them where parameters are not looked for.
+    """
+    packed = tensor.dtype in (torch.uint8, torch.int8) and tensor.numel() > 1
+    return (op.constant and (packed or is_matrix(tensor.shape))) or (packed and op.name == "input")
 
 
 def _version(tensor: Tensor) -> int:
