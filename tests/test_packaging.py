@@ -1,0 +1,135 @@
+"""What users install: a wheel and an sdist, built twice alike, in an environment without the extras."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
+NEEDED = ["LICENSE", "README.md", "pyproject.toml", "rewire"]
+EXTRAS = ("accelerate", "diffusers", "matplotlib", "mkdocs", "networkx", "optuna", "timm", "torchtitan", "transformers")
+BUILD = """
+import sys
+from setuptools import build_meta
+print(getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2]), file=sys.stderr)
+"""
+USE = f"""
+import sys
+sys.modules.update(dict.fromkeys({EXTRAS}))  # as if they were not installed
+import torch
+from torch import nn
+import rewire
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(8), nn.Linear(8, 8)
+    def forward(self, x):
+        return x + self.inner(self.norm(x))
+
+model = nn.Sequential(*(Block() for _ in range(3)))
+x = torch.randn(2, 8)
+rewired = rewire.compile(model, "ancre-ingoing", granularity="sublayer", example_inputs=(x,))
+torch.testing.assert_close(rewired(x), model(x))
+rewired(x).sum().backward()
+print(rewire.__file__)
+"""
+TYPED = """
+import torch
+from torch import nn
+import rewire
+
+model: nn.Module = rewire.compile(nn.Sequential(), "ancre-ingoing", block=4)
+optimizer = torch.optim.AdamW(rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1))
+text: str = rewire.diff(model)
+wrong: int = rewire.diff(model)
+"""
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def built(kind: str, where: Path) -> Path:
+    """A package, from a copy of the sources: building leaves folders behind."""
+    tree, out = where / "tree", where / "dist"
+    tree.mkdir(parents=True)
+    for name in NEEDED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, tree / name)
+    run(sys.executable, "-c", BUILD, kind, out, cwd=tree, SOURCE_DATE_EPOCH="1700000000")
+    (package,) = out.iterdir()
+    return package
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with the wheel, torch, and the few others that rewire needs."""
+    where = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", where / "env", cwd=where)
+    python = where / "env" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", built("wheel", where), cwd=where)
+    (site,) = (where / "env" / "lib").glob("python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"])  # .pth files in there are not read
+    return python
+
+
+def test_wheels_are_reproducible_and_whole(tmp_path: Path) -> None:
+    wheel, again = built("wheel", tmp_path / "one"), built("wheel", tmp_path / "two")
+    assert wheel.read_bytes() == again.read_bytes()
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"rewire/py.typed", "rewire/kernels/sums.cpp"} <= set(names)
+    assert not [name for name in names if not name.startswith("rewire")]
+
+
+def test_without_the_extras(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(USE)
+    where = run(python, "-W", "ignore", "script.py", cwd=tmp_path, PYTHONPATH="")
+    assert Path(where.strip()).is_relative_to(python.parents[1])
+    assert "ancre-ingoing" in run(python.with_name("rewire"), "list", cwd=tmp_path, PYTHONPATH="")
+
+
+def test_an_sdist_has_what_a_wheel_needs(tmp_path: Path) -> None:
+    with tarfile.open(built("sdist", tmp_path)) as archive:
+        archive.extractall(tmp_path / "sources", filter="data")
+    (tree,) = (tmp_path / "sources").iterdir()
+    run(sys.executable, "-c", BUILD, "wheel", tmp_path / "wheels", cwd=tree)
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    assert "rewire/kernels/sums.cpp" in zipfile.ZipFile(wheel).namelist()
+
+
+def test_types_hold_in_a_users_script(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TYPED)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        f"--python-executable={python}",
+        "--follow-imports=silent",
+        "script.py",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert len(errors) == 1 and "script.py:9" in errors[0], done.stdout
