@@ -9,6 +9,7 @@ from rewire.connection import coefficients, connections, parallelize
 from rewire.diagnostics.measure import diagnose
 from rewire.diagnostics.monitor import Monitor
 from rewire.diffs import diff, source
+from rewire.ejecting.eject import eject
 from rewire.errors import (
     AlreadyConnected,
     AlreadyRewired,
@@ -77,6 +78,7 @@ __all__ = [
     "connections",
     "diagnose",
     "diff",
+    "eject",
     "freeze",
     "from_pretrained",
     "fusions",
