@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -69,6 +70,7 @@ def connect(
                     "model was ejected: make the model with the arguments that it had then."
                 )
             module.__class__ = edited
+            _remember_outputs(module)
         gates = {
             name: Gate(path, function.where, [_entry(given, connections) for given in function.trunks], function.helper)
             for name, function in functions.items()
@@ -81,6 +83,15 @@ def connect(
         hook = StreamsToTensors()
         hook.trunks.update(names)
         _found(model, path).register_forward_hook(hook)
+
+
+def _remember_outputs(module: Any) -> None:
+    """Tell transformers which outputs its models collect: it looks that up by the class's name."""
+    if getattr(module, "_can_record_outputs", None):
+        with contextlib.suppress(ImportError):  # other versions ask the class itself
+            from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+            _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
 def _entry(given: dict[str, Any], connections: Mapping[str, Connection]) -> Entry:

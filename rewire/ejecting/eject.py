@@ -91,7 +91,8 @@ def eject(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
 
 def _save_pretrained(model: Any, cls: type, folder: Path, name: str) -> None:
     """Weights and config, which says where the class is."""
-    model.save_pretrained(folder, state_dict=_weights(model))
+    # Under the names that the model has: transformers renames those of older checkpoints for its own classes only.
+    model.save_pretrained(folder, state_dict=_weights(model), save_original_format=False)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["auto_map"] = dict.fromkeys(_auto_classes(model.config, cls), name)

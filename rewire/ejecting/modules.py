@@ -16,7 +16,7 @@ from torch import nn
 
 from rewire.connection import CONNECTIONS, SeparateNorms, connections
 from rewire.depth import Entry
-from rewire.ejecting.names import Binding, Lines, Replacement, bindings, replaced
+from rewire.ejecting.names import Binding, Lines, Replacement, bindings, import_statements, replaced
 from rewire.ejecting.runtime import Runtime
 from rewire.errors import EditError
 from rewire.gate import Gate, HelperGate
@@ -42,7 +42,7 @@ class Module:
 
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self.model, self._runtime = model, runtime
-        self._imports: dict[str, tuple[Any, str]] = {}  # name -> what it is, and the statement
+        self._imports: dict[str, Binding] = {}
         self._headers: dict[str, None] = {}  # licences
         edited = {path: module for path, module in model.named_modules() if path and is_edited(module)}
         keys = {path: (original_class(module), tuple(edits_of(module).values())) for path, module in edited.items()}
@@ -60,10 +60,9 @@ class Module:
     def text(self) -> str:
         """The file."""
         of_runtime = sorted({*_IMPORTED, *(self._topology(layout) for layout in self._layouts())})
-        future = "from __future__ import annotations\n" if self._postponed else ""
-        statements = sorted({statement for _, statement in self._imports.values()})
+        future = ["from __future__ import annotations\n"] if self._postponed else []
         runtime = f"from .{RUNTIME} import {', '.join(of_runtime)}\n"
-        head = [*self._headers, self._docstring(), future, *statements, "", runtime]
+        head = [*self._headers, self._docstring(), *future, *import_statements(self._imports), "", runtime]
         return "\n".join([*head, self._data(), "\n\n\n".join(self._bodies), "", "", self._modules()])
 
     def topologies(self) -> Iterator[str]:
@@ -82,8 +81,8 @@ class Module:
         base = self._qualified(cls)
         lines = [f"class {self.root}({base}):"]
         if is_pretrained(self.model):
-            lines += [f'    _keep_in_fp32_modules_strict = [*({base}._keep_in_fp32_modules_strict or ()), "{CONNECTIONS}"]']
-            lines += [""]
+            kept = "_keep_in_fp32_modules_strict"
+            lines += [f'    {kept} = [*({base}.{kept} or ()), "{CONNECTIONS}"]', ""]
         lines += [
             "    def __init__(self, *args, **kwargs):",
             "        super().__init__(*args, **kwargs)",
@@ -153,11 +152,11 @@ class Module:
     def _import(self, module: str, name: str, value: Any) -> str:
         """The name under which this file has what is ``name`` in ``module``."""
         binding = _binding(module, name, value)
-        known = next((own for own, (_, statement) in self._imports.items() if statement == binding.as_import(own)), None)
+        known = next((own for own, imported in self._imports.items() if imported == binding), None)
         if known is not None:
             return known
         own = self._free(name)
-        self._imports[own] = (value, binding.as_import(own))
+        self._imports[own] = binding
         return own
 
     def _qualified(self, cls: type) -> str:
@@ -190,11 +189,10 @@ class Module:
 
     def _docstring(self) -> str:
         cls = original_class(self.model) if is_edited(self.model) else type(self.model)
-        made = ", ".join(dict.fromkeys(type(layout.topology).__name__ for layout in self._layouts()))
         return (
-            f'"""{cls.__name__} of {cls.__module__} with learned depth connections ({made}), written by rewire.eject.\n\n'
-            f"It needs {RUNTIME}.py, which stands beside it, and not rewire. Classes here are those of the original\n"
-            "with edited forwards; making the model puts them in the place of the original ones.\n"
+            f'"""{cls.__name__} with learned depth connections, written by rewire.eject.\n\n'
+            f"It needs {RUNTIME}.py, which stands beside it, and not rewire. Classes here are those of\n"
+            f"{cls.__module__} with edited forwards; making the model puts them in the place of the original ones.\n"
             '"""\n'
         )
 
@@ -254,8 +252,8 @@ class Module:
             of_modules.setdefault(path, {})[name] = function
         written = {}
         for path, functions in of_modules.items():
-            inner = ", ".join(f"{name!r}: {function}" for name, function in functions.items())
-            written[path] = f"({self._class_of.get(path)}, {{{inner}}})"
+            inner = "".join(f"            {name!r}: {function},\n" for name, function in functions.items())
+            written[path] = f"(\n        {self._class_of.get(path)},\n        {{\n{inner}        }},\n    )"
         return (
             "#: Modules that streams run through: their classes, and for each edited function the trunks, with the adds\n"
             "#: that it makes by the number of those that were made before.\n"

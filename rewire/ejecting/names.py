@@ -32,6 +32,26 @@ class Binding:
         return f"from {self.module} import {self.name}" + (f" as {name}" if name != self.name else "")
 
 
+def import_statements(imports: Mapping[str, Binding]) -> list[str]:
+    """The statements that import all of them, each under its name; those of one module together.
+
+    Args:
+        imports: name -> what it is.
+    """
+    plain = sorted(binding.as_import(name) for name, binding in imports.items() if not binding.name)
+    modules: dict[str, list[str]] = {}
+    for name, binding in sorted(imports.items()):
+        if binding.name:
+            alias = binding.name + (f" as {name}" if name != binding.name else "")
+            modules.setdefault(binding.module, []).append(alias)
+    return [*plain, *(_from(module, names) for module, names in sorted(modules.items()))]
+
+
+def _from(module: str, names: Sequence[str]) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    return line if len(line) <= 120 else f"from {module} import (\n    " + ",\n    ".join(names) + ",\n)"
+
+
 @functools.cache
 def parsed(module: str) -> tuple[str, ast.Module]:
     """The text of a module, and its tree."""

@@ -15,7 +15,7 @@ import graphlib
 from collections.abc import Iterable, Sequence
 
 from rewire.ejecting import plain
-from rewire.ejecting.names import Binding, Lines, Replacement, bindings, defined_by, parsed, renamed, replaced
+from rewire.ejecting.names import Binding, Lines, Replacement, bindings, defined_by, import_statements, parsed, renamed, replaced
 
 #: What ejected modules import.
 ROOTS = (
@@ -53,6 +53,7 @@ class Runtime:
         self._own = {module for module, _ in roots}
         self._found: dict[Definition, ast.stmt] = {}
         self._imports: dict[Binding, str] = {}  # and under which name
+        self._attributes: set[Definition] = set()  # read as attributes of their modules
         for module, name in roots:
             self._gather(Definition(module, name))
         self._names = self._given_names()
@@ -67,9 +68,9 @@ class Runtime:
         Args:
             heading: its docstring and what else stands at its top.
         """
-        imports = sorted(binding.as_import(name) for binding, name in self._imports.items())
-        parts = [part for module in self._ordered() for part in self._parts(module)]
-        return "\n".join([heading, "from __future__ import annotations\n", *imports, "\n", "\n\n".join(parts)])
+        parts = [part for module in self._ordered() for part in self._parts(module)]  # may import more
+        imports = import_statements({name: binding for binding, name in self._imports.items()})
+        return "\n".join([heading, "from __future__ import annotations\n", *imports, *parts])
 
     # -- what is needed ------------------------------------------------------------------------------------------------
 
@@ -94,6 +95,8 @@ class Runtime:
             return
         target = self._resolved(binding, attribute)
         if isinstance(target, Definition):
+            if not binding.name:
+                self._attributes.add(target)
             self._gather(target)
         elif not self._is_own(binding.module):
             self._import(name, binding)
@@ -137,11 +140,15 @@ class Runtime:
     # -- its text ------------------------------------------------------------------------------------------------------
 
     def _given_names(self) -> dict[Definition, str]:
-        """A name for each definition; those that several modules have get the module's last name in front."""
+        """A name for each definition.
+
+        Those that several modules have get the module's last name in front, and so do those that are read as its
+        attributes: ``groups.count`` may stand beside a variable ``count``.
+        """
         taken: dict[str, Definition] = {}
         for definition in self._found:
             name = definition.name
-            if name in taken or name in self._imports.values():
+            if name in taken or name in self._imports.values() or definition in self._attributes:
                 name = f"{definition.module.rpartition('.')[2]}_{name}"
             taken[name] = definition
         return {definition: name for name, definition in taken.items()}
@@ -157,7 +164,7 @@ class Runtime:
             if wanted:
                 parts.append(self._edited(module, node))
         if parts:
-            parts[0] = f"# -- {module} {'-' * (113 - len(module))}\n\n\n{parts[0]}"
+            parts[0] = f"\n\n# -- {module} {'-' * (114 - len(module))}\n\n{parts[0].lstrip()}"
         return parts
 
     def _edited(self, module: str, node: ast.stmt) -> str:
@@ -179,7 +186,8 @@ class Runtime:
             new = self._names.get(Definition(module, name), name)
             if new != name:
                 body = body.replace(f"class {name}", f"class {new}", 1).replace(f"def {name}", f"def {new}", 1)
-        return body + "\n"
+        constant = isinstance(node, (ast.Assign, ast.AnnAssign)) and not body.startswith("#")
+        return body if constant else f"\n\n{body}"
 
     def _renamed(self, module: str, node: ast.stmt) -> list[Replacement]:
         text = parsed(module)[0]
