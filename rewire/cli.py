@@ -100,6 +100,20 @@ def diff_command(model: Model, topology: Topology = "ancre-ingoing", granularity
     _print_code(rewire.diff(_rewired(model, topology, granularity)), "diff")
 
 
+@app.command("eject")
+def eject_command(
+    model: Model,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="Where to write.")],
+    topology: Topology = "ancre-ingoing",
+    granularity: Granularity = "auto",
+) -> None:
+    """Write MODEL as Python files and weights that load without rewire; it is rewired first, unless it is already."""
+    loaded = _load(model)
+    if not rewire.connections(loaded):
+        loaded = rewire.compile(loaded, topology, granularity=granularity)
+    typer.echo(f"wrote {rewire.eject(loaded, folder)}")
+
+
 @app.command("list")
 def list_command() -> None:
     """List the topologies, initialisers and architectures that are known here, those of plug-ins included."""

@@ -23,8 +23,8 @@ if importlib.util.find_spec("rewire") is not None:
 import torch
 
 
-def difference(a, b):
-    return float((a.detach() - b).norm() / b.norm().clamp_min(1e-12))
+def difference(a, b, least=1e-12):
+    return float((a.detach() - b).norm() / b.norm().clamp_min(least))
 
 
 def loaded(folder, case):
@@ -38,10 +38,12 @@ def loaded(folder, case):
         return auto.from_pretrained(folder, trust_remote_code=True, dtype=case["dtype"], attn_implementation="sdpa")
     from safetensors.torch import load_model
 
-    name, args, options = case["make"]
     sys.path.insert(0, str(folder.parent))
-    module = importlib.import_module(f"{folder.name}.{case['module']}")
-    model = getattr(module, name)(*args, **options)
+    ejected = importlib.import_module(f"{folder.name}.{case['module']}")
+    models = importlib.import_module("models")
+    make = models.CASES[case["make"]].make
+    model = getattr(ejected, make.__name__)() if isinstance(make, type) else ejected.connected(make())
+    model = model.to(case["dtype"])
     load_model(model, folder / "model.safetensors")
     return model
 
@@ -56,7 +58,9 @@ def compared(folder):
     if set(parameters) != set(case["gradients"]):
         raise AssertionError(f"other parameters: {set(parameters) ^ set(case['gradients'])}")
     result = {"outputs": difference(found, case["outputs"])}
-    result["gradients"] = max(difference(parameters[n].grad, g) for n, g in case["gradients"].items() if g is not None)
+    given = {name: gradient for name, gradient in case["gradients"].items() if gradient is not None}
+    least = 1e-3 * float(max(gradient.norm() for gradient in given.values()))  # of smaller ones, rounding is seen
+    result["gradients"] = max(difference(parameters[name].grad, g, least) for name, g in given.items())
     if case["collected"] is not None:
         pairs = zip(outputs.hidden_states, case["collected"], strict=True)
         result["collected"] = max(difference(a, b) for a, b in pairs)

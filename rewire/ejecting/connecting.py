@@ -64,10 +64,11 @@ def connect(
     for path, (edited, functions) in modules.items():
         module = _found(model, path)
         if edited is not None:
-            if type(module) is not edited.__base__:
+            (base,) = edited.__bases__
+            if type(module) is not base:
                 raise RewireError(
-                    f"'{path}' is a {type(module).__qualname__} here, and was a {edited.__base__.__qualname__} when the "
-                    "model was ejected: make the model with the arguments that it had then."
+                    f"'{path}' is of class {type(module).__qualname__} here, and was of class {base.__qualname__} when "
+                    "the model was ejected: make the model with the arguments that it had then."
                 )
             module.__class__ = edited
             _remember_outputs(module)

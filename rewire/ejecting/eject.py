@@ -52,8 +52,8 @@ def eject(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         ShardedModel: the model is sharded, wrapped or compiled.
 
     Example:
-        >>> rewire.eject(rewired, "ejected").name  # doctest: +SKIP
-        'rewired_net.py'
+        >>> print(rewire.eject(rewired, "ejected"))  # doctest: +ELLIPSIS
+        ejected/rewired_...py
     """
     found = connections(model)
     if not found:
@@ -116,4 +116,3 @@ def _auto_classes(config: Any, cls: type) -> list[str]:
             if cls in (made if isinstance(made, (list, tuple)) else (made,)):
                 found.append(name)
     return found or ["AutoModel"]
-

@@ -47,7 +47,7 @@ class Module:
         edited = {path: module for path, module in model.named_modules() if path and is_edited(module)}
         keys = {path: (original_class(module), tuple(edits_of(module).values())) for path, module in edited.items()}
         root = original_class(model) if is_edited(model) else type(model)
-        self._taken = {*_IMPORTED, "TRUNKS", "MODULES", "COLLECTING", "NORMS", "staticmethod"}
+        self._taken = {*_IMPORTED, "TRUNKS", "MODULES", "COLLECTING", "NORMS", "connected"}
         self.root = self._free(root.__name__)
         self._classes = {key: self._free(key[0].__name__) for key in dict.fromkeys(keys.values())}
         self._class_of = {path: self._classes[key] for path, key in keys.items()}
@@ -88,7 +88,17 @@ class Module:
             "        super().__init__(*args, **kwargs)",
             "        connect(self, TRUNKS, MODULES, COLLECTING, NORMS)",
         ]
-        return "\n".join([*lines, *(f"\n{method}" for method in own)]).rstrip()
+        text = "\n".join([*lines, *(f"\n{method}" for method in own)]).rstrip()
+        return f"""{text}
+
+
+def connected(model: {base}) -> {self.root}:
+    \"\"\"Make a plain model a rewired one, in place, where it is made otherwise than by calling its class.\"\"\"
+    if type(model) is not {base}:
+        raise TypeError(f"the model has to be a {base}, not {{type(model).__name__}}")
+    model.__class__ = {self.root}
+    connect(model, TRUNKS, MODULES, COLLECTING, NORMS)
+    return model"""
 
     def _method(self, cls: type, edited: Edited) -> str:
         original = edited.original(cls).function
@@ -213,9 +223,7 @@ class Module:
             if isinstance(hook, StreamsToTensors)
         }
         norms = [
-            path.rpartition(".")[0]
-            for path, module in self.model.named_modules()
-            if isinstance(module, SeparateNorms)
+            path.rpartition(".")[0] for path, module in self.model.named_modules() if isinstance(module, SeparateNorms)
         ]
         return (
             "#: Where the weights of a trunk are, and what connects its residual adds.\n"
@@ -229,7 +237,9 @@ class Module:
         options = layout.topology.options()
         for name, value in options.items():
             if not _is_literal(value):
-                raise EditError(f"option {name}={value!r} of {type(layout.topology).__name__} cannot be written as text")
+                raise EditError(
+                    f"option {name}={value!r} of {type(layout.topology).__name__} cannot be written as text"
+                )
         topology = f"{self._topology(layout)}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
         given = {
             "units": layout.units,
@@ -255,8 +265,8 @@ class Module:
             inner = "".join(f"            {name!r}: {function},\n" for name, function in functions.items())
             written[path] = f"(\n        {self._class_of.get(path)},\n        {{\n{inner}        }},\n    )"
         return (
-            "#: Modules that streams run through: their classes, and for each edited function the trunks, with the adds\n"
-            "#: that it makes by the number of those that were made before.\n"
+            "#: Modules that streams run through: their classes, and for each edited function the trunks, with the\n"
+            "#: adds that it makes by the number of those that were made before.\n"
             f"MODULES = {_dict(written)}\n"
         )
 

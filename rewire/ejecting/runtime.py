@@ -15,7 +15,17 @@ import graphlib
 from collections.abc import Iterable, Sequence
 
 from rewire.ejecting import plain
-from rewire.ejecting.names import Binding, Lines, Replacement, bindings, defined_by, import_statements, parsed, renamed, replaced
+from rewire.ejecting.names import (
+    Binding,
+    Lines,
+    Replacement,
+    bindings,
+    defined_by,
+    import_statements,
+    parsed,
+    renamed,
+    replaced,
+)
 
 #: What ejected modules import.
 ROOTS = (
@@ -126,7 +136,8 @@ class Runtime:
     def _ordered(self) -> list[str]:
         """The modules, each behind those that it needs when it is run: for base classes, decorators, constants."""
         needed: dict[str, set[str]] = {definition.module: set() for definition in self._found}
-        parts = [(module, part) for module in needed for part in self._statements(module)]
+        parts: list[tuple[str, ast.AST]] = []
+        parts += [(module, part) for module in needed for part in self._statements(module)]
         parts += [(definition.module, part) for definition, node in self._found.items() for part in _run_at_once(node)]
         for module, part in parts:
             for used in _names_in([part]):
@@ -197,7 +208,7 @@ class Runtime:
             if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name):
                 binding = bindings(module).get(inner.value.id)
                 target = self._resolved(binding, inner.attr) if binding and not binding.name else None
-                if target:
+                if target in self._names:
                     changes.append(Replacement(*lines.span(inner), self._names[target]))
             elif isinstance(inner, ast.Name):
                 binding = bindings(module).get(inner.id)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import copy
+import importlib
 import json
-import logging
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +16,14 @@ import models
 import pytest
 import torch
 from every_topology import EVERY, mixed
+from safetensors.torch import load_model
 from torch import Tensor, nn
 
 import rewire
 from rewire.ejecting.runtime import ROOTS, Runtime
 from rewire.patterns import tiny
+from rewire.patterns.transformers import example_inputs
+from rewire.topologies import make_topology
 
 TESTS = Path(__file__).parents[1]
 ARCHITECTURES = "llama qwen3 qwen3_moe gemma2 gemma3_text gpt2 gpt_neox gptj opt phi falcon bloom mpt mixtral"
@@ -74,24 +80,47 @@ def llama(key: str) -> nn.Module:
     return mixed(tiny.tiny_model("llama"), key)
 
 
-QUICK = ["ancre-ingoing", "denseformer", "dca-norms", "hc-dynamic", "muddformer"]
+def eject_llama(key: str, folder: Path, **options: Any) -> Path:
+    eject(llama(key), folder / key.replace("-", "_"), input_ids=models.token_ids(), **options)
+    return folder / key.replace("-", "_")
 
 
-@pytest.mark.parametrize(
-    "keys", [QUICK, pytest.param([k for k in EVERY if k not in QUICK], marks=pytest.mark.slow)], ids=["some", "others"]
-)
-def test_every_topology(keys: list[str], tmp_path: Path) -> None:
-    folders = [tmp_path / key.replace("-", "_") for key in keys]
-    for key, folder in zip(keys, folders, strict=True):
-        first = key == "ancre-ingoing"
-        eject(llama(key), folder, input_ids=models.token_ids(), generate=first, collect=first)
+def eject_kind(name: str, folder: Path) -> Path:
+    """A hand-written model, in float64."""
+    torch.manual_seed(0)
+    case, folder = models.CASES[name], folder / name.replace("-", "_")
+    rewired = mixed(case.make(), "ancre-ingoing", example_inputs=case.inputs()).double()
+    eject(rewired, folder, *(x.double() if x.is_floating_point() else x for x in case.inputs()), make=name)
+    return folder
+
+
+def imported(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An ejected module, in this process."""
+    monkeypatch.syspath_prepend(path.parents[1])
+    return importlib.import_module(f"{path.parent.name}.{path.stem}")
+
+
+KINDS = ["nanogpt", "post-norm", "wrapped", "projection"]
+
+
+def test_models_compute_the_same_without_rewire(tmp_path: Path) -> None:
+    folders = [eject_llama("ancre-ingoing", tmp_path, generate=True, collect=True)]
+    folders += [eject_llama("dca-norms", tmp_path), *(eject_kind(name, tmp_path) for name in KINDS)]
     compare(folders)
 
 
 @pytest.mark.slow
-def test_every_architecture_of_transformers(tmp_path: Path) -> None:
-    from rewire.patterns.transformers import example_inputs
+def test_every_topology(tmp_path: Path) -> None:
+    compare([eject_llama(key, tmp_path) for key in EVERY])
 
+
+@pytest.mark.slow
+def test_every_kind_of_model(tmp_path: Path) -> None:
+    compare([eject_kind(name, tmp_path) for name in models.CASES], tolerance=1e-7)
+
+
+@pytest.mark.slow
+def test_every_architecture_of_transformers(tmp_path: Path) -> None:
     folders = []
     for name in ARCHITECTURES.split():
         torch.manual_seed(0)
@@ -100,3 +129,180 @@ def test_every_architecture_of_transformers(tmp_path: Path) -> None:
         folders.append(tmp_path / name)
         eject(mixed(model, "ancre-ingoing"), folders[-1], *args, **kwargs)
     compare(folders)
+
+
+@pytest.mark.slow
+def test_training_with_checkpointing_and_in_bfloat16(tmp_path: Path) -> None:
+    eject(llama("ancre-ingoing").bfloat16(), tmp_path / "half", input_ids=models.token_ids())
+    compare([tmp_path / "half"], tolerance=2e-2)
+    rewired = llama("muddformer")
+    rewired.gradient_checkpointing_enable({"use_reentrant": False})
+    eject(rewired, tmp_path / "checkpointed", input_ids=models.token_ids(), use_cache=False, training=True)
+    compare([tmp_path / "checkpointed"])
+
+
+def test_the_runtime_holds_all_that_every_topology_needs(tmp_path: Path) -> None:
+    made = [make_topology(name, options) for name, options in EVERY.values()]
+    roots = dict.fromkeys((type(topology).__module__, type(topology).__name__) for topology in made)
+    text = Runtime([*ROOTS, *roots, ("rewire.topologies.frozen", "Frozen")]).text('"""All of them."""\n')
+    path = tmp_path / "everything.py"
+    path.write_text(text)
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F,E9", str(path)]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+    imports = [
+        ast.unparse(node) for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+    assert not [statement for statement in imports if "rewire" in statement]
+
+
+def test_files_are_small_and_keep_licences(tmp_path: Path) -> None:
+    path = rewire.eject(llama("ancre-ingoing"), tmp_path)
+    text, runtime = path.read_text(), (tmp_path / "rewire_runtime.py").read_text()
+    assert text.startswith("# Copyright 2022 EleutherAI and the HuggingFace Inc. team.")
+    assert "class LlamaAttention" not in text  # it was not edited
+    assert len(text.splitlines()) < 250
+    assert len(runtime.splitlines()) < 2400
+    assert max(map(len, runtime.splitlines())) <= 120
+    assert str(Path(models.__file__).parent) not in text + runtime
+
+
+def test_a_frozen_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = models.CASES["pre-norm"]
+    rewired = mixed(case.make(), "grn-v2", example_inputs=case.inputs())
+    frozen, _ = rewire.freeze(rewired, 0.01, example_inputs=case.inputs())
+    ejected = imported(rewire.eject(frozen, tmp_path / "frozen_stack"), monkeypatch).connected(case.make())
+    load_model(ejected, tmp_path / "frozen_stack" / "model.safetensors")
+    torch.testing.assert_close(ejected(*case.inputs()), frozen(*case.inputs()))
+
+
+def test_an_ejected_model_is_copied_pickled_and_used_beside_rewire(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = models.CASES["nanogpt-no-targets"]
+    rewired = mixed(case.make(), "muddformer").eval()
+    ejected = imported(rewire.eject(rewired, tmp_path / "copied"), monkeypatch).NanoGPT().eval()
+    load_model(ejected, tmp_path / "copied" / "model.safetensors")
+    want = rewired(*case.inputs())
+    torch.testing.assert_close(ejected(*case.inputs()), want)
+    torch.testing.assert_close(copy.deepcopy(ejected)(*case.inputs()), want)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(ejected))(*case.inputs()), want)
+
+
+NET = """\
+# Copyright (c) the authors of this net.
+import torch
+from torch import nn
+
+
+def normed(x):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:])
+
+
+class Base(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def branch(self, x):
+        return self.down(torch.relu(self.up(normed(x))))
+
+    def forward(self, x):
+        return x + self.branch(x)
+
+
+class Inherits(Base):
+    pass
+
+
+class Block(Base):
+    def branch(self, x):
+        return self.up(normed(x))
+
+    def forward(self, x):
+        '''Text of
+two lines.'''
+        x = x + super().branch(x)
+        x = x + self.branch(x)
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self, depth=3):
+        super().__init__()
+        self.blocks = nn.ModuleList([*(Inherits() for _ in range(depth)), *(Block() for _ in range(depth))])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+
+
+def written(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    return importlib.import_module(name)
+
+
+def test_methods_of_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = written(tmp_path, "net_with_bases", NET, monkeypatch), models.vectors()
+    rewired = mixed(net.Net(), "ancre-ingoing", example_inputs=(x,))
+    path = rewire.eject(rewired, tmp_path / "bases")
+    ejected = imported(path, monkeypatch).Net()
+    load_model(ejected, path.parent / "model.safetensors")
+    torch.testing.assert_close(ejected(x), rewired(x))
+    assert path.read_text().startswith("# Copyright (c) the authors of this net.\n")
+    with pytest.raises(Exception, match=r"'blocks.1' is of class Block here, and was of class Inherits when"):
+        imported(path, monkeypatch).Net(depth=1)
+
+
+TOPOLOGY = """\
+import dataclasses
+import rewire
+
+SCALE = 0.5
+
+
+@rewire.register_topology("scaled-in-a-file")
+@dataclasses.dataclass(frozen=True)
+class ScaledInAFile(rewire.Residual):
+    '''Half of each branch.'''
+
+    factor: float = 1.0
+
+    def merge(self, states, weights, t, *branches):
+        return states[0] + SCALE * self.factor * sum(branches)
+"""
+
+
+def test_a_topology_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, "topology_in_a_file", TOPOLOGY, monkeypatch)
+    case = models.CASES["nanogpt-no-targets"]
+    rewired = rewire.compile(case.make().eval(), "scaled-in-a-file", factor=0.7, start="paper", validate=False)
+    path = rewire.eject(rewired, tmp_path / "own_topology")
+    ejected = imported(path, monkeypatch).NanoGPT().eval()
+    load_model(ejected, path.parent / "model.safetensors")
+    torch.testing.assert_close(ejected(*case.inputs()), rewired(*case.inputs()))
+    assert "register_topology" not in (path.parent / "rewire_runtime.py").read_text()
+
+
+def test_what_cannot_be_ejected_is_refused(tmp_path: Path) -> None:
+    case = models.CASES["pre-norm"]
+    with pytest.raises(rewire.RewireError, match="was not rewired: there is nothing to eject"):
+        rewire.eject(case.make(), tmp_path)
+
+    class Local(models.PreNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attn(self.ln_1(x))
+            return x + self.mlp(self.ln_2(x))
+
+    rewired = rewire.compile(models.Stack(Local), "ancre-ingoing", example_inputs=case.inputs())
+    with pytest.raises(rewire.EditError, match=r"Stack cannot be ejected: class .*Local .* has no name that another"):
+        rewire.eject(rewired, tmp_path)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)
+    with pytest.raises(rewire.RewireError, match="nested tensors"):
+        rewire.eject(rewire.compile(encoder, "ancre-ingoing", example_inputs=case.inputs()), tmp_path)
+    with pytest.raises(rewire.RewireError, match="on the meta device"):
+        rewire.eject(rewire.compile(models.NanoGPT().to("meta"), validate=False), tmp_path)
+    assert not list(tmp_path.iterdir())
