@@ -36,6 +36,7 @@ from rewire.passes.rewrite import restore
 from rewire.patterns import Pattern, list_patterns, register_pattern
 from rewire.pipeline import pipeline_cache, pipeline_stage
 from rewire.plotting.draw import plot
+from rewire.reporting.page import report
 from rewire.saving.folder import load, save
 from rewire.saving.pretrained import from_pretrained
 from rewire.studies import Task, study
@@ -96,6 +97,7 @@ __all__ = [
     "register_initializer",
     "register_pattern",
     "register_topology",
+    "report",
     "restore",
     "roles",
     "save",

@@ -35,7 +35,7 @@ def loaded(folder, case):
         transformers.logging.set_verbosity_error()
         os.environ["HF_MODULES_CACHE"] = str(folder.parent)
         auto = getattr(transformers, case["auto"])
-        return auto.from_pretrained(folder, trust_remote_code=True, dtype=case["dtype"], attn_implementation="sdpa")
+        return auto.from_pretrained(folder, trust_remote_code=True, dtype=case["dtype"])
     from safetensors.torch import load_model
 
     sys.path.insert(0, str(folder.parent))

@@ -286,3 +286,11 @@ def test_eject(run: Run, tmp_path: Path) -> None:
         *("rewired_user_net.py", "rewire_runtime.py", "model.safetensors"),
     }
     assert "there is no module" in failed(run("eject", "no_such_file:Net", "ejected"))
+
+
+def test_inspect_as_a_page(run: Run, tmp_path: Path) -> None:
+    result = run("inspect", "user_net:Net", "--html", "net.html", "--topology", "denseformer")
+    assert result.exit_code == 0, result.output
+    assert result.output.endswith("wrote net.html\n")
+    page = (tmp_path / "net.html").read_text()
+    assert "DenseFormer(" in page and "depth.write(" in page
