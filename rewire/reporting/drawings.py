@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from typing import TypeAlias
 
-import networkx as nx
 import torch
 from torch import Tensor
 
 from rewire.trunk import Site, Trunk
+
+#: Pixels from the left and from the top.
+Place: TypeAlias = tuple[float, float]
 
 #: Pixels between two states, and between the stream and its branches.
 _STEP, _RISE = 92, 62
@@ -23,55 +26,24 @@ _SMALLEST = -10.0  # natural logarithm of the smallest part of a row's largest w
 
 def stream(trunk: Trunk) -> str:
     """The residual stream from left to right: states as dots, adds as circles with a plus, branches above."""
-    graph = _graph(trunk)
-    places = _laid_out(graph)
-    width, height = (len(trunk.sites) + 1) * _STEP + 20, _RISE + 92
-    parts = [_band(trunk, places)]
-    for source, target in graph.edges:
-        parts.append(_edge(places[source], places[target], "shortcut" if _is_state(source, target) else "way"))
-    for number, site in enumerate(trunk.sites):
-        parts.append(_branch(places["branch", number], site))
-    for number in range(len(trunk.sites) + 1):
-        parts.append(_state(places["state", number], number, trunk))
-    return _svg("stream", f"Residual stream {trunk.name}", parts, width, height)
+    sites = trunk.sites
+    states = [(22 + _STEP * number, 40 + _RISE) for number in range(len(sites) + 1)]
+    branches = [(x + _STEP / 2, 40) for x, _ in states[:-1]]
+    parts = [_band(trunk, states)]
+    for here, branch, there in zip(states, branches, states[1:], strict=False):
+        parts += [_edge(here, there, "shortcut"), _edge(here, branch, "way"), _edge(branch, there, "way")]
+    parts += [_branch(place, site) for place, site in zip(branches, sites, strict=True)]
+    parts += [_state(place, number, trunk) for number, place in enumerate(states)]
+    return _svg("stream", f"Residual stream {trunk.name}", parts, states[-1][0] + 24, _RISE + 92)
 
 
-def _graph(trunk: Trunk) -> nx.DiGraph:
-    """States and branches; each branch reads the state before its add."""
-    graph = nx.DiGraph()
-    for number in range(len(trunk.sites) + 1):
-        graph.add_node(("branch", number), layer=number)  # behind the last state none is drawn
-        graph.add_node(("state", number), layer=number)
-    for number in range(len(trunk.sites)):
-        graph.add_edge(("state", number), ("state", number + 1))
-        graph.add_edge(("state", number), ("branch", number))
-        graph.add_edge(("branch", number), ("state", number + 1))
-    return graph
-
-
-def _laid_out(graph: nx.DiGraph) -> dict[tuple[str, int], tuple[float, float]]:
-    """Pixels of each node: layers from left to right, states below branches."""
-    layout = nx.multipartite_layout(graph, subset_key="layer", scale=1)
-    columns = sorted({round(float(x), 9) for x, _ in layout.values()})
-    column = {x: number for number, x in enumerate(columns)}
-    places: dict[tuple[str, int], tuple[float, float]] = {}
-    for (kind, number), (x, _) in layout.items():
-        left = 22 + _STEP * column[round(float(x), 9)]
-        places[kind, number] = (left + (_STEP / 2 if kind == "branch" else 0), 40 + (_RISE if kind == "state" else 0))
-    return places
-
-
-def _is_state(*nodes: tuple[str, int]) -> bool:
-    return all(kind == "state" for kind, _ in nodes)
-
-
-def _band(trunk: Trunk, places: dict[tuple[str, int], tuple[float, float]]) -> str:
+def _band(trunk: Trunk, states: Sequence[Place]) -> str:
     """A bar below the adds of each block, with its number."""
     parts = []
-    y = places["state", 0][1] + 22
+    y = states[0][1] + 22
     for unit in dict.fromkeys(trunk.units):
         numbers = [n for n, own in enumerate(trunk.units) if own == unit]
-        left, right = places["state", numbers[0]][0] + 14, places["state", numbers[-1] + 1][0] + 10
+        left, right = states[numbers[0]][0] + 14, states[numbers[-1] + 1][0] + 10
         block = escape(trunk.sites[numbers[0]].block)
         parts.append(
             f'<g data-tip="block {unit}: {block}"><rect class="band" x="{left:g}" y="{y:g}" width="{right - left:g}" '
@@ -80,7 +52,7 @@ def _band(trunk: Trunk, places: dict[tuple[str, int], tuple[float, float]]) -> s
     return "".join(parts)
 
 
-def _edge(source: tuple[float, float], target: tuple[float, float], kind: str) -> str:
+def _edge(source: Place, target: Place, kind: str) -> str:
     (a, b), (c, d) = source, target
     if d < b:  # up to a branch
         way = f"C{a:g} {d:g} {a:g} {d:g} {c:g} {d:g}"
@@ -91,11 +63,11 @@ def _edge(source: tuple[float, float], target: tuple[float, float], kind: str) -
     return f'<path class="{kind}" d="M{a:g} {b:g}{way}"/>'
 
 
-def _branch(place: tuple[float, float], site: Site) -> str:
+def _branch(place: Place, site: Site) -> str:
     x, y = place
     post = f"; then {', '.join(site.post)}" if site.post else ""
     tip = escape(f"{site.name} ({site.kind}){post}")
-    label = escape(_shortened(site.branch, 12))
+    label = escape(_shortened(site.branch, 11))
     kind = escape(site.kind)
     return (
         f'<g class="branch" data-kind="{kind}" data-tip="{tip}"><rect x="{x - 40:g}" y="{y - 13:g}" width="80" '
@@ -109,7 +81,7 @@ def _shortened(text: str, length: int) -> str:
     return last if len(last) <= length else f"{last[: length - 1]}…"
 
 
-def _state(place: tuple[float, float], number: int, trunk: Trunk) -> str:
+def _state(place: Place, number: int, trunk: Trunk) -> str:
     x, y = place
     if number == 0:
         return f'<circle class="state" cx="{x:g}" cy="{y:g}" r="5" data-tip="state 0: the input of the stream"/>'

@@ -50,8 +50,10 @@ def report(model: nn.Module, path: str | os.PathLike[str], example_inputs: Any =
 def page(model: nn.Module, example_inputs: Any = None) -> str:
     """The text of the page."""
     found, own = inspect(model), connections(model)
-    trunks = [own[trunk.name].trunk or trunk if trunk.name in own else trunk for trunk in found.trunks]
-    sections = [("streams", "Streams", "".join(map(_trunk, trunks)) or "<p>No residual stream was found.</p>")]
+    known = {name: connection.trunk for name, connection in own.items() if connection.trunk is not None}
+    trunks = list(({trunk.name: trunk for trunk in found.trunks} | known).values())  # those of a run are known better
+    streams = "".join(_trunk(trunk, not own or trunk.name in own) for trunk in trunks)
+    sections = [("streams", "Streams", streams or "<p>No residual stream was found.</p>")]
     if own:
         sections.append(("weights", "Learned weights", "".join(_weights(coefficients(model)))))
         sections.append(("changes", "What was changed", _changes(model)))
@@ -91,7 +93,7 @@ def _count(number: int, what: str) -> str:
 # -- sections ----------------------------------------------------------------------------------------------------------
 
 
-def _trunk(trunk: Trunk) -> str:
+def _trunk(trunk: Trunk, rewired: bool) -> str:
     width = next((str(site.width) for site in trunk.sites if site.width), "unknown")
     norm = "post-norm" if trunk.post_norm else "pre-norm"
     rows = "".join(
@@ -100,7 +102,7 @@ def _trunk(trunk: Trunk) -> str:
     )
     return (
         f"<h3><code>{escape(trunk.name)}</code></h3><p>{_count(len(trunk.sites), 'residual add')} in "
-        f"{_count(trunk.blocks, 'block')}, width {escape(width)}, {norm}.</p>"
+        f"{_count(trunk.blocks, 'block')}, width {escape(width)}, {norm}{'' if rewired else '; left as it was'}.</p>"
         f'<div class="wide" tabindex="0">{stream(trunk)}</div>'
         "<details><summary>All residual adds</summary>"
         f'<div class="wide"><table><thead><tr><th>#<th>block<th>branch<th>kind<th>then</tr></thead>{rows}</table></div>'

@@ -101,6 +101,8 @@ def test_of_plain_and_of_other_models() -> None:
     t5 = Tags(page(mixed(tiny.tiny_model("t5"), "denseformer")))
     assert "15 residual adds in 2 streams; 18 learned connection weights." in t5.text
     assert "that takes example_inputs" in t5.text
+    part = Tags(page(rewire.compile(tiny.tiny_model("t5"), {"decoder": "ancre-ingoing"}, validate=False)))
+    assert "6 residual adds in 3 blocks, width 64, pre-norm; left as it was." in part.text
     frozen, _ = rewire.freeze(stack()[0])
     assert "0 learned connection weights" in Tags(page(frozen)).text
 
