@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path += sys.argv[1:3]
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_MODULES_CACHE"] = str(Path(sys.argv[3]).parent)
 if importlib.util.find_spec("rewire") is not None:
     sys.exit("rewire can be imported here")
 
@@ -33,7 +34,6 @@ def loaded(folder, case):
         import transformers
 
         transformers.logging.set_verbosity_error()
-        os.environ["HF_MODULES_CACHE"] = str(folder.parent)
         auto = getattr(transformers, case["auto"])
         return auto.from_pretrained(folder, trust_remote_code=True, dtype=case["dtype"])
     from safetensors.torch import load_model
