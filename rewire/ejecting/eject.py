@@ -47,7 +47,7 @@ def eject(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         The module with the edited classes.
 
     Raises:
-        RewireError: the model was not rewired, or cannot be made again by calling its class.
+        RewireError: the model was not rewired, or is on the meta device.
         EditError: a class or function of the model cannot be imported by another file.
         ShardedModel: the model is sharded, wrapped or compiled.
 
@@ -61,15 +61,12 @@ def eject(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     check_whole(model)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise RewireError(f"{type(model).__name__} is on the meta device: load its weights before it is ejected.")
-    if first_given(patterns_for(model), "prepare"):
-        raise RewireError(
-            f"{type(model).__name__} was prepared before it was rewired (nested tensors of torch.nn.TransformerEncoder "
-            "were switched off), which its class by itself would not do. Use rewire.save."
-        )
     roots = [(type(c.layout.topology).__module__, type(c.layout.topology).__name__) for c in found.values()]
-    runtime = Runtime([*ROOTS, *roots])
+    prepare = first_given(patterns_for(model), "prepare")
+    own = [(prepare.__module__, prepare.__name__)] if prepare else []
+    runtime = Runtime([*ROOTS, *roots, *own])
     try:
-        module = Module(model, runtime)
+        module = Module(model, runtime, *(runtime.name_of(*each) for each in own))
     except EditError as error:
         raise EditError(f"{type(model).__name__} cannot be ejected: {error}.") from error
     cls = original_class(model) if is_edited(model) else type(model)

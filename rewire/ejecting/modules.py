@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -21,6 +20,7 @@ from rewire.ejecting.runtime import Runtime
 from rewire.errors import EditError
 from rewire.gate import Gate, HelperGate
 from rewire.passes.connect import StreamsToTensors
+from rewire.passes.functions import undecorated
 from rewire.passes.install import Edited, edits_of, is_edited, original_class
 from rewire.patterns import is_pretrained
 from rewire.stream import Layout
@@ -35,13 +35,14 @@ class Module:
     Args:
         model: a rewired model.
         runtime: that it imports from.
+        prepare: name there of what prepares a plain model (`Pattern.prepare`), if something does.
 
     Raises:
         EditError: a class or function of the model has no name that another file could import.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime) -> None:
-        self.model, self._runtime = model, runtime
+    def __init__(self, model: nn.Module, runtime: Runtime, prepare: str = "") -> None:
+        self.model, self._runtime, self._prepare = model, runtime, prepare
         self._imports: dict[str, Binding] = {}
         self._headers: dict[str, None] = {}  # licences
         edited = {path: module for path, module in model.named_modules() if path and is_edited(module)}
@@ -59,15 +60,12 @@ class Module:
 
     def text(self) -> str:
         """The file."""
-        of_runtime = sorted({*_IMPORTED, *(self._topology(layout) for layout in self._layouts())})
+        topologies = {self._topology(layout) for layout in self._layouts()}
+        of_runtime = sorted({*_IMPORTED, *topologies, *filter(None, [self._prepare])})
         future = ["from __future__ import annotations\n"] if self._postponed else []
         runtime = f"from .{RUNTIME} import {', '.join(of_runtime)}\n"
         head = [*self._headers, self._docstring(), *future, *import_statements(self._imports), "", runtime]
         return "\n".join([*head, self._data(), "\n\n\n".join(self._bodies), "", "", self._modules()])
-
-    def topologies(self) -> Iterator[str]:
-        """The names under which it imports its topologies."""
-        yield from (self._topology(layout) for layout in self._layouts())
 
     # -- classes and functions -----------------------------------------------------------------------------------------
 
@@ -86,7 +84,7 @@ class Module:
         lines += [
             "    def __init__(self, *args, **kwargs):",
             "        super().__init__(*args, **kwargs)",
-            "        connect(self, TRUNKS, MODULES, COLLECTING, NORMS)",
+            *(f"        {line}" for line in self._steps("self")),
         ]
         text = "\n".join([*lines, *(f"\n{method}" for method in own)]).rstrip()
         return f"""{text}
@@ -97,8 +95,13 @@ def connected(model: {base}) -> {self.root}:
     if type(model) is not {base}:
         raise TypeError(f"the model has to be a {base}, not {{type(model).__name__}}")
     model.__class__ = {self.root}
-    connect(model, TRUNKS, MODULES, COLLECTING, NORMS)
+    {f"{chr(10)}    ".join(self._steps("model"))}
     return model"""
+
+    def _steps(self, model: str) -> list[str]:
+        """What makes a rewired model of a plain one."""
+        prepared = [f"{self._prepare}({model})"] if self._prepare else []
+        return [*prepared, f"connect({model}, TRUNKS, MODULES, COLLECTING, NORMS)"]
 
     def _method(self, cls: type, edited: Edited) -> str:
         original = edited.original(cls).function
@@ -106,11 +109,10 @@ def connected(model: {base}) -> {self.root}:
         text = edited.source
         if not text.startswith("    ") or text.startswith("     "):
             text = textwrap.indent(textwrap.dedent(text), "    ")
-        return self._named(text, original, cls)
+        return self._named(text, original, cls).replace(f"def {original.__name__}(", f"def {edited.name}(", 1)
 
     def _helper(self, original: FunctionType, source: str, name: str) -> str:
-        if "<locals>" in original.__qualname__ or original.__closure__:
-            raise _not_importable(f"function {original.__qualname__}", original.__module__)
+        _check_importable(original, original.__globals__["__name__"], original.__qualname__)
         text = self._named(textwrap.dedent(source), original, None)
         return text.replace(f"def {original.__name__}(", f"def {name}(", 1).rstrip()
 
@@ -118,8 +120,6 @@ def connected(model: {base}) -> {self.root}:
         """A function's text with the names that this file has for what it reads."""
         self._keep_header(function)
         code, module = function.__code__, function.__globals__["__name__"]
-        if ".of(" in text and any(f"{name}.of(" in text for name in self._gate_names(text)):
-            raise _not_importable(f"a function that {function.__qualname__} calls", module)
         if set(code.co_freevars) - {"__class__"}:
             raise _not_importable(f"what {function.__qualname__} encloses ({', '.join(code.co_freevars)})", module)
         indented = text[:1].isspace()
@@ -130,6 +130,8 @@ def connected(model: {base}) -> {self.root}:
         for node in ast.walk(tree):
             if isinstance(node, ast.Global):
                 raise EditError(f"{function.__qualname__} assigns to names of its module, which another file cannot")
+            if isinstance(node, ast.Attribute) and node.attr == "of" and "_depth_" in ast.unparse(node.value):
+                raise _not_importable(f"a function that {function.__qualname__} is given and calls", module)
             if isinstance(node, (ast.Attribute, ast.Name)):
                 _check_mangling(node, function, cls)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
@@ -145,10 +147,6 @@ def connected(model: {base}) -> {self.root}:
                     changes.append(Replacement(*lines.span(node), new))
         made = replaced(whole, changes)
         return made.removeprefix("if 1:\n") if indented else made
-
-    @staticmethod
-    def _gate_names(text: str) -> set[str]:
-        return {word.rpartition(".")[2] for word in text.replace("(", " ").split() if "_depth" in word} | {"']"}
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -315,20 +313,20 @@ def _owner(function: FunctionType) -> type:
     module = function.__globals__["__name__"]
     found = _looked_up(module, qualname)
     if not isinstance(found, type):
-        raise _not_importable(f"class {qualname}", module)
+        raise _not_importable(qualname, module)
     return found
 
 
 def _check_importable(value: Any, module: str, qualname: str) -> None:
     if module == "__main__" or "<locals>" in qualname or _looked_up(module, qualname) is not value:
-        raise _not_importable(f"class {qualname}", module)
+        raise _not_importable(qualname, module)
 
 
 def _looked_up(module: str, qualname: str) -> Any:
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
         found = getattr(found, part, None)
-    return inspect.unwrap(found) if isinstance(found, FunctionType) else found
+    return undecorated(found).function if isinstance(found, FunctionType) else found
 
 
 def _check_mangling(node: ast.Attribute | ast.Name, function: FunctionType, cls: type | None) -> None:

@@ -174,8 +174,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 820, 1440])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (390, "dark"),
+        (820, "light"),
+        *(pytest.param(*slow, marks=pytest.mark.slow) for slow in [(390, "light"), (820, "dark")]),
+        *(pytest.param(1440, scheme, marks=pytest.mark.slow) for scheme in ("light", "dark")),
+    ],
+)
 def test_in_a_browser(browser: Any, written: Path, width: int, scheme: str) -> None:
     shown = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     said: list[str] = []
