@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import importlib
 import json
 import math
@@ -131,6 +132,37 @@ def test_every_architecture_of_transformers(tmp_path: Path, monkeypatch: pytest.
         folders.append(tmp_path / name)
         eject(mixed(model, "ancre-ingoing"), folders[-1], *args, **kwargs)
     compare(folders, tolerance=1e-6)
+
+
+TIMM = "vit_tiny_patch16_224 deit3_small_patch16_224 convnext_atto resnet18 seresnet33ts mixer_s16_224 efficientnet_b0"
+TIMM += " swin_tiny_patch4_window7_224 eva02_tiny_patch14_224 cait_xxs24_224"
+
+
+def dit() -> nn.Module:
+    import diffusers
+
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "in_channels": 4}
+    model: nn.Module = diffusers.DiTTransformer2DModel(**sizes, norm_num_groups=4, num_embeds_ada_norm=10)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*TIMM.split(), "DiT"])
+def test_architectures_of_timm_and_diffusers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import timm
+
+    make = dit if name == "DiT" else functools.partial(timm.create_model, name)
+    model = make().eval()
+    size = (4, 8, 8) if name == "DiT" else model.default_cfg["input_size"]
+    inputs = (torch.randn(1, *size),)
+    options = {"timestep": torch.tensor([1]), "class_labels": torch.tensor([1])} if name == "DiT" else {}
+    rewired = rewire.compile(model, "denseformer", start="paper", validate=False, example_inputs=(inputs, options))
+    path = rewire.eject(rewired, tmp_path / name)
+    ejected = imported(path, monkeypatch).connected(make()).eval()
+    load_model(ejected, path.parent / "model.safetensors")
+    with torch.no_grad():
+        found, want = ejected(*inputs, **options), rewired.eval()(*inputs, **options)
+    torch.testing.assert_close(getattr(found, "sample", found), getattr(want, "sample", want))
 
 
 @pytest.mark.slow
