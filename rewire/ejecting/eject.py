@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rewire.connection import connections
-from rewire.ejecting.modules import RUNTIME, Module
+from rewire.ejecting.modules import RUNTIME, Module, is_cut
 from rewire.ejecting.runtime import ROOTS, Runtime
 from rewire.errors import EditError, RewireError
 from rewire.passes.checks import check_whole
@@ -47,7 +47,7 @@ def eject(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         The module with the edited classes.
 
     Raises:
-        RewireError: the model was not rewired, or is on the meta device.
+        RewireError: the model was not rewired, is on the meta device, or is one part of a pipeline.
         EditError: a class or function of the model cannot be imported by another file.
         ShardedModel: the model is sharded, wrapped or compiled.
 
@@ -61,6 +61,8 @@ def eject(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     check_whole(model)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise RewireError(f"{type(model).__name__} is on the meta device: load its weights before it is ejected.")
+    if is_cut(model):
+        raise RewireError(f"{type(model).__name__} is one part of a pipeline: eject the whole model.")
     roots = [(type(c.layout.topology).__module__, type(c.layout.topology).__name__) for c in found.values()]
     prepare = first_given(patterns_for(model), "prepare")
     own = [(prepare.__module__, prepare.__name__)] if prepare else []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import keyword
+import linecache
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -70,13 +72,13 @@ class Module:
     # -- classes and functions -----------------------------------------------------------------------------------------
 
     def _class(self, cls: type, edits: Iterable[Edited], name: str) -> str:
-        methods = [self._method(cls, edited) for edited in edits]
-        return "\n".join([f"class {name}({self._qualified(cls)}):", *methods]).rstrip()
+        head = f"class {name}({self._qualified(cls)}):"
+        return "\n".join([head, *(self._method(cls, edited) for edited in edits)]).rstrip()
 
     def _root(self, cls: type) -> str:
         """The class of the whole model, which is connected when it is made."""
-        own = [self._method(cls, edited) for edited in edits_of(self.model).values()] if is_edited(self.model) else []
         base = self._qualified(cls)
+        own = [self._method(cls, edited) for edited in edits_of(self.model).values()] if is_edited(self.model) else []
         lines = [f"class {self.root}({base}):"]
         if is_pretrained(self.model):
             kept = "_keep_in_fp32_modules_strict"
@@ -151,6 +153,9 @@ def connected(model: {base}) -> {self.root}:
     # -- names ---------------------------------------------------------------------------------------------------------
 
     def _free(self, name: str) -> str:
+        """``name``, or one like it, that nothing else in this file has."""
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise EditError(f"{name!r} is no name that can be written in a file")
         made, number = name, 2
         while made in self._taken:
             made, number = f"{name}_{number}", number + 1
@@ -175,7 +180,7 @@ def connected(model: {base}) -> {self.root}:
 
     def _keep_header(self, function: FunctionType) -> None:
         """Keep the comments at the top of the file that a text is from: its licence."""
-        lines = Path(function.__code__.co_filename).read_text(encoding="utf-8").splitlines()
+        lines = [line.rstrip() for line in linecache.getlines(function.__code__.co_filename)]
         if lines and lines[0].startswith("#!"):
             del lines[0]
         end = next((n for n, line in enumerate(lines) if not line.startswith("#")), len(lines))
@@ -267,6 +272,11 @@ def connected(model: {base}) -> {self.root}:
             "#: adds that it makes by the number of those that were made before.\n"
             f"MODULES = {_dict(written)}\n"
         )
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether the model is one part of a pipeline, whose streams go on elsewhere."""
+    return any(entry.cut_at is not None for _, _, gate in _gates(model) for entry in gate.entries)
 
 
 def _gates(model: nn.Module) -> Iterator[tuple[str, str, Gate]]:

@@ -384,4 +384,12 @@ def test_what_cannot_be_ejected_is_refused(tmp_path: Path) -> None:
         rewire.eject(rewired, tmp_path)
     with pytest.raises(rewire.RewireError, match="on the meta device"):
         rewire.eject(rewire.compile(models.NanoGPT().to("meta"), validate=False), tmp_path)
+    part = mixed(models.Stack(models.PreNorm), "ancre-ingoing", example_inputs=case.inputs())
+    part.layers = part.layers[:2]
+    rewire.pipeline_stage(part)
+    with pytest.raises(rewire.RewireError, match="one part of a pipeline: eject the whole model"):
+        rewire.eject(part, tmp_path)
+    odd = type("Stack(object): pass  #", (models.Stack,), {})(models.PreNorm)
+    with pytest.raises(rewire.EditError, match="is no name that can be written in a file"):
+        rewire.eject(mixed(odd, "ancre-ingoing", example_inputs=case.inputs()), tmp_path)
     assert not list(tmp_path.iterdir())
