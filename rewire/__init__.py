@@ -9,6 +9,7 @@ from rewire.connection import coefficients, connections, parallelize
 from rewire.diagnostics.measure import diagnose
 from rewire.diagnostics.monitor import Monitor
 from rewire.diffs import diff, source
+from rewire.ejecting.eject import eject
 from rewire.errors import (
     AlreadyConnected,
     AlreadyRewired,
@@ -35,6 +36,7 @@ from rewire.passes.rewrite import restore
 from rewire.patterns import Pattern, list_patterns, register_pattern
 from rewire.pipeline import pipeline_cache, pipeline_stage
 from rewire.plotting.draw import plot
+from rewire.reporting.page import report
 from rewire.saving.folder import load, save
 from rewire.saving.pretrained import from_pretrained
 from rewire.studies import Task, study
@@ -77,6 +79,7 @@ __all__ = [
     "connections",
     "diagnose",
     "diff",
+    "eject",
     "freeze",
     "from_pretrained",
     "fusions",
@@ -94,6 +97,7 @@ __all__ = [
     "register_initializer",
     "register_pattern",
     "register_topology",
+    "report",
     "restore",
     "roles",
     "save",

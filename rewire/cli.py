@@ -24,6 +24,7 @@ from rewire.bench import comparison, harness, workloads
 from rewire.bench.shapes import batch_for, make_shape, shapes
 from rewire.errors import RewireError, UnknownName
 from rewire.kernels import MixSpec, source
+from rewire.passes.inputs import known_inputs
 from rewire.patterns import first_given, patterns_for
 from rewire.plotting import plot_rates, plot_times
 from rewire.studies.contenders import DEFAULT
@@ -78,9 +79,27 @@ def _options(
 
 
 @app.command("inspect")
-def inspect_command(model: Model) -> None:
+def inspect_command(
+    model: Model,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write a page instead: streams, the diff, weights and costs of MODEL, rewired."
+        ),
+    ] = None,
+    topology: Topology = "ancre-ingoing",
+    granularity: Granularity = "auto",
+) -> None:
     """Show the residual streams of MODEL: their residual adds in order, and what would be left alone, and why."""
-    _console().print(rewire.inspect(_load(model)))
+    loaded = _load(model)
+    if html is None:
+        _console().print(rewire.inspect(loaded))
+        return
+    inputs = known_inputs(loaded, patterns_for(loaded), None)
+    if not rewire.connections(loaded):
+        loaded = rewire.compile(loaded, topology, granularity=granularity, start="paper", validate=False)
+    rewire.report(loaded, html, inputs)
+    typer.echo(f"wrote {html}")
 
 
 @app.command("source")
@@ -98,6 +117,20 @@ def source_command(
 def diff_command(model: Model, topology: Topology = "ancre-ingoing", granularity: Granularity = "auto") -> None:
     """Rewire MODEL and print all that this changes in its files, as a unified diff."""
     _print_code(rewire.diff(_rewired(model, topology, granularity)), "diff")
+
+
+@app.command("eject")
+def eject_command(
+    model: Model,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="Where to write.")],
+    topology: Topology = "ancre-ingoing",
+    granularity: Granularity = "auto",
+) -> None:
+    """Write MODEL as Python files and weights that load without rewire; it is rewired first, unless it is already."""
+    loaded = _load(model)
+    if not rewire.connections(loaded):
+        loaded = rewire.compile(loaded, topology, granularity=granularity)
+    typer.echo(f"wrote {rewire.eject(loaded, folder)}")
 
 
 @app.command("list")

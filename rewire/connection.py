@@ -17,10 +17,11 @@ from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
 from rewire.stream import Layout, Settled, Stream, Weights
 from rewire.topologies.base import Start, States
 from rewire.topologies.registry import name_and_options, named_topology
-from rewire.trunk import Trunk
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from rewire.trunk import Trunk
 
 #: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
 CONNECTIONS = "depth_connections"

@@ -15,7 +15,7 @@ from torch import nn
 
 from rewire.connection import connections
 from rewire.errors import RewireError, UnknownName
-from rewire.gate import Gate
+from rewire.gate import HelperGate
 from rewire.passes.apply import is_opened
 from rewire.passes.install import edits_of, is_edited, original_class
 from rewire.passes.text import Text, lines_of, text_of
@@ -126,7 +126,7 @@ def _edits(module: nn.Module) -> Iterator[tuple[FunctionType, str]]:
             assert original is not None
             yield original, edited.source
     for gate in vars(module).values():
-        if isinstance(gate, Gate) and gate.original is not None:
+        if isinstance(gate, HelperGate):
             yield gate.original, gate.source
 
 

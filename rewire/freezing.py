@@ -164,7 +164,7 @@ def _frozen(connection: Connection, threshold: float) -> _Result:
         pruned, dropped = prune(program, threshold)
         table = matrix(pruned)
         topology, channels = frozen(repr(old.topology), fold(pruned), (table.shape[0], table.shape[1]))
-        most = _most_held(old.topology, weights, old.dims)
+        most = most_held(old.topology, weights, old.dims)
     constants = {"table": table} | ({"channels": torch.stack(channels)} if channels else {})
     layout = Layout(old.trunk, topology, old.units, old.dims.width, channel_dim=old.channel_dim, posts=old.posts)
     held = max(len(topology.held(t)) for t in range(old.dims.depth + 1))
@@ -172,7 +172,7 @@ def _frozen(connection: Connection, threshold: float) -> _Result:
     return _Result(layout, constants, report)
 
 
-def _most_held(topology: Topology, weights: Any, dims: Dims) -> int:
+def most_held(topology: Topology, weights: Any, dims: Dims) -> int:
     """Hidden states that a topology holds between units, at most."""
     x = torch.zeros(1, dims.width or 1)
     states = topology.start(x, weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -23,41 +23,22 @@ class Gate:
         block: path of the module, for messages.
         where: file and line of the function, for messages.
         entries: one for each stream that runs through the function.
-        original: a helper that is no method; it is called with the gate first.
-        source: its new text.
+        function: a helper that is no method; it is called with the gate first.
 
     Attributes:
         helpers: gates of the module's functions that are no methods, by name: a helper may call others.
     """
 
     def __init__(
-        self, block: str, where: str, entries: Sequence[Entry], original: FunctionType | None = None, source: str = ""
+        self, block: str, where: str, entries: Sequence[Entry], function: Callable[..., Any] | None = None
     ) -> None:
         self.block, self.where, self.entries = block, where, list(entries)
-        self.original, self.source = original, source
+        self.function = function
         self.helpers: dict[str, Gate] = {}
-        self.function = None if original is None else edited_function(original, source)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles make the edited function anew: it cannot be imported."""
-        return Gate, (self.block, self.where, self.entries, self.original, self.source), {"helpers": self.helpers}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self.function is not None
         return self.function(self, *args, **kwargs)
-
-    def of(self, called: Any) -> Any:
-        """What to call in place of a closure, or of an object with a ``__call__``: if it is still the one found."""
-        function, bound = function_of(called)
-        assert self.function is not None and self.original is not None
-        same = function is not None and function.__code__ == self.original.__code__
-        if function is None or not same or function.__globals__ is not self.original.__globals__:
-            return called  # another one by now: the stream will miss its residual adds, and say so
-        edited = self.function
-        if function.__closure__:
-            cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
-            edited = clone(function, edited.__code__, tuple(cells[name] for name in edited.__code__.co_freevars))
-        return functools.partial(edited, self, *bound)
 
     def enter(self) -> Depth:
         """What one call of the function talks to."""
@@ -93,3 +74,34 @@ class Gate:
 
     def __repr__(self) -> str:
         return f"Gate({self.block!r}, {', '.join(entry.trunk for entry in self.entries)})"
+
+
+class HelperGate(Gate):
+    """That of a helper that is no method.
+
+    Args:
+        block, where, entries: as for `Gate`.
+        original: the helper.
+        source: its new text.
+    """
+
+    def __init__(self, block: str, where: str, entries: Sequence[Entry], original: FunctionType, source: str) -> None:
+        self.edited = edited_function(original, source)
+        super().__init__(block, where, entries, self.edited)
+        self.original, self.source = original, source
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles make the edited function anew: it cannot be imported."""
+        return HelperGate, (self.block, self.where, self.entries, self.original, self.source), {"helpers": self.helpers}
+
+    def of(self, called: Any) -> Any:
+        """What to call in place of a closure, or of an object with a ``__call__``: if it is still the one found."""
+        function, bound = function_of(called)
+        same = function is not None and function.__code__ == self.original.__code__
+        if function is None or not same or function.__globals__ is not self.original.__globals__:
+            return called  # another one by now: the stream will miss its residual adds, and say so
+        edited = self.edited
+        if function.__closure__:
+            cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+            edited = clone(function, edited.__code__, tuple(cells[name] for name in edited.__code__.co_freevars))
+        return functools.partial(edited, self, *bound)

@@ -535,6 +535,6 @@ def _unflatten(leaves: Any, context: Any) -> Stream:
     return Stream(*leaves, *context)
 
 
-pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name="rewire.Stream")
+pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name=f"{__name__}.Stream")
 for _held in (Settled, Reading, Unsummed, Awaiting, QKVInputs):
-    pytree.register_dataclass(_held, serialized_type_name=f"rewire.{_held.__name__}")
+    pytree.register_dataclass(_held, serialized_type_name=f"{__name__}.{_held.__name__}")

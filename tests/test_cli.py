@@ -276,3 +276,21 @@ def test_kernels(run: Run) -> None:
     refused = run("kernels", "--outputs", "9")
     assert refused.exit_code == 1 and "outputs=9 is not between 1 and 8" in refused.output
     assert "mixes[1]" in run("kernels", "--outputs", "2").stdout
+
+
+def test_eject(run: Run, tmp_path: Path) -> None:
+    result = run("eject", "user_net:Net", "ejected")
+    assert result.exit_code == 0, result.output
+    assert result.output.endswith("wrote ejected/rewired_user_net.py\n")
+    assert {path.name for path in (tmp_path / "ejected").iterdir()} == {
+        *("rewired_user_net.py", "rewire_runtime.py", "model.safetensors"),
+    }
+    assert "there is no module" in failed(run("eject", "no_such_file:Net", "ejected"))
+
+
+def test_inspect_as_a_page(run: Run, tmp_path: Path) -> None:
+    result = run("inspect", "user_net:Net", "--html", "net.html", "--topology", "denseformer")
+    assert result.exit_code == 0, result.output
+    assert result.output.endswith("wrote net.html\n")
+    page = (tmp_path / "net.html").read_text()
+    assert "DenseFormer(" in page and "depth.write(" in page

@@ -9,7 +9,7 @@ from torch import nn
 from rewire.connection import Connection
 from rewire.depth import Entry
 from rewire.errors import EditError
-from rewire.gate import Gate
+from rewire.gate import Gate, HelperGate
 from rewire.kernels.norms import copy_mark, unmark
 from rewire.passes.edits import FunctionPlan
 from rewire.passes.fusions import NORMS
@@ -58,8 +58,10 @@ def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection]
         Entry(trunk, connections[trunk], trunk in plan.opens, adds, plan.outside.get(trunk, False))
         for trunk, adds in plan.adds.items()
     ]
-    helper = None if plan.method else plan.decorated.function
-    return Gate(plan.path, plan.text.where(), entries, helper, source)
+    if plan.method:
+        return Gate(plan.path, plan.text.where(), entries)
+    assert plan.decorated.function is not None
+    return HelperGate(plan.path, plan.text.where(), entries, plan.decorated.function, source)
 
 
 def _mark_norms(module: nn.Module, looked_at: nn.Module, plans: Iterable[FunctionPlan]) -> None:

@@ -71,7 +71,7 @@ def save(
         "trunks": described(model),
         "weights": weights,
     }
-    ties = _ties(state)
+    ties = ties_of(state)
     kept = {name: value.detach() for name, value in state.items() if name not in ties}
     _write(Path(folder), recipe | {"tied": ties}, _shards(kept, max_shard_bytes))
 
@@ -182,7 +182,7 @@ def _part(model: nn.Module, weights: Part) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if name.startswith(own)}
 
 
-def _ties(state: dict[str, Tensor]) -> dict[str, str]:
+def ties_of(state: dict[str, Tensor]) -> dict[str, str]:
     """Names of tensors that are another's very memory -> that one's name."""
     first: dict[Any, str] = {}
     ties = {}
@@ -210,7 +210,7 @@ def _write(folder: Path, recipe: dict[str, Any], shards: Sequence[dict[str, Tens
     token = secrets.token_hex(4)
     names = [f"weights-{token}-{number:05}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
-        save_file({key: _own_memory(value) for key, value in shard.items()}, folder / name)
+        save_file({key: own_memory(value) for key, value in shard.items()}, folder / name)
         _flush(folder / name)
     recipe = recipe | {"files": names, "sha256": {name: _digest(folder / name) for name in names}}
     temporary = folder / f"rewire-{token}.tmp"
@@ -240,7 +240,7 @@ def _fingerprint(recipe: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _own_memory(value: Tensor) -> Tensor:
+def own_memory(value: Tensor) -> Tensor:
     """Contiguous, with a storage of its own: safetensors refuses views that share memory."""
     whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
     return value if whole else value.contiguous().clone()

@@ -1,0 +1,109 @@
+"""What makes a rewired model of a plain one, where its edited functions are there already: part of the runtime file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from rewire.connection import CONNECTIONS, Connection, SeparateNorms
+from rewire.depth import Entry
+from rewire.errors import RewireError
+from rewire.gate import Gate
+from rewire.passes.connect import StreamsToTensors
+from rewire.stream import Layout
+
+
+class Function(NamedTuple):
+    """What an edited function knows of the streams that run through it.
+
+    Attributes:
+        where: file and line of the original, for messages.
+        trunks: for each trunk, the arguments of an `Entry`.
+        helper: the edited function, if it is no method.
+    """
+
+    where: str
+    trunks: Sequence[dict[str, Any]]
+    helper: Callable[..., Any] | None = None
+
+
+def connect(
+    model: nn.Module,
+    trunks: Mapping[str, Layout],
+    modules: Mapping[str, tuple[type[nn.Module] | None, Mapping[str, Function]]],
+    collecting: Mapping[str, Sequence[str]],
+    norms: Sequence[str],
+) -> None:
+    """Give a plain model its edited functions and connection weights, in place.
+
+    Args:
+        model: as it was made; its weights may still be on the meta device.
+        trunks: where the weights of a trunk are registered, and what connects its residual adds.
+        modules: for each module that streams run through its edited class (None: that of ``model`` itself, or none),
+            and what its functions know, by the name of the attribute that holds it.
+        collecting: modules that may return hidden states that they collected, and of which trunks.
+        norms: those that keys and values have copies of.
+
+    Raises:
+        RewireError: the model is another one than the one that was ejected.
+    """
+    connections: dict[str, Connection] = {}
+    for path, layout in trunks.items():
+        holder, _, name = path.rpartition(".")
+        owner = _found(model, holder.removesuffix(CONNECTIONS).rstrip("."))
+        if CONNECTIONS not in owner._modules:
+            owner.add_module(CONNECTIONS, nn.ModuleDict())
+        connections[layout.trunk] = Connection(layout, "paper")
+        owner.get_submodule(CONNECTIONS).add_module(name, connections[layout.trunk])
+    for path in norms:
+        norm = _found(model, path)
+        norm.add_module(CONNECTIONS, SeparateNorms(norm))
+    for path, (edited, functions) in modules.items():
+        module = _found(model, path)
+        if edited is not None:
+            (base,) = edited.__bases__
+            if type(module) is not base:
+                raise RewireError(
+                    f"'{path}' is of class {type(module).__qualname__} here, and was of class {base.__qualname__} when "
+                    "the model was ejected: make the model with the arguments that it had then."
+                )
+            module.__class__ = edited
+            _remember_outputs(module)
+        gates = {
+            name: Gate(path, function.where, [_entry(given, connections) for given in function.trunks], function.helper)
+            for name, function in functions.items()
+        }
+        helpers = {name: gate for name, gate in gates.items() if gate.function is not None}
+        for gate in helpers.values():
+            gate.helpers = helpers
+        module.__dict__.update(gates)
+    for path, names in collecting.items():
+        hook = StreamsToTensors()
+        hook.trunks.update(names)
+        _found(model, path).register_forward_hook(hook)
+
+
+def _remember_outputs(module: Any) -> None:
+    """Tell transformers which outputs its models collect: it looks that up by the class's name."""
+    if getattr(module, "_can_record_outputs", None):
+        with contextlib.suppress(ImportError):  # other versions ask the class itself
+            from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+            _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+
+
+def _entry(given: dict[str, Any], connections: Mapping[str, Connection]) -> Entry:
+    return Entry(connection=connections[given["trunk"]], **given)
+
+
+def _found(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        raise RewireError(
+            f"{type(model).__name__} has no module '{path}', which it had when it was ejected: make the model with the "
+            "arguments that it had then."
+        ) from None

@@ -1,0 +1,152 @@
+"""Names in Python texts: what they are bound to, and texts in which some are replaced."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """What a name of a module is.
+
+    Attributes:
+        module: that has it; for an import, the imported one.
+        name: there; empty for a module itself.
+        node: its definition; None for an import.
+    """
+
+    module: str
+    name: str
+    node: ast.stmt | None = None
+
+    def as_import(self, name: str) -> str:
+        """The statement that imports it under ``name``."""
+        if not self.name:
+            return f"import {self.module}" + (f" as {name}" if name != self.module else "")
+        return f"from {self.module} import {self.name}" + (f" as {name}" if name != self.name else "")
+
+
+def import_statements(imports: Mapping[str, Binding]) -> list[str]:
+    """The statements that import all of them, each under its name; those of one module together.
+
+    Args:
+        imports: name -> what it is.
+    """
+    plain = sorted(binding.as_import(name) for name, binding in imports.items() if not binding.name)
+    modules: dict[str, list[str]] = {}
+    for name, binding in sorted(imports.items()):
+        if binding.name:
+            alias = binding.name + (f" as {name}" if name != binding.name else "")
+            modules.setdefault(binding.module, []).append(alias)
+    return [*plain, *(_from(module, names) for module, names in sorted(modules.items()))]
+
+
+def _from(module: str, names: Sequence[str]) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    return line if len(line) <= 120 else f"from {module} import (\n    " + ",\n    ".join(names) + ",\n)"
+
+
+@functools.cache
+def parsed(module: str) -> tuple[str, ast.Module]:
+    """The text of a module, and its tree."""
+    text = inspect.getsource(importlib.import_module(module))
+    return text, ast.parse(text)
+
+
+@functools.cache
+def bindings(module: str) -> dict[str, Binding]:
+    """The names at the top level of a module; not those that it imports for type checkers only."""
+    found: dict[str, Binding] = {}
+    for node in parsed(module)[1].body:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                whole = alias.name if alias.asname else alias.name.partition(".")[0]
+                found[alias.asname or whole] = Binding(whole, "")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            assert node.level == 0
+            for alias in node.names:
+                found[alias.asname or alias.name] = _imported(node.module, alias.name)
+        else:
+            found |= {name: Binding(module, name, node) for name in defined_by(node)}
+    return found
+
+
+def _imported(module: str, name: str) -> Binding:
+    value = getattr(importlib.import_module(module), name)
+    if isinstance(value, ModuleType) and value.__name__ == f"{module}.{name}":
+        return Binding(value.__name__, "")
+    return Binding(module, name)
+
+
+def defined_by(node: ast.stmt) -> list[str]:
+    """The names that a statement at the top level defines."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, ast.AnnAssign):
+        return [node.target.id] if isinstance(node.target, ast.Name) else []
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Replacement:
+    """Characters of a text, and what takes their place."""
+
+    start: int
+    end: int
+    text: str
+
+
+class Lines:
+    """A text, by the lines and columns of its syntax tree."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._lines = text.splitlines(keepends=True)
+        self._starts = [0]
+        for line in self._lines:
+            self._starts.append(self._starts[-1] + len(line))
+
+    def at(self, line: int, column: int) -> int:
+        """The character at a line (from 1) and a column (in bytes)."""
+        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """First and last character of a node."""
+        assert isinstance(node, (ast.expr, ast.stmt))
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
+
+    def whole(self, node: ast.stmt) -> tuple[int, int]:
+        """The lines of a statement, with its decorators and the comments right above it."""
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]) - 1
+        while first and self._lines[first - 1].lstrip().startswith("#"):
+            first -= 1
+        assert node.end_lineno is not None
+        return self._starts[first], self._starts[node.end_lineno]
+
+
+def replaced(text: str, replacements: Sequence[Replacement], start: int = 0) -> str:
+    """``text``, which begins at ``start`` of the text that the replacements are of, with these made."""
+    for one in sorted(replacements, key=lambda one: -one.start):
+        text = text[: one.start - start] + one.text + text[one.end - start :]
+    return text
+
+
+def renamed(text: str, node: ast.AST, names: Mapping[str, str]) -> list[Replacement]:
+    """Where ``names`` are read inside ``node``, as replacements by their new names."""
+    lines = Lines(text)
+    return [
+        Replacement(*lines.span(inner), names[inner.id])
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Name) and names.get(inner.id, inner.id) != inner.id
+    ]

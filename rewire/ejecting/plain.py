@@ -1,0 +1,126 @@
+"""Sums of states in plain torch, with the interface of those that run by kernels: what ejected models compute with.
+
+Names that are defined here take the place of the same names in `rewire.kernels` (see `rewire.ejecting.runtime`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from rewire.kernels.history import parts
+from rewire.kernels.mix import _by_autograd, mix
+
+
+def uses_kernels(x: Tensor) -> bool:
+    """Whether kernels compute sums of tensors like ``x``: there are none here."""
+    return False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mix:
+    """A weighted sum that has not been computed yet.
+
+    Attributes:
+        sources, weights, scores, added: as in `mix`.
+    """
+
+    sources: tuple[Tensor, ...] = ()
+    weights: Sequence[Tensor | float] | Tensor | None = None
+    scores: tuple[Tensor, ...] = ()
+    added: tuple[Tensor, ...] = ()
+
+    def value(self) -> Tensor:
+        """The sum, [..., D]."""
+        if self.sources:
+            return _by_autograd(self.sources, self.weights, self.scores, self.added)
+        total = self.added[0]
+        for branch in self.added[1:]:
+            total = total + branch
+        return total
+
+    def normed(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """The sum, and what ``module``, a norm, makes of it."""
+        total = self.value()
+        return total, module(total)
+
+
+class Table:
+    """Weights of several mixes in turn, each of all states so far.
+
+    Args:
+        flat: float32 [K] or [K, D]: for each mix in turn, one entry for each of its states, ascending.
+        mixes: how many.
+        first: states that the first mix reads; each further one reads one more.
+
+    Attributes:
+        rows: for each mix its weights, [n] or [n, D].
+    """
+
+    def __init__(self, flat: Tensor, mixes: int, first: int = 1) -> None:
+        self.rows = parts(flat, [first + number for number in range(mixes)])
+
+
+class History:
+    """The states of a trunk so far, which later units mix. Immutable."""
+
+    __slots__ = ("states", "table")
+
+    def __init__(self, table: Table, states: tuple[Tensor, ...]) -> None:
+        self.table, self.states = table, states
+
+    @classmethod
+    def empty(cls, table: Table) -> History:
+        """The history before the first state."""
+        return cls(table, ())
+
+    def push(self, x: Tensor) -> History:
+        """The history with a further state."""
+        return History(self.table, (*self.states, x))
+
+    def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
+        """Mix ``number`` (from 0) of the table, plus ``added``."""
+        row = self.table.rows[number]
+        return Mix(self.states[: len(row)], row, (), tuple(added))
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> History:
+        """The history in other dimensions."""
+        return History(self.table, tuple(map(view, self.states)))
+
+
+def mixes(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None = None) -> list[Tensor]:
+    """``y_m = sum_i (w_mi + s_mi) x_i`` for each m.
+
+    Args:
+        sources: N of [..., D], of one shape.
+        weights: float32 [M, N] or, per channel, [M, N, D]; None: zero.
+        scores: weights per token, float32 [..., M, N].
+
+    Returns:
+        M of [..., D], rounded once, in the dtype of plain adds.
+    """
+    outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
+    of_all = [None] * outputs if weights is None else weights
+    per_token = [None] * outputs if scores is None else [way.split(1, dim=-1) for way in scores.unbind(-2)]
+    return [mix(sources, w, scores=s) for w, s in zip(of_all, per_token, strict=True)]
+
+
+def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), write: Tensor | None = None) -> Tensor:
+    """``H'_j = sum_i w_ij H_i + sum_f b_j f_j``, in float32 (float64 for float64), rounded once.
+
+    Args:
+        streams: H [..., n, C].
+        weights: w [..., n, k], from stream i to row j of the result; [n, k] if it does not depend on the token.
+        branches: f [..., k, C] or, the same for all j, [..., 1, C].
+        write: b [..., k].
+
+    Returns:
+        [..., k, C]
+    """
+    sources = (*streams.unsqueeze(-2).unbind(-3), *branches)  # n of [..., 1, C]
+    scores = weights.unsqueeze(-1).unbind(-3)  # n of [..., k, 1]
+    if write is not None:
+        scores = (*scores, *[write.unsqueeze(-1)] * len(branches))
+    return mix(sources, None, scores=scores)

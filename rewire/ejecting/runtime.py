@@ -1,0 +1,295 @@
+"""The runtime file of an ejected model: the parts of rewire that its forwards run, as one module.
+
+It is gathered from rewire's own text, definition by definition: from `ROOTS` and the model's topologies, over all names
+that these read. So there is no second form of streams and formulas that could differ from the first. Left out are
+`OMITTED` methods; sums are those of `rewire.ejecting.plain`, in place of `rewire.kernels`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import functools
+import graphlib
+from collections.abc import Iterable, Sequence
+
+from rewire.ejecting import plain
+from rewire.ejecting.names import (
+    Binding,
+    Lines,
+    Replacement,
+    bindings,
+    defined_by,
+    import_statements,
+    parsed,
+    renamed,
+    replaced,
+)
+
+#: What ejected modules import.
+ROOTS = (
+    ("rewire.stream", "Layout"),
+    ("rewire.connection", "coefficients"),
+    ("rewire.ejecting.connecting", "Function"),
+    ("rewire.ejecting.connecting", "connect"),
+)
+
+#: What ejected models have no use for: recipes (their text says what they are), pipelines, freezing, plots.
+OMITTED = {
+    "Connection": {"become", "receiving", "resume", "recipe", "get_extra_state", "set_extra_state"},
+    "Topology": {"for_start", "program", "by_destination", "distributions", "options"},
+}
+
+_PLAIN = plain.__name__
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Definition:
+    """A name at the top level of a module whose text is gathered."""
+
+    module: str
+    name: str
+
+
+class Runtime:
+    """The text of a runtime file.
+
+    Args:
+        roots: what has to be in it, as module and name. Their modules are gathered from, and those of rewire.
+    """
+
+    def __init__(self, roots: Sequence[tuple[str, str]]) -> None:
+        self._own = {module for module, _ in roots}
+        self._found: dict[Definition, ast.stmt] = {}
+        self._imports: dict[Binding, str] = {}  # and under which name
+        self._attributes: set[Definition] = set()  # read as attributes of their modules
+        for module, name in roots:
+            self._gather(Definition(module, name))
+        self._names = self._given_names()
+
+    def name_of(self, module: str, name: str) -> str:
+        """The name that a gathered definition has in the file."""
+        return self._names[Definition(module, name)]
+
+    def text(self, heading: str) -> str:
+        """The file.
+
+        Args:
+            heading: its docstring and what else stands at its top.
+        """
+        parts = [part for module in self._ordered() for part in self._parts(module)]  # may import more
+        imports = import_statements({name: binding for binding, name in self._imports.items()})
+        return "\n".join([heading, "from __future__ import annotations\n", *imports, *parts])
+
+    # -- what is needed ------------------------------------------------------------------------------------------------
+
+    def _gather(self, definition: Definition) -> None:
+        if definition in self._found:
+            return
+        node = bindings(definition.module)[definition.name].node
+        assert node is not None
+        self._found[definition] = node
+        for used in _names_in(self._kept(definition.module, node)):
+            self._need(definition.module, used)
+        for statement in self._statements(definition.module):
+            if definition.name in _names_in([statement]):
+                for used in _names_in([statement]):
+                    self._need(definition.module, used)
+
+    def _need(self, module: str, used: str) -> None:
+        """Gather, or import, what the text ``used`` of ``module`` reads: a name, or an attribute of a module."""
+        name, _, attribute = used.partition(".")
+        binding = bindings(module).get(name)
+        if binding is None:
+            return
+        target = self._resolved(binding, attribute)
+        if isinstance(target, Definition):
+            if not binding.name:
+                self._attributes.add(target)
+            self._gather(target)
+        elif not self._is_own(binding.module):
+            self._import(name, binding)
+
+    def _import(self, name: str, binding: Binding) -> None:
+        if binding not in self._imports:
+            taken = name in self._imports.values()
+            self._imports[binding] = f"{binding.module.rpartition('.')[2]}_{name}" if taken else name
+
+    def _resolved(self, binding: Binding, attribute: str = "") -> Definition | None:
+        """The definition behind a name, or an attribute of it; None if it is none of ours."""
+        if not self._is_own(binding.module):
+            return None
+        if not binding.name:
+            return self._defined(binding.module, attribute) if attribute else None
+        return self._defined(binding.module, binding.name)
+
+    def _is_own(self, module: str) -> bool:
+        return module in self._own or module.partition(".")[0] == "rewire"
+
+    def _defined(self, module: str, name: str) -> Definition | None:
+        if module.startswith("rewire.kernels.") and bindings(_PLAIN).get(name, Binding("", "")).node is not None:
+            return Definition(_PLAIN, name)
+        binding = bindings(module)[name]
+        return Definition(module, name) if binding.node is not None else self._resolved(binding)
+
+    def _ordered(self) -> list[str]:
+        """The modules, each behind those that it needs when it is run: for base classes, decorators, constants."""
+        needed: dict[str, set[str]] = {definition.module: set() for definition in self._found}
+        parts: list[tuple[str, ast.AST]] = []
+        parts += [(module, part) for module in needed for part in self._statements(module)]
+        parts += [(definition.module, part) for definition, node in self._found.items() for part in _run_at_once(node)]
+        for module, part in parts:
+            for used in _names_in([part]):
+                name, _, attribute = used.partition(".")
+                binding = bindings(module).get(name)
+                target = self._resolved(binding, attribute) if binding else None
+                if target in self._found and target.module != module:
+                    needed[module].add(target.module)
+        return list(graphlib.TopologicalSorter(needed).static_order())
+
+    # -- its text ------------------------------------------------------------------------------------------------------
+
+    def _given_names(self) -> dict[Definition, str]:
+        """A name for each definition.
+
+        Those that several modules have get the module's last name in front, and so do those that are read as its
+        attributes: ``groups.count`` may stand beside a variable ``count``.
+        """
+        taken: dict[str, Definition] = {}
+        for definition in self._found:
+            name = definition.name
+            if name in taken or name in self._imports.values() or definition in self._attributes:
+                name = f"{definition.module.rpartition('.')[2]}_{name}"
+            taken[name] = definition
+        return {definition: name for name, definition in taken.items()}
+
+    def _parts(self, module: str) -> Iterable[str]:
+        """The gathered texts of a module, in its order, under its name."""
+        nodes = {id(node): d for d, node in self._found.items() if d.module == module}
+        parts = []
+        for node in parsed(module)[1].body:
+            wanted = id(node) in nodes
+            if not wanted and node in self._statements(module):
+                wanted = bool({d.name for d in nodes.values()}.intersection(_names_in([node])))
+            if wanted:
+                parts.append(self._edited(module, node))
+        if parts:
+            parts[0] = f"\n\n# -- {module} {'-' * (114 - len(module))}\n\n{parts[0].lstrip()}"
+        return parts
+
+    def _edited(self, module: str, node: ast.stmt) -> str:
+        """The text of a statement, with the names that its definitions have in the file."""
+        text = parsed(module)[0]
+        lines = Lines(text)
+        start, end = lines.whole(node)
+        changes = self._renamed(module, node)
+        for inner in ast.walk(node):
+            for dropped in _omitted(inner):
+                changes.append(Replacement(*lines.whole(dropped), ""))
+            for decorator in getattr(inner, "decorator_list", ()):
+                if _registers(decorator):
+                    first, last = lines.span(decorator)
+                    changes.append(Replacement(first - 1, last + 1, ""))
+        changes = [one for one in changes if not any(_inside(one, other) for other in changes)]
+        body = replaced(text[start:end], changes, start).rstrip()
+        for name in defined_by(node):
+            new = self._names.get(Definition(module, name), name)
+            if new != name:
+                body = body.replace(f"class {name}", f"class {new}", 1).replace(f"def {name}", f"def {new}", 1)
+        constant = isinstance(node, (ast.Assign, ast.AnnAssign)) and not body.startswith("#")
+        return body if constant else f"\n\n{body}"
+
+    def _renamed(self, module: str, node: ast.stmt) -> list[Replacement]:
+        text = parsed(module)[0]
+        lines, changes, names = Lines(text), [], {}
+        annotations = {id(inner) for each in _annotations(node) for inner in ast.walk(each)}
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name):
+                binding = bindings(module).get(inner.value.id)
+                target = self._resolved(binding, inner.attr) if binding and not binding.name else None
+                if target in self._names:
+                    changes.append(Replacement(*lines.span(inner), self._names[target]))
+            elif isinstance(inner, ast.Name):
+                binding = bindings(module).get(inner.id)
+                target = self._resolved(binding) if binding and binding.name else None
+                if target in self._names:
+                    names[inner.id] = self._names[target]
+                elif binding in self._imports:
+                    names[inner.id] = self._imports[binding]
+                elif id(inner) in annotations and not binding and not hasattr(builtins, inner.id):
+                    self._import("Any", Binding("typing", "Any"))
+                    names[inner.id] = "Any"  # what only type checkers import
+        return changes + renamed(text, node, names)
+
+    @staticmethod
+    @functools.cache
+    def _statements(module: str) -> list[ast.stmt]:
+        """Statements at the top level of a module that define nothing, but do something with what is defined."""
+        kinds = (ast.For, ast.Expr)
+        return [
+            node
+            for node in parsed(module)[1].body
+            if isinstance(node, kinds)
+            and not (isinstance(node, ast.Expr) and (isinstance(node.value, ast.Constant) or _registers(node.value)))
+        ]
+
+    @staticmethod
+    def _kept(module: str, node: ast.stmt) -> list[ast.AST]:
+        """The parts of a definition that are in the file."""
+        if not isinstance(node, ast.ClassDef):
+            decorators = [d for d in getattr(node, "decorator_list", ()) if _registers(d)]
+            return [child for child in ast.iter_child_nodes(node) if child not in decorators]
+        dropped = {id(one) for one in _omitted(node)} | {id(d) for d in node.decorator_list if _registers(d)}
+        return [child for child in ast.iter_child_nodes(node) if id(child) not in dropped]
+
+
+def _names_in(nodes: Iterable[ast.AST]) -> list[str]:
+    """Names that nodes read, each once, in order; attributes of names as ``name.attribute``, too."""
+    found: dict[str, None] = {}
+    for node in nodes:
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name):
+                found[f"{inner.value.id}.{inner.attr}"] = None
+            elif isinstance(inner, ast.Name):
+                found[inner.id] = None
+    return list(found)
+
+
+def _run_at_once(node: ast.stmt) -> list[ast.AST]:
+    """The parts of a definition that run where it stands, and not when it is called."""
+    if isinstance(node, ast.ClassDef):
+        inner = [part for child in node.body for part in _run_at_once(child)]
+        return [*node.bases, *node.decorator_list, *inner]
+    if isinstance(node, ast.FunctionDef):
+        return [*node.decorator_list, *node.args.defaults, *(d for d in node.args.kw_defaults if d)]
+    return [node.value] if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value else []
+
+
+def _omitted(node: ast.AST) -> list[ast.stmt]:
+    """Methods of a class that are left out; those of a topology's base in all classes."""
+    if not isinstance(node, ast.ClassDef):
+        return []
+    names = OMITTED.get(node.name, OMITTED["Topology"])
+    return [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name in names]
+
+
+def _annotations(node: ast.AST) -> list[ast.expr]:
+    found = []
+    for inner in ast.walk(node):
+        for name in ("annotation", "returns"):
+            one = getattr(inner, name, None)
+            if isinstance(one, ast.expr):
+                found.append(one)
+    return found
+
+
+def _registers(node: ast.expr) -> bool:
+    """Whether an expression registers a name for a topology."""
+    inner = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    inner |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+    return "register_topology" in inner
+
+
+def _inside(one: Replacement, other: Replacement) -> bool:
+    return one is not other and other.start <= one.start and one.end <= other.end and one != other

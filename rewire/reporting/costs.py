@@ -1,0 +1,64 @@
+"""What a rewired model costs beside the plain one: counted, and measured where there are inputs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from rewire.bench.harness import Timing, kept_for_backward, side_by_side, training_step
+from rewire.connection import Connection
+from rewire.freezing import most_held
+from rewire.passes.inputs import normalise_inputs
+from rewire.passes.rewrite import restore
+from rewire.passes.validate import tensors_in
+
+_ROUNDS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Training steps (forward and backward) of the plain and of the rewired model, timed in turn.
+
+    Attributes:
+        plain, rewired: their times.
+        kept: bytes of activations that a forward keeps for its backward, of the plain and of the rewired model.
+        device: where.
+    """
+
+    plain: Timing
+    rewired: Timing
+    kept: tuple[int, int]
+    device: torch.device
+
+
+def states_held(connection: Connection) -> int:
+    """Hidden states that a trunk holds between units, at most; the plain model holds one."""
+    layout = connection.layout
+    with torch.no_grad():
+        weights = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), connection.effective())
+        return most_held(layout.topology, weights, layout.dims)
+
+
+def measured(model: nn.Module, example_inputs: Any) -> Measured:
+    """Steps of copies: the model, its gradients and the random state stay as they are."""
+    inputs = normalise_inputs(example_inputs)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    with torch.random.fork_rng():
+        rewired = copy.deepcopy(model).train()
+        models = {"plain": restore(rewired).train(), "rewired": rewired}
+        kept = {name: kept_for_backward(each, functools.partial(_loss, each, inputs)) for name, each in models.items()}
+        steps = {name: training_step(each, inputs) for name, each in models.items()}
+        times = side_by_side(steps, _ROUNDS, device)
+    return Measured(times["plain"], times["rewired"], (kept["plain"], kept["rewired"]), device)
+
+
+def _loss(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
+    output = model(*inputs[0], **inputs[1])
+    total: Tensor = sum(x.float().square().mean() for x in tensors_in(output) if x.is_floating_point())  # type: ignore[assignment]
+    return total

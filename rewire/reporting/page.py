@@ -1,0 +1,176 @@
+"""rewire.report: the page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rewire.compiler import inspect
+from rewire.connection import Connection, coefficients, connections
+from rewire.diffs import diff
+from rewire.reporting.costs import Measured, measured, states_held
+from rewire.reporting.drawings import arcs, heatmap, stream
+from rewire.reporting.style import SCRIPT, STYLE
+from rewire.trunk import LeftAlone, Trunk, told
+
+_LARGEST = 128  # states of a trunk whose weights are drawn as a matrix
+
+
+def report(model: nn.Module, path: str | os.PathLike[str], example_inputs: Any = None) -> None:
+    """Write one HTML page that shows a model: its residual streams, what rewiring changed and learned, what it costs.
+
+    The page is one file: it loads nothing, and follows the reader's light or dark scheme. What the model names its
+    modules and what its source says is shown as text, whatever it is.
+
+    Args:
+        model: a rewired model; of a plain one, the page shows the streams and what would be left alone. It stays as it
+            is.
+        path: file to write.
+        example_inputs: if given, as for `rewire.compile`, training steps (forward and backward) on them are timed, of
+            copies of the plain and of the rewired model in turn.
+
+    Raises:
+        RewireError: a file has changed since the model was rewired.
+        BadExampleInputs: ``example_inputs`` are none.
+
+    Example:
+        >>> rewire.report(rewired, "report.html", example_inputs=(x,))
+    """
+    Path(path).write_text(page(model, example_inputs), encoding="utf-8")
+
+
+def page(model: nn.Module, example_inputs: Any = None) -> str:
+    """The text of the page."""
+    found, own = inspect(model), connections(model)
+    known = {name: connection.trunk for name, connection in own.items() if connection.trunk is not None}
+    trunks = list(({trunk.name: trunk for trunk in found.trunks} | known).values())  # those of a run are known better
+    streams = "".join(_trunk(trunk, not own or trunk.name in own) for trunk in trunks)
+    sections = [("streams", "Streams", streams or "<p>No residual stream was found.</p>")]
+    if own:
+        sections.append(("weights", "Learned weights", "".join(_weights(coefficients(model)))))
+        sections.append(("changes", "What was changed", _changes(model)))
+        times = measured(model, example_inputs) if example_inputs is not None else None
+        sections.append(("cost", "What it costs", _costs(own, times)))
+    sections.append(("left", "What was left alone", _left(found.left)))
+    body = "".join(f'<section id="{name}"><h2>{title}</h2>{text}</section>' for name, title, text in sections)
+    links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
+    script = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    name = escape(type(model).__name__)
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" \
+content="default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{script}'">
+<title>{name}: rewire report</title><link rel="icon" href="data:,"><style>{STYLE}</style></head><body>
+<header><h1>{name}</h1><p class="about">{_about(model, trunks, own)}</p><nav>{links}</nav></header>
+<main>{body}</main><div id="tip" role="tooltip" hidden></div>
+<script>{SCRIPT}</script></body></html>
+"""
+
+
+def _about(model: nn.Module, trunks: Sequence[Trunk], own: dict[str, Connection]) -> str:
+    learned = sum(p.numel() for connection in own.values() for p in connection.parameters())
+    total = sum(p.numel() for p in model.parameters()) - learned
+    adds = sum(len(trunk.sites) for trunk in trunks)
+    text = f"{_count(total, 'parameter')}, {_count(adds, 'residual add')} in {_count(len(trunks), 'stream')}"
+    if not own:
+        return f"{text}. It is not rewired."
+    made = ", ".join(dict.fromkeys(str(connection.layout.topology) for connection in own.values()))
+    return f"{text}; {_count(learned, 'learned connection weight')}.<br><code>{escape(made)}</code>"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+# -- sections ----------------------------------------------------------------------------------------------------------
+
+
+def _trunk(trunk: Trunk, rewired: bool) -> str:
+    width = next((str(site.width) for site in trunk.sites if site.width), "unknown")
+    norm = "post-norm" if trunk.post_norm else "pre-norm"
+    rows = "".join(
+        f"<tr>{_cells(number, site.block, site.branch, site.kind, ', '.join(site.post))}</tr>"
+        for number, site in enumerate(trunk.sites, 1)
+    )
+    return (
+        f"<h3><code>{escape(trunk.name)}</code></h3><p>{_count(len(trunk.sites), 'residual add')} in "
+        f"{_count(trunk.blocks, 'block')}, width {escape(width)}, {norm}{'' if rewired else '; left as it was'}.</p>"
+        f'<div class="wide" tabindex="0">{stream(trunk)}</div>'
+        "<details><summary>All residual adds</summary>"
+        f'<div class="wide"><table><thead><tr><th>#<th>block<th>branch<th>kind<th>then</tr></thead>{rows}</table></div>'
+        "</details>"
+    )
+
+
+def _cells(*values: object) -> str:
+    return "".join(f"<td>{escape(str(value))}</td>" for value in values)
+
+
+def _weights(matrices: dict[str, Tensor]) -> Iterator[str]:
+    yield (
+        "<p>How much of each state (0 is the input of the stream) goes into each later one. Shades of the matrix "
+        "follow the logarithm of a weight's part of the largest in its row; arcs under 1% are left out. Point at one "
+        'for its value.</p><p class="legend"><span class="positive">positive</span>'
+        '<span class="negative">negative</span><span class="previous">arc from the previous state</span>'
+        '<span class="longer">from an earlier one</span></p>'
+    )
+    for name, matrix in matrices.items():
+        drawn = f'<div class="wide" tabindex="0">{arcs(name, matrix)}</div>'
+        if len(matrix) <= _LARGEST:
+            drawn = f'<div class="wide" tabindex="0">{heatmap(name, matrix)}</div>{drawn}'
+        yield f'<h3><code>{escape(name)}</code></h3><div class="pictures">{drawn}</div>'
+
+
+def _changes(model: nn.Module) -> str:
+    files: list[list[str]] = []
+    for line in diff(model).splitlines():
+        if line.startswith("--- ") or not files:
+            files.append([])
+        files[-1].append(line)
+    return "".join(map(_file, files)) or "<p>Nothing: the model was rewired as a graph.</p>"
+
+
+def _file(lines: Sequence[str]) -> str:
+    name = lines[0].removeprefix("--- a/").rstrip("\t")
+    kinds = {"+": "added", "-": "removed", "@": "hunk"}
+    text = "".join(f'<span class="{kinds.get(line[:1], "same")}">{escape(line) or " "}</span>' for line in lines[2:])
+    return f"<details open><summary><code>{escape(name)}</code></summary><pre>{text}</pre></details>"
+
+
+def _costs(own: dict[str, Connection], times: Measured | None) -> str:
+    rows = "".join(
+        f"<tr>{_cells(name, f'{sum(p.numel() for p in each.parameters()):,}', states_held(each))}</tr>"
+        for name, each in own.items()
+    )
+    text = (
+        '<div class="wide"><table><thead><tr><th>stream<th>learned weights<th>hidden states held, at most</tr></thead>'
+        f"{rows}</table></div><p>Between two units a plain stream holds one hidden state.</p>"
+    )
+    if times is None:
+        return f"{text}<p>Steps were not timed: that takes <code>example_inputs</code>.</p>"
+    ratio = times.rewired.ratio(times.plain)
+    measured = "".join(
+        f"<tr>{_cells(name, f'{timing.median * 1e3:.2f} ms', f'{kept / 2**20:.2f} MiB')}</tr>"
+        for name, timing, kept in zip(("plain", "rewired"), (times.plain, times.rewired), times.kept, strict=True)
+    )
+    return (
+        f'{text}<div class="wide"><table><thead><tr><th>model<th>training step, median<th>activations kept</tr></thead>'
+        f"{measured}</table></div><p>Forward and backward on {escape(str(times.device))} with torch "
+        f"{escape(torch.__version__)}, timed in turn {len(times.plain.seconds)} times: the rewired model takes "
+        f"<b>{ratio:.2f}</b> times as long (median of the rounds).</p>"
+    )
+
+
+def _left(left: Sequence[LeftAlone]) -> str:
+    if not left:
+        return "<p>Nothing.</p>"
+    rows = "".join(f"<tr>{_cells(*row)}</tr>" for row in told(left))
+    return f'<div class="wide"><table><thead><tr><th>module<th>because<th>where</tr></thead>{rows}</table></div>'
