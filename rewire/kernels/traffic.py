@@ -81,12 +81,17 @@ def bytes_of(launches: Iterable[Launch]) -> int:
     """Bytes that kernels and the second step of their sums read and write."""
     total = 0
     for launch in launches:
+        total += bytes_of_kernel(launch)
         for name, argument in launch.arguments.items():
-            tensors = argument if isinstance(argument, tuple) else (argument,)
-            total += sum(x.nbytes for x in tensors if isinstance(x, Tensor))
             if name.endswith("_partials") and (len(argument) > 1 or name == "score_partials"):
-                total += argument.nbytes + argument[0].nbytes  # the second step
+                total += argument.nbytes + argument[0].nbytes
     return total
+
+
+def bytes_of_kernel(launch: Launch) -> int:
+    """Bytes that one kernel reads and writes: each argument once."""
+    of_each = (argument if isinstance(argument, tuple) else (argument,) for argument in launch.arguments.values())
+    return sum(x.nbytes for tensors in of_each for x in tensors if isinstance(x, Tensor))
 
 
 def bytes_floor(
