@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rewire.kernels import grid, history, mix, operators, several, traffic
+from rewire.kernels import grid, history, mix, operators, scored, several, tokens, traffic
 from rewire.topologies.base import Dims, QKVInputs, Topology, materialize
 from rewire.topologies.registry import named_topology
 
@@ -73,7 +73,11 @@ class Counter(TorchDispatchMode):
         written = [x for x in results if all(x is not y for y in inputs)]
         known = {storage(x) for x in inputs}
         # A view, an allocation, a number
-        free = not (inputs and results) or "empty" in func.__name__ or (written and all(storage(x) in known for x in written))
+        free = (
+            not (inputs and results)
+            or "empty" in func.__name__
+            or (written and all(storage(x) in known for x in written))
+        )
         if not free:
             moved = sum({storage(x): bytes_of(x) for x in (*inputs, *results)}.values())
             self.bytes, self.launches = self.bytes + moved, self.launches + 1
@@ -112,8 +116,8 @@ def as_on_a_gpu() -> Iterator[None]:
     """Tensors without storage go the way of a GPU's."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(operators, "uses_kernels", lambda x: x.dtype in operators._DTYPES))
-        for module in (mix, several, history):
-            stack.enter_context(mock.patch.object(module, "left_to_autograd", lambda x, sources: False))
+        for module in (mix, several, history, scored, tokens):
+            stack.enter_context(mock.patch.object(module, "left_to_autograd", return_value=False))
         yield
 
 
@@ -139,8 +143,12 @@ def measure(topology: Topology[Any], depth: int) -> dict[str, Any]:
     kept: dict[int, Tensor] = {}
     counts = {}
     with as_on_a_gpu():
-        with grid.noted() as launches, Counter() as counter, torch.autograd.graph.saved_tensors_hooks(
-            lambda t: kept.setdefault(storage(t), t) is None or t, lambda t: t
+        with (
+            grid.noted() as launches,
+            Counter() as counter,
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda t: kept.setdefault(storage(t), t) is None or t, lambda t: t
+            ),
         ):
             out = run(topology, weights, dims, x)
         counts["forward"], names = count(launches, counter, depth), {"forward": counter.by_name}

@@ -62,6 +62,7 @@ def _describe(spec: MixSpec) -> str:
         "probe": spec.probe and spec.outputs == 1,
         "probes": spec.probe and spec.outputs > 1,
         "accumulator": spec.accumulate,
+        "carried gradients": spec.carried,
     }
     return ", ".join(
         [f"{spec.sources} sources", kinds[spec.weights], *(text for text, given in extras.items() if given)]
@@ -118,6 +119,7 @@ def _backward(spec: MixSpec) -> tuple[Lines, Lines]:
         *_if(spec.norm, "mix,  # [rows, cols]", "mix_stride: tl.constexpr,", "rstd,  # float32 [rows]"),
         *_if(spec.norm, "grad_normed,  # [rows, cols]", "grad_normed_stride: tl.constexpr,"),
         *_if(spec.keep_mix, "grad_mix,  # [rows, cols]", "grad_mix_stride: tl.constexpr,"),
+        *_if(spec.carried, f"carried,  # {spec.sources} x [rows, cols]", "carried_strides: tl.constexpr,"),
         *_if(spec.scaled, "norm_weight,  # [cols]"),
         *_if(spec.sources, f"grad_sources,  # {spec.sources} x [rows, cols]", "grad_source_strides: tl.constexpr,"),
         *_if(spec.norm and spec.added, "grad_added,  # [rows, cols], contiguous; the same for all branches"),
@@ -133,6 +135,7 @@ def _backward(spec: MixSpec) -> tuple[Lines, Lines]:
     # With a norm, a whole row is in flight already.
     for group in _groups(spec, together=1 if spec.norm else LOADS_IN_FLIGHT):
         tile += [_load_source(k) for k in group if spec.has_dots]
+        tile += [_load(f"c{k}", f"carried[{k}]", f"carried_strides[{k}]") for k in group if spec.carried]
         tile += _each(_dots(spec, k, "g") for k in group)
         tile += _each(_grad_source(spec, k) for k in group)
     norm = _load_norm(spec, bias=False)
@@ -233,11 +236,11 @@ def _factor(spec: MixSpec, o: int, k: int) -> tuple[str, Lines]:
 
 
 def _grad_source(spec: MixSpec, k: int) -> Lines:
-    """``dx_k = sum_o (w_ok + s_ok) g_o``."""
-    lines = []
+    """``dx_k = sum_o (w_ok + s_ok) g_o``, and what is carried."""
+    lines = _if(spec.carried, f"dx = c{k}")
     for o in range(spec.outputs):
         factor, loads = _factor(spec, o, k)
-        lines += [*loads, _accumulate("dx", f"{factor} * g{o}" if factor else f"g{o}", o == 0)]
+        lines += [*loads, _accumulate("dx", f"{factor} * g{o}" if factor else f"g{o}", o == 0 and not spec.carried)]
     return [*lines, _store(f"grad_sources[{k}]", f"grad_source_strides[{k}]", "dx")]
 
 

@@ -68,11 +68,11 @@ def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int
 
 
 class Launch(NamedTuple):
-    """One kernel, and what it is started with."""
+    """One kernel, and what it is started with; without a spec and a grid one that is written by hand."""
 
-    spec: MixSpec
+    spec: MixSpec | None
     backward: bool
-    grid: Grid
+    grid: Grid | None
     arguments: dict[str, Any]
 
 
@@ -92,16 +92,28 @@ def noted() -> Iterator[list[Launch]]:
 
 
 def start(launch: Launch, device: torch.device) -> None:
-    """Start a kernel on tensors of ``device``; on the meta device, note it."""
+    """Start a generated kernel on tensors of ``device``; on the meta device, note it."""
     if device.type == "meta":
         _noted.get([]).append(launch)
         return
-    grid = (launch.grid.row_programs, launch.grid.col_programs)
-    if not math.prod(grid):
+    assert launch.spec is not None
+    assert launch.grid is not None
+    programs = (launch.grid.row_programs, launch.grid.col_programs)
+    run(kernel(launch.spec, launch.backward), programs, device, launch.arguments, constants(launch.grid))
+
+
+def run(
+    kernel: Any, programs: tuple[int, int], device: torch.device, arguments: dict[str, Any], constants: dict[str, Any]
+) -> None:
+    """Start a kernel with its tensors and all else; on the meta device, note it."""
+    if device.type == "meta":
+        _noted.get([]).append(Launch(None, False, None, arguments))
+        return
+    if not math.prod(programs):
         return  # no elements
     # Triton launches on the current device.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel(launch.spec, launch.backward)[grid](**launch.arguments, **constants(launch.grid))
+        kernel[programs](**arguments, **constants)
 
 
 @functools.cache

@@ -160,6 +160,7 @@ def mix_backward(
     grad_mixes: Sequence[Tensor] = (),
     norm_weight: Tensor | None = None,
     stacked: int = 0,
+    carried: Sequence[Tensor] = (),
 ) -> Gradients:
     """Every gradient of the mixes of `spec`.
 
@@ -173,14 +174,16 @@ def mix_backward(
         grad_mixes: with a norm, gradients of the mixes themselves; none if only the norm reads them.
         stacked: how many gradients of sources, from the first on, are to be views of one new tensor [..., stacked, D],
             as the sources may be. They have to be of one dtype.
+        carried: [..., D] for each source if the spec says so, what is added to its gradient.
 
     Raises:
         TypeError, ValueError: as in `mix_forward`.
     """
-    check_terms(spec, (*grads, *sources, *mixes, *grad_mixes), weights, scores)
+    check_terms(spec, (*grads, *sources, *mixes, *grad_mixes, *carried), weights, scores)
     check_count("sources", sources, spec.sources)
     check_count("grads", grads, spec.outputs)
     check_count("mixes", mixes, spec.outputs if spec.norm else 0)
+    check_count("carried", carried, spec.sources * spec.carried)
     check_count("rstd", given(rstd), int(spec.norm is not None))
     check_count("norm_weight", given(norm_weight), int(spec.scaled))
     if grad_mixes:
@@ -195,7 +198,8 @@ def mix_backward(
     one = spec.outputs == 1
     if rstd is None:
         found = dataclasses.replace(
-            _plain_backward(spec, upstream, terms, grad_sources), added=upstream[0] if one else None
+            _plain_backward(spec, upstream, terms, grad_sources, tuple(map(as_rows, carried))),
+            added=upstream[0] if one else None,
         )
         return _shaped(found, grad_sources, whole, shape)
     normed = dataclasses.replace(spec, keep_mix=bool(grad_mixes), accumulate=False)
@@ -254,7 +258,13 @@ def _forward_step(
     )
 
 
-def _plain_backward(spec: MixSpec, grads: Sequence[Tensor], terms: Terms, grad_sources: Sequence[Tensor]) -> Gradients:
+def _plain_backward(
+    spec: MixSpec,
+    grads: Sequence[Tensor],
+    terms: Terms,
+    grad_sources: Sequence[Tensor],
+    carried: Sequence[Tensor] = (),
+) -> Gradients:
     """Backward without a norm, in as many kernels as the fan-in asks for; everything is [rows, D]."""
     most = spec.fan_in(dots=spec.has_dots)
     plain = dataclasses.replace(spec.without_norm(), probe=False, accumulate=False, added=0)
@@ -263,7 +273,8 @@ def _plain_backward(spec: MixSpec, grads: Sequence[Tensor], terms: Terms, grad_s
     for first in range(0, spec.sources, most):
         part = slice(first, min(first + most, spec.sources))
         step = dataclasses.replace(plain, sources=part.stop - first)
-        steps.append(_backward_step(step, grads[0], terms[part], arguments, grad_sources[part], torch.float32))
+        more = strided("carried", tuple(carried[part])) if carried else {}
+        steps.append(_backward_step(step, grads[0], terms[part], arguments | more, grad_sources[part], torch.float32))
     found = [step.weights for step in steps if step.weights is not None]
     return Gradients(
         sources=(),

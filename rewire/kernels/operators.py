@@ -9,6 +9,7 @@ channel, [N, D]; scores are float32 [..., 1], one for each source or none; accum
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -194,21 +195,32 @@ def mixes(sources: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
     return list(launch_forward(spec, sources, weights, dtype=torch.float32).mixes)
 
 
+def _gather_fake(grads: Any, states: Any, weights: Any, added: Any, scores: Any = None) -> list[Tensor]:
+    dots = [_like(x, x.dtype) for x in (weights, scores) if x is not None]
+    return [*(_like(x, states[0].dtype) for x in states), *dots]
+
+
 @_operator(
-    "(Tensor[] grads, Tensor[] states, Tensor weights, Tensor[] added) -> Tensor[]",
-    lambda grads, states, weights, added: [*(_like(x, states[0].dtype) for x in states), _like(weights, weights.dtype)],
+    "(Tensor[] grads, Tensor[] states, Tensor weights, Tensor[] added, Tensor? scores=None) -> Tensor[]", _gather_fake
 )
-def gather(grads: Sequence[Tensor], states: Sequence[Tensor], weights: Tensor, added: Sequence[Tensor]) -> list[Tensor]:
+def gather(
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    weights: Tensor,
+    added: Sequence[Tensor],
+    scores: Tensor | None = None,
+) -> list[Tensor]:
     """What N mixes send back to M states that they read: ``dx_m = sum_n w_mn g_n + sum_j a_j``, ``dw_mn = <x_m, g_n>``.
 
-    Weights are [M, N] or [M, N, D]; gradients a_j that came other ways are for a single state. Returns the gradients
-    of the states, then that of the weights.
+    Weights are [M, N] or [M, N, D]; gradients a_j that came other ways are for a single state, as are weights per
+    token, scores [..., N]. Returns gradients of the states, then of the weights and of the scores.
     """
-    spec = MixSpec(len(grads), _kind(weights[0]), added=len(added), outputs=len(states), probe=True)
+    of_scores = [] if scores is None else scores.split(1, -1)
+    spec = MixSpec(len(grads), _kind(weights[0]), scores is not None, added=len(added), outputs=len(states), probe=True)
     probes: Any = states[0] if len(states) == 1 else states
-    done = launch_forward(spec, grads, weights, added=added, probe=probes, dtype=states[0].dtype)
+    done = launch_forward(spec, grads, weights, of_scores, added=added, probe=probes, dtype=states[0].dtype)
     assert done.weight_dots is not None
-    return [*done.mixes, done.weight_dots]
+    return [*done.mixes, done.weight_dots, *([torch.cat(done.score_dots, -1)] if of_scores else [])]
 
 
 def _several_fake(sources: Any, weights: Any, scores: Any, stacked: bool) -> list[Tensor]:
@@ -230,7 +242,9 @@ def several(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | 
     return list(done.mixes) if done.stacked is None else [done.stacked]
 
 
-def _several_backward_fake(grads: Any, sources: Any, weights: Any, scores: Any, stacked: int) -> list[Tensor]:
+def _several_backward_fake(
+    grads: Any, sources: Any, weights: Any, scores: Any, stacked: int, carried: Any
+) -> list[Tensor]:
     like = sources[0]
     first = [like.new_empty((*like.shape[:-1], stacked, like.shape[-1]))] if stacked else []
     dots = [_like(x, x.dtype) for x in (weights, scores) if x is not None]
@@ -238,7 +252,7 @@ def _several_backward_fake(grads: Any, sources: Any, weights: Any, scores: Any, 
 
 
 @_operator(
-    "(Tensor[] grads, Tensor[] sources, Tensor? weights, Tensor? scores, int stacked) -> Tensor[]",
+    "(Tensor[] grads, Tensor[] sources, Tensor? weights, Tensor? scores, int stacked, Tensor[] carried) -> Tensor[]",
     _several_backward_fake,
 )
 def several_backward(
@@ -247,10 +261,14 @@ def several_backward(
     weights: Tensor | None,
     scores: Tensor | None,
     stacked: int,
+    carried: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Gradients of `several`: of the sources (the first ``stacked`` in one tensor), of the weights, of the scores."""
-    spec = _spec_of_several(len(sources), weights, scores)
-    found = launch_backward(spec, grads, sources, weights, _unbound(scores), stacked=stacked)
+    """Gradients of `several`: of the sources (the first ``stacked`` in one tensor), of the weights, of the scores.
+
+    ``carried``, one for each source or none, is added to the gradients of the sources.
+    """
+    spec = dataclasses.replace(_spec_of_several(len(sources), weights, scores), carried=len(carried) > 0)
+    found = launch_backward(spec, grads, sources, weights, _unbound(scores), stacked=stacked, carried=carried)
     first = [] if found.stacked is None else [found.stacked]
     dots = [] if found.weights is None else [found.weights]
     if scores is not None:
@@ -267,3 +285,29 @@ def _spec_of_several(sources: int, weights: Tensor | None, scores: Tensor | None
 def _unbound(scores: Tensor | None) -> list[Tensor]:
     """[..., M, N] as M N of [..., 1]."""
     return [] if scores is None else [s.unsqueeze(-1) for s in scores.flatten(-2).unbind(-1)]
+
+
+def _project_fake(x: Any, weight: Any, eps: float | None) -> tuple[Tensor, Tensor]:
+    scores = x.new_empty((weight.shape[1], *x.shape[:-1]), dtype=torch.float32).movedim(0, -1)
+    return scores, x.new_empty(x.numel() // x.shape[-1] * (eps is not None), dtype=torch.float32)
+
+
+@_operator("(Tensor x, Tensor weight, float? eps) -> (Tensor, Tensor)", _project_fake)
+def project(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
+    """``x @ weight``, [..., K], or with eps that of ``rms_norm(x)``, and the norm's factor for each row."""
+    from rewire.kernels import projection  # only where there is Triton
+
+    return projection.forward(x, weight, eps)
+
+
+@_operator(
+    "(Tensor grad, Tensor x, Tensor weight, Tensor scores, Tensor inverse, Tensor? carried) -> (Tensor, Tensor)",
+    lambda grad, x, weight, *_: (_like(x, x.dtype), weight.new_empty((weight.shape[1], weight.shape[0]))),
+)
+def project_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scores: Tensor, inverse: Tensor, carried: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `project`: of x, to which ``carried`` is added, and of the weight, [K, D]."""
+    from rewire.kernels import projection
+
+    return projection.backward(grad, x, weight, scores, inverse, carried)

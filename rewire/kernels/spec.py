@@ -49,6 +49,7 @@ class MixSpec:
         norm_scale: what the normed values are multiplied by: a "weight" [D], an "offset" from 1 (``1 + weight``, as in
             Gemma), or "none" of these.
         norm_bias: whether a "layer" norm ends with a bias; "rms" has none.
+        carried: in backward, whether sources have gradients from elsewhere, too, which are added to those of the mixes.
 
     Raises:
         ValueError: a combination that no kernel is generated for.
@@ -65,6 +66,7 @@ class MixSpec:
     accumulate: bool = False
     norm_scale: NormScale = "weight"
     norm_bias: bool = True
+    carried: bool = False
 
     def __post_init__(self) -> None:
         weighted = self.weights != "none" or self.scores
@@ -86,6 +88,8 @@ class MixSpec:
             or self.norm is not None,
             "norm_scale and norm_bias are for mixes with a norm": self.norm is not None
             or (self.norm_scale == "weight" and self.norm_bias),
+            "carried gradients belong to sources, without a norm": not self.carried
+            or (self.sources > 0 and self.norm is None),
             "a probe goes with weights or scores, and without a norm": not self.probe
             or (weighted and self.norm is None),
         }

@@ -222,8 +222,8 @@ def test_every_query_learns_at_once(topology: AttnRes, zero: bool, optimizer: ty
 
 def test_each_source_is_normed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Tensor] = []
-    scored = attnres.project_normed
-    monkeypatch.setattr(attnres, "project_normed", lambda x, w: calls.append(x) or scored(x, w))
+    scored = attnres.read_off
+    monkeypatch.setattr(attnres, "read_off", lambda x, w, eps: calls.append(x) or scored(x, w, eps))
     run(AttnRes(), weights_of(AttnRes(), torch.randn(6, WIDTH)), torch.randn(2, WIDTH), net(6))
     assert len(calls) == 7
 
