@@ -227,7 +227,9 @@ def _factor(spec: MixSpec, o: int, k: int) -> tuple[str, Lines]:
         loads.append(f"w = tl.load(weights + {index})")
     if spec.weights == "channel":
         parts.append("w")
-        loads.append(f"w = tl.load(weights + {index} * COLS + col, mask=col < COLS, other=0.0)  # [1, BLOCK_COLS]")
+        # As a tile: a row [1, BLOCK_COLS] would have another layout, and reach this one through shared memory.
+        place = f"weights + tl.broadcast_to({index} * COLS + col, [BLOCK_ROWS, BLOCK_COLS])"
+        loads.append(f"w = tl.load({place}, mask=inside, other=0.0)")
     if spec.scores:
         parts.append("s")
         address = f"scores[{index}] + row * score_strides[{index}]"
@@ -347,7 +349,7 @@ def _norm_backward(spec: MixSpec) -> Lines:
         *_if(spec.scaled, "dscale += h * n"),
         *_if(spec.shifted, "dshift += h"),
         *_if(spec.scaled, "h *= scale"),
-        f"g0 = h - n * {_row_sum('h * n')} / COLS",
+        f"g0 = h - n * ({_row_sum('h * n')} / COLS)",
         *_if(layer, f"g0 -= {_row_sum('h')} / COLS"),
         "g0 *= r",
         *_if(spec.keep_mix, _load("g", "grad_mix", "grad_mix_stride"), "g0 += g"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rewire.kernels.arguments import Terms, as_rows, by_output, check_count, check_stacked, check_terms, given, strided
 from rewire.kernels.grid import Grid, Launch, start
-from rewire.kernels.spec import FAN_IN, MAX_NORM_WIDTH, MixSpec
+from rewire.kernels.spec import DOTS_FAN_IN, MAX_NORM_WIDTH, MixSpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -211,7 +211,7 @@ def mix_backward(
         | (strided("grad_mix", as_rows(grad_mixes[o])) if grad_mixes else {})
         for o in range(spec.outputs)
     ]
-    few = spec.weights != "channel" and spec.sources <= FAN_IN and shape[-1] <= MAX_NORM_WIDTH // 2
+    few = spec.weights != "channel" and spec.sources <= DOTS_FAN_IN and shape[-1] <= MAX_NORM_WIDTH // 2
     if one and (few or not spec.sources):
         normed = dataclasses.replace(normed, added=min(spec.added, 1))
         found = _backward_step(normed, upstream[0], terms, arguments[0], grad_sources, dtype)

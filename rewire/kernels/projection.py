@@ -4,6 +4,7 @@ A state is read once, in its own dtype; sums are float32. With ``r = (mean(x^2) 
 row, ``rms_norm(x) @ W`` is ``r (x @ W)``: nothing of the size of a state is made, or kept for backward.
 """
 # ruff: noqa: N803  (constants of a kernel are written in capitals)
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -165,7 +166,11 @@ def backward(
     partials = torch.empty(row_programs, most, cols, dtype=torch.float32, device=x.device)
     arguments = {"grad": given, "x": flat, "weight": weight, "grad_x": grad_x, "weight_partials": partials}
     arguments |= {"scores": scores.reshape(rows, most).t() if normed else inverse, "inverse": inverse, "carried": added}
-    numbers = {"grad_row_stride": given.stride(0), "grad_stride": given.stride(1), "x_stride": row_stride(flat)}
+    numbers: dict[str, Any] = {
+        "grad_row_stride": given.stride(0),
+        "grad_stride": given.stride(1),
+        "x_stride": row_stride(flat),
+    }
     numbers |= {"weight_strides": weight.stride(), "carried_stride": row_stride(added), "rows": rows, "K": most}
     grid.run(project_backward, (row_programs, programs), x.device, arguments, numbers | constants)
     return grad_x.view(x.shape), partials.sum(0)

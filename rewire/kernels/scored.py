@@ -80,6 +80,9 @@ class ScoredHistory(History):
 
     __slots__ = ("scores",)
 
+    table: ScoredTable  # type: ignore[assignment]
+    claims: tuple[tuple[Tensor, ...], ...] | None  # type: ignore[assignment]
+
     def __init__(
         self,
         table: Any,
@@ -102,7 +105,7 @@ class ScoredHistory(History):
         with outside_autocast(x.device):
             *claims, x, scores = _Claims.apply(table.columns[number], table.queries[number], x)
         return ScoredHistory(
-            table, (*self.states, x), (*self.values, x.detach()), (*self.claims, claims), (*self.scores, scores)
+            table, (*self.states, x), (*self.values, x.detach()), (*self.claims, tuple(claims)), (*self.scores, scores)
         )
 
     def read(self, number: int) -> Sequence[Tensor | Mix]:

@@ -117,8 +117,9 @@ class _Several(torch.autograd.Function):
         dots = iter(found[len(tensors) :])
         of_weights = None if weights is None else next(dots)
         of_scores = None if scores is None else next(dots)
-        of_tensors = found[: len(tensors)] if joined else map(_sum, found, carried)
-        return (None, of_weights, of_scores, *of_tensors)
+        if not joined:
+            return (None, of_weights, of_scores, *map(_sum, found, carried))
+        return (None, of_weights, of_scores, *found[: len(tensors)])
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
@@ -141,17 +142,12 @@ def _differentiable(
     upstream = (grads[0] if stacked else torch.stack(list(grads), -2)).float()
 
     def total(*inputs: Tensor) -> Tensor:
-        *by_weight, by_score = (*inputs[: len(factors)], None) if scores is None else inputs[: len(factors)]
         sources = torch.stack(_sources(stacked, inputs[len(factors) :]), -2).float()  # [..., N, D]
-        parts = [_dimensional(w) for w in by_weight] + ([] if by_score is None else [by_score.unsqueeze(-1)])
+        by_channel = weights is not None and weights.dim() == 3
+        parts = [x if by_channel and n == 0 else x.unsqueeze(-1) for n, x in enumerate(inputs[: len(factors)])]
         return (functools.reduce(torch.add, parts) * sources.unsqueeze(-3)).sum(-2)  # [..., M, D]
 
     found = gradients(total, [*factors, *tensors], upstream)
     of_factors = iter(found[: len(factors)])
     of_weights, of_scores = (None if x is None else next(of_factors) for x in (weights, scores))
     return found[len(factors) :], of_weights, of_scores
-
-
-def _dimensional(weights: Tensor) -> Tensor:
-    """[M, N] or [M, N, D] with a dimension for channels."""
-    return weights.unsqueeze(-1) if weights.dim() == 2 else weights

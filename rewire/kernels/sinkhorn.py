@@ -4,10 +4,12 @@ The formulas are those of `rewire.topologies.manifolds.sinkhorn`. Backward runs 
 of each sum, n numbers for half an iteration, and undoes them one by one.
 """
 # ruff: noqa: N803  (constants of a kernel are written in capitals)
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -157,7 +159,13 @@ def _run(
     size = 1 << (n - 1).bit_length()
     block = max(1, min(64, 4096 // (2 * size * steps.get("STEPS", size))))
     floor = math.log(eps) if eps > 0 else 0.0
-    numbers = {"strides": flat.stride(), "count": len(flat), "floor": floor, "N": n, "ITERATIONS": iterations}
+    numbers: dict[str, Any] = {
+        "strides": flat.stride(),
+        "count": len(flat),
+        "floor": floor,
+        "N": n,
+        "ITERATIONS": iterations,
+    }
     constants = {"FLOORED": eps > 0, "SIZE": size, "BLOCK": block, "num_warps": 4}
     programs = (-(-len(flat) // block), 1)
     grid.run(kernel, programs, logits.device, {"logits": flat} | tensors, numbers | steps | constants)

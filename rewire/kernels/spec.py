@@ -9,9 +9,12 @@ Weights = Literal["none", "scalar", "channel"]
 Norm = Literal["rms", "layer"]
 NormScale = Literal["weight", "offset", "none"]
 
-#: Sources of one kernel. `launch` chains kernels for more: registers and arguments stay bounded, and so does the
-#: number of different kernels.
-FAN_IN = 16
+#: Sources of one kernel, and pairs of a source and an output. `launch` chains kernels for more: arguments stay bounded,
+#: and so does the number of different kernels.
+FAN_IN = 64
+MAX_PAIRS = 256
+#: Sources of a kernel that takes dot products with them, which stay in registers.
+DOTS_FAN_IN = 16
 #: Outputs of one kernel: each holds a tile of float32 in registers.
 MAX_OUTPUTS = 8
 #: Branch outputs that one kernel adds.
@@ -128,7 +131,9 @@ class MixSpec:
 
     def fan_in(self, dots: bool) -> int:
         """Sources that one kernel without a norm takes; fewer where it takes dot products of all pairs."""
-        return min(FAN_IN, MAX_DOTS[self.weights] // self.outputs) if dots else FAN_IN
+        if dots:
+            return min(DOTS_FAN_IN, MAX_DOTS[self.weights] // self.outputs)
+        return min(FAN_IN, MAX_PAIRS // self.outputs)
 
     def without_norm(self) -> MixSpec:
         return dataclasses.replace(self, norm=None, keep_mix=False, norm_scale="weight", norm_bias=True)

@@ -171,8 +171,12 @@ class AttnRes(Topology[Queries]):
         shares = self._shares(torch.stack([score.narrow(-1, score.shape[-1] - left, rows) for score in scores]))
         if self.normed:
             shares = shares * torch.stack([score[..., :1] for score in scores])
-        (q, *others), sources = self._mixes(sources, shares)
-        return QKVInputs(q, *others, residual=q) if others else q, (*sources, *scores)
+        values, handed_on = self._mixes(sources, shares)
+        states = (*handed_on, *scores)
+        if len(values) == 1:
+            return values[0], states
+        q, k, v = values
+        return QKVInputs(q, k, v, residual=q), states
 
     def write(self, states: States, weights: Queries, t: int, *branches: Tensor) -> States:
         sources, scores = self._split(states, t)
@@ -227,5 +231,5 @@ class AttnRes(Topology[Queries]):
             return mixes(sources, None, shares.movedim(0, -1))
         per_head = shares.unflatten(-1, (-1, self.heads)).movedim(0, -1)  # [..., ways, H, n]
         apart = [source.unflatten(-1, (self.heads, -1)) for source in sources]  # [..., H, D / H]
-        found, apart = mixes(apart, None, per_head.transpose(-3, -2))
-        return [one.flatten(-2) for one in found], [one.flatten(-2) for one in apart]
+        found, handed_on = mixes(apart, None, per_head.transpose(-3, -2))
+        return [one.flatten(-2) for one in found], [one.flatten(-2) for one in handed_on]

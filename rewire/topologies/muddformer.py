@@ -166,5 +166,5 @@ def _mixes(states: States, read: Aggregate) -> tuple[list[Tensor], States]:
     *earlier, newest = states
     found, newest = read_off(newest, read.w1, _EPS)  # [..., K]
     scores = project(F.gelu(found), read.w2) + read.static.flatten()  # [..., C n], one way after the other
-    values, states = mixes((*earlier, newest), None, scores.unflatten(-1, read.static.shape))
-    return values, tuple(states)
+    values, sources = mixes((*earlier, newest), None, scores.unflatten(-1, read.static.shape))
+    return values, tuple(sources)
