@@ -88,6 +88,9 @@ def check_terms(spec: MixSpec, states: Sequence[Tensor], weights: Tensor | None,
     wrong = sorted({str(x.dtype) for x in states} - {"torch.float32", "torch.bfloat16", "torch.float16"})
     if wrong:
         raise TypeError(f"The kernels mix float32, bfloat16 and float16, in float32; got {', '.join(wrong)}.")
+    devices = {x.device for x in (*states, *scores, *(() if weights is None else (weights,)))}
+    if len(devices) > 1:
+        raise ValueError(f"The tensors of a mix have to be on one device, got {', '.join(sorted(map(str, devices)))}.")
     if any(x.dtype != torch.float32 for x in (*scores, *(() if weights is None else (weights,)))):
         raise TypeError("Weights and scores of a mix have to be float32.")
     shapes = {tuple(x.shape) for x in states}

@@ -39,7 +39,7 @@ def source(spec: MixSpec, backward: bool = False) -> str:
             "import triton.language as tl",
             "",
             "",
-            '@triton.jit(do_not_specialize=["rows"])',
+            f"@triton.jit({_unspecialized(spec)})",
             f"def {'mix_backward' if backward else 'mix_forward'}(",
             *_indent(
                 [*parameters, "rows,", "COLS: tl.constexpr,", "BLOCK_ROWS: tl.constexpr,", "BLOCK_COLS: tl.constexpr,"]
@@ -49,6 +49,12 @@ def source(spec: MixSpec, backward: bool = False) -> str:
             "",
         ]
     )
+
+
+def _unspecialized(spec: MixSpec) -> str:
+    """What changes from call to call: the rows, and where a slice of a vector of weights starts."""
+    slices = ', do_not_specialize_on_alignment=["weights"]' if spec.weights == "scalar" else ""
+    return f'do_not_specialize=["rows"]{slices}'
 
 
 def _describe(spec: MixSpec) -> str:

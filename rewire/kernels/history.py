@@ -199,20 +199,17 @@ class _Claims(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         weights, *states = ctx.saved_tensors
         *of_mixes, other = grads
-        used = [number for number, grad in enumerate(of_mixes) if grad is not None]
-        given = [grad for grad in of_mixes if grad is not None]
-        if not given:
+        like = next((grad for grad in of_mixes if grad is not None), None)
+        if like is None:
             return (None, None, other, *[None] * (len(states) - 1))
-        part = weights if len(used) == len(of_mixes) else weights[:, used]
+        given = [torch.zeros_like(like) if grad is None else grad for grad in of_mixes]
         added = [] if other is None else [other]
         if torch.is_grad_enabled():  # with create_graph=True
-            dx, dots = _differentiable(given, states, part, added)
-        elif operators.uses_kernels(given[0]):
-            *dx, dots = operators.gather(given, states, part, added)
+            dx, dots = _differentiable(given, states, weights, added)
+        elif operators.uses_kernels(like):
+            *dx, dots = operators.gather(given, states, weights, added)
         else:
-            dx, dots = plain.combine_with_dots(given, states, part, added)
-        if part is not weights:
-            dots = dots.new_zeros(weights.shape).index_copy(1, torch.tensor(used, device=weights.device), dots)
+            dx, dots = plain.combine_with_dots(given, states, weights, added)
         return (dots, None, *dx)
 
 

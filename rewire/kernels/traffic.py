@@ -46,6 +46,7 @@ def plan(
                 rstd=empty(o, rows, dtype=torch.float32) if spec.norm else None,
                 grad_mixes=of_outputs if spec.keep_mix else (),
                 norm_weight=norm_weight,
+                carried=states * spec.carried,
             )
         else:
             mix_forward(
@@ -106,7 +107,7 @@ def bytes_floor(
     factors = spec.pairs * per_pair
     rstd = 4 * rows * o if spec.norm else 0
     if backward:
-        states = n * (1 + spec.has_dots) * itemsize
+        states = n * (1 + spec.has_dots + spec.carried) * itemsize
         grads = o * (1 + (spec.norm is not None) + spec.keep_mix) * out  # with a norm, the mix is read, too
         added = out if spec.norm and spec.added else 0
         norm = cols * (spec.scaled * (itemsize + 4) + spec.shifted * 4)

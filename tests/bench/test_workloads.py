@@ -17,7 +17,7 @@ from rewire.bench.harness import Passes, Timing
 from rewire.bench.peers import Implementation, status
 from rewire.kernels import launch, operators
 from rewire.kernels.grid import Launch
-from rewire.kernels.spec import FAN_IN, MixSpec
+from rewire.kernels.spec import DOTS_FAN_IN, FAN_IN, MixSpec
 from rewire.plotting import plot_rates
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def test_floors_of_streams() -> None:
         assert workload.floor.backward == (4 + 4 + 1 + 4 + 1 + 1 + 4 + 4 + 4) * SIZES.state
 
 
-@pytest.mark.parametrize("n", [3, FAN_IN + 2, 2 * FAN_IN + 1])
+@pytest.mark.parametrize("n", [3, DOTS_FAN_IN + 2, FAN_IN + 1])
 def test_moved_bytes_are_those_of_the_launches(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
 

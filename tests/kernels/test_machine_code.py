@@ -46,8 +46,11 @@ SPECS = {
     "4 probes, channel": MixSpec(4, "channel", outputs=4, probe=True, accumulate=True),
     "hyper-connections, n = 4": MixSpec(5, "none", True, outputs=5),
     "4 added + layer norm": MixSpec(0, "none", added=4, norm="layer", keep_mix=True),
+    "64 sources": MixSpec(64, added=1),
+    "64 sources, 4 outputs": MixSpec(64, outputs=4),
+    "48 scores, carried": MixSpec(48, "none", True, carried=True),
 }
-WIDTHS = (4096, 4096, 2048, 4096, 8192, 4096, 4096, 4096, 8192, 4096, 8192, 4096, 8192)
+WIDTHS = (4096, 4096, 2048, 4096, 8192, 4096, 4096, 4096, 8192, 4096, 8192, 4096, 8192, 4096, 4096, 2048)
 EVERYWHERE = [(name, width, BF16) for name, width in zip(SPECS, WIDTHS, strict=True)]
 MORE = [
     *((name, 4096, F32) for name in ("scalar", "channel + scores", "scores + layer norm")),
@@ -116,6 +119,38 @@ def test_loads_are_vectors() -> None:
     """16 bytes per thread and load in bfloat16: 8 elements."""
     forward = launches(SPECS["scalar"], 4096, BF16)[0]
     assert compiled(forward, TARGETS["sm_90"]).asm["ptx"].count("ld.global.v4.b32") == 17
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MixSpec(8, "channel"),
+        MixSpec(16, "channel", True),
+        MixSpec(15, "channel", True, outputs=3),
+        MixSpec(64, added=1),
+        MixSpec(48, "none", True),
+    ],
+    ids=str,
+)
+def test_sums_have_no_barriers(spec: MixSpec) -> None:
+    """16 bytes per load of a state, of weights per channel, too: no tile passes through shared memory."""
+    (forward,) = (one for one in launches(spec, 4096, BF16) if not one.backward)
+    text = compiled(forward, TARGETS["sm_90"]).asm["ptx"]
+    assert "bar.sync" not in text
+    per_channel = 2 * spec.pairs * (spec.weights == "channel")
+    assert text.count("ld.global.v4") == spec.sources + spec.added + per_channel
+
+
+@pytest.mark.parametrize("spec", [MixSpec(16), MixSpec(16, "channel"), MixSpec(16, outputs=4)], ids=str)
+def test_gradients_have_barriers_only_at_the_end(spec: MixSpec) -> None:
+    """Where each program adds up its rows, once: not in the loop over tiles."""
+    (backward,) = (one for one in launches(spec, 4096, BF16) if one.backward)
+    lines = compiled(backward, TARGETS["sm_90"]).asm["ptx"].splitlines()
+    places = {line.split(":")[0]: number for number, line in enumerate(lines) if line.startswith("$L")}
+    jumps = [(number, re.search(r"bra(?:\.uni)?\s+(\$L\w+)", line)) for number, line in enumerate(lines)]
+    loops = [lines[places[to[1]] : number] for number, to in jumps if to and places.get(to[1], number) < number]
+    assert len(loops) > 0
+    assert all("bar.sync" not in line for loop in loops for line in loop)
 
 
 @pytest.fixture

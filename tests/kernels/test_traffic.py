@@ -24,7 +24,7 @@ STATE, FLOAT = ROWS * COLS * 2, ROWS * COLS * 4  # bytes of a bfloat16 state, an
         # Partial sums of one program, which need no second step.
         (MixSpec(3, added=1), True, 7 * STATE + 6 * 4, 0),
         (MixSpec(3, "none"), True, 4 * STATE, 0),
-        (MixSpec(18, "none", outputs=1), False, 19 * STATE, 2 * FLOAT),
+        (MixSpec(66, "none", outputs=1), False, 67 * STATE, 2 * FLOAT),
         (MixSpec(4, outputs=2, accumulate=True), False, 6 * STATE + 2 * FLOAT + 8 * 4, 0),
         # A score per row: partial sums are written and read, sums are written.
         (MixSpec(5, "none", True, outputs=5), False, 10 * STATE + 25 * ROWS * 4, 0),
