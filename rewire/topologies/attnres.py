@@ -57,8 +57,8 @@ class AttnRes(Topology[Queries]):
     With ``block=S``, Block AttnRes, every S units form a group whose increments are summed: the sources of a read are
     ``x_0``, the sums of the finished groups and, if it has an increment yet, that of the current one (see `groups`).
 
-    The states are the sources and then their scores ``w_t . rmsnorm(f_i)``, [..., later reads]: a source is normed
-    and projected when it is first read, once for all queries.
+    The states are the sources and then the scores ``w_t . rmsnorm(f_i)`` of later reads: a source is normed and
+    projected when it is first read, once for all queries, and each read takes its own.
 
     - ``qkv=True``: a unit that begins with an attention has three queries, for its queries, keys and values. The
       shortcut inside the unit, if there is one, takes the read of the queries.
@@ -167,12 +167,12 @@ class AttnRes(Topology[Queries]):
         fresh = [self._scores(source, weights.w[-left:]) for source in sources[len(scores) :]]
         scores += tuple(score for score, _ in fresh)
         sources = (*sources[: len(sources) - len(fresh)], *(source for _, source in fresh))
-        # from the end: earlier sources have scores of earlier reads, too
-        shares = self._shares(torch.stack([score.narrow(-1, score.shape[-1] - left, rows) for score in scores]))
+        own, later = zip(*(score.split([rows, score.shape[-1] - rows], dim=-1) for score in scores), strict=True)
+        shares = self._shares(torch.stack(own))
         if self.normed:
-            shares = shares * torch.stack([score[..., :1] for score in scores])
+            shares = shares * torch.stack([score[..., -1:] for score in scores])
         values, handed_on = self._mixes(sources, shares)
-        states = (*handed_on, *scores)
+        states = (*handed_on, *later)
         if len(values) == 1:
             return values[0], states
         q, k, v = values
@@ -212,9 +212,9 @@ class AttnRes(Topology[Queries]):
         return [3 if t in dims.attention else 1 for t in range(2, last + 1)]
 
     def _scores(self, source: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., rows of w], behind what norms the source if sources are summed ``normed``; and the source."""
+        """[..., rows of w], and at the end what norms the source if sources are summed ``normed``; and the source."""
         scores, source = read_off(source, w.T, _EPS)
-        return (torch.cat([inverse_rms(source, _EPS), scores], dim=-1) if self.normed else scores), source
+        return (torch.cat([scores, inverse_rms(source, _EPS)], dim=-1) if self.normed else scores), source
 
     def _shares(self, logits: Tensor) -> Tensor:
         """Weights of n sources from [n, ...]; where all are equal, exactly those of the original network."""

@@ -138,7 +138,7 @@ def test_sources_of_the_block_variant() -> None:
         numbers = [f"{source[0] / 10:.0f}" for source in opened[: len(sources.split())]]
         assert " ".join(numbers) == sources
         assert len(opened) == (2 if t > 1 else 1) * len(numbers)
-        assert t == 1 or opened[-1].shape[-1] == 8 + 2 - t  # scores of the newest source: of the reads left
+        assert t == 1 or opened[-1].shape[-1] == 8 + 1 - t  # scores of the newest source: of the reads left
         states = topology.write(opened, queries, t, fs[t]) if t < 8 else states
 
 
