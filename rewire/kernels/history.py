@@ -105,12 +105,11 @@ class History:
         """The history before the first state."""
         return cls(table, (), (), ())
 
-    @classmethod
-    def of(cls, table: Table, states: Sequence[Tensor]) -> History:
-        """The history after ``states``, of which earlier mixes were made elsewhere."""
-        history = cls.empty(table)
+    def after(self, states: Sequence[Tensor]) -> History:
+        """The history after further ``states``, of which earlier mixes were made elsewhere."""
+        history = self
         for number, x in enumerate(states):
-            history = history.push(x, begin=number >= len(states) - table.block)
+            history = history.push(x, begin=number >= len(states) - self.table.block)
         return history
 
     def push(self, x: Tensor, begin: bool = True) -> History:

@@ -40,7 +40,10 @@ class ScoredTable:
         queries: of each state, w of these mixes, [D, m].
         first: of each read, the number of its first mix.
         sources: that a mix reads, on average.
+        block: mixes that kernels begin together: none.
     """
+
+    block = 0
 
     def __init__(self, flat: Tensor, queries: Tensor, ways: Sequence[int]) -> None:
         self.first = [0, *itertools.accumulate(ways)]
@@ -94,8 +97,8 @@ class ScoredHistory(History):
         super().__init__(table, states, values, claims)
         self.scores = scores
 
-    def push(self, x: Tensor) -> ScoredHistory:
-        """The history with a further state: see `History.push`."""
+    def push(self, x: Tensor, begin: bool = True) -> ScoredHistory:
+        """The history with a further state: see `History.push`. No sums are begun."""
         table, number = self.table, len(self.states)
         states = (*self.states, x)
         if self.claims is None or left_to_autograd(x, table.sources) or x.shape != states[0].shape:
