@@ -25,11 +25,11 @@ def source(spec: MixSpec, backward: bool = False) -> str:
         backward: the kernel of the gradients.
 
     Raises:
-        ValueError: a norm needs whole rows in registers, and they cannot hold those of several outputs, or sums
-            per channel beside them. `launch` composes such mixes of two kernels.
+        ValueError: gradients of a norm need whole rows in registers, which do not hold sums per channel beside them.
+            `plan` composes such mixes of two kernels.
     """
-    if spec.norm and (spec.outputs > 1 or (backward and spec.weights == "channel")):
-        raise ValueError(f"No single kernel {'for the gradients ' if backward else ''}of {spec}.")
+    if spec.norm and backward and spec.weights == "channel":
+        raise ValueError(f"No single kernel for the gradients of {spec}.")
     parameters, body = _backward(spec) if backward else _forward(spec)
     return "\n".join(
         [

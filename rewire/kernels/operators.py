@@ -9,7 +9,6 @@ channel, [N, D]; scores are float32 [..., 1], one for each source or none; accum
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from torch import Tensor
 from rewire.kernels.launch import Gradients
 from rewire.kernels.launch import mix_backward as launch_backward
 from rewire.kernels.launch import mix_forward as launch_forward
-from rewire.kernels.spec import MAX_NORM_WIDTH, MixSpec, Norm, Weights
+from rewire.kernels.spec import MAX_NORM_WIDTH, MixSpec, Norm, Weights, spec_of
 
 #: ``REWIRE_KERNELS=off`` leaves every mix to plain PyTorch.
 SWITCHED_ON = os.environ.get("REWIRE_KERNELS", "on").lower() not in ("off", "0", "false")
@@ -46,7 +45,8 @@ def fits_norm(x: Tensor) -> bool:
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Register a function as ``torch.ops.rewire.<its name>``; ``fake`` makes outputs of the right shape and dtype.
 
-    The low-level way: ``torch.library.custom_op`` costs twice as much per call for lists of tensors.
+    The low-level way: ``torch.library.custom_op`` costs twice as much per call for lists of tensors. What is returned
+    goes through the dispatcher only where somebody listens: it costs as much as a launch.
     """
 
     def register(function: _Function) -> _Function:
@@ -55,8 +55,13 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[_Function], _F
         torch.library.impl(name, "CompositeExplicitAutograd")(function)
         torch.library.register_fake(name)(fake)
         operator: Any = getattr(torch.ops.rewire, function.__name__).default
-        operator.__doc__ = function.__doc__
-        return operator
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            listened = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+            return operator(*args) if listened else function(*args)
+
+        return call  # type: ignore[return-value]
 
     return register
 
@@ -89,14 +94,14 @@ def mix(
 ) -> Tensor:
     """``accumulator + sum_k (w_k + s_k) x_k + sum_j f_j``, in ``dtype``."""
     running = () if accumulator is None else (accumulator,)
-    spec = MixSpec(len(sources), _kind(weights), bool(scores), len(added), accumulate=bool(running))
+    spec = spec_of(len(sources), _kind(weights), bool(scores), len(added), accumulate=bool(running))
     return launch_forward(spec, sources, weights, scores, added, accumulators=running, dtype=dtype).mixes[0]
 
 
 def _mix_norm_fake(sources: Any, weights: Any, scores: Any, added: Any, accumulator: Any, dtype: Any, *_: Any) -> Any:
     result = _mix_fake(sources, weights, scores, added, accumulator, dtype)
     rows = result.numel() // result.shape[-1]
-    return result, torch.empty_like(result), result.new_empty(1, rows, dtype=torch.float32)
+    return result, torch.empty_like(result), result.new_empty(rows, dtype=torch.float32)
 
 
 @_operator(
@@ -116,14 +121,15 @@ def mix_norm(
     norm_bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`mix`, its RMSNorm ("rms") or LayerNorm ("layer"), and what backward needs of the norm, float32 [1, rows]."""
+    """`mix`, its RMSNorm ("rms") or LayerNorm ("layer"), and what backward needs of the norm, float32 [rows]."""
     running = () if accumulator is None else (accumulator,)
     extra: dict[str, Any] = {"norm": norm, "norm_bias": norm_bias is not None, "accumulate": bool(running)}
-    spec = MixSpec(len(sources), _kind(weights), bool(scores), len(added), keep_mix=True, **extra)
+    spec = spec_of(len(sources), _kind(weights), bool(scores), len(added), keep_mix=True, **extra)
     scale: dict[str, Any] = {"norm_weight": norm_weight, "norm_bias": norm_bias, "eps": eps}
     done = launch_forward(spec, sources, weights, scores, added, accumulators=running, dtype=dtype, **scale)
+    assert done.normed is not None
     assert done.rstd is not None
-    return done.mixes[0], done.normed[0], done.rstd
+    return done.mixes[0], done.normed, done.rstd
 
 
 def _mix_backward_fake(grad: Any, sources: Any, weights: Any, scores: Any) -> list[Tensor]:
@@ -137,14 +143,13 @@ def mix_backward(
     grad: Tensor, sources: Sequence[Tensor], weights: Tensor | None, scores: Sequence[Tensor]
 ) -> list[Tensor]:
     """Gradients of `mix`: N of the sources, that of the weights if given, those of the scores in one [..., N]."""
-    spec = MixSpec(len(sources), _kind(weights), bool(scores))
+    spec = spec_of(len(sources), _kind(weights), bool(scores))
     return _of_terms(launch_backward(spec, (grad,), sources, weights, scores))
 
 
 def _of_terms(found: Gradients) -> list[Tensor]:
-    dots = [] if found.weights is None else [found.weights[0]]
-    # They are views of one tensor, and results of an operator must not be.
-    return [*found.sources, *dots, *([torch.cat(found.scores, -1)] if found.scores else [])]
+    dots = [x[0] for x in (found.weights,) if x is not None]
+    return [*found.sources, *dots, *(x.squeeze(-2) for x in (found.scores,) if x is not None)]
 
 
 def _mix_norm_backward_fake(
@@ -176,7 +181,7 @@ def mix_norm_backward(
 
     ``grad`` is the gradient of the normed mix, ``grad_mix`` that of the mix itself, if it was used, too.
     """
-    spec = MixSpec(len(sources), _kind(weights), bool(scores), added=1, norm=norm, keep_mix=True, norm_bias=biased)
+    spec = spec_of(len(sources), _kind(weights), bool(scores), added=1, norm=norm, keep_mix=True, norm_bias=biased)
     used = () if grad_mix is None else (grad_mix,)
     scale: dict[str, Any] = {"mixes": (mixed,), "rstd": rstd, "grad_mixes": used, "norm_weight": norm_weight}
     found = launch_backward(spec, (grad,), sources, weights, scores, **scale)
@@ -191,7 +196,7 @@ def mix_norm_backward(
 )
 def mixes(sources: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
     """M float32 mixes in one pass over the sources; weights [M, N] or [M, N, D]."""
-    spec = MixSpec(len(sources), _kind(weights[0]), outputs=len(weights))
+    spec = spec_of(len(sources), _kind(weights[0]), outputs=len(weights))
     return list(launch_forward(spec, sources, weights, dtype=torch.float32).mixes)
 
 
@@ -216,11 +221,10 @@ def gather(
     token, scores [..., N]. Returns gradients of the states, then of the weights and of the scores.
     """
     of_scores = [] if scores is None else scores.split(1, -1)
-    spec = MixSpec(len(grads), _kind(weights[0]), scores is not None, added=len(added), outputs=len(states), probe=True)
-    probes: Any = states[0] if len(states) == 1 else states
-    done = launch_forward(spec, grads, weights, of_scores, added=added, probe=probes, dtype=states[0].dtype)
+    spec = spec_of(len(grads), _kind(weights[0]), scores is not None, added=len(added), outputs=len(states), probe=True)
+    done = launch_forward(spec, grads, weights, of_scores, added=added, probes=states, dtype=states[0].dtype)
     assert done.weight_dots is not None
-    return [*done.mixes, done.weight_dots, *([torch.cat(done.score_dots, -1)] if of_scores else [])]
+    return [*done.mixes, done.weight_dots, *(x.squeeze(-2) for x in (done.score_dots,) if x is not None)]
 
 
 def _several_fake(sources: Any, weights: Any, scores: Any, stacked: bool) -> list[Tensor]:
@@ -267,19 +271,17 @@ def several_backward(
 
     ``carried``, one for each source or none, is added to the gradients of the sources.
     """
-    spec = dataclasses.replace(_spec_of_several(len(sources), weights, scores), carried=len(carried) > 0)
+    spec = _spec_of_several(len(sources), weights, scores, carried=len(carried) > 0)
     found = launch_backward(spec, grads, sources, weights, _unbound(scores), stacked=stacked, carried=carried)
     first = [] if found.stacked is None else [found.stacked]
-    dots = [] if found.weights is None else [found.weights]
-    if scores is not None:
-        dots.append(torch.cat(found.scores, -1).view(scores.shape))
+    dots = [x for x in (found.weights, found.scores) if x is not None]
     return [*first, *found.sources[stacked:], *dots]
 
 
-def _spec_of_several(sources: int, weights: Tensor | None, scores: Tensor | None) -> MixSpec:
+def _spec_of_several(sources: int, weights: Tensor | None, scores: Tensor | None, carried: bool = False) -> MixSpec:
     outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
     kind = "none" if weights is None else _kind(weights[0])
-    return MixSpec(sources, kind, scores is not None, outputs=outputs)
+    return spec_of(sources, kind, scores is not None, outputs=outputs, carried=carried)
 
 
 def _unbound(scores: Tensor | None) -> list[Tensor]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rewire.kernels import grid
-from rewire.kernels.arguments import as_rows, row_stride
+from rewire.kernels.arguments import as_rows
 
 #: Of matrix products in the kernels: as exact as float32, by three products of tensor cores where there are such.
 PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
@@ -133,14 +133,15 @@ def forward(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tenso
     inverse = torch.empty(rows * (eps is not None), dtype=torch.float32, device=x.device)
     arguments = {"x": flat, "weight": weight, "scores": scores, "inverse": inverse}
     numbers = {
-        "x_stride": row_stride(flat),
+        "x_stride": flat.stride(0),
         "weight_strides": weight.stride(),
         "rows": rows,
         "K": most,
         "eps": eps or 0.0,
     }
     constants = {"NORMED": eps is not None} | _constants(FORWARD, cols, most)
-    grid.run(project_forward, (-(-rows // constants["BLOCK_ROWS"]), 1), x.device, arguments, numbers | constants)
+    programs = (-(-rows // constants["BLOCK_ROWS"]), 1)
+    grid.run(project_forward, programs, x.device, grid.Launch(None, False, None, arguments | numbers), constants)
     return scores.t().view(*x.shape[:-1], most), inverse
 
 
@@ -169,10 +170,11 @@ def backward(
     numbers: dict[str, Any] = {
         "grad_row_stride": given.stride(0),
         "grad_stride": given.stride(1),
-        "x_stride": row_stride(flat),
+        "x_stride": flat.stride(0),
     }
-    numbers |= {"weight_strides": weight.stride(), "carried_stride": row_stride(added), "rows": rows, "K": most}
-    grid.run(project_backward, (row_programs, programs), x.device, arguments, numbers | constants)
+    numbers |= {"weight_strides": weight.stride(), "carried_stride": added.stride(0), "rows": rows, "K": most}
+    launch = grid.Launch(None, True, None, arguments | numbers)
+    grid.run(project_backward, (row_programs, programs), x.device, launch, constants)
     return grad_x.view(x.shape), partials.sum(0)
 
 

@@ -168,4 +168,5 @@ def _run(
     }
     constants = {"FLOORED": eps > 0, "SIZE": size, "BLOCK": block, "num_warps": 4}
     programs = (-(-len(flat) // block), 1)
-    grid.run(kernel, programs, logits.device, {"logits": flat} | tensors, numbers | steps | constants)
+    launch = grid.Launch(None, "STEPS" in steps, None, {"logits": flat} | tensors | numbers)
+    grid.run(kernel, programs, logits.device, launch, steps | constants)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 Weights = Literal["none", "scalar", "channel"]
 Norm = Literal["rms", "layer"]
@@ -43,7 +44,7 @@ class MixSpec:
         added: branch outputs f_oj of each output, 0 to 4, [rows, D]; weight 1.
         outputs: 1 to 8, with weights and scores of their own: what queries, keys and values read, the sums of several
             later sites, or new streams.
-        norm: the consumer's norm; outputs share its parameters.
+        norm: the consumer's norm, of one output.
         keep_mix: with a norm, whether the mix itself is wanted, too; backward then has a gradient for it.
         probe: dot products <x_k, p_o> as well, one probe p_o for each output, of the weights' kind: over all elements
             for "scalar", over rows for "channel"; over channels for scores. With output gradients as the sources and
@@ -85,8 +86,7 @@ class MixSpec:
             "without sources there is nothing that weights, scores or a probe could belong to": self.sources > 0
             or not (weighted or self.probe),
             "several outputs need weights or scores that differ": self.outputs == 1 or weighted,
-            "several outputs take a norm or added branches, not both": self.outputs == 1
-            or not (self.norm and self.added),
+            "a norm follows one output": self.outputs == 1 or self.norm is None,
             "keep_mix is for mixes with a norm; without one the mix is the result": not self.keep_mix
             or self.norm is not None,
             "norm_scale and norm_bias are for mixes with a norm": self.norm is not None
@@ -154,3 +154,9 @@ class MixSpec:
             (part, dataclasses.replace(spec, sources=part.stop - part.start, accumulate=bool(n) or self.accumulate))
             for n, (part, spec) in enumerate(zip(parts, specs, strict=True))
         ]
+
+
+@functools.lru_cache(4096)
+def spec_of(*args: Any, **kwargs: Any) -> MixSpec:
+    """`MixSpec`, checked once for the same arguments."""
+    return MixSpec(*args, **kwargs)

@@ -43,7 +43,7 @@ def plan(
                 weights,
                 scores,
                 mixes=of_outputs if spec.norm else (),
-                rstd=empty(o, rows, dtype=torch.float32) if spec.norm else None,
+                rstd=empty(rows, dtype=torch.float32) if spec.norm else None,
                 grad_mixes=of_outputs if spec.keep_mix else (),
                 norm_weight=norm_weight,
                 carried=states * spec.carried,
@@ -58,7 +58,7 @@ def plan(
                 accumulators=[empty(rows, cols, dtype=torch.float32)] * (o * spec.accumulate),
                 norm_weight=norm_weight,
                 norm_bias=empty(cols) if spec.shifted else None,
-                probe=[empty(rows, cols)] * (o * spec.probe),
+                probes=[empty(rows, cols)] * (o * spec.probe),
                 dtype=out or dtype,
             )
     return launches

@@ -158,7 +158,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]
     """Kernels that are written by hand, with their arguments, in place of running them."""
     calls: list[tuple[Any, dict[str, Any]]] = []
     monkeypatch.setattr(
-        grid, "run", lambda kernel, programs, device, tensors, others: calls.append((kernel, tensors | others))
+        grid, "run", lambda kernel, programs, device, launch, others: calls.append((kernel, launch.arguments | others))
     )
     return calls
 

@@ -16,7 +16,7 @@ from rewire.kernels.spec import FAN_IN, MAX_PAIRS, MixSpec, Weights
         ({"sources": 2, "norm": "batch"}, "norm='batch' is none of"),
         ({"sources": 2, "outputs": 9}, "outputs=9 is not between 1 and 8"),
         ({"sources": 2, "added": 5}, "added=5"),
-        ({"sources": 2, "outputs": 3, "added": 1, "norm": "rms"}, "a norm or added branches, not both"),
+        ({"sources": 2, "outputs": 3, "norm": "rms"}, "a norm follows one output"),
         ({"sources": 2, "outputs": 3, "weights": "none"}, "several outputs need"),
         ({"sources": 2, "norm": "rms", "norm_scale": "plus"}, "norm_scale='plus' is none of"),
         ({"sources": 2, "norm_bias": False}, "norm_scale and norm_bias are for"),

@@ -1,0 +1,248 @@
+"""Host time of connections in eager mode: what Python, autograd and launchers cost, without a GPU.
+
+    python benchmarks/host.py [--json FILE] [--units N] [--rounds N] [topology ..]
+
+Kernels are compiled for a GPU and started by Triton's own launcher, on a driver that does nothing (a small library in
+place of libcuda, built with `cc`). Tensors are tiny and on the CPU, so that the operations of torch cost what calling
+them costs. A unit is one block of a trunk, with a branch that costs next to nothing, or two sublayers of a topology
+that reads at each; beside it, in the same rounds, runs the plain trunk, ``x = x + branch(x)``. What is reported are
+medians of rounds that take turns, and their ratios: other programs on the machine slow both down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from passes import CASES, Branch, run
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.backends.nvidia import driver as nvidia
+
+from rewire.kernels import MixSpec, grid, operators
+from rewire.topologies.base import Dims
+from rewire.topologies.registry import named_topology
+
+ROWS, COLS, DTYPE = 4, 128, torch.bfloat16
+TARGET = GPUTarget("cuda", 90, 32)
+
+#: What the launcher calls of the driver; all else only has to be there.
+STUB = """
+#include <stdint.h>
+int cuCtxGetCurrent(void **context) { *context = (void *)1; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = 1 << 18; return 0; }
+int cuFuncGetAttribute(int *value, int attribute, void *function) { *value = attribute ? 0 : 1024; return 0; }
+int cuModuleGetFunction(void **function, void *module, const char *name) { *function = (void *)1; return 0; }
+int cuPointerGetAttribute(uint64_t *value, int attribute, uint64_t pointer) { *value = pointer; return 0; }
+int64_t launches = 0;
+int cuLaunchKernelEx(void *config, void *function, void **parameters, void **extra) { ++launches; return 0; }
+"""
+REST = (
+    "cuGetErrorString cuDeviceGet cuDevicePrimaryCtxRetain cuCtxSetCurrent cuModuleLoadData cuFuncSetCacheConfig "
+    "cuFuncSetAttribute cuCtxGetLimit cuCtxSetLimit cuTensorMapEncodeTiled cuTensorMapEncodeIm2col cuDriverGetVersion "
+    "cuOccupancyMaxActiveClusters"
+)
+
+
+class Driver(DriverBase):
+    """NVIDIA's, of a GPU that is not there."""
+
+    def __init__(self) -> None:
+        self.utils, self.launcher_cls = nvidia.CudaUtils(), nvidia.CudaLauncher
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return nvidia.ty_to_cpp(ty)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def stub_driver() -> Iterator[ctypes.c_int64]:
+    """Triton's launcher starts kernels on nothing; how many is counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "libcuda.so.1")
+        text = STUB + "".join(f"int {name}() {{ return 0; }}\n" for name in REST.split())
+        build = ["cc", "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c", "-", "-o", str(library)]
+        subprocess.run(build, input=text, text=True, check=True)
+        Path(folder, "libcuda.so").symlink_to(library)
+        loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        nvidia.library_dirs.cache_clear()
+        with mock.patch.object(triton.knobs.nvidia, "libcuda_path", folder):
+            triton.runtime.driver.set_active(Driver())
+        yield ctypes.c_int64.in_dll(loaded, "launches")
+
+
+def trunk(case: str | None, units: int) -> Callable[[], tuple[float, float]]:
+    """A step of a trunk, which returns seconds of forward and of backward; without a topology that of plain adds."""
+    leaf = torch.zeros(1, ROWS, COLS, dtype=DTYPE, requires_grad=True)
+    grad = torch.zeros_like(leaf)
+    if case is None:
+
+        def forward() -> Tensor:
+            x = leaf
+            for _ in range(units):
+                x = x + Branch.apply(x)
+            return x
+    else:
+        name, options, depth = CASES[case]
+        dims = Dims(units * depth // 24, COLS, frozenset(range(1, units * depth // 24 + 1)))
+        topology = named_topology(name, options).for_start("preserve")
+        parameters = {key: value.requires_grad_() for key, value in topology.parameters(dims, "preserve").items()}
+        known = parameters | topology.constants(dims)
+
+        def forward() -> Tensor:
+            return run(topology, topology.weights(known, dims), dims, leaf)
+
+    def step() -> tuple[float, float]:
+        start = time.perf_counter()
+        out = forward()
+        middle = time.perf_counter()
+        out.backward(grad)
+        return middle - start, time.perf_counter() - middle
+
+    return step
+
+
+def trunks(cases: list[str], units: int, rounds: int, launches: ctypes.c_int64) -> list[dict[str, Any]]:
+    steps = {"plain adds": trunk(None, units)} | {case: trunk(case, units) for case in cases}
+    started = {}
+    for case, step in steps.items():
+        for _ in range(3):
+            before = launches.value
+            step()
+            started[case] = (launches.value - before) / units
+    times: dict[str, list[tuple[float, float]]] = {case: [] for case in steps}
+    gc.disable()
+    for _ in range(rounds):
+        for case, step in steps.items():
+            times[case].append(step())
+        gc.collect()
+    gc.enable()
+    rows = []
+    for case, found in times.items():
+        forward, backward = (1e6 / units * statistics.median(one) for one in zip(*found, strict=True))
+        both = 1e6 / units * statistics.median(map(sum, found))
+        plain = statistics.median(sum(one) / sum(other) for one, other in zip(found, times["plain adds"], strict=True))
+        rows.append(
+            {"trunk": case, "forward us": forward, "backward us": backward, "us": both, "over plain adds": plain}
+            | {"kernels": started[case]}
+        )
+    return rows
+
+
+def mixes(rounds: int) -> list[dict[str, Any]]:
+    """Single operators beside Triton's launcher of the kernel that they start, compiled: medians in us."""
+    rows = []
+    for n in (4, 12, 24):
+        sources = [torch.zeros(1, ROWS, COLS, dtype=DTYPE) for _ in range(n)]
+        weights, grad = torch.ones(n), sources[0]
+        calls: dict[str, Callable[[], object]] = {
+            "mix": lambda s=sources, w=weights: operators.mix(s, w, [], [s[0]], None, DTYPE),  # type: ignore[misc]
+            "mix_backward": lambda s=sources, w=weights, g=grad: operators.mix_backward(g, s, w, []),  # type: ignore[misc]
+            "gather": lambda s=sources, w=weights[None]: operators.gather(s, s[:1], w, []),  # type: ignore[misc]
+        }
+        launchers = {
+            "mix": (MixSpec(n, added=1), False, n + 2),
+            "mix_backward": (MixSpec(min(n, 16)), True, 2 * n + 1),
+            "gather": (MixSpec(min(n, 16), probe=True), False, n + 2),
+        }
+        for name, call in calls.items():
+            raw = launcher(*launchers[name][:2], sources[0])
+            ours, theirs = [], []
+            for _ in range(3):
+                call(), raw()
+            for _ in range(rounds):
+                ours.append(timed(call))
+                theirs.append(timed(raw))
+            row = {"us": 1e6 * statistics.median(ours), "launcher us": 1e6 * statistics.median(theirs)}
+            rows.append({"operator": name, "sources": n} | row | {"beyond us": row["us"] - row["launcher us"]})
+    return rows
+
+
+def launcher(spec: MixSpec, backward: bool, x: Tensor) -> Callable[[], object]:
+    """Triton's launcher of one kernel, compiled, on tensors like ``x``."""
+    from rewire.kernels import traffic
+
+    (launch,) = traffic.plan(spec, *x.shape[-2:], x.dtype, backward)
+    real = {name: on_cpu(value) for name, value in launch.arguments.items()}
+    kernel = grid.kernel(spec, backward)
+    assert launch.grid is not None
+    constants = grid.constants(launch.grid)
+    programs = (launch.grid.row_programs, launch.grid.col_programs, 1)
+    compiled = kernel[programs](**real, **constants)
+    every = real | constants
+    arguments = [every[name] for name in kernel.arg_names]
+    runner = compiled[programs]
+    return lambda: runner(*arguments)
+
+
+def on_cpu(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(on_cpu, value))
+    return torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else value
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    for _ in range(20):
+        call()
+    return (time.perf_counter() - start) / 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("topologies", nargs="*", default=list(CASES))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--units", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=40)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with stub_driver() as launches, mock.patch.object(operators, "INTERPRETED", True):
+        single = mixes(arguments.rounds)
+        whole = trunks(arguments.topologies, arguments.units, arguments.rounds, launches)
+    for rows in (single, whole):
+        table = Table(*rows[0])
+        for row in rows:
+            table.add_row(*(f"{x:.1f}" if isinstance(x, float) else str(x) for x in row.values()))
+        Console(width=120).print(table)
+    if arguments.json:
+        about = {"torch": torch.__version__, "triton": triton.__version__, "units": arguments.units}
+        about |= {"rows": ROWS, "cols": COLS, "dtype": str(DTYPE), "rounds": arguments.rounds}
+        arguments.json.write_text(json.dumps(about | {"operators": single, "trunks": whole}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
