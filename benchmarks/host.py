@@ -27,7 +27,6 @@ from unittest import mock
 
 import torch
 import triton
-from passes import CASES, Branch, run
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -35,6 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.backends.nvidia import driver as nvidia
 
+from passes import CASES, Branch, run
 from rewire.kernels import MixSpec, grid, operators
 from rewire.topologies.base import Dims
 from rewire.topologies.registry import named_topology

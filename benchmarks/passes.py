@@ -139,10 +139,10 @@ def measure(topology: Topology[Any], depth: int) -> dict[str, Any]:
     parameters = {name: value.to("meta").requires_grad_() for name, value in topology.parameters(dims, start).items()}
     constants = {name: value.to("meta") for name, value in topology.constants(dims).items()}
     x = torch.empty(1, ROWS, COLS, dtype=DTYPE, device="meta", requires_grad=True)
-    weights = topology.weights(parameters | constants, dims)
     kept: dict[int, Tensor] = {}
     counts = {}
     with as_on_a_gpu():
+        weights = topology.weights(parameters | constants, dims)
         with (
             grid.noted() as launches,
             Counter() as counter,

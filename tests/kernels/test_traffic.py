@@ -70,8 +70,8 @@ def test_bytes_of_a_history(mixes: int, first: int, block: int | None, monkeypat
     started: list[grid.Launch] = []
     monkeypatch.setattr(grid.Kernel, "start", lambda self, used: started.append(self.launch(used)))
     monkeypatch.setattr(operators, "INTERPRETED", True)
-    table = Table(torch.ones(sum(first + s for s in range(mixes)), requires_grad=True), mixes, first)
-    table.block = block or first + mixes
+    flat = torch.ones(sum(first + s for s in range(mixes)), requires_grad=True)
+    table = Table(flat, mixes, first, block or first + mixes)
     history = History.empty(table)
     for _ in range(first):
         history = history.push(state())
