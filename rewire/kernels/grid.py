@@ -157,7 +157,8 @@ class Kernel:
         programs = (self.grid.row_programs, self.grid.col_programs, 1)
         jit = None if self.device.type == "meta" else kernel(self.spec, self.backward)
         compiled = run(jit, programs, self.device, self.launch(used), constants(self.grid))
-        if compiled is not None and torch.version.hip is None and len(self.compiled) < MOST_COMPILED:
+        known = hasattr(type(compiled), "__getitem__")  # neither none, in the interpreter, nor one that is awaited
+        if known and torch.version.hip is None and len(self.compiled) < MOST_COMPILED:
             aligned = _aligned(tuple([x.data_ptr() for x in used]))
             self.compiled[aligned] = self._direct(compiled[programs], jit.arg_names, len(used))
 
