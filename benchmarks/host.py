@@ -21,6 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +36,7 @@ from triton.backends.driver import DriverBase
 from triton.backends.nvidia import driver as nvidia
 
 from passes import CASES, Branch, run
-from rewire.kernels import MixSpec, grid, operators
+from rewire.kernels import MixSpec, grid, operators, traffic
 from rewire.topologies.base import Dims
 from rewire.topologies.registry import named_topology
 
@@ -166,36 +167,29 @@ def trunks(cases: list[str], units: int, rounds: int, launches: ctypes.c_int64) 
 def mixes(rounds: int) -> list[dict[str, Any]]:
     """Single operators beside Triton's launcher of the kernel that they start, compiled: medians in us."""
     rows = []
-    for n in (4, 12, 24):
+    for n in (4, 8, 16):
         sources = [torch.zeros(1, ROWS, COLS, dtype=DTYPE) for _ in range(n)]
-        weights, grad = torch.ones(n), sources[0]
-        calls: dict[str, Callable[[], object]] = {
-            "mix": lambda s=sources, w=weights: operators.mix(s, w, [], [s[0]], None, DTYPE),  # type: ignore[misc]
-            "mix_backward": lambda s=sources, w=weights, g=grad: operators.mix_backward(g, s, w, []),  # type: ignore[misc]
-            "gather": lambda s=sources, w=weights[None]: operators.gather(s, s[:1], w, []),  # type: ignore[misc]
+        weights, x = torch.ones(n), sources[0]
+        cases: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+            "mix": (partial(operators.mix, sources, weights, [], [x], None, DTYPE), launcher(MixSpec(n, added=1), x)),
+            "mix_backward": (
+                partial(operators.mix_backward, x, sources, weights, []),
+                launcher(MixSpec(n), x, backward=True),
+            ),
+            "gather": (
+                partial(operators.gather, sources, [x], weights[None], []),
+                launcher(MixSpec(n, probe=True), x),
+            ),
         }
-        launchers = {
-            "mix": (MixSpec(n, added=1), False, n + 2),
-            "mix_backward": (MixSpec(min(n, 16)), True, 2 * n + 1),
-            "gather": (MixSpec(min(n, 16), probe=True), False, n + 2),
-        }
-        for name, call in calls.items():
-            raw = launcher(*launchers[name][:2], sources[0])
-            ours, theirs = [], []
-            for _ in range(3):
-                call(), raw()
-            for _ in range(rounds):
-                ours.append(timed(call))
-                theirs.append(timed(raw))
-            row = {"us": 1e6 * statistics.median(ours), "launcher us": 1e6 * statistics.median(theirs)}
-            rows.append({"operator": name, "sources": n} | row | {"beyond us": row["us"] - row["launcher us"]})
+        for name, (call, raw) in cases.items():
+            times = [(timed(call), timed(raw)) for _ in range(3 + rounds)][3:]
+            ours, theirs = (1e6 * statistics.median(one) for one in zip(*times, strict=True))
+            rows.append({"operator": name, "sources": n, "us": ours, "launcher us": theirs, "beyond us": ours - theirs})
     return rows
 
 
-def launcher(spec: MixSpec, backward: bool, x: Tensor) -> Callable[[], object]:
+def launcher(spec: MixSpec, x: Tensor, backward: bool = False) -> Callable[[], object]:
     """Triton's launcher of one kernel, compiled, on tensors like ``x``."""
-    from rewire.kernels import traffic
-
     (launch,) = traffic.plan(spec, *x.shape[-2:], x.dtype, backward)
     real = {name: on_cpu(value) for name, value in launch.arguments.items()}
     kernel = grid.kernel(spec, backward)

@@ -155,7 +155,7 @@ class Kernel:
     def start(self, used: Sequence[Tensor]) -> None:
         """Through Triton, which compiles what it does not know; on the meta device, it is noted."""
         programs = (self.grid.row_programs, self.grid.col_programs, 1)
-        jit = None if self.device.type == "meta" else kernel(self.spec, self.backward)
+        jit: Any = None if self.device.type == "meta" else kernel(self.spec, self.backward)
         compiled = run(jit, programs, self.device, self.launch(used), constants(self.grid))
         known = hasattr(type(compiled), "__getitem__")  # neither none, in the interpreter, nor one that is awaited
         if known and torch.version.hip is None and len(self.compiled) < MOST_COMPILED:

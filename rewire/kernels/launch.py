@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import plan
-from rewire.kernels.arguments import check_backward, check_forward
-from rewire.kernels.plan import Layout, Plan
+from rewire.kernels.arguments import Layout, check_backward, check_forward
+from rewire.kernels.plan import Plan
 from rewire.kernels.spec import MixSpec
 
 #: Plans that are kept: those of a few batch sizes of a deep model. The oldest goes first.
