@@ -149,11 +149,13 @@ def mix_backward(
     given = (grads, sources, _maybe(weights), scores, mixes, _maybe(rstd), grad_mixes, _maybe(norm_weight), carried)
     found = _run(_plan_backward, spec, given, (stacked,))
     added = _one(found["added"])
+    if added is not None and added.dtype != grads[0].dtype:  # a norm's, in float32, where other kernels follow
+        added = added.to(grads[0].dtype)
     return Gradients(
         tuple(found["sources"]),
         _total(found.get("weight_partials"), 1),
         _by_token(found.get("score_partials"), grads[0].shape),
-        None if added is None else added.to(grads[0].dtype),
+        added,
         _total(found.get("norm_weight_partials"), 0),
         _total(found.get("norm_bias_partials"), 0),
         _one(found.get("stacked")),
