@@ -185,13 +185,13 @@ def _aligned(pointers: tuple[int, ...]) -> tuple[bool, ...] | None:
     return tuple([pointer % 16 == 0 for pointer in pointers])
 
 
+_THERE = contextlib.nullcontext()
+
+
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device."""
     there = device.type != "cuda" or device.index == torch.cuda.current_device()
     return _THERE if there else torch.cuda.device(device)
-
-
-_THERE = contextlib.nullcontext()
 
 
 def run(
