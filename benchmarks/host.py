@@ -6,7 +6,7 @@ Kernels are compiled for a GPU and started by Triton's own launcher, on a driver
 place of libcuda, built with `cc`). Tensors are tiny and on the CPU, so that the operations of torch cost what calling
 them costs. A unit is one block of a trunk, with a branch that costs next to nothing, or two sublayers of a topology
 that reads at each; beside it, in the same rounds, runs the plain trunk, ``x = x + branch(x)``. What is reported is the
-fastest of rounds that take turns, and ratios: other programs on the machine slow both down.
+processor's time of the fastest of rounds that take turns, and ratios: other programs on the machine slow both down.
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ def trunk(case: str | None, units: int) -> Callable[[], tuple[float, float]]:
             return run(topology, topology.weights(known, dims), dims, leaf)
 
     def step() -> tuple[float, float]:
-        start = time.perf_counter()
+        start = time.thread_time()
         out = forward()
-        middle = time.perf_counter()
+        middle = time.thread_time()
         out.backward(grad)
-        return middle - start, time.perf_counter() - middle
+        return middle - start, time.thread_time() - middle
 
     return step
 
@@ -209,10 +209,10 @@ def on_cpu(value: Any) -> Any:
 
 
 def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(20):
         call()
-    return (time.perf_counter() - start) / 20
+    return (time.thread_time() - start) / 20
 
 
 def main() -> None:
