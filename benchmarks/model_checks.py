@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import torch
@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rewire
 from rewire.kernels import operators
-from rewire.kernels.grid import Launch, start
+from rewire.kernels.grid import Kernel, Launch
 from rewire.kernels.spec import MixSpec
 
 #: Largest relative difference of the logits, or of a gradient. The sums differ in their order only.
@@ -139,9 +139,10 @@ def _noted() -> Iterator[list[Launch]]:
     """The kernels that are started."""
     started: list[Launch] = []
 
-    def note(one: Launch, device: torch.device) -> None:
-        started.append(one)
-        start(one, device)
+    def note(kernel: Kernel, tensors: Sequence[Tensor]) -> None:
+        started.append(kernel.launch(kernel.pick(tensors)))
+        start(kernel, tensors)
 
-    with mock.patch("rewire.kernels.launch.start", note):
+    start = Kernel.__call__
+    with mock.patch.object(Kernel, "__call__", note):
         yield started

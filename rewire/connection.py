@@ -114,7 +114,7 @@ class Connection(nn.Module):
         weights, layout = self._effective(learned), self.layout
         token = layout.channels_last(layout.token(states[0].device))
         histories = iter([s for s in layout.topology.start(token, weights) if isinstance(s, History)])
-        states = tuple(History.of(next(histories).table, s) if isinstance(s, tuple) else s for s in states)
+        states = tuple(next(histories).after(s) if isinstance(s, tuple) else s for s in states)
         return Stream(states, Settled(), Weights(weights, learned), layout, position, placement)
 
     def effective(self) -> Any:

@@ -237,7 +237,7 @@ def three_reads(sizes: Sizes, n: int) -> Workload:
 
     def ours(*given: Tensor) -> Results:
         *xs, weights, scores = given
-        return tuple(mixes(xs, weights, scores))
+        return tuple(mixes(xs, weights, scores)[0])
 
     def plain(*given: Tensor) -> Results:
         *xs, weights, scores = given
@@ -442,7 +442,8 @@ def _moved_by(spec: MixSpec, sizes: Sizes) -> Bytes:
 def _chained(sizes: Sizes, n: int) -> Bytes:
     """What more kernels than one move on top: a float32 accumulator between two; in backward the gradient again."""
     more = len(MixSpec(n).chunks()) - 1
-    return Bytes(2 * more * sizes.accumulator, more * sizes.state)
+    again = -(-n // MixSpec(n).fan_in(dots=True)) - 1
+    return Bytes(2 * more * sizes.accumulator, again * sizes.state)
 
 
 def _moved(single: Bytes, sizes: Sizes, n: int) -> Bytes:

@@ -2,121 +2,119 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rewire.kernels.spec import MAX_NORM_WIDTH, MixSpec
 
+
+class Layout(NamedTuple):
+    """Of a tensor: all that is asked of it before its values are."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
 #: Times the width: rows further apart are copied.
 MAX_ROW_STRIDE = 256
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Terms:
-    """The weighted part of a mix, flattened to rows.
-
-    Attributes:
-        sources: [rows, D].
-        weights: float32 [outputs, N] or [outputs, N, D].
-        scores: for each output N of float32 [rows].
-    """
-
-    sources: tuple[Tensor, ...]
-    weights: Tensor | None
-    scores: tuple[tuple[Tensor, ...], ...]
-
-    @classmethod
-    def of(cls, spec: MixSpec, sources: Sequence[Tensor], weights: Tensor | None, scores: Sequence[Tensor]) -> Terms:
-        flat = [s.squeeze(-1) for s in map(as_rows, scores)]
-        apart = tuple(by_output(flat, spec.outputs)) if scores else ()
-        if weights is not None and weights.dim() == (1 if spec.weights == "scalar" else 2):
-            weights = weights[None]
-        return cls(tuple(map(as_rows, sources)), weights, apart)
-
-    def __getitem__(self, part: slice) -> Terms:
-        weights = None if self.weights is None else self.weights[:, part]
-        return Terms(self.sources[part], weights, tuple(scores[part] for scores in self.scores))
-
-    def arguments(self) -> dict[str, Any]:
-        """What `_source_parameters` of the generator declares."""
-        arguments = strided("sources", self.sources) if self.sources else {}
-        if self.weights is not None:
-            arguments["weights"] = self.weights.contiguous()
-        if self.scores:
-            arguments |= strided("scores", tuple(s for scores in self.scores for s in scores))
-        return arguments
-
-
-def by_output(scores: Sequence[Tensor], outputs: int) -> list[tuple[Tensor, ...]]:
-    """outputs times N scores as N of each output."""
-    n = len(scores) // outputs
-    return [tuple(scores[o * n : (o + 1) * n]) for o in range(outputs)]
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """[..., D] as [rows, D] with stride 1 along the last dimension: a view wherever the strides allow it.
+def row_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None:
+    """Elements from a row of [..., D] to the next; None if it is not one number for all rows, or not to be compiled in.
 
     Strides are compiled in. Those of one token of each sequence, which change with the number of tokens, must not be.
     """
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    if x.is_contiguous():
-        return flat
-    dense = flat.stride(1) == 1 or flat.shape[1] == 1
-    return flat if dense and row_stride(flat) <= MAX_ROW_STRIDE * flat.shape[1] else flat.contiguous()
+    cols, stride, expected = shape[-1], None, None
+    if 0 in shape:
+        return cols
+    for size, step in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        if size > 1 and expected not in (None, step):
+            return None
+        if size > 1:
+            stride, expected = step if stride is None else stride, step * size
+    if stride is None:  # of one row, it could be any
+        stride = cols
+    return stride if (cols == 1 or strides[-1] == 1) and stride <= MAX_ROW_STRIDE * cols else None
 
 
-def strided(name: str, x: Tensor | Sequence[Tensor]) -> dict[str, Any]:
-    """[rows, D] tensors, or scores [rows], and their row strides, as arguments."""
-    if isinstance(x, Tensor):
-        return {name: x, f"{name}_stride": row_stride(x)}
-    singular = {"mixes": "mix"}.get(name, name.removesuffix("s"))
-    return {name: tuple(x), f"{singular}_strides": tuple(map(row_stride, x))}
+def as_rows(x: Tensor) -> Tensor:
+    """[..., D] as [rows, D] with stride 1 along the last dimension: a view wherever the strides allow it."""
+    even = row_stride(x.shape, x.stride()) is not None
+    return (x if even else x.contiguous()).view(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def row_stride(x: Tensor) -> int:
-    """Of [rows, ...]."""
-    return x.stride(0) if x.shape[0] > 1 else math.prod(x.shape[1:])  # of one row, it could be any
+def check_forward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked: int) -> None:
+    """Raise TypeError or ValueError unless `launch.mix_forward` can take such tensors."""
+    _check(
+        spec,
+        given,
+        ("sources", "added", "accumulators", "probes"),
+        sources=spec.sources,
+        added=spec.outputs * spec.added,
+        accumulators=spec.outputs * spec.accumulate,
+        probes=spec.outputs * spec.probe,
+        norm_weight=int(spec.scaled),
+        norm_bias=int(spec.shifted),
+    )
+    _check_stacked(stacked, 0 if spec.norm else spec.outputs, "mixes without a norm")
 
 
-def check_terms(spec: MixSpec, states: Sequence[Tensor], weights: Tensor | None, scores: Sequence[Tensor]) -> None:
-    """Raise TypeError or ValueError where dtypes or shapes do not fit; ``states`` are all tensors [..., D]."""
-    wrong = sorted({str(x.dtype) for x in states} - {"torch.float32", "torch.bfloat16", "torch.float16"})
-    if wrong:
-        raise TypeError(f"The kernels mix float32, bfloat16 and float16, in float32; got {', '.join(wrong)}.")
-    if any(x.dtype != torch.float32 for x in (*scores, *(() if weights is None else (weights,)))):
-        raise TypeError("Weights and scores of a mix have to be float32.")
-    shapes = {tuple(x.shape) for x in states}
+def check_backward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked: int) -> None:
+    """The same for `launch.mix_backward`."""
+    _check(
+        spec,
+        given,
+        ("grads", "sources", "mixes", "grad_mixes", "carried"),
+        grads=spec.outputs,
+        sources=spec.sources,
+        mixes=int(spec.norm is not None),
+        rstd=int(spec.norm is not None),
+        grad_mixes=int(spec.norm is not None and len(given["grad_mixes"]) > 0),
+        norm_weight=int(spec.scaled),
+        carried=spec.sources * spec.carried,
+    )
+    _check_stacked(stacked, spec.sources, "gradients of sources")
+    if len({x.dtype for x in given["sources"][:stacked]}) > 1:
+        raise ValueError("Sources whose gradients are stacked have to be of one dtype.")
+
+
+def _check(spec: MixSpec, given: Mapping[str, Sequence[Layout]], states: Sequence[str], **counts: int) -> None:
+    """Numbers, dtypes, devices and shapes; ``states`` are the names of all tensors [..., D]."""
+    _check_dtypes([x for name in states for x in given[name]], [*given["weights"], *given["scores"]])
+    devices = {x.device for of in given.values() for x in of}
+    if len(devices) > 1:
+        raise ValueError(f"The tensors of a mix have to be on one device, got {', '.join(sorted(map(str, devices)))}.")
+    shapes = {tuple(x.shape) for name in states for x in given[name]}
     if len(shapes) > 1:
         raise ValueError(f"The tensors of a mix have to be of one shape, got {', '.join(map(str, sorted(shapes)))}.")
     (shape,) = shapes
     if spec.norm and shape[-1] > MAX_NORM_WIDTH:
         raise ValueError(f"A fused norm holds rows of at most {MAX_NORM_WIDTH} channels, got {shape[-1]}.")
-    check_count("scores", scores, spec.pairs if spec.scores else 0)
-    check_count("weights", () if weights is None else (weights,), int(spec.weights != "none"))
+    counts |= {"scores": spec.pairs * spec.scores, "weights": int(spec.weights != "none")}
+    for name, wanted in counts.items():
+        if len(given[name]) != wanted:
+            raise ValueError(f"{name}: the spec asks for {wanted}, got {len(given[name])}.")
     expected = (spec.outputs, spec.sources, *shape[-1:][: spec.weights == "channel"])
-    if weights is not None and tuple(weights.shape) not in (expected, expected[1:] if spec.outputs == 1 else expected):
-        raise ValueError(f"Weights of {spec} have to be {list(expected)}, got {list(weights.shape)}.")
-    if any(s.shape != (*shape[:-1], 1) for s in scores):
+    if any(tuple(w.shape) not in (expected, expected[spec.outputs == 1 :]) for w in given["weights"]):
+        raise ValueError(f"Weights of {spec} have to be {list(expected)}, got {list(given['weights'][0].shape)}.")
+    if any(s.shape != (*shape[:-1], 1) for s in given["scores"]):
         raise ValueError(f"Scores of a mix of {list(shape)} have to be {[*shape[:-1], 1]}.")
 
 
-def check_count(name: str, found: Sequence[Any], wanted: int) -> None:
-    """Raise ValueError unless there are as many as wanted."""
-    if len(found) != wanted:
-        raise ValueError(f"{name}: the spec asks for {wanted}, got {len(found)}.")
+def _check_dtypes(states: Sequence[Layout], factors: Sequence[Layout]) -> None:
+    wrong = sorted({str(x.dtype) for x in states} - {"torch.float32", "torch.bfloat16", "torch.float16"})
+    if wrong:
+        raise TypeError(f"The kernels mix float32, bfloat16 and float16, in float32; got {', '.join(wrong)}.")
+    if any(x.dtype != torch.float32 for x in factors):
+        raise TypeError("Weights and scores of a mix have to be float32.")
 
 
-def given(x: Tensor | None) -> tuple[Tensor, ...]:
-    """One tensor, or none."""
-    return () if x is None else (x,)
-
-
-def check_stacked(stacked: int, most: int, what: str) -> None:
-    """Raise ValueError if more are to be stacked than there are."""
+def _check_stacked(stacked: int, most: int, what: str) -> None:
     if not 0 <= stacked <= most:
         raise ValueError(f"stacked={stacked}: there are {most} {what}.")

@@ -25,11 +25,11 @@ def source(spec: MixSpec, backward: bool = False) -> str:
         backward: the kernel of the gradients.
 
     Raises:
-        ValueError: a norm needs whole rows in registers, and they cannot hold those of several outputs, or sums
-            per channel beside them. `launch` composes such mixes of two kernels.
+        ValueError: gradients of a norm need whole rows in registers, which do not hold sums per channel beside them.
+            `plan` composes such mixes of two kernels.
     """
-    if spec.norm and (spec.outputs > 1 or (backward and spec.weights == "channel")):
-        raise ValueError(f"No single kernel {'for the gradients ' if backward else ''}of {spec}.")
+    if spec.norm and backward and spec.weights == "channel":
+        raise ValueError(f"No single kernel for the gradients of {spec}.")
     parameters, body = _backward(spec) if backward else _forward(spec)
     return "\n".join(
         [
@@ -39,7 +39,7 @@ def source(spec: MixSpec, backward: bool = False) -> str:
             "import triton.language as tl",
             "",
             "",
-            '@triton.jit(do_not_specialize=["rows"])',
+            f"@triton.jit({_unspecialized(spec)})",
             f"def {'mix_backward' if backward else 'mix_forward'}(",
             *_indent(
                 [*parameters, "rows,", "COLS: tl.constexpr,", "BLOCK_ROWS: tl.constexpr,", "BLOCK_COLS: tl.constexpr,"]
@@ -49,6 +49,12 @@ def source(spec: MixSpec, backward: bool = False) -> str:
             "",
         ]
     )
+
+
+def _unspecialized(spec: MixSpec) -> str:
+    """What changes from call to call: the rows, and where a slice of a vector of weights starts."""
+    slices = ', do_not_specialize_on_alignment=["weights"]' if spec.weights == "scalar" else ""
+    return f'do_not_specialize=["rows"]{slices}'
 
 
 def _describe(spec: MixSpec) -> str:
@@ -62,6 +68,7 @@ def _describe(spec: MixSpec) -> str:
         "probe": spec.probe and spec.outputs == 1,
         "probes": spec.probe and spec.outputs > 1,
         "accumulator": spec.accumulate,
+        "carried gradients": spec.carried,
     }
     return ", ".join(
         [f"{spec.sources} sources", kinds[spec.weights], *(text for text, given in extras.items() if given)]
@@ -118,6 +125,7 @@ def _backward(spec: MixSpec) -> tuple[Lines, Lines]:
         *_if(spec.norm, "mix,  # [rows, cols]", "mix_stride: tl.constexpr,", "rstd,  # float32 [rows]"),
         *_if(spec.norm, "grad_normed,  # [rows, cols]", "grad_normed_stride: tl.constexpr,"),
         *_if(spec.keep_mix, "grad_mix,  # [rows, cols]", "grad_mix_stride: tl.constexpr,"),
+        *_if(spec.carried, f"carried,  # {spec.sources} x [rows, cols]", "carried_strides: tl.constexpr,"),
         *_if(spec.scaled, "norm_weight,  # [cols]"),
         *_if(spec.sources, f"grad_sources,  # {spec.sources} x [rows, cols]", "grad_source_strides: tl.constexpr,"),
         *_if(spec.norm and spec.added, "grad_added,  # [rows, cols], contiguous; the same for all branches"),
@@ -133,6 +141,7 @@ def _backward(spec: MixSpec) -> tuple[Lines, Lines]:
     # With a norm, a whole row is in flight already.
     for group in _groups(spec, together=1 if spec.norm else LOADS_IN_FLIGHT):
         tile += [_load_source(k) for k in group if spec.has_dots]
+        tile += [_load(f"c{k}", f"carried[{k}]", f"carried_strides[{k}]") for k in group if spec.carried]
         tile += _each(_dots(spec, k, "g") for k in group)
         tile += _each(_grad_source(spec, k) for k in group)
     norm = _load_norm(spec, bias=False)
@@ -224,7 +233,9 @@ def _factor(spec: MixSpec, o: int, k: int) -> tuple[str, Lines]:
         loads.append(f"w = tl.load(weights + {index})")
     if spec.weights == "channel":
         parts.append("w")
-        loads.append(f"w = tl.load(weights + {index} * COLS + col, mask=col < COLS, other=0.0)  # [1, BLOCK_COLS]")
+        # As a tile: a row [1, BLOCK_COLS] would have another layout, and reach this one through shared memory.
+        place = f"weights + tl.broadcast_to({index} * COLS + col, [BLOCK_ROWS, BLOCK_COLS])"
+        loads.append(f"w = tl.load({place}, mask=inside, other=0.0)")
     if spec.scores:
         parts.append("s")
         address = f"scores[{index}] + row * score_strides[{index}]"
@@ -233,11 +244,11 @@ def _factor(spec: MixSpec, o: int, k: int) -> tuple[str, Lines]:
 
 
 def _grad_source(spec: MixSpec, k: int) -> Lines:
-    """``dx_k = sum_o (w_ok + s_ok) g_o``."""
-    lines = []
+    """``dx_k = sum_o (w_ok + s_ok) g_o``, and what is carried."""
+    lines = _if(spec.carried, f"dx = c{k}")
     for o in range(spec.outputs):
         factor, loads = _factor(spec, o, k)
-        lines += [*loads, _accumulate("dx", f"{factor} * g{o}" if factor else f"g{o}", o == 0)]
+        lines += [*loads, _accumulate("dx", f"{factor} * g{o}" if factor else f"g{o}", o == 0 and not spec.carried)]
     return [*lines, _store(f"grad_sources[{k}]", f"grad_source_strides[{k}]", "dx")]
 
 
@@ -344,7 +355,7 @@ def _norm_backward(spec: MixSpec) -> Lines:
         *_if(spec.scaled, "dscale += h * n"),
         *_if(spec.shifted, "dshift += h"),
         *_if(spec.scaled, "h *= scale"),
-        f"g0 = h - n * {_row_sum('h * n')} / COLS",
+        f"g0 = h - n * ({_row_sum('h * n')} / COLS)",
         *_if(layer, f"g0 -= {_row_sum('h')} / COLS"),
         "g0 *= r",
         *_if(spec.keep_mix, _load("g", "grad_mix", "grad_mix_stride"), "g0 += g"),

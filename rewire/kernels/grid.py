@@ -7,7 +7,8 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ from rewire.kernels.spec import MixSpec
 #: Programs among which a kernel that sums over rows is divided, about: a few for each processor of a large GPU. Fixed,
 #: so that results do not depend on the device.
 PROGRAMS = 1024
+
+#: Patterns of aligned pointers for which a launch keeps compiled kernels.
+MOST_COMPILED = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +43,9 @@ class Grid:
     warps: int
 
     @classmethod
-    def of(cls, spec: MixSpec, like: Tensor, sums: bool) -> Grid:
+    def of(cls, spec: MixSpec, rows: int, cols: int, itemsize: int, sums: bool) -> Grid:
         """Tiles that registers hold: see `_tile`. Kernels that sum over rows get few programs, which loop."""
-        rows, cols = like.shape
-        block_rows, block_cols, warps = _tile(spec, cols, sums, like.dtype.itemsize)
+        block_rows, block_cols, warps = _tile(spec, cols, sums, itemsize)
         row_programs, col_programs = -(-rows // block_rows), -(-cols // block_cols)
         if sums:
             row_programs = min(row_programs, max(1, PROGRAMS // max(1, col_programs)))
@@ -68,11 +71,11 @@ def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int
 
 
 class Launch(NamedTuple):
-    """One kernel, and what it is started with."""
+    """One kernel, and what it is started with; without a spec and a grid one that is written by hand."""
 
-    spec: MixSpec
+    spec: MixSpec | None
     backward: bool
-    grid: Grid
+    grid: Grid | None
     arguments: dict[str, Any]
 
 
@@ -91,17 +94,116 @@ def noted() -> Iterator[list[Launch]]:
         _noted.reset(token)
 
 
-def start(launch: Launch, device: torch.device) -> None:
-    """Start a kernel on tensors of ``device``; on the meta device, note it."""
+class Kernel:
+    """A generated kernel with all of its arguments but the tensors, which it takes from a list.
+
+    Triton looks a kernel up by the types and values of its arguments, and by which pointers are multiples of 16. All
+    but the last is fixed here: what Triton has compiled is kept by that, and started directly from then on. (Not on AMD
+    GPUs, where kernels also depend on the sizes of storages.)
+
+    Attributes:
+        spec, backward, grid: the kernel, and how it is divided.
+        device: of the tensors.
+        numbers: by parameter, all that is no tensor.
+        pick: the tensors of the kernel, of a list.
+        places: by parameter, where they are among those.
+        compiled: kernels that were compiled, as functions of pointers; None is for pointers all of which are aligned.
+    """
+
+    __slots__ = ("backward", "compiled", "device", "grid", "numbers", "pick", "places", "spec")
+
+    def __init__(
+        self,
+        spec: MixSpec,
+        backward: bool,
+        grid: Grid,
+        device: torch.device,
+        tensors: Mapping[str, int | tuple[int, ...]],
+        numbers: Mapping[str, Any],
+    ) -> None:
+        """
+        Args:
+            tensors: by parameter, the place of a tensor in the list, or those of several.
+        """
+        self.spec, self.backward, self.grid, self.device, self.numbers = spec, backward, grid, device, dict(numbers)
+        self.places: dict[str, int | slice] = {}
+        flat: list[int] = []
+        for name, at in tensors.items():
+            first = len(flat)
+            flat += at if isinstance(at, tuple) else (at,)
+            self.places[name] = slice(first, len(flat)) if isinstance(at, tuple) else first
+        self.pick = operator.itemgetter(*flat, flat[0])  # twice: of one place alone, it would not be a tuple
+        self.compiled: dict[tuple[bool, ...] | None, Callable[[tuple[int, ...]], None]] = {}
+
+    def __call__(self, tensors: Sequence[Tensor]) -> None:
+        """Start it."""
+        *used, _ = self.pick(tensors)
+        if self.compiled:
+            pointers = tuple([x.data_ptr() for x in used])
+            known = self.compiled.get(_aligned(pointers))
+            if known is not None:
+                with on(self.device):
+                    known(pointers)
+                return
+        self.start(used)
+
+    def launch(self, used: Sequence[Tensor]) -> Launch:
+        """What it is started with."""
+        tensors = {name: tuple(used[at]) if isinstance(at, slice) else used[at] for name, at in self.places.items()}
+        return Launch(self.spec, self.backward, self.grid, tensors | self.numbers)
+
+    def start(self, used: Sequence[Tensor]) -> None:
+        """Through Triton, which compiles what it does not know; on the meta device, it is noted."""
+        programs = (self.grid.row_programs, self.grid.col_programs, 1)
+        jit: Any = None if self.device.type == "meta" else kernel(self.spec, self.backward)
+        compiled = run(jit, programs, self.device, self.launch(used), constants(self.grid))
+        known = hasattr(type(compiled), "__getitem__")  # neither none, in the interpreter, nor one that is awaited
+        if known and torch.version.hip is None and len(self.compiled) < MOST_COMPILED:
+            aligned = _aligned(tuple([x.data_ptr() for x in used]))
+            self.compiled[aligned] = self._direct(compiled[programs], jit.arg_names, len(used))
+
+    def _direct(
+        self, runner: Callable[..., None], parameters: Sequence[str], tensors: int
+    ) -> Callable[[tuple[int, ...]], None]:
+        """Triton's launcher of a compiled kernel, given pointers: arguments are put in order, and no more."""
+        fixed = self.numbers | constants(self.grid)
+        places = self.places | {name: tensors + i for i, name in enumerate(fixed)}
+        arguments = [operator.itemgetter(places[name]) for name in parameters]
+        numbers = tuple(fixed.values())
+
+        def start(pointers: tuple[int, ...]) -> None:
+            values = pointers + numbers
+            runner(*[argument(values) for argument in arguments])
+
+        return start
+
+
+def _aligned(pointers: tuple[int, ...]) -> tuple[bool, ...] | None:
+    """Which are multiples of 16; None: all."""
+    if not functools.reduce(operator.or_, pointers) % 16:
+        return None
+    return tuple([pointer % 16 == 0 for pointer in pointers])
+
+
+_THERE = contextlib.nullcontext()
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    there = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return _THERE if there else torch.cuda.device(device)
+
+
+def run(
+    kernel: Any, programs: tuple[int, ...], device: torch.device, launch: Launch, constants: Mapping[str, Any]
+) -> Any:
+    """Start a kernel by Triton, and return what it compiled; on the meta device, only note it."""
     if device.type == "meta":
         _noted.get([]).append(launch)
-        return
-    grid = (launch.grid.row_programs, launch.grid.col_programs)
-    if not math.prod(grid):
-        return  # no elements
-    # Triton launches on the current device.
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel(launch.spec, launch.backward)[grid](**launch.arguments, **constants(launch.grid))
+    elif math.prod(programs):  # else there are no elements
+        with on(device):
+            return kernel[programs](**launch.arguments, **constants)
+    return None
 
 
 @functools.cache

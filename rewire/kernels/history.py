@@ -35,24 +35,35 @@ class Table:
         flat: float32 [K] or [K, D]: for each mix in turn, one entry for each of its states, ascending.
         mixes: S.
         first: states that the first mix reads; each further one reads one more.
+        block: mixes that kernels begin together, and states whose gradients they gather together; by default what
+            `best_block` says, and no blocks where there are no kernels.
 
     Attributes:
         rows: for each mix its weights, [n] or [n, D].
         constants: the same, detached.
-        columns: for each state, the weights with which mixes read it, in turn, [1, n] or [1, n, D].
-        first: as above.
-        block: mixes that kernels begin together (see `best_block`).
+        near: for each state, the weights with which mixes read it that do not read all of its block, [n] or [n, D].
+        later: for each block of states, those of all mixes that do: of its first state, of its second, ..
+        first, block: as above.
         sources: that a mix reads, on average.
     """
 
-    def __init__(self, flat: Tensor, mixes: int, first: int = 1) -> None:
-        self.first, self.block, self.sources = first, best_block(mixes, first), first + (mixes - 1) / 2
+    def __init__(self, flat: Tensor, mixes: int, first: int = 1, block: int | None = None) -> None:
+        states, self.first, self.sources = first + mixes - 1, first, first + (mixes - 1) / 2
+        self.block = block = block or (best_block(mixes, first) if operators.uses_kernels(flat) else states + 1)
         counts = [first + s for s in range(mixes)]
         self.rows, self.constants = parts(flat, counts), flat.detach().split(counts)
-        state, mix = torch.triu_indices(first + mixes - 1, mixes, 1 - first, device=flat.device)
+        state, mix = torch.triu_indices(states, mixes, 1 - first, device=flat.device)
         start = mix * (mix - 1) // 2 + mix * first  # of each mix in the flat weights
-        counts = [mixes - max(0, i + 1 - first) for i in range(first + mixes - 1)]
-        self.columns = parts(flat.index_select(0, start + state).unsqueeze(0), counts, dim=1)
+        # Later are mixes that read the last state of the block. Sorted on the device: a mask would be waited for.
+        order = (mix >= (state // block + 1) * block - first).byte().argsort(stable=True)
+        later = [mixes - self.first_mix(last) for last in range(block - 1, states, block)]
+        near = [min(mixes, self.first_mix(i // block * block + block - 1)) - self.first_mix(i) for i in range(states)]
+        pieces = parts(flat.index_select(0, (start + state)[order]), [*near, *(block * n for n in later)])
+        self.near, self.later = pieces[:states], pieces[states:]
+
+    def first_mix(self, state: int) -> int:
+        """The first that reads a state."""
+        return max(0, state + 1 - self.first)
 
 
 def parts(x: Tensor, counts: list[int], dim: int = 0) -> tuple[Tensor, ...]:
@@ -105,12 +116,11 @@ class History:
         """The history before the first state."""
         return cls(table, (), (), ())
 
-    @classmethod
-    def of(cls, table: Table, states: Sequence[Tensor]) -> History:
-        """The history after ``states``, of which earlier mixes were made elsewhere."""
-        history = cls.empty(table)
+    def after(self, states: Sequence[Tensor]) -> History:
+        """The history after further ``states``, of which earlier mixes were made elsewhere."""
+        history = self
         for number, x in enumerate(states):
-            history = history.push(x, begin=number >= len(states) - table.block)
+            history = history.push(x, begin=number >= len(states) - self.table.block)
         return history
 
     def push(self, x: Tensor, begin: bool = True) -> History:
@@ -128,23 +138,21 @@ class History:
         if claims is None or left_to_autograd(x, table.sources) or x.shape != states[0].shape:
             return History(table, states, (), None)
         values = (*self.values, x.detach())
-        if number >= len(table.columns):  # no mix reads it
+        if number >= len(table.near):  # no mix reads it
             return History(table, states, values, claims)
-        block = table.block if operators.uses_kernels(x) else len(table.columns) + 1
-        waiting, column = self.waiting, table.columns[number]
-        first, later = len(table.rows) - column.shape[1], self._later(number, block)
-        near = column.shape[1] - later
-        if near:
-            *found, x = _Claims.apply(column[:, :near] if later else column, True, x)
-            claims = (*claims, (first, tuple(found)))
-            states = (*self.states, x)
-        if later:
-            waiting = (*waiting, x)
-            if len(waiting) == block:
-                weights = torch.cat([c[:, -later:] for c in table.columns[number + 1 - block : number + 1]])
-                claims = (*claims, (first + near, _Claims.apply(weights, False, *waiting)[:-1]))
-                waiting = ()
-        return History(table, states, values, claims, waiting, self._begin(states, block) if begin else ())
+        waiting, later, near = self.waiting, number // table.block, table.near[number]
+        if len(near):
+            # Twice: what comes back from later blocks is added here, too, and not to that from elsewhere before.
+            *found, x, again = _Claims.apply(near, 2, x)
+            claims, states = (*claims, (table.first_mix(number), tuple(found))), (*self.states, x)
+        else:
+            again = x
+        if later < len(table.later):
+            waiting = (*waiting, again)
+            if len(waiting) == table.block:
+                found = _Claims.apply(table.later[later], 0, *waiting)
+                claims, waiting = (*claims, (table.first_mix(number), tuple(found))), ()
+        return History(table, states, values, claims, waiting, self._begin(states) if begin else ())
 
     def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
         """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""
@@ -165,15 +173,10 @@ class History:
         """The history in other dimensions; what was arranged for one pass over memory is left to autograd from here."""
         return History(self.table, tuple(map(view, self.states)), (), None)
 
-    def _later(self, number: int, block: int) -> int:
-        """Mixes that read state ``number`` and are later than the last state of its block."""
-        last = number // block * block + block - 1
-        return max(0, len(self.table.rows) - max(0, last + 1 - self.table.first))
-
-    def _begin(self, states: tuple[Tensor, ...], block: int) -> tuple[Tensor, ...]:
+    def _begin(self, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The sums over ``states`` for the mixes of the block that comes next, if one does now."""
-        start = len(states) - self.table.first
-        if start <= 0 or start % block:
+        start, block = len(states) - self.table.first, self.table.block
+        if start <= 0 or start % block or not operators.uses_kernels(states[0]):
             return self.begun
         rows = self.table.rows[start : start + block]
         with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
@@ -183,37 +186,35 @@ class History:
 class _Claims(torch.autograd.Function):
     """Claims of N later mixes on M states: N tensors whose values mean nothing, and whose gradients are the mixes'.
 
-    Weights are float32 [M, N] or [M, N, D], states M of [..., D]. The last result, with ``through``, is the state
-    itself (M = 1), whose gradient joins the sum.
+    Weights are float32 [M N] or [M N, D], states M of [..., D]. ``through`` more results are the state itself (M = 1),
+    whose gradients join the sum.
     """
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, through: bool, *states: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, weights: Tensor, through: int, *states: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(weights, *states)
         ctx.set_materialize_grads(False)
-        shape = (weights.shape[1], *states[0].shape)
+        ctx.mixes = len(weights) // len(states)
+        shape = (ctx.mixes, *states[0].shape)
         claims = states[0].new_empty_strided(shape, [0] * len(shape)).unbind()  # one element
-        return (*claims, states[0].view_as(states[0]) if through else None)
+        return (*claims, *(states[0].view_as(states[0]) for _ in range(through)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        weights, *states = ctx.saved_tensors
-        *of_mixes, other = grads
-        used = [number for number, grad in enumerate(of_mixes) if grad is not None]
-        given = [grad for grad in of_mixes if grad is not None]
-        if not given:
-            return (None, None, other, *[None] * (len(states) - 1))
-        part = weights if len(used) == len(of_mixes) else weights[:, used]
-        added = [] if other is None else [other]
+        flat, *states = ctx.saved_tensors
+        of_mixes, added = grads[: ctx.mixes], [grad for grad in grads[ctx.mixes :] if grad is not None]
+        like = next((grad for grad in of_mixes if grad is not None), None)
+        if like is None:
+            return (None, None, functools.reduce(torch.add, added) if added else None, *[None] * (len(states) - 1))
+        given = [torch.zeros_like(like) if grad is None else grad for grad in of_mixes]
+        weights = flat.unflatten(0, (len(states), ctx.mixes))
         if torch.is_grad_enabled():  # with create_graph=True
-            dx, dots = _differentiable(given, states, part, added)
-        elif operators.uses_kernels(given[0]):
-            *dx, dots = operators.gather(given, states, part, added)
+            dx, dots = _differentiable(given, states, weights, added)
+        elif operators.uses_kernels(like):
+            *dx, dots = operators.gather(given, states, weights, added)
         else:
-            dx, dots = plain.combine_with_dots(given, states, part, added)
-        if part is not weights:
-            dots = dots.new_zeros(weights.shape).index_copy(1, torch.tensor(used, device=weights.device), dots)
-        return (dots, None, *dx)
+            dx, dots = plain.combine_with_dots(given, states, weights, added)
+        return (dots.flatten(0, 1), None, *dx)
 
 
 def _differentiable(

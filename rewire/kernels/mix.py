@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -276,20 +276,32 @@ def _differentiable(
         *scale, total, _ = rest
         of_norm = [None] * len(scale)
         if grad_normed is not None:
-            norm = Norm(kind[0], scale[0], scale[1] if len(scale) > 1 else None, kind[1])
-            back, *of_norm = _gradients(normed(total, norm), (total, *scale), grad_normed)
+
+            def again(total: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+                return normed(total, Norm(kind[0], scale, bias, kind[1]))
+
+            back, *of_norm = gradients(again, (total, *scale), grad_normed)
             grad = back if grad is None else grad + back
     terms = [*sources, *([] if weight is None else [weight]), *scores]
     if grad is None or not terms:
         return grad, of_norm, [None] * len(terms)
-    return grad, of_norm, _gradients(_by_autograd(sources, weight, scores, ()), terms, grad)
+
+    def total_of(*terms: Tensor) -> Tensor:
+        xs, weights, by_token = _groups((len(sources), int(weight is not None), len(scores)), terms)
+        return _by_autograd(xs, weights[0] if weights else None, by_token, ())
+
+    return grad, of_norm, gradients(total_of, terms, grad)
 
 
-def _gradients(result: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> list[Any]:
-    """Gradients that can be differentiated; None for inputs that need none."""
-    wanted = [x for x in inputs if x.requires_grad]
-    found = iter(torch.autograd.grad(result, wanted, grad, create_graph=True) if wanted else ())
-    return [next(found) if x.requires_grad else None for x in inputs]
+def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Any]:
+    """Gradients of ``function(*inputs)`` that can be differentiated; None for inputs that need none.
+
+    Of each input by itself, even where one was computed from another.
+    """
+    given = [x.view_as(x) if x.requires_grad else x for x in inputs]
+    wanted = [x for x in given if x.requires_grad]
+    found = iter(torch.autograd.grad(function(*given), wanted, grad, create_graph=True) if wanted else ())
+    return [next(found) if x.requires_grad else None for x in given]
 
 
 def _groups(counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:

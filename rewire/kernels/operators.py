@@ -20,7 +20,7 @@ from torch import Tensor
 from rewire.kernels.launch import Gradients
 from rewire.kernels.launch import mix_backward as launch_backward
 from rewire.kernels.launch import mix_forward as launch_forward
-from rewire.kernels.spec import MAX_NORM_WIDTH, MixSpec, Norm, Weights
+from rewire.kernels.spec import MAX_NORM_WIDTH, MixSpec, Norm, Weights, spec_of
 
 #: ``REWIRE_KERNELS=off`` leaves every mix to plain PyTorch.
 SWITCHED_ON = os.environ.get("REWIRE_KERNELS", "on").lower() not in ("off", "0", "false")
@@ -45,7 +45,8 @@ def fits_norm(x: Tensor) -> bool:
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Register a function as ``torch.ops.rewire.<its name>``; ``fake`` makes outputs of the right shape and dtype.
 
-    The low-level way: ``torch.library.custom_op`` costs twice as much per call for lists of tensors.
+    The low-level way: ``torch.library.custom_op`` costs twice as much per call for lists of tensors. What is returned
+    goes through the dispatcher only where somebody listens: it costs as much as a launch.
     """
 
     def register(function: _Function) -> _Function:
@@ -54,8 +55,13 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[_Function], _F
         torch.library.impl(name, "CompositeExplicitAutograd")(function)
         torch.library.register_fake(name)(fake)
         operator: Any = getattr(torch.ops.rewire, function.__name__).default
-        operator.__doc__ = function.__doc__
-        return operator
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            listened = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+            return operator(*args) if listened else function(*args)
+
+        return call  # type: ignore[return-value]
 
     return register
 
@@ -88,14 +94,14 @@ def mix(
 ) -> Tensor:
     """``accumulator + sum_k (w_k + s_k) x_k + sum_j f_j``, in ``dtype``."""
     running = () if accumulator is None else (accumulator,)
-    spec = MixSpec(len(sources), _kind(weights), bool(scores), len(added), accumulate=bool(running))
+    spec = spec_of(len(sources), _kind(weights), bool(scores), len(added), accumulate=bool(running))
     return launch_forward(spec, sources, weights, scores, added, accumulators=running, dtype=dtype).mixes[0]
 
 
 def _mix_norm_fake(sources: Any, weights: Any, scores: Any, added: Any, accumulator: Any, dtype: Any, *_: Any) -> Any:
     result = _mix_fake(sources, weights, scores, added, accumulator, dtype)
     rows = result.numel() // result.shape[-1]
-    return result, torch.empty_like(result), result.new_empty(1, rows, dtype=torch.float32)
+    return result, torch.empty_like(result), result.new_empty(rows, dtype=torch.float32)
 
 
 @_operator(
@@ -115,14 +121,15 @@ def mix_norm(
     norm_bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`mix`, its RMSNorm ("rms") or LayerNorm ("layer"), and what backward needs of the norm, float32 [1, rows]."""
+    """`mix`, its RMSNorm ("rms") or LayerNorm ("layer"), and what backward needs of the norm, float32 [rows]."""
     running = () if accumulator is None else (accumulator,)
     extra: dict[str, Any] = {"norm": norm, "norm_bias": norm_bias is not None, "accumulate": bool(running)}
-    spec = MixSpec(len(sources), _kind(weights), bool(scores), len(added), keep_mix=True, **extra)
+    spec = spec_of(len(sources), _kind(weights), bool(scores), len(added), keep_mix=True, **extra)
     scale: dict[str, Any] = {"norm_weight": norm_weight, "norm_bias": norm_bias, "eps": eps}
     done = launch_forward(spec, sources, weights, scores, added, accumulators=running, dtype=dtype, **scale)
+    assert done.normed is not None
     assert done.rstd is not None
-    return done.mixes[0], done.normed[0], done.rstd
+    return done.mixes[0], done.normed, done.rstd
 
 
 def _mix_backward_fake(grad: Any, sources: Any, weights: Any, scores: Any) -> list[Tensor]:
@@ -136,14 +143,13 @@ def mix_backward(
     grad: Tensor, sources: Sequence[Tensor], weights: Tensor | None, scores: Sequence[Tensor]
 ) -> list[Tensor]:
     """Gradients of `mix`: N of the sources, that of the weights if given, those of the scores in one [..., N]."""
-    spec = MixSpec(len(sources), _kind(weights), bool(scores))
+    spec = spec_of(len(sources), _kind(weights), bool(scores))
     return _of_terms(launch_backward(spec, (grad,), sources, weights, scores))
 
 
 def _of_terms(found: Gradients) -> list[Tensor]:
-    dots = [] if found.weights is None else [found.weights[0]]
-    # They are views of one tensor, and results of an operator must not be.
-    return [*found.sources, *dots, *([torch.cat(found.scores, -1)] if found.scores else [])]
+    dots = [x[0] for x in (found.weights,) if x is not None]
+    return [*found.sources, *dots, *(x.squeeze(-2) for x in (found.scores,) if x is not None)]
 
 
 def _mix_norm_backward_fake(
@@ -175,7 +181,7 @@ def mix_norm_backward(
 
     ``grad`` is the gradient of the normed mix, ``grad_mix`` that of the mix itself, if it was used, too.
     """
-    spec = MixSpec(len(sources), _kind(weights), bool(scores), added=1, norm=norm, keep_mix=True, norm_bias=biased)
+    spec = spec_of(len(sources), _kind(weights), bool(scores), added=1, norm=norm, keep_mix=True, norm_bias=biased)
     used = () if grad_mix is None else (grad_mix,)
     scale: dict[str, Any] = {"mixes": (mixed,), "rstd": rstd, "grad_mixes": used, "norm_weight": norm_weight}
     found = launch_backward(spec, (grad,), sources, weights, scores, **scale)
@@ -190,25 +196,35 @@ def mix_norm_backward(
 )
 def mixes(sources: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
     """M float32 mixes in one pass over the sources; weights [M, N] or [M, N, D]."""
-    spec = MixSpec(len(sources), _kind(weights[0]), outputs=len(weights))
+    spec = spec_of(len(sources), _kind(weights[0]), outputs=len(weights))
     return list(launch_forward(spec, sources, weights, dtype=torch.float32).mixes)
 
 
+def _gather_fake(grads: Any, states: Any, weights: Any, added: Any, scores: Any = None) -> list[Tensor]:
+    dots = [_like(x, x.dtype) for x in (weights, scores) if x is not None]
+    return [*(_like(x, states[0].dtype) for x in states), *dots]
+
+
 @_operator(
-    "(Tensor[] grads, Tensor[] states, Tensor weights, Tensor[] added) -> Tensor[]",
-    lambda grads, states, weights, added: [*(_like(x, states[0].dtype) for x in states), _like(weights, weights.dtype)],
+    "(Tensor[] grads, Tensor[] states, Tensor weights, Tensor[] added, Tensor? scores=None) -> Tensor[]", _gather_fake
 )
-def gather(grads: Sequence[Tensor], states: Sequence[Tensor], weights: Tensor, added: Sequence[Tensor]) -> list[Tensor]:
+def gather(
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    weights: Tensor,
+    added: Sequence[Tensor],
+    scores: Tensor | None = None,
+) -> list[Tensor]:
     """What N mixes send back to M states that they read: ``dx_m = sum_n w_mn g_n + sum_j a_j``, ``dw_mn = <x_m, g_n>``.
 
-    Weights are [M, N] or [M, N, D]; gradients a_j that came other ways are for a single state. Returns the gradients
-    of the states, then that of the weights.
+    Weights are [M, N] or [M, N, D]; gradients a_j that came other ways are for a single state, as are weights per
+    token, scores [..., N]. Returns gradients of the states, then of the weights and of the scores.
     """
-    spec = MixSpec(len(grads), _kind(weights[0]), added=len(added), outputs=len(states), probe=True)
-    probes: Any = states[0] if len(states) == 1 else states
-    done = launch_forward(spec, grads, weights, added=added, probe=probes, dtype=states[0].dtype)
+    of_scores = [] if scores is None else scores.split(1, -1)
+    spec = spec_of(len(grads), _kind(weights[0]), scores is not None, added=len(added), outputs=len(states), probe=True)
+    done = launch_forward(spec, grads, weights, of_scores, added=added, probes=states, dtype=states[0].dtype)
     assert done.weight_dots is not None
-    return [*done.mixes, done.weight_dots]
+    return [*done.mixes, done.weight_dots, *(x.squeeze(-2) for x in (done.score_dots,) if x is not None)]
 
 
 def _several_fake(sources: Any, weights: Any, scores: Any, stacked: bool) -> list[Tensor]:
@@ -230,7 +246,9 @@ def several(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | 
     return list(done.mixes) if done.stacked is None else [done.stacked]
 
 
-def _several_backward_fake(grads: Any, sources: Any, weights: Any, scores: Any, stacked: int) -> list[Tensor]:
+def _several_backward_fake(
+    grads: Any, sources: Any, weights: Any, scores: Any, stacked: int, carried: Any
+) -> list[Tensor]:
     like = sources[0]
     first = [like.new_empty((*like.shape[:-1], stacked, like.shape[-1]))] if stacked else []
     dots = [_like(x, x.dtype) for x in (weights, scores) if x is not None]
@@ -238,7 +256,7 @@ def _several_backward_fake(grads: Any, sources: Any, weights: Any, scores: Any, 
 
 
 @_operator(
-    "(Tensor[] grads, Tensor[] sources, Tensor? weights, Tensor? scores, int stacked) -> Tensor[]",
+    "(Tensor[] grads, Tensor[] sources, Tensor? weights, Tensor? scores, int stacked, Tensor[] carried) -> Tensor[]",
     _several_backward_fake,
 )
 def several_backward(
@@ -247,23 +265,51 @@ def several_backward(
     weights: Tensor | None,
     scores: Tensor | None,
     stacked: int,
+    carried: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Gradients of `several`: of the sources (the first ``stacked`` in one tensor), of the weights, of the scores."""
-    spec = _spec_of_several(len(sources), weights, scores)
-    found = launch_backward(spec, grads, sources, weights, _unbound(scores), stacked=stacked)
+    """Gradients of `several`: of the sources (the first ``stacked`` in one tensor), of the weights, of the scores.
+
+    ``carried``, one for each source or none, is added to the gradients of the sources.
+    """
+    spec = _spec_of_several(len(sources), weights, scores, carried=len(carried) > 0)
+    found = launch_backward(spec, grads, sources, weights, _unbound(scores), stacked=stacked, carried=carried)
     first = [] if found.stacked is None else [found.stacked]
-    dots = [] if found.weights is None else [found.weights]
-    if scores is not None:
-        dots.append(torch.cat(found.scores, -1).view(scores.shape))
+    dots = [x for x in (found.weights, found.scores) if x is not None]
     return [*first, *found.sources[stacked:], *dots]
 
 
-def _spec_of_several(sources: int, weights: Tensor | None, scores: Tensor | None) -> MixSpec:
+def _spec_of_several(sources: int, weights: Tensor | None, scores: Tensor | None, carried: bool = False) -> MixSpec:
     outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
     kind = "none" if weights is None else _kind(weights[0])
-    return MixSpec(sources, kind, scores is not None, outputs=outputs)
+    return spec_of(sources, kind, scores is not None, outputs=outputs, carried=carried)
 
 
 def _unbound(scores: Tensor | None) -> list[Tensor]:
     """[..., M, N] as M N of [..., 1]."""
     return [] if scores is None else [s.unsqueeze(-1) for s in scores.flatten(-2).unbind(-1)]
+
+
+def _project_fake(x: Any, weight: Any, eps: float | None) -> tuple[Tensor, Tensor]:
+    scores = x.new_empty((weight.shape[1], *x.shape[:-1]), dtype=torch.float32).movedim(0, -1)
+    return scores, x.new_empty(x.numel() // x.shape[-1] * (eps is not None), dtype=torch.float32)
+
+
+@_operator("(Tensor x, Tensor weight, float? eps) -> (Tensor, Tensor)", _project_fake)
+def project(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
+    """``x @ weight``, [..., K], or with eps that of ``rms_norm(x)``, and the norm's factor for each row."""
+    from rewire.kernels import projection  # only where there is Triton
+
+    return projection.forward(x, weight, eps)
+
+
+@_operator(
+    "(Tensor grad, Tensor x, Tensor weight, Tensor scores, Tensor inverse, Tensor? carried) -> (Tensor, Tensor)",
+    lambda grad, x, weight, *_: (_like(x, x.dtype), weight.new_empty((weight.shape[1], weight.shape[0]))),
+)
+def project_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scores: Tensor, inverse: Tensor, carried: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `project`: of x, to which ``carried`` is added, and of the weight, [K, D]."""
+    from rewire.kernels import projection
+
+    return projection.backward(grad, x, weight, scores, inverse, carried)

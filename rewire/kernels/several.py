@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators
-from rewire.kernels.mix import left_to_autograd, mix
+from rewire.kernels.mix import gradients, left_to_autograd, mix
 from rewire.kernels.spec import MAX_OUTPUTS
 
 
-def mixes(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None = None) -> list[Tensor]:
+def mixes(
+    sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None = None
+) -> tuple[list[Tensor], Sequence[Tensor]]:
     """``y_m = sum_i (w_mi + s_mi) x_i`` for each m, each source being read once.
 
     Args:
@@ -22,14 +25,27 @@ def mixes(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | No
         scores: weights per token, float32 [..., M, N].
 
     Returns:
-        M of [..., D], rounded once, in the dtype of plain adds.
+        M of [..., D], rounded once, in the dtype of plain adds; and the sources, as who reads them next is to take
+        them: where this is a kernel, gradients from there join its pass over memory.
     """
     outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
     if _by_kernels(sources[0], outputs):
-        return list(_Several.apply(0, weights, scores, *sources))
+        found = _Several.apply(0, weights, scores, *sources)
+        return list(found[:outputs]), found[outputs:]
     per_token = [None] * outputs if scores is None else [way.split(1, dim=-1) for way in scores.unbind(-2)]
     of_all = [None] * outputs if weights is None else weights
-    return [mix(sources, w, scores=s) for w, s in zip(of_all, per_token, strict=True)]
+    return [mix(sources, w, scores=s) for w, s in zip(of_all, per_token, strict=True)], sources
+
+
+def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """`combine` without branches, and the streams, as who reads them next is to take them: see `mixes`."""
+    if _by_kernels(streams, weights.shape[-1]):
+        static = weights.dim() == 2
+        result, streams = _Several.apply(
+            streams.shape[-2], *(weights.mT, None) if static else (None, weights.mT), streams
+        )
+        return result, streams
+    return combine(streams, weights), streams
 
 
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), write: Tensor | None = None) -> Tensor:
@@ -50,7 +66,7 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
         table = weights.mT if write is None else torch.cat([weights.mT, *[write.unsqueeze(-1)] * len(branches)], -1)
         static = table.dim() == 2
         given = (table if static else None, None if static else table, streams, *(f.squeeze(-2) for f in branches))
-        result: Tensor = _Several.apply(streams.shape[-2], *given)
+        result: Tensor = _Several.apply(streams.shape[-2], *given)[0]
         return result
     sources = streams.unsqueeze(-2).unbind(-3)  # n of [..., 1, C]
     scores = weights.unsqueeze(-1).unbind(-3)  # n of [..., k, 1]
@@ -64,28 +80,50 @@ def _by_kernels(x: Tensor, outputs: int) -> bool:
 
 
 class _Several(torch.autograd.Function):
-    """`mixes` by kernels; with ``stacked`` = n, the first tensor [..., n, D] is n sources, and so is the result."""
+    """`mixes` by kernels; with ``stacked`` = n, the first tensor [..., n, D] is n sources, and so is the result.
+
+    All tensors are handed on. What comes back for them joins their gradients in one pass, which autograd would add in
+    three: a unit that reads n states, one after the other, would move 3n states for that.
+    """
 
     @staticmethod
     def forward(ctx: Any, stacked: int, weights: Tensor | None, scores: Tensor | None, *tensors: Tensor) -> Any:
         ctx.stacked = stacked
         ctx.save_for_backward(weights, scores, *tensors)
+        ctx.set_materialize_grads(False)
         done = operators.several(_sources(stacked, tensors), weights, scores, stacked > 0)
-        return done[0] if stacked else tuple(done)
+        return (*done, *(x.view_as(x) for x in tensors))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         weights, scores, *tensors = ctx.saved_tensors
-        sources = _sources(ctx.stacked, tensors)
+        of_mixes, carried = grads[: -len(tensors)], grads[-len(tensors) :]
+        like = next((g for g in of_mixes if g is not None), None)
+        if like is None:
+            return (None, None, None, *carried)
+        given = [torch.zeros_like(like) if g is None else g for g in of_mixes]
         if torch.is_grad_enabled():  # with create_graph=True
-            of_tensors, of_weights, of_scores = _differentiable(grads, ctx.stacked, weights, scores, tensors)
-            return (None, of_weights, of_scores, *of_tensors)
-        given = grads[0].unbind(-2) if ctx.stacked else grads
-        found = operators.several_backward(given, sources, weights, scores, ctx.stacked)
-        of_tensors, dots = found[: len(tensors)], iter(found[len(tensors) :])
+            of_tensors, of_weights, of_scores = _differentiable(given, ctx.stacked, weights, scores, tensors)
+            return (None, of_weights, of_scores, *map(_sum, of_tensors, carried))
+        joined = [x for x in carried if x is not None] if None not in carried else []
+        found = operators.several_backward(
+            given[0].unbind(-2) if ctx.stacked else given,
+            _sources(ctx.stacked, tensors),
+            weights,
+            scores,
+            ctx.stacked,
+            _sources(ctx.stacked, joined) if joined else [],
+        )
+        dots = iter(found[len(tensors) :])
         of_weights = None if weights is None else next(dots)
         of_scores = None if scores is None else next(dots)
-        return (None, of_weights, of_scores, *of_tensors)
+        if not joined:
+            return (None, of_weights, of_scores, *map(_sum, found, carried))
+        return (None, of_weights, of_scores, *found[: len(tensors)])
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return y if x is None else x if y is None else x + y
 
 
 def _sources(stacked: int, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -100,16 +138,16 @@ def _differentiable(
     tensors: Sequence[Tensor],
 ) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]:
     """Gradients of `_Several` by operations that autograd knows."""
-    sources = torch.stack(_sources(stacked, tensors), -2).to(torch.float32)  # [..., N, D]
-    factors = sum(x for x in (_dimensional(weights), None if scores is None else scores.unsqueeze(-1)) if x is not None)
-    total = (factors * sources.unsqueeze(-3)).sum(-2)  # [..., M, D]
-    inputs = [x for x in (weights, scores, *tensors) if x is not None and x.requires_grad]
-    upstream = grads[0] if stacked else torch.stack(list(grads), -2)
-    found = iter(torch.autograd.grad(total, inputs, upstream.to(total.dtype), create_graph=True))
-    of = [next(found) if x is not None and x.requires_grad else None for x in (weights, scores, *tensors)]
-    return of[2:], of[0], of[1]
+    factors = [x for x in (weights, scores) if x is not None]
+    upstream = (grads[0] if stacked else torch.stack(list(grads), -2)).float()
 
+    def total(*inputs: Tensor) -> Tensor:
+        sources = torch.stack(_sources(stacked, inputs[len(factors) :]), -2).float()  # [..., N, D]
+        by_channel = weights is not None and weights.dim() == 3
+        parts = [x if by_channel and n == 0 else x.unsqueeze(-1) for n, x in enumerate(inputs[: len(factors)])]
+        return (functools.reduce(torch.add, parts) * sources.unsqueeze(-3)).sum(-2)  # [..., M, D]
 
-def _dimensional(weights: Tensor | None) -> Tensor | None:
-    """[M, N] or [M, N, D] with a dimension for channels."""
-    return weights.unsqueeze(-1) if weights is not None and weights.dim() == 2 else weights
+    found = gradients(total, [*factors, *tensors], upstream)
+    of_factors = iter(found[: len(factors)])
+    of_weights, of_scores = (None if x is None else next(of_factors) for x in (weights, scores))
+    return found[len(factors) :], of_weights, of_scores

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 Weights = Literal["none", "scalar", "channel"]
 Norm = Literal["rms", "layer"]
 NormScale = Literal["weight", "offset", "none"]
 
-#: Sources of one kernel. `launch` chains kernels for more: registers and arguments stay bounded, and so does the
-#: number of different kernels.
-FAN_IN = 16
+#: Sources of one kernel, and pairs of a source and an output. `launch` chains kernels for more: arguments stay bounded,
+#: and so does the number of different kernels.
+FAN_IN = 64
+MAX_PAIRS = 256
+#: Sources of a kernel that takes dot products with them, which stay in registers.
+DOTS_FAN_IN = 16
 #: Outputs of one kernel: each holds a tile of float32 in registers.
 MAX_OUTPUTS = 8
 #: Branch outputs that one kernel adds.
@@ -40,7 +44,7 @@ class MixSpec:
         added: branch outputs f_oj of each output, 0 to 4, [rows, D]; weight 1.
         outputs: 1 to 8, with weights and scores of their own: what queries, keys and values read, the sums of several
             later sites, or new streams.
-        norm: the consumer's norm; outputs share its parameters.
+        norm: the consumer's norm, of one output.
         keep_mix: with a norm, whether the mix itself is wanted, too; backward then has a gradient for it.
         probe: dot products <x_k, p_o> as well, one probe p_o for each output, of the weights' kind: over all elements
             for "scalar", over rows for "channel"; over channels for scores. With output gradients as the sources and
@@ -49,6 +53,7 @@ class MixSpec:
         norm_scale: what the normed values are multiplied by: a "weight" [D], an "offset" from 1 (``1 + weight``, as in
             Gemma), or "none" of these.
         norm_bias: whether a "layer" norm ends with a bias; "rms" has none.
+        carried: in backward, whether sources have gradients from elsewhere, too, which are added to those of the mixes.
 
     Raises:
         ValueError: a combination that no kernel is generated for.
@@ -65,6 +70,7 @@ class MixSpec:
     accumulate: bool = False
     norm_scale: NormScale = "weight"
     norm_bias: bool = True
+    carried: bool = False
 
     def __post_init__(self) -> None:
         weighted = self.weights != "none" or self.scores
@@ -80,12 +86,13 @@ class MixSpec:
             "without sources there is nothing that weights, scores or a probe could belong to": self.sources > 0
             or not (weighted or self.probe),
             "several outputs need weights or scores that differ": self.outputs == 1 or weighted,
-            "several outputs take a norm or added branches, not both": self.outputs == 1
-            or not (self.norm and self.added),
+            "a norm follows one output": self.outputs == 1 or self.norm is None,
             "keep_mix is for mixes with a norm; without one the mix is the result": not self.keep_mix
             or self.norm is not None,
             "norm_scale and norm_bias are for mixes with a norm": self.norm is not None
             or (self.norm_scale == "weight" and self.norm_bias),
+            "carried gradients belong to sources, without a norm": not self.carried
+            or (self.sources > 0 and self.norm is None),
             "a probe goes with weights or scores, and without a norm": not self.probe
             or (weighted and self.norm is None),
         }
@@ -124,7 +131,9 @@ class MixSpec:
 
     def fan_in(self, dots: bool) -> int:
         """Sources that one kernel without a norm takes; fewer where it takes dot products of all pairs."""
-        return min(FAN_IN, MAX_DOTS[self.weights] // self.outputs) if dots else FAN_IN
+        if dots:
+            return min(DOTS_FAN_IN, MAX_DOTS[self.weights] // self.outputs)
+        return min(FAN_IN, MAX_PAIRS // self.outputs)
 
     def without_norm(self) -> MixSpec:
         return dataclasses.replace(self, norm=None, keep_mix=False, norm_scale="weight", norm_bias=True)
@@ -145,3 +154,9 @@ class MixSpec:
             (part, dataclasses.replace(spec, sources=part.stop - part.start, accumulate=bool(n) or self.accumulate))
             for n, (part, spec) in enumerate(zip(parts, specs, strict=True))
         ]
+
+
+@functools.lru_cache(4096)
+def spec_of(*args: Any, **kwargs: Any) -> MixSpec:
+    """`MixSpec`, checked once for the same arguments."""
+    return MixSpec(*args, **kwargs)

@@ -1,12 +1,22 @@
-"""What input-dependent connection weights are computed with: in float32, whatever autocast says."""
+"""What input-dependent connection weights are computed with: in float32, whatever autocast says.
+
+On GPUs a projection is one kernel each way (`projection`); elsewhere matrix products of torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rewire.kernels import operators
+from rewire.kernels.mix import gradients, left_to_autograd
+
+#: Columns of a weight that one kernel takes.
+_MOST = 128
 
 
 def outside_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -30,8 +40,56 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [..., K], float32 or float64.
     """
+    return read_off(x, weight)[0]
+
+
+def project_normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """``project(rms_norm(x, eps), weight)``."""
+    return read_off(x, weight, eps)[0]
+
+
+def read_off(x: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tensor, Tensor]:
+    """`project`, or with ``eps`` `project_normed`; and ``x``, as who reads it next is to take it.
+
+    Gradients from there join the pass over memory that this one's backward makes, where it is a kernel.
+    """
     with outside_autocast(x.device):
-        return _Project.apply(x, weight)
+        if _fits_kernel(x, weight):
+            scores, x = _ReadOff.apply(x, weight, eps)
+            return scores, x
+        scores = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
+        return scores, x
+
+
+def _fits_kernel(x: Tensor, weight: Tensor) -> bool:
+    fits = weight.dtype == torch.float32 and 0 < weight.shape[1] <= _MOST and x.dim() > 1 and x.numel() > 0
+    return fits and operators.uses_kernels(x) and not left_to_autograd(x, 1)
+
+
+class _ReadOff(torch.autograd.Function):
+    """Keeps for backward ``x`` as it is, and of a norm the scores and a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
+        scores, inverse = operators.project(x, weight, eps)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, scores, inverse) if eps is not None else ctx.save_for_backward(x, weight)
+        return scores, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, carried: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        if grad is None:
+            return carried, None, None
+        x, weight, *of_norm = ctx.saved_tensors
+        if torch.is_grad_enabled():  # with create_graph=True
+            again = _Project.apply if ctx.eps is None else lambda x, w: _ProjectNormed.apply(x, w, ctx.eps)
+            of_x, of_weight = gradients(again, (x, weight), grad)
+            joined = [t for t in (of_x, carried) if t is not None]
+            return (functools.reduce(torch.add, joined) if joined else None), of_weight, None
+        scores, inverse = of_norm or (grad, grad.new_empty(0))
+        of_x, of_weight = operators.project_backward(grad, x, weight, scores, inverse, carried)
+        return of_x, of_weight.T, None
 
 
 class _Project(torch.autograd.Function):
@@ -52,12 +110,6 @@ class _Project(torch.autograd.Function):
         grad_x = (grad @ weight.to(grad.dtype).T).to(x.dtype)
         grad_weight = x.to(grad.dtype).reshape(-1, x.shape[-1]).T @ grad.reshape(-1, grad.shape[-1])
         return grad_x, grad_weight.to(weight.dtype)
-
-
-def project_normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """``project(rms_norm(x, eps), weight)``."""
-    with outside_autocast(x.device):
-        return _ProjectNormed.apply(x, weight, eps)
 
 
 class _ProjectNormed(torch.autograd.Function):

@@ -43,9 +43,10 @@ def plan(
                 weights,
                 scores,
                 mixes=of_outputs if spec.norm else (),
-                rstd=empty(o, rows, dtype=torch.float32) if spec.norm else None,
+                rstd=empty(rows, dtype=torch.float32) if spec.norm else None,
                 grad_mixes=of_outputs if spec.keep_mix else (),
                 norm_weight=norm_weight,
+                carried=states * spec.carried,
             )
         else:
             mix_forward(
@@ -57,7 +58,7 @@ def plan(
                 accumulators=[empty(rows, cols, dtype=torch.float32)] * (o * spec.accumulate),
                 norm_weight=norm_weight,
                 norm_bias=empty(cols) if spec.shifted else None,
-                probe=[empty(rows, cols)] * (o * spec.probe),
+                probes=[empty(rows, cols)] * (o * spec.probe),
                 dtype=out or dtype,
             )
     return launches
@@ -81,12 +82,17 @@ def bytes_of(launches: Iterable[Launch]) -> int:
     """Bytes that kernels and the second step of their sums read and write."""
     total = 0
     for launch in launches:
+        total += bytes_of_kernel(launch)
         for name, argument in launch.arguments.items():
-            tensors = argument if isinstance(argument, tuple) else (argument,)
-            total += sum(x.nbytes for x in tensors if isinstance(x, Tensor))
             if name.endswith("_partials") and (len(argument) > 1 or name == "score_partials"):
-                total += argument.nbytes + argument[0].nbytes  # the second step
+                total += argument.nbytes + argument[0].nbytes
     return total
+
+
+def bytes_of_kernel(launch: Launch) -> int:
+    """Bytes that one kernel reads and writes: each argument once."""
+    of_each = (argument if isinstance(argument, tuple) else (argument,) for argument in launch.arguments.values())
+    return sum(x.nbytes for tensors in of_each for x in tensors if isinstance(x, Tensor))
 
 
 def bytes_floor(
@@ -101,7 +107,7 @@ def bytes_floor(
     factors = spec.pairs * per_pair
     rstd = 4 * rows * o if spec.norm else 0
     if backward:
-        states = n * (1 + spec.has_dots) * itemsize
+        states = n * (1 + spec.has_dots + spec.carried) * itemsize
         grads = o * (1 + (spec.norm is not None) + spec.keep_mix) * out  # with a norm, the mix is read, too
         added = out if spec.norm and spec.added else 0
         norm = cols * (spec.scaled * (itemsize + 4) + spec.shifted * 4)

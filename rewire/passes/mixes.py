@@ -127,7 +127,7 @@ def contraction(
     side_by_side = isinstance(states, Tensor) and dim == place == states.dim() - 2
     if side_by_side and (per_token or w.dim() == 2):
         return combine(states, w.mT)  # type: ignore[arg-type]
-    return torch.stack(mixes(sources, None if per_token else w, w if per_token else None), place)
+    return torch.stack(mixes(sources, None if per_token else w, w if per_token else None)[0], place)
 
 
 # -- sums of products --------------------------------------------------------------------------------------------------

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.kernels.mix import Mix, pending_mix
 from rewire.kernels.several import mixes
-from rewire.kernels.tokens import inverse_rms, project_normed
+from rewire.kernels.tokens import inverse_rms, read_off
 from rewire.topologies import groups
 from rewire.topologies.base import (
     Dims,
@@ -23,7 +22,6 @@ from rewire.topologies.base import (
     Topology,
     check_choice,
     check_count,
-    materialize,
     no_attention,
     no_preserving_start,
     total,
@@ -31,6 +29,7 @@ from rewire.topologies.base import (
 from rewire.topologies.registry import register_topology
 
 Form = Literal["softmax", "difference"]
+_EPS = 1e-6  # of the norm
 
 
 class Queries(NamedTuple):
@@ -58,8 +57,8 @@ class AttnRes(Topology[Queries]):
     With ``block=S``, Block AttnRes, every S units form a group whose increments are summed: the sources of a read are
     ``x_0``, the sums of the finished groups and, if it has an increment yet, that of the current one (see `groups`).
 
-    The states are the sources and then their scores ``w_t . rmsnorm(f_i)``, [..., later reads]: a source is normed
-    and projected when it is first read, once for all queries.
+    The states are the sources and then the scores ``w_t . rmsnorm(f_i)`` of later reads: a source is normed and
+    projected when it is first read, once for all queries, and each read takes its own.
 
     - ``qkv=True``: a unit that begins with an attention has three queries, for its queries, keys and values. The
       shortcut inside the unit, if there is one, takes the read of the queries.
@@ -159,23 +158,25 @@ class AttnRes(Topology[Queries]):
             w = (w.unsqueeze(1) * own).flatten(0, 1)
         return Queries(w, rows)
 
-    def read(self, states: States, weights: Queries, t: int) -> tuple[Tensor | Mix | QKVInputs, States]:
+    def read(self, states: States, weights: Queries, t: int) -> tuple[Tensor | QKVInputs, States]:
         """``r_t``, and the states with the scores of the sources that had none yet."""
         sources, scores = self._split(states, t)
         if t == 1:
             return sources[0], states
         rows, left = weights.rows[t - 2], sum(weights.rows[t - 2 :])  # of this read; of it and all later ones
-        scores += tuple(self._scores(source, weights.w[-left:]) for source in sources[len(scores) :])
-        # from the end: earlier sources have scores of earlier reads, too
-        shares = self._shares(torch.stack([score.narrow(-1, score.shape[-1] - left, rows) for score in scores]))
+        fresh = [self._scores(source, weights.w[-left:]) for source in sources[len(scores) :]]
+        scores += tuple(score for score, _ in fresh)
+        sources = (*sources[: len(sources) - len(fresh)], *(source for _, source in fresh))
+        own, later = zip(*(score.split([rows, score.shape[-1] - rows], dim=-1) for score in scores), strict=True)
+        shares = self._shares(torch.stack(own))
         if self.normed:
-            shares = shares * torch.stack([score[..., :1] for score in scores])
-        q, *others = self._mixes(sources, shares)
-        if not others:
-            return q, sources + scores
-        k, v = map(materialize, others)
-        q = materialize(q)
-        return QKVInputs(q, k, v, residual=q), sources + scores
+            shares = shares * torch.stack([score[..., -1:] for score in scores])
+        values, handed_on = self._mixes(sources, shares)
+        states = (*handed_on, *later)
+        if len(values) == 1:
+            return values[0], states
+        q, k, v = values
+        return QKVInputs(q, k, v, residual=q), states
 
     def write(self, states: States, weights: Queries, t: int, *branches: Tensor) -> States:
         sources, scores = self._split(states, t)
@@ -186,8 +187,8 @@ class AttnRes(Topology[Queries]):
         if self.additive:
             return total(self._split(states, dims.depth + 1)[0])
         read, _ = self.read(states, weights, dims.depth + 1)
-        assert not isinstance(read, QKVInputs)
-        return materialize(read)
+        assert isinstance(read, Tensor)
+        return read
 
     def matrix(self, weights: Queries, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: the weights where all scores are equal, as at the start."""
@@ -210,10 +211,10 @@ class AttnRes(Topology[Queries]):
         last = dims.depth if self.additive else dims.depth + 1
         return [3 if t in dims.attention else 1 for t in range(2, last + 1)]
 
-    def _scores(self, source: Tensor, w: Tensor) -> Tensor:
-        """[..., rows of w]; with ``normed``, what norms the source comes first: [..., 1 + rows of w]."""
-        scores = project_normed(source, w.T)
-        return torch.cat([inverse_rms(source), scores], dim=-1) if self.normed else scores
+    def _scores(self, source: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., rows of w], and at the end what norms the source if sources are summed ``normed``; and the source."""
+        scores, source = read_off(source, w.T, _EPS)
+        return (torch.cat([scores, inverse_rms(source, _EPS)], dim=-1) if self.normed else scores), source
 
     def _shares(self, logits: Tensor) -> Tensor:
         """Weights of n sources from [n, ...]; where all are equal, exactly those of the original network."""
@@ -224,10 +225,11 @@ class AttnRes(Topology[Queries]):
         shares = e * (len(logits) if self.scaled else 1) / e.sum(0)
         return 1 + shares if self.additive else shares
 
-    def _mixes(self, sources: Sequence[Tensor], shares: Tensor) -> Sequence[Tensor | Mix]:
-        """For each way, the sum of n sources with ``shares`` [n, ..., rows]."""
-        if self.heads == 1 and shares.shape[-1] == 1:
-            return [pending_mix(sources, None, scores=shares.unbind())]
+    def _mixes(self, sources: Sequence[Tensor], shares: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """For each way, the sum of n sources with ``shares`` [n, ..., rows]; and the sources, handed on."""
+        if self.heads == 1:
+            return mixes(sources, None, shares.movedim(0, -1))
         per_head = shares.unflatten(-1, (-1, self.heads)).movedim(0, -1)  # [..., ways, H, n]
         apart = [source.unflatten(-1, (self.heads, -1)) for source in sources]  # [..., H, D / H]
-        return [one.flatten(-2) for one in mixes(apart, None, per_head.transpose(-3, -2))]
+        found, handed_on = mixes(apart, None, per_head.transpose(-3, -2))
+        return [one.flatten(-2) for one in found], [one.flatten(-2) for one in handed_on]

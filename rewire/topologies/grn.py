@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rewire.kernels.history import History, Table
 from rewire.kernels.mix import Mix, pending_mix
+from rewire.kernels.scored import ScoredHistory, ScoredTable
 from rewire.kernels.several import mixes
 from rewire.kernels.tokens import project
 from rewire.topologies import groups
@@ -40,12 +41,12 @@ class Read(NamedTuple):
     Attributes:
         b: [ways, N] or [ways, N, D] for a stack of N vectors.
         w: [D, ways], None if the weights do not depend on the input.
-        table: the weights b of all reads, where the whole stack is read with nothing else.
+        table: the weights of all reads, where the whole stack is read.
     """
 
     b: Tensor
     w: Tensor | None = None
-    table: Table | None = None
+    table: Table | ScoredTable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,31 +110,33 @@ class GRN(Topology[tuple[Read, ...]]):
         ways, sizes = self._ways(dims), self._sizes(dims)
         flat = parameters["b"].float().split([m * n for m, n in zip(ways, sizes, strict=True)])
         b = [rows.unflatten(0, (m, n)) for rows, m, n in zip(flat, ways, sizes, strict=True)]
+        whole, table = self.last is None and self.block in (None, 1), None
         if not self.input_dependent:
-            whole = self.last is None and self.block in (None, 1)
             table = Table(parameters["b"].float(), len(b)) if whole else None
             return tuple(Read(b_t, table=table) for b_t in b)
-        w = parameters["w"].float().split(ways)
-        return tuple(Read(b_t, w_t.T) for b_t, w_t in zip(b, w, strict=True))
+        w = parameters["w"].float()
+        scored = ScoredTable(parameters["b"].float(), w, ways) if whole else None
+        return tuple(Read(b_t, w_t.T, scored) for b_t, w_t in zip(b, w.split(ways), strict=True))
 
     def start(self, x: Tensor, weights: tuple[Read, ...]) -> States:
         """The stack; with a table, its newest vector and the history of those that have been read."""
         table = weights[0].table
-        return (x,) if table is None else (x, History.empty(table))
+        if table is None:
+            return (x,)
+        return x, ScoredHistory(table) if isinstance(table, ScoredTable) else History.empty(table)
 
-    def read(self, states: States, weights: tuple[Read, ...], t: int) -> tuple[Mix | QKVInputs, States]:
+    def read(self, states: States, weights: tuple[Read, ...], t: int) -> tuple[Tensor | Mix | QKVInputs, States]:
         b, w, table = weights[t - 1]
         if table is not None:
             f, history = states
             history = history.push(f)
-            return history.mix(t - 1), (f, history)
+            return _seen([history.mix(t - 1)] if w is None else history.read(t - 1)), (f, history)
         stack = self._stack(states)
         # Not relu: the derivative of clamp is 1 at 0, where all scores start.
         scores = [] if w is None else [project(f, w).clamp(min=0) for f in stack]  # each [..., ways]
         if len(b) == 1:
             return pending_mix(stack, b[0], scores=scores), states
-        q, k, v = mixes(stack, b, torch.stack(scores, dim=-1))
-        return QKVInputs(q, k, v, residual=q), states
+        return _seen(mixes(stack, b, torch.stack(scores, dim=-1))[0]), states
 
     def write(self, states: States, weights: tuple[Read, ...], t: int, *branches: Tensor) -> States:
         if weights[t - 1].table is not None:
@@ -265,6 +268,14 @@ class DCA(GRNv3):
 
     def _ways(self, dims: Dims) -> list[int]:
         return [3 if t in dims.attention else 1 for t in range(1, dims.depth + 2)]
+
+
+def _seen(ways: Sequence[Tensor | Mix]) -> Tensor | Mix | QKVInputs:
+    """What a unit reads in one way or three."""
+    if len(ways) == 1:
+        return ways[0]
+    q, k, v = map(materialize, ways)
+    return QKVInputs(q, k, v, residual=q)
 
 
 def _terms(stack: Sequence[str], read: Read) -> tuple[Term, ...]:

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
+from rewire.kernels import several
 from rewire.kernels.several import combine
-from rewire.kernels.tokens import project_normed
+from rewire.kernels.tokens import read_off
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, check_choice, check_count
 from rewire.topologies.program import Line, Program, Term, branch_of
 from rewire.topologies.program import Unit as ProgramUnit
 from rewire.topologies.registry import register_topology
 
 Output = Literal["mean", "sum", "learned"]
+_EPS = 1e-6  # of the norm
 
 
 class Gates(NamedTuple):
@@ -98,9 +100,13 @@ class Streams(Topology[Weights]):
             return Weights(units, None)
         return Weights(units, Unit(last, (parameters["last_scale"].float(), parameters["last_dynamic"].float())))
 
-    def signal(self, streams: Tensor, projection: Tensor) -> Tensor:
-        """What is scaled and added to the static values: here row i, on stream i [..., n, K], from that stream."""
-        return torch.tanh(project_normed(streams, projection))
+    def signal(self, streams: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
+        """What is scaled and added to the static values, and the streams, as who reads them next is to take them.
+
+        Here row i, on stream i [..., n, K], is from that stream.
+        """
+        found, streams = read_off(streams, projection, _EPS)
+        return torch.tanh(found), streams
 
     def gates(self, values: Tensor, weights: Weights) -> Gates:
         """The gates from their values; here [..., n, K], side by side as they are."""
@@ -108,17 +114,19 @@ class Streams(Topology[Weights]):
         read, carry, write = values.split([self.parts, n, 1], dim=-1)
         return Gates(read, carry, write.squeeze(-1))
 
-    def values(self, streams: Tensor, unit: Unit) -> Tensor:
-        """The values that the gates of ``unit`` are made of; per token, if it is dynamic."""
+    def values(self, streams: Tensor, unit: Unit) -> tuple[Tensor, Tensor]:
+        """The values that the gates of ``unit`` are made of, per token if it is dynamic; and the streams, handed on."""
         if unit.dynamic is None:
-            return unit.static
+            return unit.static, streams
         scale, projection = unit.dynamic
-        return unit.static + scale * self.signal(streams, projection)
+        signal, streams = self.signal(streams, projection)
+        return unit.static + scale * signal, streams
 
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor, States]:
-        (streams,) = states
-        gates = self.gates(self.values(streams, weights.units[t - 1]), weights)
-        return combine(streams, gates.read).flatten(-2), (streams, gates.carry, gates.write)
+        values, streams = self.values(states[0], weights.units[t - 1])
+        gates = self.gates(values, weights)
+        value, streams = several.read(streams, gates.read)
+        return value.flatten(-2), (streams, gates.carry, gates.write)
 
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
         streams, carry, write = states
@@ -176,7 +184,8 @@ class ParallelStreams(Streams):
     def finish(self, states: States, weights: Weights, dims: Dims) -> Tensor:
         (streams,) = states
         if weights.last is not None:
-            return combine(streams, self.reading(self.values(streams, weights.last))).squeeze(-2)
+            values, streams = self.values(streams, weights.last)
+            return combine(streams, self.reading(values)).squeeze(-2)
         # With a dtype: autocast would make the sum float32.
         return streams.mean(-2) if self.output == "mean" else streams.sum(-2, dtype=streams.dtype)
 

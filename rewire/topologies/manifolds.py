@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rewire.kernels import operators
 from rewire.kernels.tokens import project
 
 
@@ -60,7 +61,8 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
     In the logarithmic domain, where no logits overflow or leave a row that is all zero. It is an operator of its own,
     so that the backward recomputes the steps instead of keeping them, and because torch.compile takes several times as
-    long for a model with the unrolled loop in each unit.
+    long for a model with the unrolled loop in each unit. On GPUs it is one kernel each way (`rewire.kernels.sinkhorn`);
+    derivatives of gradients are operations of torch everywhere.
 
     Args:
         logits: [..., n, n], float32 or float64.
@@ -70,13 +72,28 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     Returns:
         [..., n, n]: rows sum to 1, exactly for ``eps=0``; columns in the limit.
     """
-    return _normalised(logits, iterations, eps)[-1].exp()
+    kernels = _kernels(logits, iterations)
+    return (
+        _normalised(logits, iterations, eps)[-1].exp() if kernels is None else kernels.forward(logits, iterations, eps)
+    )
 
 
 @torch.library.custom_op("rewire::sinkhorn_backward", mutates_args=())
 def sinkhorn_backward(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
     """Gradient of the logits of `sinkhorn` from that of its result."""
+    kernels = _kernels(logits, iterations)
+    if kernels is not None:
+        return kernels.backward(grad, logits, iterations, eps)
     return _gradient(grad.contiguous(), logits, iterations, eps)  # in the layout that the fake promises
+
+
+def _kernels(logits: Tensor, iterations: int) -> Any:
+    """The module of the Triton kernels where they run and take such matrices."""
+    if not operators.uses_kernels(logits):
+        return None
+    from rewire.kernels import sinkhorn  # only where there is Triton
+
+    return sinkhorn if sinkhorn.fits(logits, iterations) else None
 
 
 def _gradient(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:

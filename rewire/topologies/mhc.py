@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rewire.kernels.tokens import project_normed
+from rewire.kernels.tokens import read_off
 from rewire.topologies.base import Dims, Start, check_choice, check_count, no_preserving_start
 from rewire.topologies.hyper import Gates, ParallelStreams, Weights
 from rewire.topologies.manifolds import cayley, convex, permutations, sinkhorn
@@ -163,8 +163,9 @@ class ManifoldHyperConnections(ParallelStreams):
             return found
         return found._replace(constants=permutations(self.streams, parameters["static"].device))
 
-    def signal(self, streams: Tensor, projection: Tensor) -> Tensor:
-        return project_normed(streams.flatten(-2), projection, self.norm_eps)
+    def signal(self, streams: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
+        found, flat = read_off(streams.flatten(-2), projection, self.norm_eps)
+        return found, flat.view(streams.shape)
 
     def reading(self, values: Tensor) -> Tensor:
         return (torch.sigmoid(values) + self.eps).unsqueeze(-1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rewire.kernels.several import mixes
-from rewire.kernels.tokens import project, project_normed
+from rewire.kernels.tokens import project, read_off
 from rewire.topologies import groups
 from rewire.topologies.base import (
     Dims,
@@ -27,6 +27,7 @@ from rewire.topologies.base import (
 from rewire.topologies.registry import register_topology
 
 _WAYS = 4  # q, k, v, residual
+_EPS = 1e-6  # of the norm
 
 
 class Aggregate(NamedTuple):
@@ -133,8 +134,8 @@ class MUDDFormer(Recurrence[Weights]):
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor | QKVInputs, States]:
         """``r_t``, in four ways where an attention begins, and the states with the residual way."""
         ways = _WAYS if t in weights.attention else 1
-        mixes = [states[0]] * ways if t == 1 else _mixes(states, weights.reads[t - 2])
-        value = QKVInputs(*mixes) if ways > 1 else mixes[0]
+        read, states = ([states[0]] * ways, states) if t == 1 else _mixes(states, weights.reads[t - 2])
+        value = QKVInputs(*read) if ways > 1 else read[0]
         return value, (*states, value.residual if isinstance(value, QKVInputs) else value)
 
     def merge(self, states: States, weights: Weights, t: int, *branches: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ class MUDDFormer(Recurrence[Weights]):
         return (*groups.kept(states[:-1], t, self.block), x)
 
     def finish(self, states: States, weights: Weights, dims: Dims) -> Tensor:
-        (output,) = _mixes(states, weights.reads[-1])
+        (output,), _ = _mixes(states, weights.reads[-1])
         return output
 
     def matrix(self, weights: Weights, dims: Dims) -> Tensor:
@@ -160,8 +161,10 @@ class MUDDFormer(Recurrence[Weights]):
         return [(_WAYS if t in dims.attention else 1, groups.count(t, self.block)) for t in reads]
 
 
-def _mixes(states: States, read: Aggregate) -> list[Tensor]:
-    """The weighted sum of the states for each way."""
-    hidden = F.gelu(project_normed(states[-1], read.w1))  # [..., K]
-    scores = project(hidden, read.w2) + read.static.flatten()  # [..., C n], one way after the other
-    return mixes(states, None, scores.unflatten(-1, read.static.shape))
+def _mixes(states: States, read: Aggregate) -> tuple[list[Tensor], States]:
+    """The weighted sum of the states for each way; and the states, as who reads them next is to take them."""
+    *earlier, newest = states
+    found, newest = read_off(newest, read.w1, _EPS)  # [..., K]
+    scores = project(F.gelu(found), read.w2) + read.static.flatten()  # [..., C n], one way after the other
+    values, sources = mixes((*earlier, newest), None, scores.unflatten(-1, read.static.shape))
+    return values, tuple(sources)

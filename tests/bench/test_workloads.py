@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from rewire.bench.comparison import Row
 from rewire.bench.harness import Passes, Timing
 from rewire.bench.peers import Implementation, status
 from rewire.kernels import launch, operators
-from rewire.kernels.grid import Launch
-from rewire.kernels.spec import FAN_IN, MixSpec
+from rewire.kernels.grid import Kernel, Launch
+from rewire.kernels.spec import DOTS_FAN_IN, FAN_IN, MixSpec
 from rewire.plotting import plot_rates
 
 CPU = torch.device("cpu")
@@ -116,16 +117,16 @@ def test_floors_of_streams() -> None:
         assert workload.floor.backward == (4 + 4 + 1 + 4 + 1 + 1 + 4 + 4 + 4) * SIZES.state
 
 
-@pytest.mark.parametrize("n", [3, FAN_IN + 2, 2 * FAN_IN + 1])
+@pytest.mark.parametrize("n", [3, DOTS_FAN_IN + 2, FAN_IN + 1])
 def test_moved_bytes_are_those_of_the_launches(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
 
-    def count(started: Launch, device: torch.device) -> None:
-        found = [x for name, x in started.arguments.items() if "partials" not in name]
+    def count(kernel: Kernel, used: Sequence[Tensor]) -> None:
+        found = [x for name, x in kernel.launch(used).arguments.items() if "partials" not in name]
         tensors = [x for x in torch.utils._pytree.tree_leaves(found) if isinstance(x, Tensor)]
         moved.append(sum(x.numel() * x.element_size() for x in tensors))
 
-    monkeypatch.setattr(launch, "start", count)
+    monkeypatch.setattr(Kernel, "start", count)
     sizes = dataclasses.replace(SIZES, dtype=torch.bfloat16)
     xs, weights = sizes.states(n), torch.ones(n)
     wanted = workloads.weighted_sum(sizes, n, "scalar").moved

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["weights"])
 def mix_forward(
     sources,  # 2 x [rows, cols]
     source_strides: tl.constexpr,
@@ -92,12 +92,11 @@ def test_the_source_uses_what_it_declares(spec: MixSpec) -> None:
         parameters = {argument.arg for argument in function.args.args}
         assert parameters <= read
         assert read <= parameters | written | {"tl", "triton", "range"}
-        assert all(".to(tl.float32)" in line for line in text.splitlines() if "mask=inside, other" in line)
+        of_states = [line for line in text.splitlines() if "mask=inside, other" in line and "load(weights" not in line]
+        assert all(".to(tl.float32)" in line for line in of_states)
         assert max(map(len, text.splitlines())) <= 120
 
 
 def test_what_registers_cannot_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="No single kernel of"):
-        source(MixSpec(2, outputs=3, norm="rms"))
     with pytest.raises(ValueError, match="No single kernel for the gradients of"):
         source(MixSpec(2, "channel", norm="rms"), backward=True)

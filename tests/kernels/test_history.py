@@ -87,16 +87,22 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("first", [1, 2, 3])
 @pytest.mark.parametrize("mixes", range(1, 10))
-def test_rows_are_mixes_and_columns_are_states(mixes: int, first: int, channels: bool) -> None:
+@pytest.mark.parametrize("block", [None, 2, 3])
+def test_rows_are_mixes_and_columns_are_states(mixes: int, first: int, channels: bool, block: int | None) -> None:
     flat = torch.arange(float(entries(mixes, first)))
     flat = torch.stack([flat, flat + 0.5], 1) if channels else flat
-    table = Table(flat, mixes, first)
+    table = Table(flat, mixes, first, block)
     assert [len(row) for row in table.rows] == [first + s for s in range(mixes)]
     assert torch.equal(torch.cat(list(table.rows)), flat)
-    assert len(table.columns) == first + mixes - 1  # the last mix's result is no state of the table
-    for i, column in enumerate(table.columns):
-        want = torch.stack([row[i] for row in table.rows if i < len(row)])
-        assert torch.equal(column, want[None])
+    assert len(table.near) == first + mixes - 1  # the last mix's result is no state of the table
+    for i, near in enumerate(table.near):
+        column = torch.stack([row[i] for row in table.rows if i < len(row)])
+        later = torch.empty(0, *flat.shape[1:])
+        if i // table.block < len(table.later):
+            later = table.later[i // table.block].unflatten(0, (table.block, -1))[i % table.block]
+        assert torch.equal(torch.cat([near, later]), column)
+        end = i // table.block * table.block + table.block
+        assert len(near) == len([row for row in table.rows if i < len(row) < end])
 
 
 # -- values and gradients ----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from rewire.kernels import MixSpec, grid, traffic
+from rewire.kernels import MixSpec, grid, projection, sinkhorn, traffic
 from rewire.kernels.grid import Launch
 
 pytestmark = pytest.mark.slow
@@ -46,8 +46,11 @@ SPECS = {
     "4 probes, channel": MixSpec(4, "channel", outputs=4, probe=True, accumulate=True),
     "hyper-connections, n = 4": MixSpec(5, "none", True, outputs=5),
     "4 added + layer norm": MixSpec(0, "none", added=4, norm="layer", keep_mix=True),
+    "64 sources": MixSpec(64, added=1),
+    "64 sources, 4 outputs": MixSpec(64, outputs=4),
+    "48 scores, carried": MixSpec(48, "none", True, carried=True),
 }
-WIDTHS = (4096, 4096, 2048, 4096, 8192, 4096, 4096, 4096, 8192, 4096, 8192, 4096, 8192)
+WIDTHS = (4096, 4096, 2048, 4096, 8192, 4096, 4096, 4096, 8192, 4096, 8192, 4096, 8192, 4096, 4096, 2048)
 EVERYWHERE = [(name, width, BF16) for name, width in zip(SPECS, WIDTHS, strict=True)]
 MORE = [
     *((name, 4096, F32) for name in ("scalar", "channel + scores", "scores + layer norm")),
@@ -73,10 +76,13 @@ def launches(spec: MixSpec, width: int, dtype: torch.dtype) -> list[Launch]:
 
 def compiled(call: Launch, target: Any) -> Any:
     """The kernel as a launch would specialise it on that GPU."""
-    kernel = grid.kernel(call.spec, call.backward)
+    return specialised(grid.kernel(call.spec, call.backward), call.arguments | grid.constants(call.grid), target)
+
+
+def specialised(kernel: Any, arguments: dict[str, Any], target: Any) -> Any:
     backend = make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, options = bind(**call.arguments, **grid.constants(call.grid))
+    bound, specialization, options = bind(**arguments)
     options, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, options)
     return triton.compile(ASTSource(kernel, signature, constants, attributes), target, dataclasses.asdict(options))
 
@@ -113,6 +119,76 @@ def test_loads_are_vectors() -> None:
     """16 bytes per thread and load in bfloat16: 8 elements."""
     forward = launches(SPECS["scalar"], 4096, BF16)[0]
     assert compiled(forward, TARGETS["sm_90"]).asm["ptx"].count("ld.global.v4.b32") == 17
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MixSpec(8, "channel"),
+        MixSpec(16, "channel", True),
+        MixSpec(15, "channel", True, outputs=3),
+        MixSpec(64, added=1),
+        MixSpec(48, "none", True),
+    ],
+    ids=str,
+)
+def test_sums_have_no_barriers(spec: MixSpec) -> None:
+    """16 bytes per load of a state, of weights per channel, too: no tile passes through shared memory."""
+    (forward,) = (one for one in launches(spec, 4096, BF16) if not one.backward)
+    text = compiled(forward, TARGETS["sm_90"]).asm["ptx"]
+    assert "bar.sync" not in text
+    per_channel = 2 * spec.pairs * (spec.weights == "channel")
+    assert text.count("ld.global.v4") == spec.sources + spec.added + per_channel
+
+
+@pytest.mark.parametrize("spec", [MixSpec(16), MixSpec(16, "channel"), MixSpec(16, outputs=4)], ids=str)
+def test_gradients_have_barriers_only_at_the_end(spec: MixSpec) -> None:
+    """Where each program adds up its rows, once: not in the loop over tiles."""
+    (backward,) = (one for one in launches(spec, 4096, BF16) if one.backward)
+    lines = compiled(backward, TARGETS["sm_90"]).asm["ptx"].splitlines()
+    places = {line.split(":")[0]: number for number, line in enumerate(lines) if line.startswith("$L")}
+    jumps = [(number, re.search(r"bra(?:\.uni)?\s+(\$L\w+)", line)) for number, line in enumerate(lines)]
+    loops = [lines[places[to[1]] : number] for number, to in jumps if to and places.get(to[1], number) < number]
+    assert len(loops) > 0
+    assert all("bar.sync" not in line for loop in loops for line in loop)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """Kernels that are written by hand, with their arguments, in place of running them."""
+    calls: list[tuple[Any, dict[str, Any]]] = []
+    monkeypatch.setattr(
+        grid, "run", lambda kernel, programs, device, launch, others: calls.append((kernel, launch.arguments | others))
+    )
+    return calls
+
+
+#: Of a state, [D, K]: dynamic hyper-connections, mHC (4 streams), GRN-v3 and DCA (24 blocks, 3 ways).
+@pytest.mark.parametrize(("width", "columns"), [(2048, 6), (8192, 24), (2048, 25), (2048, 50), (2048, 73)])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_projections(target: str, width: int, columns: int, started: list[tuple[Any, dict[str, Any]]]) -> None:
+    if columns > 64 and target != "sm_90":
+        pytest.skip("spills a few registers")
+    exact = {"PRECISION": "ieee"} if target == "gfx942" else {}
+    x, weight = torch.empty(256, width, dtype=BF16), torch.empty(columns, width).T
+    scores, inverse = projection.forward(x, weight, 1e-6)
+    projection.backward(torch.empty(256, columns), x, weight, scores, inverse, x)
+    for kernel, arguments in started:
+        done = specialised(kernel, arguments | exact, TARGETS[target])
+        assert usage(done, TARGETS[target]).spilled == 0
+        assert target == "gfx942" or re.search(r"ld\.global\.v4|cp\.async\.cg", done.asm["ptx"])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_sinkhorn_is_in_registers(n: int, started: list[tuple[Any, dict[str, Any]]]) -> None:
+    logits = torch.empty(256, n, n)
+    sinkhorn.forward(logits, 20, 1e-6)
+    sinkhorn.backward(logits, logits, 20, 1e-6)
+    for kernel, arguments in started:
+        done = specialised(kernel, arguments, TARGETS["sm_90"])
+        found = usage(done, TARGETS["sm_90"])
+        assert found.spilled == 0 and found.registers <= 64
+        assert "bar.sync" not in done.asm["ptx"]
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def test_in_the_interpreter(tmp_path: Path) -> None:
 def checked(operator: Any, *args: Any, traced: bool = False) -> Any:
     """Its schema, its outputs' shapes, strides and dtypes without values, and its trace; returns its result."""
     checks = (*CHECKS, "test_aot_dispatch_dynamic") if traced else CHECKS  # slow, and the same for all weights
-    found = torch.library.opcheck(operator, args, test_utils=checks)
+    found = torch.library.opcheck(getattr(torch.ops.rewire, operator.__name__).default, args, test_utils=checks)
     assert set(found.values()) == {"SUCCESS"}
     return operator(*args)
 
@@ -85,7 +85,7 @@ class TestOperators:
         check(operators.mixes, xs, drawn(2, N))
         check(operators.gather, [grad], xs, drawn(N, 1), [])
         check(operators.several, xs, drawn(2, N), drawn(*lead, 2, N), True)
-        check(operators.several_backward, [grad, grad], xs, drawn(2, N), drawn(*lead, 2, N), 1)
+        check(operators.several_backward, [grad, grad], xs, drawn(2, N), drawn(*lead, 2, N), 1, xs)
         assert grad.numel() or not of_weights.any()
 
     @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)
@@ -122,7 +122,8 @@ class TestOperators:
         sources = [*drawn(2, 3, stacked, WIDTH, dtype=dtype).unbind(-2), *states(N - stacked, dtype=dtype)]
         weights, scores = weights_of(kind, 2, N), drawn(2, N, 3, 2).permute(0, 2, 3, 1) if scored else None
         checked(operators.several, sources, weights, scores, stacked > 0)
-        checked(operators.several_backward, states(2, dtype=dtype), sources, weights, scores, stacked)
+        checked(operators.several_backward, states(2, dtype=dtype), sources, weights, scores, stacked, [])
+        checked(operators.several_backward, states(2, dtype=dtype), sources, weights, scores, stacked, sources)
 
     @pytest.mark.parametrize(("kind", "scored"), [*WEIGHTED, ("none", False)])
     @pytest.mark.parametrize("norm", ["rms", "layer", None])

@@ -138,7 +138,7 @@ def test_sources_of_the_block_variant() -> None:
         numbers = [f"{source[0] / 10:.0f}" for source in opened[: len(sources.split())]]
         assert " ".join(numbers) == sources
         assert len(opened) == (2 if t > 1 else 1) * len(numbers)
-        assert t == 1 or opened[-1].shape[-1] == 8 + 2 - t  # scores of the newest source: of the reads left
+        assert t == 1 or opened[-1].shape[-1] == 8 + 1 - t  # scores of the newest source: of the reads left
         states = topology.write(opened, queries, t, fs[t]) if t < 8 else states
 
 
@@ -222,8 +222,8 @@ def test_every_query_learns_at_once(topology: AttnRes, zero: bool, optimizer: ty
 
 def test_each_source_is_normed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Tensor] = []
-    scored = attnres.project_normed
-    monkeypatch.setattr(attnres, "project_normed", lambda x, w: calls.append(x) or scored(x, w))
+    scored = attnres.read_off
+    monkeypatch.setattr(attnres, "read_off", lambda x, w, eps: calls.append(x) or scored(x, w, eps))
     run(AttnRes(), weights_of(AttnRes(), torch.randn(6, WIDTH)), torch.randn(2, WIDTH), net(6))
     assert len(calls) == 7
 

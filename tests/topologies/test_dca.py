@@ -41,7 +41,8 @@ def test_grn_v3_equals_the_package() -> None:
     states = begin(topology, increments[0], weights)
     for t in range(1, DEPTH + 1):
         want = grns[t - 1](increments[:t])
-        torch.testing.assert_close(materialize(topology.read(states, weights, t)[0]), want, rtol=1e-6, atol=1e-6)
+        value, states = topology.read(states, weights, t)
+        torch.testing.assert_close(materialize(value), want, rtol=1e-6, atol=1e-6)
         states = topology.write(states, weights, t, increments[t])
     want = grns[DEPTH](increments)
     torch.testing.assert_close(topology.finish(states, weights, dims), want, rtol=1e-6, atol=1e-6)
@@ -64,7 +65,7 @@ def run(topology: DCA, parameters: dict[str, Tensor], model: DCAGPT, ids: Tensor
     weights = topology.weights(parameters, dims)
     states = begin(topology, model.token_emb(ids), weights)
     for t, block in enumerate(model.dca_blocks, start=1):
-        ways = topology.read(states, weights, t)[0]
+        ways, states = topology.read(states, weights, t)
         assert isinstance(ways, QKVInputs)
         attention = block.attn(ways.q, ways.k, ways.v)
         feed_forward = block.ff(block.pre_ff_norm(ways.residual + attention))

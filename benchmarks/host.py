@@ -1,0 +1,241 @@
+"""Host time of connections in eager mode: what Python, autograd and launchers cost, without a GPU.
+
+    python benchmarks/host.py [--json FILE] [--units N] [--rounds N] [topology ..]
+
+Kernels are compiled for a GPU and started by Triton's own launcher, on a driver that does nothing (a small library in
+place of libcuda, built with `cc`). Tensors are tiny and on the CPU, so that the operations of torch cost what calling
+them costs. A unit is one block of a trunk, with a branch that costs next to nothing, or two sublayers of a topology
+that reads at each; beside it, in the same rounds, runs the plain trunk, ``x = x + branch(x)``. What is reported is the
+processor's time of the fastest of rounds that take turns, and ratios: other programs on the machine slow both down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.backends.nvidia import driver as nvidia
+
+from passes import CASES, Branch, run
+from rewire.kernels import MixSpec, grid, operators, traffic
+from rewire.topologies.base import Dims
+from rewire.topologies.registry import named_topology
+
+ROWS, COLS, DTYPE = 4, 128, torch.bfloat16
+TARGET = GPUTarget("cuda", 90, 32)
+
+#: What the launcher calls of the driver; all else only has to be there.
+STUB = """
+#include <stdint.h>
+int cuCtxGetCurrent(void **context) { *context = (void *)1; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = 1 << 18; return 0; }
+int cuFuncGetAttribute(int *value, int attribute, void *function) { *value = attribute ? 0 : 1024; return 0; }
+int cuModuleGetFunction(void **function, void *module, const char *name) { *function = (void *)1; return 0; }
+int cuPointerGetAttribute(uint64_t *value, int attribute, uint64_t pointer) { *value = pointer; return 0; }
+int64_t launches = 0;
+int cuLaunchKernelEx(void *config, void *function, void **parameters, void **extra) { ++launches; return 0; }
+"""
+REST = (
+    "cuGetErrorString cuDeviceGet cuDevicePrimaryCtxRetain cuCtxSetCurrent cuModuleLoadData cuFuncSetCacheConfig "
+    "cuFuncSetAttribute cuCtxGetLimit cuCtxSetLimit cuTensorMapEncodeTiled cuTensorMapEncodeIm2col cuDriverGetVersion "
+    "cuOccupancyMaxActiveClusters"
+)
+
+
+class Driver(DriverBase):
+    """NVIDIA's, of a GPU that is not there."""
+
+    def __init__(self) -> None:
+        self.utils, self.launcher_cls = nvidia.CudaUtils(), nvidia.CudaLauncher
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return nvidia.ty_to_cpp(ty)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def stub_driver() -> Iterator[ctypes.c_int64]:
+    """Triton's launcher starts kernels on nothing; how many is counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "libcuda.so.1")
+        text = STUB + "".join(f"int {name}() {{ return 0; }}\n" for name in REST.split())
+        build = ["cc", "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c", "-", "-o", str(library)]
+        subprocess.run(build, input=text, text=True, check=True)
+        Path(folder, "libcuda.so").symlink_to(library)
+        loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        nvidia.library_dirs.cache_clear()
+        with mock.patch.object(triton.knobs.nvidia, "libcuda_path", folder):
+            triton.runtime.driver.set_active(Driver())
+        yield ctypes.c_int64.in_dll(loaded, "launches")
+
+
+def trunk(case: str | None, units: int) -> Callable[[], tuple[float, float]]:
+    """A step of a trunk, which returns seconds of forward and of backward; without a topology that of plain adds."""
+    leaf = torch.zeros(1, ROWS, COLS, dtype=DTYPE, requires_grad=True)
+    grad = torch.zeros_like(leaf)
+    if case is None:
+
+        def forward() -> Tensor:
+            x = leaf
+            for _ in range(units):
+                x = x + Branch.apply(x)
+            return x
+    else:
+        name, options, depth = CASES[case]
+        dims = Dims(units * depth // 24, COLS, frozenset(range(1, units * depth // 24 + 1)))
+        topology = named_topology(name, options).for_start("preserve")
+        parameters = {key: value.requires_grad_() for key, value in topology.parameters(dims, "preserve").items()}
+        known = parameters | topology.constants(dims)
+
+        def forward() -> Tensor:
+            return run(topology, topology.weights(known, dims), dims, leaf)
+
+    def step() -> tuple[float, float]:
+        start = time.thread_time()
+        out = forward()
+        middle = time.thread_time()
+        out.backward(grad)
+        return middle - start, time.thread_time() - middle
+
+    return step
+
+
+def trunks(cases: list[str], units: int, rounds: int, launches: ctypes.c_int64) -> list[dict[str, Any]]:
+    steps = {"plain adds": trunk(None, units)} | {case: trunk(case, units) for case in cases}
+    started = {}
+    for case, step in steps.items():
+        for _ in range(3):
+            before = launches.value
+            step()
+            started[case] = (launches.value - before) / units
+    times: dict[str, list[tuple[float, float]]] = {case: [] for case in steps}
+    gc.disable()
+    for _ in range(rounds):
+        for case, step in steps.items():
+            times[case].append(step())
+        gc.collect()
+    gc.enable()
+    rows = []
+    for case, found in times.items():
+        forward, backward = (1e6 / units * min(one) for one in zip(*found, strict=True))
+        both = 1e6 / units * min(map(sum, found))
+        plain = both / (1e6 / units * min(map(sum, times["plain adds"])))
+        rows.append(
+            {"trunk": case, "forward us": forward, "backward us": backward, "us": both, "over plain adds": plain}
+            | {"kernels": started[case]}
+        )
+    return rows
+
+
+def mixes(rounds: int) -> list[dict[str, Any]]:
+    """Single operators beside Triton's launcher of the kernel that they start, compiled: us of the fastest round."""
+    rows = []
+    for n in (4, 8, 16):
+        sources = [torch.zeros(1, ROWS, COLS, dtype=DTYPE) for _ in range(n)]
+        weights, x = torch.ones(n), sources[0]
+        cases: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+            "mix": (partial(operators.mix, sources, weights, [], [x], None, DTYPE), launcher(MixSpec(n, added=1), x)),
+            "mix_backward": (
+                partial(operators.mix_backward, x, sources, weights, []),
+                launcher(MixSpec(n), x, backward=True),
+            ),
+            "gather": (
+                partial(operators.gather, sources, [x], weights[None], []),
+                launcher(MixSpec(n, probe=True), x),
+            ),
+        }
+        for name, (call, raw) in cases.items():
+            times = [(timed(call), timed(raw)) for _ in range(3 + rounds)][3:]
+            ours, theirs = (1e6 * min(one) for one in zip(*times, strict=True))
+            rows.append({"operator": name, "sources": n, "us": ours, "launcher us": theirs, "beyond us": ours - theirs})
+    return rows
+
+
+def launcher(spec: MixSpec, x: Tensor, backward: bool = False) -> Callable[[], object]:
+    """Triton's launcher of one kernel, compiled, on tensors like ``x``."""
+    (launch,) = traffic.plan(spec, *x.shape[-2:], x.dtype, backward)
+    real = {name: on_cpu(value) for name, value in launch.arguments.items()}
+    kernel = grid.kernel(spec, backward)
+    assert launch.grid is not None
+    constants = grid.constants(launch.grid)
+    programs = (launch.grid.row_programs, launch.grid.col_programs, 1)
+    compiled = kernel[programs](**real, **constants)
+    every = real | constants
+    arguments = [every[name] for name in kernel.arg_names]
+    runner = compiled[programs]
+    return lambda: runner(*arguments)
+
+
+def on_cpu(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(on_cpu, value))
+    return torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else value
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.thread_time()
+    for _ in range(20):
+        call()
+    return (time.thread_time() - start) / 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("topologies", nargs="*", default=list(CASES))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--units", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=40)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with stub_driver() as launches, mock.patch.object(operators, "INTERPRETED", True):
+        single = mixes(arguments.rounds)
+        whole = trunks(arguments.topologies, arguments.units, arguments.rounds, launches)
+    for rows in (single, whole):
+        table = Table(*rows[0])
+        for row in rows:
+            table.add_row(*(f"{x:.1f}" if isinstance(x, float) else str(x) for x in row.values()))
+        Console(width=120).print(table)
+    if arguments.json:
+        about = {"torch": torch.__version__, "triton": triton.__version__, "units": arguments.units}
+        about |= {"rows": ROWS, "cols": COLS, "dtype": str(DTYPE), "rounds": arguments.rounds}
+        arguments.json.write_text(json.dumps(about | {"operators": single, "trunks": whole}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""States that all later reads mix with weights of which a part is computed from the state itself (GRN-v3, DCA).
+
+Read t weighs state i with ``b_ti + relu(w_t . x_i)``. All that these weights depend on is known when the state is: it
+is projected once, for all reads to come, and its claims (see `history`) are weighted with both parts. Backward is one
+pass over the state and the gradients of its reads, and one of the projection, which adds up with it:
+
+    dx_i = sum_t (b_ti + s_ti) g_t + sum_t ds_ti w_t        ds_ti = <x_i, g_t> where s_ti is not clamped, for each token
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewire.kernels import operators, plain
+from rewire.kernels.history import History, parts
+from rewire.kernels.mix import Mix, gradients, left_to_autograd, pending_mix
+from rewire.kernels.several import mixes
+from rewire.kernels.spec import MAX_OUTPUTS
+from rewire.kernels.tokens import outside_autocast, project
+
+
+class ScoredTable:
+    """Weights of reads in turn: read t = 1, 2, .. is of the t states so far, in one way or several.
+
+    Args:
+        flat: b, float32 [K] or [K, D]: for each read in turn, for each of its ways, one entry for each of its states.
+        queries: w, float32 [S, D]: one row for each way of each read.
+        ways: of each read in turn.
+
+    Attributes:
+        rows: of each read, [ways, t] or [ways, t, D].
+        constants: the same, detached.
+        columns: of each state, b of the mixes that read it, [m] or [m, D]. A mix is one way of a read.
+        queries: of each state, w of these mixes, [D, m].
+        first: of each read, the number of its first mix.
+        sources: that a mix reads, on average.
+        block: mixes that kernels begin together: none.
+    """
+
+    block = 0
+
+    def __init__(self, flat: Tensor, queries: Tensor, ways: Sequence[int]) -> None:
+        self.first = [0, *itertools.accumulate(ways)]
+        counts = [way * t for t, way in enumerate(ways, start=1)]
+        rows = parts(flat, counts)
+        self.rows = [row.unflatten(0, (way, -1)) for row, way in zip(rows, ways, strict=True)]
+        self.constants = [row.detach() for row in self.rows]
+        self.columns = parts(
+            flat.index_select(0, _by_state(ways, flat.device)), [sum(ways[i:]) for i in range(len(ways))]
+        )
+        self.queries = [queries[first:].T for first in self.first[:-1]]
+        self.sources = sum(counts) / sum(ways)
+
+
+def _by_state(ways: Sequence[int], device: torch.device) -> Tensor:
+    """Where the entries of each state in turn are in the flat weights; made on the device, of no list."""
+    reads, runs = 1, list[Tensor]()
+    for way, run in itertools.groupby(ways):
+        length = len(list(run))
+        runs.append(torch.arange(reads, reads + length, device=device).repeat_interleave(way))
+        reads += length
+    sizes = torch.cat(runs)  # of each mix, how many states it reads
+    states = torch.arange(len(ways), device=device)
+    reading = (sizes > states.unsqueeze(1)).sum(1)  # of each state, how many mixes read it
+    entries = sum(way * t for t, way in enumerate(ways, start=1))  # known here: a GPU need not be waited for
+    state = torch.repeat_interleave(states, reading, output_size=entries)
+    mix = len(sizes) - (reading.cumsum(0)[state] - torch.arange(entries, device=device))
+    return (sizes.cumsum(0) - sizes)[mix] + state
+
+
+class ScoredHistory(History):
+    """The states of a trunk so far, each with the scores of its later reads. Immutable.
+
+    Attributes:
+        scores: of each state those of the mixes that read it, [..., m]; as constants, where the state has claims.
+    """
+
+    __slots__ = ("scores",)
+
+    table: ScoredTable  # type: ignore[assignment]
+    claims: tuple[tuple[Tensor, ...], ...] | None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        table: Any,
+        states: tuple[Tensor, ...] = (),
+        values: tuple[Tensor, ...] = (),
+        claims: tuple[Any, ...] | None = (),
+        scores: tuple[Tensor, ...] = (),
+    ) -> None:
+        super().__init__(table, states, values, claims)
+        self.scores = scores
+
+    def push(self, x: Tensor, begin: bool = True) -> ScoredHistory:
+        """The history with a further state: see `History.push`. No sums are begun."""
+        table, number = self.table, len(self.states)
+        states = (*self.states, x)
+        if self.claims is None or left_to_autograd(x, table.sources) or x.shape != states[0].shape:
+            known = self.scores if self.claims is None else ()
+            scores = (*known, *(self._scores(i, states[i]) for i in range(len(known), len(states))))
+            return ScoredHistory(table, states, (), None, scores)
+        with outside_autocast(x.device):
+            *claims, x, scores = _Claims.apply(table.columns[number], table.queries[number], x)
+        return ScoredHistory(
+            table, (*self.states, x), (*self.values, x.detach()), (*self.claims, tuple(claims)), (*self.scores, scores)
+        )
+
+    def read(self, number: int) -> Sequence[Tensor | Mix]:
+        """The mixes of read ``number``, from 0."""
+        table, first = self.table, self.table.first[number]
+        rows, places = table.rows[number], [first - table.first[i] for i in range(number + 1)]
+        ways = range(len(rows))
+        scores = [[s.narrow(-1, k + way, 1) for s, k in zip(self.scores, places, strict=True)] for way in ways]
+        if self.claims is None:
+            if len(rows) == 1:
+                return [pending_mix(self.states, rows[0], scores=scores[0])]
+            return mixes(self.states, rows, torch.stack([torch.cat(way, -1) for way in scores], -2))[0]
+        rows = table.constants[number]
+        claims = [tuple(of[k + way] for of, k in zip(self.claims, places, strict=True)) for way in ways]
+        found = [Mix(self.values, rows[way], tuple(scores[way]), (), claims[way]) for way in ways]
+        if len(rows) == 1 or len(rows) > MAX_OUTPUTS or not operators.uses_kernels(self.values[0]):
+            return found
+        of_all = torch.stack([torch.cat(way, -1) for way in scores], -2)
+        return _Claiming.apply(self.values, rows, of_all, len(claims[0]), *itertools.chain.from_iterable(claims))
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> ScoredHistory:
+        states = tuple(map(view, self.states))
+        return ScoredHistory(self.table, states, (), None, tuple(itertools.starmap(self._scores, enumerate(states))))
+
+    def _scores(self, number: int, x: Tensor) -> Tensor:
+        return _clamped(project(x, self.table.queries[number]))
+
+
+def _clamped(products: Tensor) -> Tensor:
+    return products.clamp(min=0)  # not relu: the derivative of clamp is 1 at 0, where all scores start
+
+
+class _Claims(torch.autograd.Function):
+    """Claims of m later mixes on a state, the state itself, whose gradient joins the sum, and its scores.
+
+    ``column`` is [m] or [m, D], ``queries`` [D, m].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, column: Tensor, queries: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        products = operators.project(x, queries, None)[0] if operators.uses_kernels(x) else project(x, queries)
+        scores = _clamped(products)
+        ctx.save_for_backward(column, queries, x, products)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(scores)
+        shape = (len(column), *x.shape)
+        claims = x.new_empty_strided(shape, [0] * len(shape)).unbind()  # one element
+        return (*claims, x.view_as(x), scores)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        column, queries, x, products = ctx.saved_tensors
+        *of_mixes, other, _ = grads
+        like = next((grad for grad in of_mixes if grad is not None), None)
+        if like is None:
+            return None, None, other
+        given = [torch.zeros_like(like) if grad is None else grad for grad in of_mixes]
+        added = [] if other is None else [other]
+        if torch.is_grad_enabled():  # with create_graph=True
+            return _differentiable(given, x, column, queries, added)
+        scores = _clamped(products)
+        by_kernels = operators.uses_kernels(x)
+        if by_kernels:
+            dx, dots, of_scores = operators.gather(given, [x], column.unsqueeze(0), added, scores)
+        else:
+            dx, dots, of_scores = _gathered(given, x, column, scores, added)
+        of_scores = torch.where(products >= 0, of_scores, 0.0)
+        if by_kernels:
+            dx, of_queries = operators.project_backward(of_scores, x, queries, products, products.new_empty(0), dx)
+            return dots.squeeze(0), of_queries.T, dx
+        precise = x.to(of_scores.dtype)
+        dx = (dx + of_scores @ queries.to(of_scores.dtype).T).to(x.dtype)
+        of_queries = precise.flatten(0, -2).T @ of_scores.flatten(0, -2)
+        return dots, of_queries.to(queries.dtype), dx
+
+
+def _gathered(
+    grads: Sequence[Tensor], x: Tensor, column: Tensor, scores: Tensor, added: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the operator `gather` computes for one state, in plain torch."""
+    dx = plain.combine(grads, column, added, scores.split(1, -1))
+    by_channel, by_token = list[Tensor](), list[Tensor]()
+    for g in grads:
+        product = g.to(scores.dtype) * x
+        by_token.append(product.sum(-1, keepdim=True))
+        by_channel.append(product.flatten(0, -2).sum(0) if column.dim() == 2 else by_token[-1].sum())
+    return dx, torch.stack(by_channel).to(column.dtype), torch.cat(by_token, -1)
+
+
+def _differentiable(
+    grads: Sequence[Tensor], x: Tensor, column: Tensor, queries: Tensor, added: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The gradients by operations that autograd knows."""
+
+    def terms(column: Tensor, queries: Tensor, x: Tensor) -> Tensor:
+        by_channel = column if column.dim() == 2 else column.unsqueeze(-1)
+        return (_clamped(project(x, queries)).unsqueeze(-1) + by_channel) * x.unsqueeze(-2)  # [..., m, D]
+
+    precise = torch.promote_types(x.dtype, torch.float32)
+    *found, of_x = gradients(terms, (column, queries, x), torch.stack(list(grads), -2).to(precise))
+    return (*found, None if of_x is None else functools.reduce(torch.add, added, of_x))
+
+
+class _Claiming(torch.autograd.Function):
+    """Several mixes of states in one pass, all of whose gradients are those of their claims.
+
+    Claims are those of the first mix, of the second, .., n each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Sequence[Tensor], rows: Tensor, scores: Tensor, n: int, *claims: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.n = n
+        ctx.set_materialize_grads(False)
+        return tuple(operators.several(values, rows, scores, False))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, None, None, *(grad for grad in grads for _ in range(ctx.n)))

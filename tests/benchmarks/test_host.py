@@ -1,0 +1,30 @@
+"""Host time: the script runs, on Triton's own launcher and a driver that does nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")]
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_kernels_are_started(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "host.py"), "ancre-ingoing", "--units", "2", "--rounds", "1"]
+    environment = {**os.environ, "REWIRE_CACHE_DIR": str(tmp_path / "kernels")}
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "host.json")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads((tmp_path / "host.json").read_text())
+    plain, ancre = report["trunks"]
+    assert (plain["kernels"], ancre["kernels"]) == (0, 2)  # two sums, and the gradients of two states
+    assert {row["operator"] for row in report["operators"]} == {"mix", "mix_backward", "gather"}
+    assert all(row["launcher us"] > 0 for row in report["operators"])

@@ -1,0 +1,247 @@
+"""Plans: made once for tensors of given layouts, and started directly from then on."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rewire.kernels import arguments, grid, launch, operators
+from rewire.kernels.spec import MixSpec
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def no_plans() -> Iterator[None]:
+    launch.forget()
+    yield
+    launch.forget()
+
+
+class Compiled:
+    """What Triton returns of a kernel: a launcher for each grid."""
+
+    def __init__(self, calls: list[tuple[str, Any]]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, programs: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: self.calls.append(("directly", args))
+
+
+class Function:
+    """A kernel before it is compiled."""
+
+    def __init__(self, names: list[str], calls: list[tuple[str, Any]]) -> None:
+        self.arg_names, self.calls = names, calls
+
+    def __getitem__(self, programs: tuple[int, ...]) -> Callable[..., Compiled]:
+        def start(**arguments: Any) -> Compiled:
+            self.calls.append(("by Triton", arguments))
+            return Compiled(self.calls)
+
+        return start
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """How kernels were started, and with what."""
+    found: list[tuple[str, Any]] = []
+    names = ["sources", "source_strides", "weights", "added", "added_strides", "mixes", "mix_strides", "rows", "COLS"]
+    function = Function([*names, "BLOCK_ROWS", "BLOCK_COLS"], found)
+    monkeypatch.setattr(grid, "kernel", lambda spec, backward: function)
+    return found
+
+
+def mixed(xs: list[Tensor], f: Tensor) -> Tensor:
+    (result,) = launch.mix_forward(MixSpec(len(xs), added=1), xs, torch.ones(len(xs)), added=[f]).mixes
+    return result
+
+
+def states(count: int, *shape: int, dtype: torch.dtype = BF16) -> list[Tensor]:
+    return [torch.zeros(*shape, dtype=dtype) for _ in range(count)]
+
+
+def test_the_second_launch_goes_without_triton(calls: list[tuple[str, Any]]) -> None:
+    """With the pointers of its own tensors, in the order of the parameters."""
+    for _ in range(3):
+        *xs, f = states(3, 2, 5, 32)
+        weights = torch.ones(2)
+        (result,) = launch.mix_forward(MixSpec(2, added=1), xs, weights, added=[f]).mixes
+    assert [way for way, _ in calls] == ["by Triton", "directly", "directly"]
+    pointers = [x.data_ptr() for x in (*xs, weights, f, result)]
+    first, arguments = calls[0][1], calls[-1][1]
+    assert arguments[:7] == (
+        (pointers[0], pointers[1]), (32, 32), pointers[2], (pointers[3],), (32,), (pointers[4],), (32,),
+    )  # fmt: skip
+    assert arguments[7:] == (10, 32, first["BLOCK_ROWS"], first["BLOCK_COLS"])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: states(3, 2, 6, 32),
+        lambda: states(3, 10, 32),
+        lambda: states(3, 2, 5, 64),
+        lambda: states(4, 2, 5, 32),
+        lambda: states(3, 2, 5, 32, dtype=torch.float32),
+        lambda: [*states(2, 2, 5, 32), *states(1, 2, 5, 32, dtype=torch.float16)],
+        lambda: [x[..., :32] for x in states(3, 2, 5, 64)],
+        lambda: [*states(2, 2, 5, 32), torch.zeros(32, dtype=BF16).expand(2, 5, 32)],
+    ],
+)
+def test_another_layout_is_another_plan(other: Callable[[], list[Tensor]], calls: list[tuple[str, Any]]) -> None:
+    for make in (lambda: states(3, 2, 5, 32), other, lambda: states(3, 2, 5, 32), other):
+        *xs, f = make()
+        result = mixed(xs, f)
+        assert result.shape == f.shape and result.is_contiguous()
+        assert result.dtype == torch.promote_types(xs[0].dtype, f.dtype)
+        found = calls[-1][1]
+        strides, rows = (found["source_strides"], found["rows"]) if isinstance(found, dict) else (found[1], found[7])
+        assert strides == tuple(arguments.row_stride(x.shape, x.stride()) for x in xs)
+        assert rows == math.prod(f.shape[:-1])
+    assert [way for way, _ in calls] == ["by Triton", "by Triton", "directly", "directly"]
+
+
+def test_triton_is_asked_again_for_pointers_that_are_aligned_otherwise(calls: list[tuple[str, Any]]) -> None:
+    """It compiles 16-byte loads for pointers that are multiples of 16."""
+    *xs, f = states(3, 5, 32)
+    apart = [torch.zeros(5 * 32 + 1, dtype=BF16)[1:].view(5, 32) for _ in range(2)]
+    for sources in (xs, apart, xs, apart, [xs[0], apart[0]], [xs[0], apart[0]]):
+        mixed(sources, f)
+    assert [way for way, _ in calls] == ["by Triton"] * 2 + ["directly"] * 2 + ["by Triton", "directly"]
+
+
+def test_what_gets_a_gradient_is_no_part_of_a_plan(calls: list[tuple[str, Any]]) -> None:
+    for wanted in (False, True):
+        *xs, f = (x.requires_grad_(wanted) for x in states(3, 5, 32))
+        with torch.no_grad():
+            assert not mixed(xs, f).requires_grad
+    assert [way for way, _ in calls] == ["by Triton", "directly"]
+
+
+def test_no_elements_start_nothing(calls: list[tuple[str, Any]]) -> None:
+    for _ in range(2):
+        assert mixed(states(2, 0, 32), *states(1, 0, 32)).shape == (0, 32)
+    assert not calls
+
+
+def test_what_does_not_fit_is_refused_every_time(calls: list[tuple[str, Any]]) -> None:
+    mixed(states(2, 5, 32), *states(1, 5, 32))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="one device"):
+            mixed([*states(1, 5, 32), torch.zeros(5, 32, dtype=BF16, device="meta")], *states(1, 5, 32))
+        with pytest.raises(ValueError, match="one shape"):
+            mixed(states(2, 5, 32), *states(1, 4, 32))
+        with pytest.raises(TypeError, match="float64"):
+            mixed(states(2, 5, 32), *states(1, 5, 32, dtype=torch.float64))
+    assert len(calls) == 1
+
+
+def test_the_oldest_plans_are_forgotten(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, Any]]) -> None:
+    monkeypatch.setattr(launch, "MOST_PLANS", 3)
+    for rows in (1, 2, 3, 1, 4, 1, 2):
+        mixed(states(2, rows, 32), *states(1, rows, 32))
+        assert len(launch._plans) <= 3
+    # Those of 1 and 2 rows go when there are four.
+    ways = ["by Triton"] * 3 + ["directly", "by Triton", "by Triton", "by Triton"]
+    assert [way for way, _ in calls] == ways
+
+
+def test_threads_share_plans(calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each starts kernels on its own tensors, while others make plans and plans are forgotten."""
+    monkeypatch.setattr(launch, "MOST_PLANS", 4)
+    wrong: list[BaseException] = []
+    started: dict[int, tuple[Any, ...]] = {}
+
+    class Own(Compiled):
+        def __getitem__(self, programs: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args: started.__setitem__(threading.get_ident(), args)
+
+    def start(**arguments: Any) -> Compiled:
+        found = [arguments[name] for name in ("sources", "added", "mixes")]
+        args = tuple(tuple(x.data_ptr() for x in tensors) for tensors in found)
+        started[threading.get_ident()] = (args[0], None, None, args[1], None, args[2], None, arguments["rows"])
+        return Own([])
+
+    function = grid.kernel(MixSpec(1), False)
+    monkeypatch.setattr(type(function), "__getitem__", lambda self, programs: start)
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(200):
+                rows = (number + turn) % 6 + 1
+                *xs, f = states(3, rows, 32)
+                result = mixed(xs, f)
+                args = started[threading.get_ident()]
+                assert args[0] == tuple(x.data_ptr() for x in xs)
+                assert (args[3], args[5]) == ((f.data_ptr(),), (result.data_ptr(),))
+                assert args[7] == rows and result.shape == (rows, 32)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_gradients_are_those_of_the_shapes_at_hand() -> None:
+    """On tensors without storage: nothing of an earlier plan is left in results."""
+    for rows, dtype in ((3, BF16), (7, torch.float32), (3, BF16), (3, torch.float32)):
+        x = torch.zeros(rows, 32, dtype=dtype, device="meta")
+        found = launch.mix_backward(MixSpec(18, "channel", True), [x], [x] * 18, torch.zeros(18, 32, device="meta"),
+                                    [torch.zeros(rows, 1, device="meta")] * 18)  # fmt: skip
+        assert {(y.shape, y.dtype) for y in found.sources} == {((rows, 32), dtype)}
+        assert found.weights is not None and found.weights.shape == (1, 18, 32)
+        assert found.scores is not None and found.scores.shape == (rows, 1, 18)
+
+
+@pytest.mark.parametrize("listened", [False, True])
+def test_operators_are_seen_where_somebody_listens(listened: bool, calls: list[tuple[str, Any]]) -> None:
+    seen: list[str] = []
+
+    class Listener(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    *xs, f = states(3, 5, 32)
+    weights = torch.ones(2)
+    if listened:
+        with Listener():
+            operators.mix(xs, weights, [], [f], None, BF16)
+    else:
+        operators.mix(xs, weights, [], [f], None, BF16)
+    assert ("rewire::mix" in seen) == listened and len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("x", "stride"),
+    [
+        (torch.zeros(2, 3, 8), 8),
+        (torch.zeros(2, 3, 16)[..., :8], 16),
+        (torch.zeros(8).expand(2, 3, 8), 0),
+        (torch.zeros(3, 2, 8).transpose(0, 1), None),
+        (torch.zeros(2, 8, 3).transpose(1, 2), None),
+        (torch.zeros(3, 1, 8)[:, 0], 8),
+        (torch.zeros(3, 300, 8)[:, 0], None),  # depends on the number of tokens
+        (torch.zeros(1, 300, 8)[:, 0], 8),
+        (torch.zeros(8), 8),
+        (torch.zeros(2, 3, 4).unbind(-1)[1].unsqueeze(-1), 4),
+        (torch.zeros(0, 3, 8), 8),
+    ],
+)
+def test_rows(x: Tensor, stride: int | None) -> None:
+    assert arguments.row_stride(x.shape, x.stride()) == stride
+    rows = arguments.as_rows(x)
+    assert rows.shape == (x.shape[:-1].numel(), x.shape[-1])
+    assert torch.equal(rows.reshape(-1), x.reshape(-1))
