@@ -128,16 +128,12 @@ def test_what_crosses(key: str, states: int, weights: int | None) -> None:
 def test_scores_of_attention_residuals_cross() -> None:
     model = worker.make("attnres", dtype=torch.float32)
     first, _ = parts_of(model, 2)
-    tokens, width, reads = (
-        worker.BATCH * worker.LENGTH,
-        worker.WIDTH,
-        8,
-    )  # two units a block; those of units 2..8, output
+    tokens, width = worker.BATCH * worker.LENGTH, worker.WIDTH
+    reads, done = 8, 3  # those of units 2..8 and the output's; two units a block
     sources = 2 * 2 + 1
-    scores = sum(reads - max(0, source - 1) for source in range(sources - 1))  # of the last there is none yet
-    assert (
-        sum(tensor.numel() for tensor in first(worker.tokens())) == tokens * (sources * width + scores) + reads * width
-    )
+    scores = (sources - 1) * (reads - done)  # of the last source there is none yet
+    sent = sum(tensor.numel() for tensor in first(worker.tokens()))
+    assert sent == tokens * (sources * width + scores) + reads * width
 
 
 def test_learned_weights_are_on_one_stage() -> None:

@@ -137,6 +137,13 @@ class Mix:
         )
 
 
+def under_transforms() -> bool:
+    """Whether functions of torch.func or forward-mode derivatives look on: they take no autograd functions of ours."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
 def left_to_autograd(x: Tensor, sources: float) -> bool:
     """Whether mixes of that many tensors like ``x`` are plain torch operations, for others to differentiate or compile.
 
@@ -149,8 +156,7 @@ def left_to_autograd(x: Tensor, sources: float) -> bool:
     return (
         type(x) not in (Tensor, nn.Parameter)  # tensors that stand for others
         or x.device.type not in ("cpu", "cuda")
-        or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func
-        or torch.autograd.forward_ad._current_level >= 0
+        or under_transforms()
         or torch._C._get_tracing_state() is not None  # torch.jit.trace
         or (sources * x.numel() < plain.WORTHWHILE and not operators.uses_kernels(x))
     )

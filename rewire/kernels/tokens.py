@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators
-from rewire.kernels.mix import gradients, left_to_autograd
+from rewire.kernels.mix import gradients, left_to_autograd, under_transforms
 
 #: Columns of a weight that one kernel takes.
 _MOST = 128
@@ -57,7 +57,10 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tenso
         if _fits_kernel(x, weight):
             scores, x = _ReadOff.apply(x, weight, eps)
             return scores, x
-        scores = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
+        if under_transforms():
+            scores = _Project.forward(x, weight) if eps is None else _ProjectNormed.forward(x, weight, eps)
+        else:
+            scores = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
         return scores, x
 
 

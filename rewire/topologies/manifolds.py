@@ -73,9 +73,12 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
         [..., n, n]: rows sum to 1, exactly for ``eps=0``; columns in the limit.
     """
     kernels = _kernels(logits, iterations)
-    return (
-        _normalised(logits, iterations, eps)[-1].exp() if kernels is None else kernels.forward(logits, iterations, eps)
-    )
+    return sinkhorn_steps(logits, iterations, eps) if kernels is None else kernels.forward(logits, iterations, eps)
+
+
+def sinkhorn_steps(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """`sinkhorn` as operations of torch, which any transformation can follow."""
+    return _normalised(logits, iterations, eps)[-1].exp()
 
 
 @torch.library.custom_op("rewire::sinkhorn_backward", mutates_args=())

@@ -9,10 +9,11 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from rewire.kernels.mix import under_transforms
 from rewire.kernels.tokens import read_off
 from rewire.topologies.base import Dims, Start, check_choice, check_count, no_preserving_start
 from rewire.topologies.hyper import Gates, ParallelStreams, Weights
-from rewire.topologies.manifolds import cayley, convex, permutations, sinkhorn
+from rewire.topologies.manifolds import cayley, convex, permutations, sinkhorn, sinkhorn_steps
 from rewire.topologies.registry import register_topology
 
 Residual = Literal["sinkhorn", "identity", "permutations", "cayley"]
@@ -187,7 +188,8 @@ class ManifoldHyperConnections(ParallelStreams):
             case "cayley":
                 return cayley(res, n)
             case _:
-                return sinkhorn(res.unflatten(-1, (n, n)), self.iterations, self.eps)
+                normalise = sinkhorn_steps if under_transforms() else sinkhorn
+                return normalise(res.unflatten(-1, (n, n)), self.iterations, self.eps)
 
     @property
     def _added(self) -> float:

@@ -234,7 +234,7 @@ def test_groups_longer_than_the_trunk_are_one_group(name: str, options: dict[str
 @pytest.mark.parametrize("size", [2, 3, 8])
 @each_topology
 def test_what_is_held_are_plain_tensors_and_few(name: str, options: dict[str, Any], size: int) -> None:
-    depth = 20
+    depth = WIDTH  # no state of scores of later reads has as many columns as a hidden state
     topology, dims = make_topology(name, {**options, "block": size}), dims_of(name, depth)
     weights = topology.weights({k: v.float() for k, v in drawn(topology, dims).items()}, dims)
     seen = []
