@@ -6,17 +6,31 @@ Names that are defined here take the place of the same names in `rewire.kernels`
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from rewire.kernels.history import parts
 from rewire.kernels.mix import _by_autograd, mix
+from rewire.kernels.tokens import _Project, _ProjectNormed, outside_autocast, project
 
 
 def uses_kernels(x: Tensor) -> bool:
     """Whether kernels compute sums of tensors like ``x``: there are none here."""
     return False
+
+
+def sinkhorn_kernels(logits: Tensor, iterations: int) -> Any:
+    """Kernels of Sinkhorn-Knopp: there are none here."""
+    return None
+
+
+def read_off(x: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tensor, Tensor]:
+    """``x @ weight`` in float32, with ``eps`` of the normed x; and ``x``."""
+    with outside_autocast(x.device):
+        return (_Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)), x
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,7 +104,64 @@ class History:
         return History(self.table, tuple(map(view, self.states)))
 
 
-def mixes(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None = None) -> list[Tensor]:
+class ScoredTable:
+    """Weights of reads in turn, of which a part is computed from each state: ``b_ti + relu(w_t . x_i)``.
+
+    Args:
+        flat: b, float32 [K] or [K, D]: for each read in turn, for each of its ways, one entry for each of its states.
+        queries: w, float32 [S, D]: one row for each way of each read.
+        ways: of each read in turn.
+
+    Attributes:
+        rows: of each read, [ways, t] or [ways, t, D].
+        queries: of each state, w of the mixes that read it, [D, m]. A mix is one way of a read.
+        first: of each read, the number of its first mix.
+    """
+
+    def __init__(self, flat: Tensor, queries: Tensor, ways: Sequence[int]) -> None:
+        self.first = [0, *itertools.accumulate(ways)]
+        rows = parts(flat, [way * t for t, way in enumerate(ways, start=1)])
+        self.rows = [row.unflatten(0, (way, -1)) for row, way in zip(rows, ways, strict=True)]
+        self.queries = [queries[first:].T for first in self.first[:-1]]
+
+
+class ScoredHistory(History):
+    """The states of a trunk so far, each with the scores of its later reads. Immutable."""
+
+    __slots__ = ("scores",)
+
+    table: ScoredTable  # type: ignore[assignment]
+
+    def __init__(self, table: Any, states: tuple[Tensor, ...] = (), scores: tuple[Tensor, ...] = ()) -> None:
+        super().__init__(table, states)
+        self.scores = scores
+
+    def push(self, x: Tensor) -> ScoredHistory:
+        """The history with a further state."""
+        # Not relu: the derivative of clamp is 1 at 0, where all scores start.
+        scores = project(x, self.table.queries[len(self.states)]).clamp(min=0)
+        return ScoredHistory(self.table, (*self.states, x), (*self.scores, scores))
+
+    def read(self, number: int) -> list[Mix]:
+        """The mixes of read ``number``, from 0."""
+        rows, first = self.table.rows[number], self.table.first
+        ways = [
+            tuple(s.narrow(-1, first[number] - first[i] + way, 1) for i, s in enumerate(self.scores))
+            for way in range(len(rows))
+        ]
+        return [Mix(self.states, row, scores) for row, scores in zip(rows, ways, strict=True)]
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> ScoredHistory:
+        """The history in other dimensions."""
+        history = ScoredHistory(self.table)
+        for x in self.states:
+            history = history.push(view(x))
+        return history
+
+
+def mixes(
+    sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None = None
+) -> tuple[list[Tensor], Sequence[Tensor]]:
     """``y_m = sum_i (w_mi + s_mi) x_i`` for each m.
 
     Args:
@@ -99,12 +170,17 @@ def mixes(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | No
         scores: weights per token, float32 [..., M, N].
 
     Returns:
-        M of [..., D], rounded once, in the dtype of plain adds.
+        M of [..., D], rounded once, in the dtype of plain adds; and the sources.
     """
     outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
     of_all = [None] * outputs if weights is None else weights
     per_token = [None] * outputs if scores is None else [way.split(1, dim=-1) for way in scores.unbind(-2)]
-    return [mix(sources, w, scores=s) for w, s in zip(of_all, per_token, strict=True)]
+    return [mix(sources, w, scores=s) for w, s in zip(of_all, per_token, strict=True)], sources
+
+
+def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """`combine` without branches, and the streams."""
+    return combine(streams, weights), streams
 
 
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), write: Tensor | None = None) -> Tensor:

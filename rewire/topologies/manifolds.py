@@ -72,7 +72,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     Returns:
         [..., n, n]: rows sum to 1, exactly for ``eps=0``; columns in the limit.
     """
-    kernels = _kernels(logits, iterations)
+    kernels = operators.sinkhorn_kernels(logits, iterations)
     return sinkhorn_steps(logits, iterations, eps) if kernels is None else kernels.forward(logits, iterations, eps)
 
 
@@ -84,19 +84,10 @@ def sinkhorn_steps(logits: Tensor, iterations: int, eps: float) -> Tensor:
 @torch.library.custom_op("rewire::sinkhorn_backward", mutates_args=())
 def sinkhorn_backward(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
     """Gradient of the logits of `sinkhorn` from that of its result."""
-    kernels = _kernels(logits, iterations)
+    kernels = operators.sinkhorn_kernels(logits, iterations)
     if kernels is not None:
         return kernels.backward(grad, logits, iterations, eps)
     return _gradient(grad.contiguous(), logits, iterations, eps)  # in the layout that the fake promises
-
-
-def _kernels(logits: Tensor, iterations: int) -> Any:
-    """The module of the Triton kernels where they run and take such matrices."""
-    if not operators.uses_kernels(logits):
-        return None
-    from rewire.kernels import sinkhorn  # only where there is Triton
-
-    return sinkhorn if sinkhorn.fits(logits, iterations) else None
 
 
 def _gradient(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
