@@ -52,7 +52,7 @@ def checks(small: bool) -> list[ModelCheck]:
         ("grn-v3", "scores, channel, norm"),
         ("dca", "scores, channel, several"),
         ("muddformer", "scores, several"),
-        ("attnres", "scores, norm"),
+        ("attnres", "scores"),
         ("hc-static", "several"),
         ("hc-dynamic", "scores, several"),
         ("mhc", "scores, several"),

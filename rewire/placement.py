@@ -85,8 +85,9 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, groups: list[dist.ProcessGroup], *tensors: Tensor) -> tuple[Tensor, ...]:
+        # No views: a compiled block that hands one on makes it anew from the parameter, past this sum.
         ctx.groups = groups
-        return tuple(x.view_as(x) for x in tensors)
+        return tuple(x.clone() for x in tensors)
 
     @staticmethod
     @once_differentiable

@@ -114,7 +114,7 @@ class ScoredTable:
 
     Attributes:
         rows: of each read, [ways, t] or [ways, t, D].
-        queries: of each state, w of the mixes that read it, [D, m]. A mix is one way of a read.
+        queries: of each state, w of the mixes that read it, [m, D]. A mix is one way of a read.
         first: of each read, the number of its first mix.
     """
 
@@ -122,7 +122,7 @@ class ScoredTable:
         self.first = [0, *itertools.accumulate(ways)]
         rows = parts(flat, [way * t for t, way in enumerate(ways, start=1)])
         self.rows = [row.unflatten(0, (way, -1)) for row, way in zip(rows, ways, strict=True)]
-        self.queries = [queries[first:].T for first in self.first[:-1]]
+        self.queries = [queries[first:] for first in self.first[:-1]]
 
 
 class ScoredHistory(History):
@@ -139,7 +139,7 @@ class ScoredHistory(History):
     def push(self, x: Tensor) -> ScoredHistory:
         """The history with a further state."""
         # Not relu: the derivative of clamp is 1 at 0, where all scores start.
-        scores = project(x, self.table.queries[len(self.states)]).clamp(min=0)
+        scores = project(x, self.table.queries[len(self.states)].T).clamp(min=0)
         return ScoredHistory(self.table, (*self.states, x), (*self.scores, scores))
 
     def read(self, number: int) -> list[Mix]:

@@ -37,7 +37,7 @@ class ScoredTable:
         rows: of each read, [ways, t] or [ways, t, D].
         constants: the same, detached.
         columns: of each state, b of the mixes that read it, [m] or [m, D]. A mix is one way of a read.
-        queries: of each state, w of these mixes, [D, m].
+        queries: of each state, w of these mixes, [m, D].
         first: of each read, the number of its first mix.
         sources: that a mix reads, on average.
         block: mixes that kernels begin together: none.
@@ -54,13 +54,14 @@ class ScoredTable:
         self.columns = parts(
             flat.index_select(0, _by_state(ways, flat.device)), [sum(ways[i:]) for i in range(len(ways))]
         )
-        self.queries = [queries[first:].T for first in self.first[:-1]]
+        self.queries = [queries[first:] for first in self.first[:-1]]
         self.sources = sum(counts) / sum(ways)
 
 
 def _by_state(ways: Sequence[int], device: torch.device) -> Tensor:
     """Where the entries of each state in turn are in the flat weights; made on the device, of no list."""
-    reads, runs = 1, list[Tensor]()
+    reads = 1
+    runs: list[Tensor] = []  # not list[Tensor](), which Dynamo does not know
     for way, run in itertools.groupby(ways):
         length = len(list(run))
         runs.append(torch.arange(reads, reads + length, device=device).repeat_interleave(way))
@@ -106,7 +107,7 @@ class ScoredHistory(History):
             scores = (*known, *(self._scores(i, states[i]) for i in range(len(known), len(states))))
             return ScoredHistory(table, states, (), None, scores)
         with outside_autocast(x.device):
-            *claims, x, scores = _Claims.apply(table.columns[number], table.queries[number], x)
+            *claims, x, scores = _Claims.apply(table.columns[number], table.queries[number].T, x)
         return ScoredHistory(
             table, (*self.states, x), (*self.values, x.detach()), (*self.claims, tuple(claims)), (*self.scores, scores)
         )
@@ -134,7 +135,7 @@ class ScoredHistory(History):
         return ScoredHistory(self.table, states, (), None, tuple(itertools.starmap(self._scores, enumerate(states))))
 
     def _scores(self, number: int, x: Tensor) -> Tensor:
-        return _clamped(project(x, self.table.queries[number]))
+        return _clamped(project(x, self.table.queries[number].T))
 
 
 def _clamped(products: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def test_every_architecture_of_transformers(tmp_path: Path, monkeypatch: pytest.
         args, kwargs = example_inputs(model)
         folders.append(tmp_path / name)
         eject(mixed(model, "ancre-ingoing"), folders[-1], *args, **kwargs)
-    compare(folders, tolerance=1e-6)
+    compare(folders)
 
 
 TIMM = "vit_tiny_patch16_224 deit3_small_patch16_224 convnext_atto resnet18 seresnet33ts mixer_s16_224 efficientnet_b0"
