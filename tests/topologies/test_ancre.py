@@ -240,7 +240,9 @@ def test_bf16_states(kind: str) -> None:
     logits = learned(topology, depth)
     weights = topology.weights({"logits": logits}, Dims(depth))
     out = run(topology, weights, x, blocks)
-    assert {w.dtype for w in (weights.matrix, *weights.table.rows, *weights.table.near, *weights.table.later)} == {torch.float32}
+    assert {w.dtype for w in (weights.matrix, *weights.table.rows, *weights.table.near, *weights.table.later)} == {
+        torch.float32
+    }
     assert out.dtype == torch.bfloat16
     out.float().square().mean().backward()
     assert logits.grad is not None
