@@ -163,19 +163,22 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]
     return calls
 
 
+#: Bytes that backward of more than 64 columns spills; sm_90 nothing.
+SPILLED = {"sm_80": 248, "gfx942": 596}
+
+
 #: Of a state, [D, K]: dynamic hyper-connections, mHC (4 streams), GRN-v3 and DCA (24 blocks, 3 ways).
 @pytest.mark.parametrize(("width", "columns"), [(2048, 6), (8192, 24), (2048, 25), (2048, 50), (2048, 73)])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_projections(target: str, width: int, columns: int, started: list[tuple[Any, dict[str, Any]]]) -> None:
-    if columns > 64 and target != "sm_90":
-        pytest.skip("spills a few registers")
+    allowed = SPILLED.get(target, 0) if columns > 64 else 0
     exact = {"PRECISION": "ieee"} if target == "gfx942" else {}
     x, weight = torch.empty(256, width, dtype=BF16), torch.empty(columns, width).T
     scores, inverse = projection.forward(x, weight, 1e-6)
     projection.backward(torch.empty(256, columns), x, weight, scores, inverse, x)
     for kernel, arguments in started:
         done = specialised(kernel, arguments | exact, TARGETS[target])
-        assert usage(done, TARGETS[target]).spilled == 0
+        assert usage(done, TARGETS[target]).spilled <= allowed
         assert target == "gfx942" or re.search(r"ld\.global\.v4|cp\.async\.cg", done.asm["ptx"])
 
 
