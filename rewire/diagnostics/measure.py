@@ -121,7 +121,7 @@ def diagnose(
     if evaluate:
         copy.eval()
     _own_buffers(copy)
-    # Compiled parts run as they were written: what is observed is not seen to depend on what a compiled graph returns.
+    # Eager: what is recorded inside a compiled graph has no gradient from what the graph returns.
     with torch.enable_grad(), seeded(seed, copy), torch.compiler.set_stance("force_eager"):
         value = _loss(_called(copy, inputs, seed), loss, seed)
         reached = [record for record in records if record.runs and record.runs[0].output is not None]

@@ -6,7 +6,6 @@ Names that are defined here take the place of the same names in `rewire.kernels`
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from rewire.kernels.history import parts
 from rewire.kernels.mix import _by_autograd, mix
+from rewire.kernels.scored import ScoredTable
 from rewire.kernels.tokens import _Project, _ProjectNormed, outside_autocast, project
 
 
@@ -102,27 +102,6 @@ class History:
     def viewed(self, view: Callable[[Tensor], Tensor]) -> History:
         """The history in other dimensions."""
         return History(self.table, tuple(map(view, self.states)))
-
-
-class ScoredTable:
-    """Weights of reads in turn, of which a part is computed from each state: ``b_ti + relu(w_t . x_i)``.
-
-    Args:
-        flat: b, float32 [K] or [K, D]: for each read in turn, for each of its ways, one entry for each of its states.
-        queries: w, float32 [S, D]: one row for each way of each read.
-        ways: of each read in turn.
-
-    Attributes:
-        rows: of each read, [ways, t] or [ways, t, D].
-        queries: of each state, w of the mixes that read it, [m, D]. A mix is one way of a read.
-        first: of each read, the number of its first mix.
-    """
-
-    def __init__(self, flat: Tensor, queries: Tensor, ways: Sequence[int]) -> None:
-        self.first = [0, *itertools.accumulate(ways)]
-        rows = parts(flat, [way * t for t, way in enumerate(ways, start=1)])
-        self.rows = [row.unflatten(0, (way, -1)) for row, way in zip(rows, ways, strict=True)]
-        self.queries = [queries[first:] for first in self.first[:-1]]
 
 
 class ScoredHistory(History):
