@@ -8,14 +8,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from rewire.connection import CONNECTIONS, Connection, connections
 from rewire.errors import RewireError, UnsupportedCall, UnsupportedTopology
+from rewire.passes.captured import check_captured, copied
 from rewire.passes.checks import check_choices
 from rewire.passes.choose import assigned, check_names, chosen_topologies, layout_of
 from rewire.passes.find import Found, trunks_in
@@ -69,6 +72,8 @@ class Backend:
         granularity, start, trunks: as for `rewire.compile`.
         inner: the backend that the graphs are handed to: ``"inductor"`` or any that ``torch.compile`` knows.
         inner_options: for Inductor, its options: ``{"triton.cudagraphs": True}``.
+        validate: compare outputs and gradients of each rewired graph with those of the captured one, on the inputs of
+            the first call, before it is compiled.
         options: options of the named topology.
 
     Raises:
@@ -86,6 +91,7 @@ class Backend:
         trunks: Sequence[str] | None = None,
         inner: str = "inductor",
         inner_options: Mapping[str, Any] | None = None,
+        validate: bool = True,
         **options: Any,
     ) -> None:
         check_choices(granularity, start)
@@ -95,30 +101,30 @@ class Backend:
         if not self.topologies and (options or trunks is not None):
             raise TypeError(f"{sorted([*options, *['trunks'] * (trunks is not None)])} are for a topology: pass one.")
         self.granularity: Literal["auto", "block", "sublayer"] = granularity
-        self.start = start
+        self.start, self.validate = start, validate
         self.inner, self.inner_options = inner, dict(inner_options or {})
         self._connections = nn.ModuleDict()
         self._trunks: dict[str, Trunk] = {}
+        self._owners: dict[str, list[weakref.ref[nn.Parameter]]] = {}  # by trunk: parameters of the model
         self._seen: list[Trunk] = []  # found in any graph of the model that is being compiled
         self._break = ""  # the last graph break
         self.__name__ = "rewire"  # in messages of torch.compile
         self._report = BackendReport(0, Report(()), (), {})
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Backend:
+    def of(cls, options: dict[str, Any]) -> Backend:
         """The backend behind ``torch.compile(model, backend="rewire", options=options)``, for this very dict.
 
         Its keys are the arguments of `Backend`; keys with a dot in them (``"triton.cudagraphs"``) and others that
-        Inductor knows are options of Inductor.
+        Inductor knows are options of Inductor. The backend is kept in the dict itself, under ``"rewire"``, and lives as
+        long as that.
         """
-        for known, backend in _BY_OPTIONS:
-            if known is options:
-                return backend
-        own = {key: value for key, value in options.items() if key in _ARGUMENTS}
-        others = {key: value for key, value in options.items() if key not in _ARGUMENTS}
-        own["inner_options"] = {**own.get("inner_options", {}), **others}
-        backend = cls(**own)
-        _BY_OPTIONS.append((options, backend))
+        if _KEPT not in options:
+            own = {key: value for key, value in options.items() if key in _ARGUMENTS}
+            others = {key: value for key, value in options.items() if key not in _ARGUMENTS}
+            own["inner_options"] = {**own.get("inner_options", {}), **others}
+            options[_KEPT] = cls(**own)
+        backend: Backend = options[_KEPT]
         return backend
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -126,15 +132,16 @@ class Backend:
 
         Raises:
             UnsupportedCall: a graph break cuts a trunk, or a trunk differs from the one of that name in earlier graphs.
-            UnsupportedTopology, WidthMismatch: as `rewire.compile`.
+            UnsupportedTopology, WidthMismatch, ValidationMismatch: as `rewire.compile`.
         """
-        self._rewrite(graph)
+        rewired = self._rewrite(graph, example_inputs)
         _declare_parameters(graph)
+        compiled: Callable[..., Any]
         if self.inner == "inductor":
-            compiled: Callable[..., Any] = torch._inductor.compile(graph, list(example_inputs), self.inner_options)
-            return compiled
-        inner: Callable[..., Any] = torch._dynamo.lookup_backend(self.inner)(graph, example_inputs)  # type: ignore[arg-type]
-        return inner
+            compiled = torch._inductor.compile(graph, list(example_inputs), self.inner_options)
+        else:
+            compiled = torch._dynamo.lookup_backend(self.inner)(graph, example_inputs)  # type: ignore[arg-type]
+        return self._for_one_model(compiled, rewired, example_inputs)
 
     def rewrite(self, program: fx.GraphModule | torch.export.ExportedProgram, *inputs: Any) -> fx.GraphModule:
         """The module of an exported program, or a copy of a graph module, rewritten: to be run, trained or compiled.
@@ -146,14 +153,16 @@ class Backend:
             inputs: positional arguments for a graph module whose nodes do not know their shapes; without shapes no
                 width is known, and no sum is recognised.
         """
+        given: Sequence[Any] = inputs
         if isinstance(program, torch.export.ExportedProgram):
             graph: Any = program.module()
+            given = tree_leaves(program.example_inputs or ())
         else:
             memo = {id(tensor): tensor for tensor in (*program.parameters(), *program.buffers())}
             graph = copy.deepcopy(program, memo)
         if inputs:
             _propagate(graph, inputs)
-        self._rewrite(graph)
+        self._rewrite(graph, given)
         return graph
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -199,7 +208,9 @@ class Backend:
 
     # -- one graph -----------------------------------------------------------------------------------------------------
 
-    def _rewrite(self, graph: fx.GraphModule) -> None:
+    def _rewrite(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:
+        """Rewrite a graph in place, compare it on ``inputs`` with what it was, and return the names of its trunks."""
+        captured = copied(graph)
         found = _found(graph)
         rewired = []
         if self.topologies:
@@ -210,10 +221,15 @@ class Backend:
             for name, topology in chosen.items():
                 self._connect(graph, found.trunks[name], found.chains[name], topology)
                 rewired.append(found.trunks[name])
+            if rewired and self.validate and inputs:
+                graph.graph.lint()
+                graph.recompile()
+                check_captured(captured, graph, inputs, self.start)
         mixes, left = lower_mixes(graph.graph, graph)
         graph.graph.lint()
         graph.recompile()
         self._note(rewired, found.left, mixes, left)
+        return [trunk.name for trunk in rewired]
 
     def _check_names(self, graph: fx.GraphModule, trunks: Sequence[Trunk]) -> None:
         """Refuse names that no graph of the model has, once its last graph is there."""
@@ -274,6 +290,40 @@ class Backend:
                     "the whole model, or use rewire.compile, which does not depend on graphs."
                 )
 
+    def _for_one_model(
+        self, compiled: Callable[..., Any], trunks: Sequence[str], inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """``compiled``, for the model that the weights of these trunks belong to.
+
+        Its parameters are inputs of the graph, so that Dynamo would run it for other models of the same class, too.
+        """
+        first = next((n for n, value in enumerate(inputs) if isinstance(value, nn.Parameter)), None)
+        if first is None or not trunks:
+            return compiled
+        self._check_owner(trunks, inputs)
+        known = weakref.ref(inputs[first])
+
+        def run(*args: Any) -> Any:
+            nonlocal known
+            if args[first] is not known():
+                self._check_owner(trunks, args)
+                known = weakref.ref(args[first])
+            return compiled(*args)
+
+        return run
+
+    def _check_owner(self, trunks: Sequence[str], inputs: Sequence[Any]) -> None:
+        """Refuse a graph that has none of the parameters that earlier graphs with these trunks had."""
+        parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
+        for trunk in trunks:
+            owners = self._owners.get(trunk)
+            if owners and not any(owner() is parameter for parameter in parameters for owner in owners):
+                raise UnsupportedCall(
+                    f"this backend has connection weights for a trunk '{trunk}' already, and they belong to another "
+                    "model. Each model needs a Backend, or a dict of options, of its own."
+                )
+            self._owners[trunk] = [weakref.ref(parameter) for parameter in parameters]
+
     def _note(
         self, rewired: Sequence[Trunk], skipped: Sequence[LeftAlone], mixes: Sequence[LoweredMix], left: dict[str, str]
     ) -> None:
@@ -298,7 +348,7 @@ def by_name(
     graph: fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
-    options: Mapping[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """The backend ``"rewire"`` of ``torch.compile``: see `Backend.of` for its options.
@@ -313,9 +363,9 @@ def by_name(
 
 
 #: Arguments of `Backend`, as keys of the options of ``torch.compile``.
-_ARGUMENTS = {"topology", "granularity", "start", "trunks", "inner", "inner_options"}
-#: Backends that were made for the options of a call of ``torch.compile``, which hands on the dict that it was given.
-_BY_OPTIONS: list[tuple[Mapping[str, Any], Backend]] = []
+_ARGUMENTS = {"topology", "granularity", "start", "trunks", "inner", "inner_options", "validate"}
+#: Key of these options under which the backend that was made for them is kept.
+_KEPT = "rewire"
 
 
 def _found(graph: fx.GraphModule) -> Found:

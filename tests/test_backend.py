@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import rewire
 from rewire.backend import by_name
+from rewire.passes.flat import rewrite_chain
 from rewire.patterns.tiny import timm_model, tiny_model
 
 pytestmark = [
@@ -198,6 +202,76 @@ def test_trunks_mean_the_same_in_both(make: Callable[..., Any]) -> None:
         make(topology={"layers": "denseformer"}, trunks=["layers"])
 
 
+# -- validation -------------------------------------------------------------------------------------------------------
+
+
+class Normalised(Stack):
+    """With statistics that training changes, and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(WithDropPath)
+        self.norm = nn.BatchNorm1d(self.out.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x).flatten(0, -2))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_validation_leaves_no_trace(dynamic: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="rewire.validate")
+    model, outputs, state = Normalised().train(), [], []
+    before = copy.deepcopy(model.state_dict())
+    for validate in (False, True):
+        model.load_state_dict(before)
+        torch.manual_seed(0)
+        compiled = torch.compile(model, backend=backend(validate=validate), dynamic=dynamic)
+        outputs.append(compiled(vectors()))
+        state.append(copy.deepcopy(model.state_dict()))
+        assert all(p.grad is None for p in model.parameters())
+        torch._dynamo.reset()
+    assert_same(dict(enumerate(outputs)), {0: outputs[1], 1: outputs[0]}, 0)
+    assert_same(*state, 0)
+    runs = [record.getMessage() for record in caplog.records if "outputs and" in record.getMessage()]
+    assert len(runs) >= 2 and all("gradients agree" in run and "perturbed weights" in run for run in runs)
+
+
+@pytest.mark.parametrize("start", ["preserve", "paper"])
+def test_a_wrong_rewrite_is_refused(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(graph: torch.fx.Graph, chain: Any, opens: str) -> None:
+        rewrite_chain(graph, chain, opens)
+        (read, *_) = (node for node in graph.nodes if node.target == "write")
+        read.args = (read.args[0], read.args[0])  # a branch is forgotten
+
+    def doubled(graph: torch.fx.Graph, chain: Any, opens: str) -> None:
+        rewrite_chain(graph, chain, opens)
+        written = next(node for node in graph.nodes if node.target == "write")
+        with graph.inserting_before(written):
+            twice = graph.call_function(torch.mul, (written.args[1], 2))
+        written.args = (written.args[0], twice)
+
+    for rewrite in (wrong, doubled):
+        torch._dynamo.reset()
+        monkeypatch.setattr("rewire.backend.rewrite_chain", rewrite)
+        with pytest.raises(BackendCompilerFailed, match="graph as torch") as info:
+            torch.compile(Stack(PreNorm), backend=backend(start=start))(vectors())
+        assert isinstance(info.value.inner_exception, rewire.ValidationMismatch)
+    unchecked = backend(start=start, validate=False)
+    torch._dynamo.reset()
+    torch.compile(Stack(PreNorm), backend=unchecked)(vectors())
+
+
+def test_later_graphs_are_validated_when_the_weights_have_learned() -> None:
+    model, flat = Stack(PreNorm), backend()
+    compiled = torch.compile(model, backend=flat, dynamic=False)
+    compiled(vectors(length=7))
+    scrambled(next(flat.parameters()))
+    rewired = rewire.compile(model, "denseformer", validate=False)
+    for theirs, ours in zip(rewire.connections(rewired)["layers"].parameters(), flat.parameters(), strict=True):
+        theirs.data.copy_(ours.data)
+    torch.testing.assert_close(compiled(vectors(length=9)), rewired(vectors(length=9)))
+    assert flat.report.graphs == 2
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -301,7 +375,27 @@ def test_the_backend_by_name() -> None:
     compiled = torch.compile(model, backend="rewire", options=options)
     torch.testing.assert_close(compiled(vectors()), model(vectors()), atol=1e-5, rtol=1e-5)
     assert len(list(rewire.Backend.of(options).parameters())) == 1
-    assert rewire.Backend.of(options) is not rewire.Backend.of(dict(options))
+    assert rewire.Backend.of(options) is options["rewire"]
+
+
+def test_a_backend_by_options_is_freed_with_its_model() -> None:
+    options: dict[str, Any] = {"topology": "denseformer", "inner": "aot_eager"}
+    compiled = torch.compile(Stack(PreNorm), backend="rewire", options=options)
+    compiled(vectors())
+    made = weakref.ref(rewire.Backend.of(options))
+    del compiled, options
+    torch._dynamo.reset()
+    gc.collect()
+    assert made() is None
+
+
+def test_a_backend_is_for_one_model() -> None:
+    flat = backend()
+    torch.compile(Stack(PreNorm), backend=flat, dynamic=False)(vectors())
+    for length in (7, 9):  # the graph of the first model, and one of its own
+        with pytest.raises(Exception, match="they belong to another model") as info:
+            torch.compile(Stack(PreNorm), backend=flat, dynamic=False)(vectors(length=length))
+        assert isinstance(getattr(info.value, "inner_exception", info.value), rewire.UnsupportedCall)
 
 
 def test_options_that_are_not_ours_are_inductors() -> None:

@@ -101,12 +101,12 @@ def check(model: nn.Module, rewired: nn.Module, inputs: Inputs | None, start: St
         return
     rewired = shared(rewired)
     drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
-    compare(model, _with_plain_connections(rewired), inputs)
+    compare(model, with_plain_connections(rewired), inputs)
     if start == "preserve":
         compare(model, rewired, inputs, STARTS)
 
 
-def _with_plain_connections(rewired: nn.Module) -> nn.Module:
+def with_plain_connections(rewired: nn.Module) -> nn.Module:
     """A copy of a rewired model with plain residual connections for the learned ones; separate q/k/v inputs stay."""
     plain = shared(rewired)
     for connection in connections(plain).values():
