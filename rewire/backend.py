@@ -23,9 +23,9 @@ from rewire.passes.checks import check_choices
 from rewire.passes.choose import assigned, check_names, chosen_topologies, layout_of
 from rewire.passes.find import Found, trunks_in
 from rewire.passes.flat import rewrite_chain
+from rewire.passes.flat_attention import find_attention
 from rewire.passes.graphs import flow_of
 from rewire.passes.mixes import LoweredMix, lower_mixes
-from rewire.passes.streams import Chain
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
 from rewire.trunk import LeftAlone, Report, Trunk
@@ -219,7 +219,7 @@ class Backend:
             self._check_names(graph, trunks)
             self._check_whole(graph, found, chosen)
             for name, topology in chosen.items():
-                self._connect(graph, found.trunks[name], found.chains[name], topology)
+                self._connect(graph, found, name, topology)
                 rewired.append(found.trunks[name])
             if rewired and self.validate and inputs:
                 graph.graph.lint()
@@ -240,15 +240,15 @@ class Backend:
             if seen or reason is None:
                 check_names(self.topologies, seen)
 
-    def _connect(self, graph: fx.GraphModule, trunk: Trunk, chain: Chain, topology: Topology) -> None:
+    def _connect(self, graph: fx.GraphModule, found: Found, name: str, topology: Topology) -> None:
         """Let a trunk go through a stream that this backend's connection opens."""
-        key = trunk.name.replace(".", "_")
+        trunk, chain, key = found.trunks[name], found.chains[name], name.replace(".", "_")
         if key not in self._connections:
             layout = layout_of(trunk, topology, self.granularity)
-            if layout.dims.attention:
+            if layout.dims.attention and topology.separate_norms:
                 raise UnsupportedTopology(
-                    f"{type(topology).__name__} has separate q/k/v inputs, which this backend does not "
-                    "take apart in a flat graph: use rewire.compile, and torch.compile what it returns."
+                    "separate_norms=True gives a model more norms, and a flat graph has none that they could belong "
+                    "to: use rewire.compile, and torch.compile what it returns."
                 )
             self._connections[key] = Connection(layout, self.start, _device(graph))
             self._trunks[key] = trunk
@@ -258,9 +258,12 @@ class Backend:
                 "earlier one, and its connection weights belong to the whole. Layer dropping has to be off, and each "
                 "model needs a Backend of its own; rewire.compile does not depend on graphs."
             )
+        layout = connections(self._connections)[name].layout
+        adds = [number for number in range(len(chain.adds)) if layout.reads_qkv(number)]
+        attentions = {n: find_attention(found.flow, chain.adds[n], trunk.sites[n]) for n in adds}
         gate = f"{CONNECTIONS}.{key}"
         graph.add_submodule(gate, self._connections[key])  # what `rewrite_chain` calls
-        rewrite_chain(graph.graph, chain, gate)
+        rewrite_chain(graph.graph, chain, gate, attentions)
 
     def _check_whole(self, graph: fx.GraphModule, found: Found, chosen: Collection[str]) -> None:
         """Refuse trunks that go on outside this graph, as far as one graph of Dynamo's can tell."""

@@ -54,6 +54,17 @@ def scrambled(weights: nn.Parameter) -> None:
         weights.add_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(3)), alpha=0.1)
 
 
+class WithMultihead(PreNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ln_1(x)
+        x = x + self.attn(y, y, y, need_weights=False)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
 # -- residual adds -----------------------------------------------------------------------------------------------------
 
 VIT = {"depth": 3, "img_size": 32, "embed_dim": 32, "num_heads": 2}
@@ -61,6 +72,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]
     "llama": (lambda: tiny_model("llama"), (token_ids(),), {"use_cache": False}, "denseformer"),
     "vit": (lambda: timm_model("vit_tiny_patch16_224", **VIT), (images(size=32),), {}, "hc-dynamic"),
     "resnet": (lambda: tiny_model("resnet"), (images(size=32),), {}, "ancre-ingoing"),
+    "three projections": (lambda: tiny_model("llama"), (token_ids(),), {"use_cache": False}, "muddformer"),
+    "one for all, addmm": (lambda: tiny_model("gpt2"), (token_ids(),), {"use_cache": False}, "dca"),
+    "one for all, reshaped": (lambda: timm_model("vit_tiny_patch16_224", **VIT), (images(size=32),), {}, "dca"),
+    "nn.MultiheadAttention": (lambda: Stack(WithMultihead), (vectors(),), {}, "dca"),
 }
 
 
@@ -237,13 +252,13 @@ def test_validation_leaves_no_trace(dynamic: bool, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("start", ["preserve", "paper"])
 def test_a_wrong_rewrite_is_refused(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(graph: torch.fx.Graph, chain: Any, opens: str) -> None:
-        rewrite_chain(graph, chain, opens)
+    def wrong(graph: torch.fx.Graph, *args: Any) -> None:
+        rewrite_chain(graph, *args)
         (read, *_) = (node for node in graph.nodes if node.target == "write")
         read.args = (read.args[0], read.args[0])  # a branch is forgotten
 
-    def doubled(graph: torch.fx.Graph, chain: Any, opens: str) -> None:
-        rewrite_chain(graph, chain, opens)
+    def doubled(graph: torch.fx.Graph, *args: Any) -> None:
+        rewrite_chain(graph, *args)
         written = next(node for node in graph.nodes if node.target == "write")
         with graph.inserting_before(written):
             twice = graph.call_function(torch.mul, (written.args[1], 2))
@@ -351,9 +366,22 @@ def test_another_trunk_of_the_same_name_is_refused() -> None:
         compiled(vectors(), layers=2)
 
 
-def test_queries_keys_and_values_apart_are_refused() -> None:
-    with pytest.raises(BackendCompilerFailed, match="DCA has separate q/k/v inputs"):
-        torch.compile(Stack(PreNorm), backend=backend("dca", start="paper"))(vectors())
+class Unnamed(PreNorm):
+    """Its projections have no names that say what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def test_projections_without_usual_names_are_refused() -> None:
+    with pytest.raises(BackendCompilerFailed, match=r"'layers.0.attn' cannot have separate .* maps: layers.0.attn.0\)"):
+        torch.compile(Stack(Unnamed), backend=backend("dca", start="paper"))(vectors())
+
+
+def test_separate_norms_are_refused() -> None:
+    with pytest.raises(BackendCompilerFailed, match="separate_norms=True gives a model more norms"):
+        torch.compile(Stack(PreNorm), backend=backend("dca", start="paper", separate_norms=True))(vectors())
 
 
 def test_wrong_arguments() -> None:
@@ -415,12 +443,13 @@ def programs(model: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     }
 
 
+@pytest.mark.parametrize("topology", ["grn-v2", "dca"])
 @pytest.mark.parametrize("kind", ["exported", "symbolic"])
-def test_programs_are_rewritten(kind: str) -> None:
-    model, flat = Stack(PreNorm), backend("grn-v2", start="paper")
+def test_programs_are_rewritten(kind: str, topology: str) -> None:
+    model, flat = Stack(PreNorm), backend(topology, start="paper")
     program, inputs = programs(model)[kind]
     module = flat.rewrite(program, *inputs)
-    rewired = rewire.compile(model, "grn-v2", start="paper", validate=False)
+    rewired = rewire.compile(model, topology, start="paper", validate=False)
     torch.testing.assert_close(module(vectors()), rewired(vectors()), atol=1e-5, rtol=1e-5)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(vectors()), rewired(vectors()), atol=1e-5, rtol=1e-5)

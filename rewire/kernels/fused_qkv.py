@@ -52,7 +52,13 @@ def project_fused(
     if weight is None:
         features = [projection(x).unflatten(-1, (groups, -1)).split(sizes, -1)[n] for n, x in enumerate((q, k, v))]
         return torch.cat(features, dim=-1).flatten(-2)
-    bias: Tensor | None = projection.bias  # type: ignore[assignment]
+    return fused_linear(weight, projection.bias, groups, sizes, q, k, v)  # type: ignore[arg-type]
+
+
+def fused_linear(
+    weight: Tensor, bias: Tensor | None, groups: int, sizes: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """`project_fused` for a linear map of this weight [groups * sum(sizes), D] and bias [groups * sum(sizes)]."""
     weights = weight.unflatten(0, (groups, -1)).split(sizes, 1)  # each [groups, size, D]
     biases = (None,) * 3 if bias is None else bias.unflatten(0, (groups, -1)).split(sizes, 1)
     features = [_linear(x, w, b) for x, w, b in zip((q, k, v), weights, biases, strict=True)]

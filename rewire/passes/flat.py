@@ -1,25 +1,29 @@
 """Pass: rewrite a flat graph so that the residual adds of one trunk go through a stream.
 
-Only the residual adds change: ``x + f`` becomes ``stream.write(f)``, and what read ``x`` reads ``stream.value()``.
+Only the residual adds change: ``x + f`` becomes ``stream.write(f)``, and what read ``x`` reads ``stream.value()``; or
+the attentions' projections, parts of it.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 from torch import fx
 
 from rewire.passes.adds import Add
+from rewire.passes.flat_attention import Attention, separate
 from rewire.passes.streams import Chain
 
 
-def rewrite_chain(graph: fx.Graph, chain: Chain, opens: str) -> None:
+def rewrite_chain(graph: fx.Graph, chain: Chain, opens: str, attentions: Mapping[int, Attention]) -> None:
     """Let the adds of ``chain`` go through a stream.
 
     Args:
         graph: the graph that the chain was found in; changed in place.
         chain: the residual adds.
         opens: path of the module that opens the stream.
+        attentions: those that get separate values for queries, keys and values, by the number of their add.
     """
     entry = chain.entry.node
     with graph.inserting_after(_last_placeholder(entry)):
@@ -29,6 +33,8 @@ def rewrite_chain(graph: fx.Graph, chain: Chain, opens: str) -> None:
     first = chain.adds[0]
     for user in branches & {op.node for op in first.region} | branches & {first.op.node}:
         user.replace_input_with(entry, value)
+    if 0 in attentions:
+        separate(graph, value, attentions[0])
     for number, add in enumerate(chain.adds):
         pushed = stream = _write(graph, add, stream)
         if number + 1 < len(chain.adds):
@@ -38,6 +44,8 @@ def rewrite_chain(graph: fx.Graph, chain: Chain, opens: str) -> None:
                 value = graph.call_method("finish", (stream,))
         for user in [user for user in add.result.node.users if user is not pushed]:
             user.replace_input_with(add.result.node, value)
+        if number + 1 in attentions:
+            separate(graph, value, attentions[number + 1])
         _sweep(graph, add)
 
 

@@ -17,7 +17,7 @@ from rewire.patterns import Pattern
 from rewire.trunk import Site
 
 #: Usual names of the three projections.
-_NAMES = (
+NAMES = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
     ("to_q", "to_k", "to_v"),
@@ -27,7 +27,7 @@ _NAMES = (
     ("query_proj", "key_proj", "value_proj"),
 )
 #: And of one that is fused.
-_FUSED = re.compile(r"qkv|(^|_)(c_attn|in_proj|query_key_value)(_|$)", re.I)
+FUSED_NAME = re.compile(r"qkv|(^|_)(c_attn|in_proj|query_key_value)(_|$)", re.I)
 
 #: Paths from the model's root, and the layout of a fused projection where it is known.
 _Candidate: TypeAlias = tuple[tuple[str, ...], Fused | None]
@@ -132,7 +132,10 @@ def _blocks(site: Site) -> Iterator[str]:
 def _usual(flow: Flow, site: Site) -> Iterator[_Candidate]:
     """Paths of modules with the usual names, and the layout of a fused one by its use."""
     for paths in _usual_paths(flow.model, site):
-        yield paths, _fused_by_use(flow, paths[0]) if _needs_layout(flow.model, paths) else None
+        fused = None
+        if _needs_layout(flow.model, paths):
+            fused = fused_by_use(flow, paths[0], _rows(flow.model.get_submodule(paths[0])))
+        yield paths, fused
 
 
 def _usual_paths(model: nn.Module, site: Site) -> list[tuple[str, ...]]:
@@ -144,12 +147,12 @@ def _usual_paths(model: nn.Module, site: Site) -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = [(path,) for path in parents if isinstance(modules.get(path), nn.MultiheadAttention)]
     for parent in parents:
         prefix = f"{parent}." if parent else ""
-        for names in _NAMES:
+        for names in NAMES:
             paths = tuple(prefix + name for name in names)
             if set(paths).issubset(linear):
                 found.append(paths)
         children = [path for path in linear if path.startswith(prefix) and "." not in path[len(prefix) :]]
-        found += [(path,) for path in children if _FUSED.search(path[len(prefix) :])]
+        found += [(path,) for path in children if FUSED_NAME.search(path[len(prefix) :])]
     return [tuple(_join(site.block, path) for path in paths) for paths in found]
 
 
@@ -169,9 +172,8 @@ def _submodule(root: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def _fused_by_use(flow: Flow, path: str) -> Fused | None:
-    """Layout of a fused projection's output, from how the forward that calls it takes it apart."""
-    width = _rows(flow.model.get_submodule(path))
+def fused_by_use(flow: Flow, path: str, width: int | None) -> Fused | None:
+    """Layout of a fused projection's output of this width, from how the forward that calls it takes it apart."""
     if width is None:
         return None
     made = [op for op in flow if op.scope.path == path]
