@@ -12,6 +12,7 @@ from torch import Tensor
 from rewire.kernels import operators
 from rewire.kernels.mix import gradients, left_to_autograd, mix
 from rewire.kernels.spec import MAX_OUTPUTS
+from rewire.kernels.tokens import outside_autocast
 
 
 def mixes(
@@ -51,7 +52,8 @@ def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), write: Tensor | None = None) -> Tensor:
     """``H'_j = sum_i w_ij H_i + sum_f b_j f_j``, in float32 (float64 for float64), rounded once.
 
-    Not by a matrix product, which autocast or TF32 would round.
+    In eager mode on a CPU it is a matrix product for each token, and so are its gradients. Nowhere else: autocast or
+    TF32 would round them.
 
     Args:
         streams: H [..., n, C].
@@ -68,11 +70,30 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
         given = (table if static else None, None if static else table, streams, *(f.squeeze(-2) for f in branches))
         result: Tensor = _Several.apply(streams.shape[-2], *given)[0]
         return result
+    if _exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
+        return _products(streams, weights, branches, write)
     sources = streams.unsqueeze(-2).unbind(-3)  # n of [..., 1, C]
     scores = weights.unsqueeze(-1).unbind(-3)  # n of [..., k, 1]
     if write is None:
         return mix(sources, None, scores=scores)
     return mix((*sources, *branches), None, scores=(*scores, *[write.unsqueeze(-1)] * len(branches)))
+
+
+def _exact_products(x: Tensor) -> bool:
+    """Whether a matrix product of tensors like ``x`` is as exact as sums are, and faster."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return x.dtype == torch.float64 or (x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "medium")
+
+
+def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor], write: Tensor | None) -> Tensor:
+    """`combine` by matrix products, in the dtype of the streams."""
+    with outside_autocast(streams.device):
+        result = weights.mT.to(streams.dtype) @ streams
+        for f in branches if write is not None else ():
+            factor = write.unsqueeze(-1).to(streams.dtype)  # type: ignore[union-attr]
+            result = result + (factor @ f if f.shape[-2] == 1 else factor * f)
+    return result
 
 
 def _by_kernels(x: Tensor, outputs: int) -> bool:
