@@ -1,6 +1,6 @@
 """The sums of `plain` by a compiled kernel, ``sums.cpp``: one pass over memory where torch makes one for each tensor.
 
-Compiled when it is first needed, in about two seconds, and kept in the folder of generated modules. Where that fails,
+Compiled when it is first needed, in a few seconds, and kept in the folder of generated modules. Where that fails,
 as without a compiler, `plain` goes on without it.
 """
 
@@ -33,7 +33,7 @@ GRAIN = 1 << 15
 
 _FUNCTIONS = {torch.float32: "sums_float32", torch.float64: "sums_float64", torch.bfloat16: "sums_bfloat16"}
 _ARGUMENTS: list[Any] = [
-    {"n": ctypes.c_int64, "p": ctypes.c_void_p}[kind] for kind in "nnppnpppnpnnn"
+    {"n": ctypes.c_int64, "p": ctypes.c_void_p}[kind] for kind in "nnppnpppppnpnnn"
 ]  # numbers and pointers
 
 _log = logging.getLogger(__name__)
@@ -41,22 +41,26 @@ _log = logging.getLogger(__name__)
 
 def sums(
     terms: Sequence[Tensor],
-    weights: Tensor,
+    weights: Tensor | None,
     by_channel: bool,
     added: Sequence[Tensor] = (),
     states: Sequence[Tensor] = (),
+    scores: Tensor | None = None,
 ) -> list[Tensor] | None:
-    """``sum_n w_mn g_n + sum_j a_j``, and the products of states with terms, ``<x_m, g_n>``.
+    """``sum_n (w_mn + s_mn) g_n + sum_j a_j``, and the products of states with terms, ``<x_m, g_n>``.
 
     Args:
         terms: N tensors g_n [..., D].
-        weights: [M, N] or, per channel, [M, N, D]; the first dimension may be missing for M = 1.
+        weights: w, [M, N] or, per channel, [M, N, D]; the first dimension may be missing for M = 1. None: zero, the
+            scores are all there is.
         by_channel: whether they are per channel.
         added: tensors a_j [..., D].
         states: M tensors x_m [..., D]; without them M = 1.
+        scores: s, weights per token [..., M, N].
 
     Returns:
-        M new tensors; with states also the products, in the shape of the weights and the dtype of accumulation.
+        M new tensors; with states also the products, in the dtype of accumulation: those for weights, in their shape,
+        unless scores are given and weights are not per channel; and with scores those for them, in their shape.
         None if the kernel does not know such tensors (it knows contiguous ones of one dtype and shape, float32,
         float64 or bfloat16, on a CPU), a dispatch mode follows what torch does, or there is no kernel.
     """
@@ -72,21 +76,32 @@ def sums(
     elements = first.numel()
     if pointers is None or elements == 0:
         return None
-    if weights.dtype != precision or not weights.is_contiguous():
-        weights = weights.to(precision).contiguous()
     results, n, branches = len(states) or 1, len(terms), len(added)
-    width = shape[-1] if by_channel else elements
+    if scores is not None:
+        if scores.shape != (*shape[:-1], results, n):
+            return None
+        scores = _exact(scores, precision)
+    weights = first.new_zeros(results, n, dtype=precision) if weights is None else _exact(weights, precision)
+    width = shape[-1] if by_channel or scores is not None else elements
     if weights.numel() != results * n * (width if by_channel else 1):
         return None
     outs = [torch.empty_like(first) for _ in range(results)]
-    dots = [torch.empty_like(weights)] if states else []
+    dots = [torch.empty_like(weights)] if states and (by_channel or scores is None) else []
+    row_dots = [torch.zeros_like(scores)] if states and scores is not None else []
+    rows = elements // width
+    parts = min(torch.get_num_threads(), 1 + elements // GRAIN)
     function(
-        by_channel, results, _array([x.data_ptr() for x in outs]), _array(pointers[n + branches :]),
-        n, _array(pointers[:n]), weights.data_ptr(), dots[0].data_ptr() if dots else None,
-        branches, _array(pointers[n : n + branches]), elements // width, width,
-        min(torch.get_num_threads(), 1 + elements // GRAIN),
+        by_channel, results, _array([x.data_ptr() for x in outs]), _array(pointers[n + branches :]) if states else None,
+        n, _array(pointers[:n]), weights.data_ptr(), None if scores is None else scores.data_ptr(),
+        dots[0].data_ptr() if dots else None, row_dots[0].data_ptr() if row_dots else None,
+        branches, _array(pointers[n : n + branches]), rows, width, parts,
     )  # fmt: skip
-    return [*outs, *dots]
+    return [*outs, *dots, *row_dots]
+
+
+def _exact(weights: Tensor, precision: torch.dtype) -> Tensor:
+    """Weights as the kernel reads them."""
+    return weights if weights.dtype == precision and weights.is_contiguous() else weights.to(precision).contiguous()
 
 
 def _pointers(tensors: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> list[int] | None:

@@ -40,10 +40,9 @@ def combine(
     Returns:
         A new tensor [..., D] in the dtype that plain adds of sources and added would have.
     """
-    if weights is not None and not scores:
-        compiled = native.sums(sources, weights, weights.dim() == 2, added)
-        if compiled is not None:
-            return compiled[0]
+    compiled = _in_one_pass(sources, weights, added, (), scores)
+    if compiled is not None:
+        return compiled[0]
     sources, added, scores = _of_one_shape(sources, added, scores)
     tensors = (*sources, *added)
     result = torch.empty_like(tensors[0], dtype=functools.reduce(torch.promote_types, [x.dtype for x in tensors]))
@@ -108,6 +107,14 @@ def combine_backward(
     if weights is not None and not scores:
         dx, dots = combine_with_dots([grad], sources, weights.unsqueeze(1))
         return [*dx, dots.squeeze(1)]
+    columns = None if weights is None else weights.unsqueeze(1)
+    compiled = _in_one_pass([grad], columns, (), sources, scores)
+    if compiled is not None:
+        *found, of_tokens = compiled
+        if weights is not None:
+            by_weight = found.pop() if weights.dim() == 2 else of_tokens.flatten(0, -3).sum(0)
+            found.append(by_weight.squeeze(1).to(weights.dtype))
+        return [*found, *of_tokens.unbind(-2)]
     g = grad.to(torch.promote_types(grad.dtype, torch.float32))
     dx, of_weights, of_scores = list[Tensor](), list[Tensor](), list[Tensor]()
     for n, (x, score) in enumerate(zip(sources, scores, strict=True)):
@@ -118,6 +125,23 @@ def combine_backward(
         if weights is not None:
             of_weights.append(of_scores[-1].sum() if weights.dim() == 1 else product.flatten(0, -2).sum(0))
     return [*dx, *([torch.stack(of_weights)] if of_weights else []), *of_scores]
+
+
+def _in_one_pass(
+    terms: Sequence[Tensor],
+    weights: Tensor | None,
+    added: Sequence[Tensor],
+    states: Sequence[Tensor],
+    scores: Sequence[Tensor],
+) -> list[Tensor] | None:
+    """`native.sums`, the scores being a [..., 1] for each term or, of one term, for each state."""
+    of_states, table = len(states) > 0, None
+    if scores:
+        if any(score.shape != (*terms[0].shape[:-1], 1) for score in scores):
+            return None
+        table = torch.stack(list(scores), -2 if of_states else -1)  # [..., M, 1] or [..., 1, N]
+    per_channel = weights is not None and weights.dim() == 2 + of_states
+    return native.sums(terms, weights, per_channel, added, states, table)
 
 
 class _Total:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators, plain
+from rewire.kernels import native, operators, plain
 from rewire.kernels.history import History, parts
 from rewire.kernels.mix import Mix, gradients, left_to_autograd, pending_mix
 from rewire.kernels.several import mixes
@@ -190,6 +190,13 @@ def _gathered(
     grads: Sequence[Tensor], x: Tensor, column: Tensor, scores: Tensor, added: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the operator `gather` computes for one state, in plain torch."""
+    per_channel = column.dim() == 2
+    compiled = native.sums(grads, column.unsqueeze(0), per_channel, added, [x], scores.unsqueeze(-2))
+    if compiled is not None:
+        dx, *by_weight, by_score = compiled
+        by_score = by_score.squeeze(-2)
+        of_column = by_weight[0].squeeze(0) if per_channel else by_score.flatten(0, -2).sum(0)
+        return dx, of_column.to(column.dtype), by_score
     dx = plain.combine(grads, column, added, scores.split(1, -1))
     by_channel, by_token = list[Tensor](), list[Tensor]()
     for g in grads:

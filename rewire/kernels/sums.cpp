@@ -2,15 +2,17 @@
 //
 // For M results and N terms, all contiguous and of one shape,
 //
-//     out_m = sum_j a_j + sum_n w_mn g_n        dots_mn = <x_m, g_n>, where states x_m are given,
+//     out_m = sum_j a_j + sum_n (w_mn + s_mn) g_n        dots_mn = <x_m, g_n>, where states x_m are given,
 //
-// with one weight for each pair, or one for each pair and channel, and then as many dots. A tile of a result is summed
-// in the cache, in the order of the terms, four of which stream past it together: alone, each would read and write the
-// tile again.
+// with one weight w for each pair, or one for each pair and channel, and perhaps one s for each pair and row (token),
+// and then as many dots; those of w by pair alone are not computed beside those of s, whose sum they are. A tile of a
+// result is summed in the cache, in the order of the terms, four of which stream past it together: alone, each would
+// read and write the tile again.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -44,25 +46,26 @@ inline void store(float x, BFloat16* to) {  // to the nearest, ties to even
 }
 
 // Adds K terms to a tile, and to their dots the products with the state x, if there is one.
-template <int K, bool by_channel, bool with_dots, typename T, typename F>
-void add_terms(F* __restrict total, const T* __restrict x, const T* const* terms, const F* weights, double* dots,
-               int64_t stride, int64_t start, int64_t count) {
+template <int K, bool by_channel, bool by_row, bool with_dots, typename T, typename F>
+void add_terms(F* __restrict total, const T* __restrict x, const T* const* terms, const F* weights, const F* scores,
+               double* dots, F* row_dots, int64_t stride, int64_t start, int64_t count) {
     constexpr int LANES = 16;  // sums of products side by side, or the compiler could not use vectors
+    constexpr bool summed = with_dots && (by_row || !by_channel);
     const T* g[K];
     const F* w[K];
     F factor[K], sum[K][LANES] = {};
     for (int k = 0; k < K; ++k) {
         g[k] = terms[k] + start;
         w[k] = weights + k * stride;
-        factor[k] = w[k][0];
+        factor[k] = (by_channel ? F(0) : w[k][0]) + (by_row ? scores[k] : F(0));
     }
     const auto add = [&](int64_t i, int lane) {
         F result = total[i];
         for (int k = 0; k < K; ++k) {
             const F value = load(g[k][i]);
-            result += (by_channel ? w[k][i] : factor[k]) * value;
+            result += (by_channel ? w[k][i] + factor[k] : factor[k]) * value;
             if (with_dots && by_channel) dots[k * stride + i] += load(x[i]) * value;
-            if (with_dots && !by_channel) sum[k][lane] += load(x[i]) * value;
+            if (summed) sum[k][lane] += load(x[i]) * value;
         }
         total[i] = result;
     };
@@ -70,60 +73,95 @@ void add_terms(F* __restrict total, const T* __restrict x, const T* const* terms
     for (; i + LANES <= count; i += LANES)
         for (int lane = 0; lane < LANES; ++lane) add(i + lane, lane);
     for (; i < count; ++i) add(i, 0);
-    if (with_dots && !by_channel)
-        for (int k = 0; k < K; ++k)
-            for (F value : sum[k]) dots[k] += value;
+    if (!summed) return;
+    for (int k = 0; k < K; ++k) {
+        double of_tile = 0;
+        for (F value : sum[k]) of_tile += value;
+        if (by_row) row_dots[k] += F(of_tile);
+        else dots[k] += of_tile;
+    }
 }
 
-template <bool by_channel, bool with_dots, typename T, typename F = typename Precise<T>::type>
-void sums(int64_t results, T* const* outs, const T* const* states, int64_t terms, const T* const* grads,
-          const F* weights, F* dots, int64_t branches, const T* const* added, int64_t rows, int64_t width,
-          int64_t parts) {
-    const int64_t across = (width + TILE - 1) / TILE, tiles = rows * across;
-    const int64_t stride = by_channel ? width : 1, pairs = with_dots ? results * terms * stride : 0;
-    std::vector<double> partial(parts * pairs);  // each part has its own: dots are the same in every run
-#pragma omp parallel for num_threads(parts) schedule(static)
-    for (int64_t part = 0; part < parts; ++part) {
+template <typename T, typename F = typename Precise<T>::type> struct Task {
+    int64_t results;
+    T* const* outs;           // M of [rows, width]
+    const T* const* states;   // M, or none
+    int64_t terms;
+    const T* const* grads;    // N
+    const F* weights;         // [M, N] or, by channel, [M, N, width]
+    const F* scores;          // [rows, M, N]
+    F* dots;                  // as the weights
+    F* row_dots;              // as the scores, zeros
+    int64_t branches;
+    const T* const* added;
+    int64_t rows, width, parts;
+};
+
+template <bool by_channel, bool by_row, bool with_dots, typename T, typename F>
+void sums(const Task<T, F>& task) {
+    const int64_t width = task.width, terms = task.terms, results = task.results;
+    const int64_t across = (width + TILE - 1) / TILE, tiles = task.rows * across;
+    const int64_t stride = by_channel ? width : 1;
+    const int64_t pairs = with_dots && (by_channel || !by_row) ? results * terms * stride : 0;
+    std::vector<double> partial(task.parts * pairs);  // each part has its own: dots are the same in every run
+    const auto first_of = [&](int64_t part) {         // a row's dots are summed by one part
+        return by_row ? task.rows * part / task.parts * across : tiles * part / task.parts;
+    };
+#pragma omp parallel for num_threads(task.parts) schedule(static)
+    for (int64_t part = 0; part < task.parts; ++part) {
         F total[TILE];
-        for (int64_t tile = tiles * part / parts; tile < tiles * (part + 1) / parts; ++tile) {
-            const int64_t column = tile % across * TILE, start = tile / across * width + column;
+        for (int64_t tile = first_of(part); tile < first_of(part + 1); ++tile) {
+            const int64_t row = tile / across, column = tile % across * TILE, start = row * width + column;
             const int64_t count = std::min(TILE, width - column), channel = by_channel ? column : 0;
             for (int64_t m = 0; m < results; ++m) {
-                for (int64_t i = 0; i < count; ++i) total[i] = branches ? load(added[0][start + i]) : F(0);
-                for (int64_t j = 1; j < branches; ++j)
-                    for (int64_t i = 0; i < count; ++i) total[i] += load(added[j][start + i]);
-                const T* x = with_dots ? states[m] + start : nullptr;
-                const F* w = weights + m * terms * stride + channel;
-                double* d = partial.data() + part * pairs + (with_dots ? m * terms * stride + channel : 0);
-                const int64_t step = with_dots ? stride : 0;  // of the dots
+                for (int64_t i = 0; i < count; ++i) total[i] = task.branches ? load(task.added[0][start + i]) : F(0);
+                for (int64_t j = 1; j < task.branches; ++j)
+                    for (int64_t i = 0; i < count; ++i) total[i] += load(task.added[j][start + i]);
+                const T* x = with_dots ? task.states[m] + start : nullptr;
+                const F* w = task.weights + m * terms * stride + channel;
+                double* d = partial.data() + (pairs ? part * pairs + m * terms * stride + channel : 0);
+                const int64_t step = pairs ? stride : 0, of_row = by_row ? (row * results + m) * terms : 0;
+                const F* s = by_row ? task.scores + of_row : nullptr;
+                F* r = by_row && with_dots ? task.row_dots + of_row : nullptr;
+                const auto add = [&](auto count_of_terms, int64_t n) {
+                    constexpr int K = decltype(count_of_terms)::value;
+                    add_terms<K, by_channel, by_row, with_dots>(total, x, task.grads + n, w + n * stride,
+                                                                by_row ? s + n : s, d + n * step, r ? r + n : r,
+                                                                stride, start, count);
+                };
                 int64_t n = 0;
-                for (; n + 4 <= terms; n += 4)
-                    add_terms<4, by_channel, with_dots>(total, x, grads + n, w + n * stride, d + n * step, stride,
-                                                        start, count);
-                for (; n < terms; ++n)
-                    add_terms<1, by_channel, with_dots>(total, x, grads + n, w + n * stride, d + n * step, stride,
-                                                        start, count);
-                T* out = outs[m] + start;
+                for (; n + 4 <= terms; n += 4) add(std::integral_constant<int, 4>(), n);
+                for (; n < terms; ++n) add(std::integral_constant<int, 1>(), n);
+                T* out = task.outs[m] + start;
                 for (int64_t i = 0; i < count; ++i) store(total[i], out + i);
             }
         }
     }
     for (int64_t pair = 0; pair < pairs; ++pair) {
         double sum = 0;
-        for (int64_t part = 0; part < parts; ++part) sum += partial[part * pairs + pair];
-        dots[pair] = F(sum);
+        for (int64_t part = 0; part < task.parts; ++part) sum += partial[part * pairs + pair];
+        task.dots[pair] = F(sum);
     }
+}
+
+template <bool by_channel, bool by_row, typename T, typename F> void run(const Task<T, F>& task) {
+    if (task.states) sums<by_channel, by_row, true>(task);
+    else sums<by_channel, by_row, false>(task);
+}
+
+template <typename T, typename F> void run(bool by_channel, const Task<T, F>& task) {
+    if (task.scores) by_channel ? run<true, true>(task) : run<false, true>(task);
+    else by_channel ? run<true, false>(task) : run<false, false>(task);
 }
 }  // namespace
 
-// weights, dots: [M, N] or, by channel, [M, N, width]; tensors: [rows, width]. Without dots no states are read.
+// See Task. Without states there are no dots, without scores none by row.
 #define EXPORT(NAME, T, F)                                                                                          \
     extern "C" void NAME(int64_t by_channel, int64_t results, T* const* outs, const T* const* states, int64_t terms, \
-                         const T* const* grads, const F* weights, F* dots, int64_t branches, const T* const* added,  \
-                         int64_t rows, int64_t width, int64_t parts) {                                              \
-        const auto chosen = by_channel ? (dots ? sums<true, true, T> : sums<true, false, T>)                        \
-                                       : (dots ? sums<false, true, T> : sums<false, false, T>);                     \
-        chosen(results, outs, states, terms, grads, weights, dots, branches, added, rows, width, parts);            \
+                         const T* const* grads, const F* weights, const F* scores, F* dots, F* row_dots,            \
+                         int64_t branches, const T* const* added, int64_t rows, int64_t width, int64_t parts) {     \
+        run(by_channel, Task<T>{results, outs, states, terms, grads, weights, scores, dots, row_dots, branches,     \
+                                added, rows, width, parts});                                                        \
     }
 
 EXPORT(sums_float32, float, float)

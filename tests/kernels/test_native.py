@@ -87,6 +87,38 @@ def test_sums_and_products(
         assert dots.dtype == precision and dots.shape == weights.shape
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weighted", ["", "scalar", "channel"])
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_weights_per_token(
+    shape: tuple[int, ...], weighted: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "GRAIN", 8)
+    channel, precision = weighted == "channel", torch.promote_types(dtype, torch.float32)
+    for n, m, branches in ((1, 3, 0), (6, 1, 1), (4, 2, 2)):
+        terms, states, added = draw(n, dtype, shape), draw(m, dtype, shape), draw(branches, dtype, shape)
+        weights = torch.randn(m, n, *shape[-1:] * channel) if weighted else None
+        scores = torch.randn(*shape[:-1], m, n)
+        found = native.sums(terms, weights, channel, added, states, scores)
+        assert found is not None and len(found) == m + 1 + channel
+        for k, got in enumerate(found[:m]):
+            of_tokens = [score.unsqueeze(-1).double() for score in scores[..., k, :].unbind(-1)]
+            rows = of_tokens if weights is None else [s + w for s, w in zip(of_tokens, weights[k], strict=True)]
+            want = torch.stack(
+                [*(w * g.double() for w, g in zip(rows, terms, strict=True)), *map(Tensor.double, added)]
+            )
+            close(got, want.sum(0), dtype)
+        products = torch.stack([torch.stack([x.double() * g.double() for g in terms], -2) for x in states], -3)
+        slack = 1e-6 * math.sqrt(math.prod(shape))
+        torch.testing.assert_close(found[-1], products.sum(-1).to(precision), rtol=1e-5, atol=slack)
+        if channel:
+            by_channel = products.flatten(0, -4).sum(0).to(precision)
+            torch.testing.assert_close(found[m], by_channel, rtol=1e-5, atol=slack)
+        if m == 1:
+            alone = native.sums(terms, weights, channel, added, (), scores)
+            assert alone is not None and torch.equal(alone[0], found[0])
+
+
 def test_every_run_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "GRAIN", 8)
     terms, states, weights = draw(7, torch.float32, (9, 1001)), draw(1, torch.float32, (9, 1001)), torch.randn(1, 7)
@@ -119,6 +151,8 @@ def test_what_is_left_to_torch() -> None:
     assert native.sums([x.to("meta")] * 2, w, False) is None
     assert native.sums([x, x], torch.ones(2, 1), True) is None  # broadcast
     assert native.sums([x, x], w, False) is not None
+    assert native.sums([x, x], None, False, (), (), torch.ones(1, 2)) is None  # broadcast
+    assert native.sums([x, x], None, False, (), (), torch.ones(4, 1, 2)) is not None
     assert torch.equal(plain.combine([x, zero], w), x)
 
 
