@@ -68,6 +68,12 @@ TOPOLOGIES: list[tuple[str, dict[str, Any]]] = [
     ("attnres", {}),
     ("attnres", {"block": 4}),
     ("muddformer", {}),
+    ("hc-gated", {}),
+    ("ddl", {}),
+    ("variance-gate", {}),
+    ("residual-scale", {}),
+    ("x0-lambdas", {}),
+    ("unet", {}),
 ]
 OPERATIONS = ("read", "write", "merge", "push", "finish")
 

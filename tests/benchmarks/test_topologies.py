@@ -56,3 +56,17 @@ def test_a_training_step_on_a_cpu(script: Any, tmp_path: Path, monkeypatch: pyte
     assert list(rows) == ["plain", "dca", "plain, again", "dca, in place"]
     assert rows["plain"]["over plain"] == [1, 1, 1] and rows["dca"]["over plain"][1] > 0
     assert all(len(row["seconds"]) == 2 for row in rows.values())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_two_ways_to_compile(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = importlib.import_module("backend")
+    monkeypatch.setattr(script, "LAYERS", 1)
+    monkeypatch.setattr(backend, "LENGTH", 8)
+    out = tmp_path / "backend.json"
+    monkeypatch.setattr(sys, "argv", ["backend.py", "dca", "--rounds", "1", "--out", str(out)])
+    backend.main()
+    rows = {row["way"]: row for row in json.loads(out.read_text())["results"]}
+    assert list(rows) == ["plain", "source", "graph"] and rows["plain"]["over plain"] == 1
+    assert all(row["first step"] > 0 and row["over plain"] > 0 for row in rows.values())
