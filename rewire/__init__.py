@@ -43,7 +43,7 @@ from rewire.studies import Task, study
 from rewire.topologies import ANCRe, Dims, QKVInputs, Recurrence, Residual, Topology, list_topologies, register_topology
 from rewire.training import parameter_groups, sparsity_penalty
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 show_those_of_the_environment()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
 CONNECTIONS = "depth_connections"
+
+_log = logging.getLogger(__name__)
 
 
 class Connection(nn.Module):
@@ -266,10 +269,15 @@ def read_recipe(state: Any) -> dict[str, Any]:
 def current_recipe(recipe: Any) -> Any:
     """A recipe as this version writes it: version 0.1 named the classes of topologies."""
     try:
-        name, options = name_and_options(named_topology(recipe["topology"], recipe["options"]))
+        topology = named_topology(recipe["topology"], recipe["options"])
     except (KeyError, RuntimeError, TypeError, ValueError, RewireError):
         return recipe  # it is damaged, which is said where it is used
-    return recipe if name == recipe["topology"] else {**recipe, "topology": name, "options": options}
+    name, options = name_and_options(topology)
+    if name == recipe["topology"]:
+        return recipe
+    if topology.since_0_1:
+        _log.warning("These weights of '%s' were saved by version 0.1: %s", name, topology.since_0_1)
+    return {**recipe, "topology": name, "options": options}
 
 
 def connections(model: nn.Module) -> dict[str, Connection]:

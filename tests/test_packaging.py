@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
-NEEDED = ["LICENSE", "README.md", "pyproject.toml", "rewire"]
+NEEDED = ["LICENSE", "NOTICE", "README.md", "pyproject.toml", "rewire"]
 EXTRAS = ("accelerate", "diffusers", "matplotlib", "mkdocs", "networkx", "optuna", "timm", "torchtitan", "transformers")
 BUILD = """
 import sys
@@ -43,14 +44,54 @@ torch.testing.assert_close(rewired(x), model(x))
 rewired(x).sum().backward()
 print(rewire.__file__)
 """
+#: What a user writes, checked in strict mode; but for the last line it is right.
 TYPED = """
+from pathlib import Path
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+
 import rewire
 
-model: nn.Module = rewire.compile(nn.Sequential(), "ancre-ingoing", block=4)
+plain = nn.Sequential()
+print(rewire.inspect(plain).trunks, rewire.list_topologies(), rewire.list_initializers(), rewire.list_patterns())
+model: nn.Module = rewire.compile(plain, "ancre-ingoing", block=4)
+model = rewire.compile(plain, {"encoder": rewire.ANCRe(temperature=0.1), "decoder": "dca"}, init="idinit")
 optimizer = torch.optim.AdamW(rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1))
-text: str = rewire.diff(model)
+batch = {"input_ids": torch.zeros(2, 3, dtype=torch.long)}
+monitor = rewire.Monitor(model, print, every=10)
+loss: Tensor = model(**batch) + rewire.sparsity_penalty(model)
+monitor.step()
+text: str = rewire.diff(model) + rewire.source(model, "layers.0")
+for name, matrix in rewire.coefficients(model).items():
+    print(name, matrix.sum().item(), rewire.connections(model)[name].recipe())
+print(rewire.diagnose(model, batch).trunks, rewire.roles(model), rewire.fusions(model))
+rewire.plot(model, Path("weights.png"))
+rewire.report(model, "report.html")
+frozen, about = rewire.freeze(model, threshold=0.05)
+print(about)
+rewire.save(frozen, "folder")
+model = rewire.load("folder", plain, example_inputs=(torch.zeros(2),))
+model = rewire.from_pretrained("folder", dtype="bfloat16")
+rewire.eject(model, Path("ejected"))
+restored = rewire.restore(model)
+print(rewire.initialize(restored, "zas", generator=torch.Generator()))
+backend = rewire.Backend("dca")
+print(backend.report, list(backend.parameters()))
+task = rewire.Task(lambda: nn.Linear(2, 2), batches=lambda seed: [batch], validation=[batch])
+print(rewire.study(task, ["dca"], steps=10, out="study"))
+
+
+@rewire.register_topology("scaled")
+class Scaled(rewire.Recurrence[Tensor]):
+    def parameters(self, dims: rewire.Dims, start: str) -> dict[str, Tensor]:
+        return {"scales": torch.ones(dims.depth)}
+
+
+try:
+    rewire.compile(plain, "ancre")
+except rewire.RewireError as error:
+    print(error)
 wrong: int = rewire.diff(model)
 """
 
@@ -119,17 +160,24 @@ def test_an_sdist_has_what_a_wheel_needs(tmp_path: Path) -> None:
     assert "rewire/kernels/sums.cpp" in zipfile.ZipFile(wheel).namelist()
 
 
-def test_types_hold_in_a_users_script(python: Path, tmp_path: Path) -> None:
+def checked(command: list[str | Path], cwd: Path) -> list[str]:
+    """The errors that a type checker prints."""
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=500)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if re.search(r":\d+(:\d+)?(:| -) error", line)]
+
+
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_types_hold_in_a_users_script(checker: str, python: Path, tmp_path: Path) -> None:
+    """In strict mode: all that is public has types, and they are right where they are used."""
     (tmp_path / "script.py").write_text(TYPED)
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--strict",
-        f"--python-executable={python}",
-        "--follow-imports=silent",
-        "script.py",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
-    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
-    assert len(errors) == 1 and "script.py:9" in errors[0], done.stdout
+    last = len(TYPED.splitlines())
+    if checker == "mypy":
+        options = ["--strict", f"--python-executable={python}", "--follow-imports=silent"]
+        errors = checked([sys.executable, "-m", "mypy", *options, "script.py"], tmp_path)
+    else:
+        if subprocess.run([sys.executable, "-m", "pyright", "--version"], cwd=tmp_path, capture_output=True).returncode:
+            pytest.skip("pyright cannot be started: it fetches itself from npm when it is first run")
+        (tmp_path / "pyrightconfig.json").write_text('{"include": ["script.py"], "typeCheckingMode": "strict"}')
+        errors = checked([sys.executable, "-m", "pyright", f"--pythonpath={python}"], tmp_path)
+    assert len(errors) == 1 and f"script.py:{last}:" in errors[0], "\n".join(errors)

@@ -77,6 +77,8 @@ class Topology(ABC, Generic[W]):
     separate_norms: bool = False
     #: Learned weights that are matrices applied to states, by name, as a model's own linear maps are.
     matrices: ClassVar[frozenset[str]] = frozenset()
+    #: What weights that were saved by version 0.1 compute differently now, for those who load them.
+    since_0_1: ClassVar[str] = ""
 
     def for_start(self, start: Start) -> Topology[W]:
         """The topology itself; or another form of its formulas, which has such a start."""

@@ -84,6 +84,10 @@ class ManifoldHyperConnections(ParallelStreams):
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"dynamic", "last_dynamic"})
     fewest: ClassVar[int] = 2  # a sigmoid is never 1
+    since_0_1: ClassVar[str] = (
+        "Sinkhorn-Knopp normalises rows last now, as published, no longer columns. Outputs differ as far as it has not "
+        "converged: compare them, or train a little more."
+    )
 
     iterations: int = 20
     residual: Residual = "sinkhorn"

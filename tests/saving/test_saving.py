@@ -90,6 +90,16 @@ def test_files_of_version_0_1(name: str) -> None:
     rewire.compile(LinearNet(4), name, **options, start="paper", validate=False).load_state_dict(load_file(file))
 
 
+def test_what_computes_otherwise_since_version_0_1_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    saved, model = load_file(OLD / "mhc.safetensors"), rewire.load(OLD / "mhc", LinearNet(4))
+    assert "Sinkhorn-Knopp normalises rows last now" in caplog.text
+    away = (model(saved["x"]) - saved["output"]).abs().max()
+    assert 1e-6 < away < 1e-2
+    caplog.clear()
+    rewire.load(OLD / "hc-dynamic", LinearNet(4))
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("key", EVERY)
 def test_recipes_name_topologies_as_users_do(key: str) -> None:
     name, options = EVERY[key]
