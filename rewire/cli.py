@@ -12,7 +12,6 @@ import torch
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import Progress, track
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +21,7 @@ from typer.core import TyperGroup
 import rewire
 from rewire.bench import comparison, harness, workloads
 from rewire.bench.shapes import batch_for, make_shape, shapes
+from rewire.console import progress
 from rewire.errors import RewireError, UnknownName
 from rewire.kernels import MixSpec, source
 from rewire.passes.inputs import known_inputs
@@ -319,9 +319,8 @@ def bench_command(
     if compiled:
         models |= {f"{name}, compiled": torch.compile(each) for name, each in models.items()}  # type: ignore[misc]
     steps = {name: harness.training_step(each, inputs) for name, each in models.items()}
-    with Progress(console=_console(stderr=True)) as bar:
-        task = bar.add_task(f"{len(steps)} models on {where}", total=len(steps) * (harness.WARMUP + rounds))
-        timings = harness.side_by_side(steps, rounds, where, tick=lambda: bar.advance(task))
+    with progress(f"{len(steps)} models on {where}", len(steps) * (harness.WARMUP + rounds)) as step:
+        timings = harness.side_by_side(steps, rounds, where, tick=step)
     _console().print(harness.table(timings, "plain"))
     if out:
         harness.save(out, [{"model": model, "batch": batch, "length": length, **harness.as_json(timings)}], where)
@@ -337,9 +336,12 @@ def _bench_mixes(
     out: Path | None,
     plot: Path | None,
 ) -> None:
-    shown = track(todo, f"mixes on {where}", console=_console(stderr=True))
     bandwidth = harness.copy_bandwidth(where)
-    rows = [row for found in comparison.run(shown, rounds, compiled) for row in found]
+    rows = []
+    with progress(f"mixes on {where}", len(todo)) as step:
+        for found in comparison.run(todo, rounds, compiled):
+            rows += found
+            step()
     _console().print(comparison.table(rows, bandwidth))
     if out:
         comparison.save(out, rows, bandwidth, where)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rewire.connection import Connection, connections
+from rewire.console import Shown
 from rewire.errors import BadExampleInputs, RewireError, UnsupportedTopology
 from rewire.kernels.history import History
 from rewire.passes.checks import check_whole
@@ -51,7 +51,7 @@ class FrozenTrunk:
 
 
 @dataclasses.dataclass(frozen=True)
-class FreezeReport:
+class FreezeReport(Shown):
     """What `rewire.freeze` did. Printing it shows tables.
 
     Attributes:
@@ -66,11 +66,6 @@ class FreezeReport:
     trunks: tuple[FrozenTrunk, ...]
     change: float | None
     unmeasured: str = ""
-
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120)
-        console.print(self)
-        return console.file.getvalue()  # type: ignore[attr-defined]
 
     def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
         moved = f"not measured: {self.unmeasured}" if self.change is None else f"{self.change:.1e} (relative)"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from rewire.console import Shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,7 @@ def told(left: Sequence[LeftAlone]) -> list[tuple[str, str, str]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Report(Shown):
     """What `rewire.inspect` found. Printing it shows a table.
 
     Attributes:
@@ -115,11 +116,6 @@ class Report:
     def skipped(self) -> dict[str, str]:
         """Module path -> why a residual add there was left alone, or why the module could not be read."""
         return {one.path: one.why for one in reversed(self.left)}
-
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120)
-        console.print(self)
-        return console.file.getvalue()  # type: ignore[attr-defined]
 
     def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
         if not self.trunks:

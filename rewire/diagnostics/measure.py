@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from rewire.console import Shown, progress
 from rewire.diagnostics.jacobian import Chi, mean_squared_singular_value
 from rewire.diagnostics.observing import Record, Run, observed
 from rewire.diagnostics.signals import BlockSignals, SiteSignals, TrunkSignals
@@ -31,7 +31,7 @@ from rewire.topologies.base import total
 
 
 @dataclasses.dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Shown):
     """What `rewire.diagnose` measured. Printing it shows tables.
 
     Attributes:
@@ -43,11 +43,6 @@ class Diagnosis:
     trunks: tuple[TrunkSignals, ...]
     loss: float
     unreached: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120)
-        console.print(self)
-        return console.file.getvalue()  # type: ignore[attr-defined]
 
     def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
         for trunk in self.trunks:
@@ -121,8 +116,9 @@ def diagnose(
     if evaluate:
         copy.eval()
     _own_buffers(copy)
+    about = f"diagnosing {type(model).__name__}"
     # Eager: what is recorded inside a compiled graph has no gradient from what the graph returns.
-    with torch.enable_grad(), seeded(seed, copy), torch.compiler.set_stance("force_eager"):
+    with torch.enable_grad(), seeded(seed, copy), torch.compiler.set_stance("force_eager"), progress(about):
         value = _loss(_called(copy, inputs, seed), loss, seed)
         reached = [record for record in records if record.runs and record.runs[0].output is not None]
         if not reached:

@@ -13,15 +13,16 @@ from rich.table import Table
 from rich.text import Text
 from torch import Generator, Tensor, nn
 
+from rewire.console import Shown
 from rewire.init.registry import Initializer, Rule, make_initializer
 from rewire.init.roles import roles as roles_of
-from rewire.init.table import Roles, Weight, printed
+from rewire.init.table import Roles, Weight
 
 _META = "on the meta device: call initialize again after to_empty"
 
 
 @dataclasses.dataclass(frozen=True)
-class InitReport:
+class InitReport(Shown):
     """What `rewire.initialize` did. Printing it shows a table.
 
     Attributes:
@@ -36,9 +37,6 @@ class InitReport:
     def deferred(self) -> bool:
         """Whether parameters were left alone because they are on the meta device."""
         return any(reason == _META for _, reason in self.kept)
-
-    def __str__(self) -> str:
-        return printed(self)
 
     def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
         table = Table("parameter", "role", "values", "rule", box=box.SIMPLE_HEAD)

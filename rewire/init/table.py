@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 from collections.abc import Iterator
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rewire.console import Shown
 from rewire.init.layout import Layout
 
 #: Role -> what it means.
@@ -89,7 +89,7 @@ class Weight:
 
 
 @dataclasses.dataclass(frozen=True)
-class Roles:
+class Roles(Shown):
     """The table that `rewire.roles` returns. Printing it shows it.
 
     Attributes:
@@ -114,19 +114,9 @@ class Roles:
         """The rows of the parameter ``name``."""
         return tuple(weight for weight in self.weights if weight.name == name)
 
-    def __str__(self) -> str:
-        return printed(self)
-
     def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
         yield Text(f"{len({w.name for w in self})} parameters, {self.branches} branches", style="bold")
         table = Table("parameter", "role", "values", "because", box=box.SIMPLE_HEAD)
         for weight in self:
             table.add_row(weight.name, weight.role, " x ".join(map(str, weight.shape)), weight.because)
         yield table
-
-
-def printed(report: object) -> str:
-    """What printing ``report`` with rich shows."""
-    console = Console(file=io.StringIO(), width=120)
-    console.print(report)
-    return console.file.getvalue()  # type: ignore[attr-defined]

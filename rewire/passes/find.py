@@ -10,6 +10,7 @@ from types import FunctionType
 import torch
 from torch import fx, nn
 
+from rewire.console import progress
 from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
 from rewire.passes.adds import CASTS, Add
@@ -81,6 +82,13 @@ def find(
     Raises:
         BadExampleInputs: the model does not run on the inputs.
     """
+    with progress(f"looking at {type(prepared).__name__}"):
+        return _find(prepared, patterns, inputs, run, everything)
+
+
+def _find(
+    prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, run: bool, everything: bool
+) -> list[Found]:
     on_meta = any(tensor.is_meta for tensor in (*prepared.parameters(), *prepared.buffers()))
     if inputs is not None and run and not on_meta:
         return _recorded(prepared, patterns, inputs)

@@ -8,7 +8,7 @@ that neither model changes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from rewire.connection import connections
+from rewire.console import progress
 from rewire.errors import BadExampleInputs, OutOfOrder, RewireError, ValidationMismatch
 from rewire.logs import validate as log
 from rewire.passes.connect import drop_copies
@@ -101,9 +102,11 @@ def check(model: nn.Module, rewired: nn.Module, inputs: Inputs | None, start: St
         return
     rewired = shared(rewired)
     drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
-    compare(model, with_plain_connections(rewired), inputs)
-    if start == "preserve":
-        compare(model, rewired, inputs, STARTS)
+    starts = STARTS if start == "preserve" else ()
+    with progress(f"validating {name}", len(SETTINGS) + len(starts)) as step:
+        compare(model, with_plain_connections(rewired), inputs, step=step)
+        if starts:
+            compare(model, rewired, inputs, starts, step)
 
 
 def with_plain_connections(rewired: nn.Module) -> nn.Module:
@@ -118,9 +121,13 @@ def with_plain_connections(rewired: nn.Module) -> nn.Module:
 
 
 def compare(
-    original: nn.Module, rewired: nn.Module, inputs: Inputs, settings: Sequence[Setting] = SETTINGS
+    original: nn.Module,
+    rewired: nn.Module,
+    inputs: Inputs,
+    settings: Sequence[Setting] = SETTINGS,
+    step: Callable[[], None] = lambda: None,
 ) -> Comparison:
-    """Run both models in all settings, forward and backward, and compare.
+    """Run both models in all settings, forward and backward, and compare; call ``step`` after each.
 
     Returns:
         What was compared.
@@ -133,6 +140,7 @@ def compare(
     done = Comparison()
     for setting in settings:
         _compare_in(setting, original, rewired, inputs, done)
+        step()
     if not done.outputs:
         raise ValidationMismatch(
             f"nothing could be compared: on the example inputs {type(original).__name__} returns no finite numbers "

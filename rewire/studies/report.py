@@ -10,6 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from rewire.console import Shown
 from rewire.studies.contenders import PLAIN, SCALED, Contender, Scales
 from rewire.studies.search import Result, Setting
 from rewire.studies.training import Cost, Point, reached
@@ -81,8 +82,8 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Study:
-    """What `rewire.study` found.
+class Study(Shown):
+    """What `rewire.study` found. Printing it shows a table.
 
     Attributes:
         rows: from the lowest mean loss to the highest; those without runs last.

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rewire.bench.harness import machine
+from rewire.console import stderr, watched
 from rewire.errors import RewireError
 from rewire.studies.contenders import DEFAULT, PLAIN, SCALED, Contender, Scales, parse
 from rewire.studies.page import write
@@ -150,7 +150,7 @@ def _expect(trials: Trials, settings: dict[str, Any]) -> None:
 def _bars(wanted: bool) -> Iterator[Callable[[str], Tick]]:
     """Makes a progress bar for a run, by what it is called; nothing is shown unless ``wanted``."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not wanted, transient=True) as progress:
+    with Progress(*columns, console=stderr, disable=not (wanted and watched()), transient=True) as progress:
 
         def bar(name: str) -> Tick:
             for done in list(progress.task_ids):
