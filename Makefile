@@ -7,7 +7,7 @@ DEV := .venv
 DEMO := .venv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo docs test slow lint bench papers clean
+.PHONY: help env demo docs notebook test slow lint bench papers clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 8
@@ -19,6 +19,10 @@ demo: $(DEMO)/stamp  ## train a small language model with and without learned de
 
 docs: env  ## build the documentation as a site, site/index.html
 	NO_MKDOCS_2_WARNING=1 $(DEV)/bin/mkdocs build --quiet
+
+notebook: env  ## run examples/tour.py as a notebook, examples/tour.ipynb
+	$(DEV)/bin/jupytext --quiet --to ipynb examples/tour.py
+	cd $$(mktemp -d) && $(CURDIR)/$(DEV)/bin/jupyter execute --NotebookClient.record_timing=False --inplace $(CURDIR)/examples/tour.ipynb
 
 test: env  ## run the tests
 	$(DEV)/bin/pytest -n $(JOBS)
