@@ -21,6 +21,7 @@ docs: env  ## build the documentation as a site, site/index.html
 	NO_MKDOCS_2_WARNING=1 $(DEV)/bin/mkdocs build --quiet
 
 notebook: env  ## run examples/tour.py as a notebook, examples/tour.ipynb
+	rm -f examples/tour.ipynb
 	$(DEV)/bin/jupytext --quiet --to ipynb examples/tour.py
 	cd $$(mktemp -d) && $(CURDIR)/$(DEV)/bin/jupyter execute --NotebookClient.record_timing=False --inplace $(CURDIR)/examples/tour.ipynb
 
