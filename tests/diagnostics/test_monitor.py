@@ -124,6 +124,24 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert min(pictures[0].width, pictures[0].height) > 200
 
 
+@pytest.mark.slow
+def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real package, offline: what is logged ends in the run."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    import wandb
+
+    model = dense()
+    with wandb.init(mode="offline", dir=tmp_path) as run:
+        monitor = rewire.Monitor(model, lambda values, step: run.log(values, step, True), every=2, matrices=True)
+        for _ in range(4):
+            monitor.step()
+        found = dict(run.summary)
+    assert found["_step"] == 4
+    assert found["rewire/layers/weights/max"] == pytest.approx(float(rewire.coefficients(model)["layers"].max()))
+    assert found["rewire/layers/weights/matrix"]["_type"] == "histogram"
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
 def test_as_a_callback_of_the_trainer(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import peft
@@ -107,3 +110,60 @@ def test_adapters_and_connections_are_saved_apart(tmp_path: Path) -> None:
     base = rewire.load(tmp_path / "connections", llama(), weights="connections")
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert torch.equal(logits(loaded), logits(tuned))
+
+
+#: An ejected model is adapted, trained, merged and loaded again where there is no rewire.
+EJECTED = """
+import sys
+sys.path += sys.argv[1:3]
+import os
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_MODULES_CACHE"] = sys.argv[3] + "/modules"
+import torch
+import torchvision_stub
+import peft
+from transformers import AutoModelForCausalLM
+
+folder = sys.argv[3]
+case = torch.load(folder + "/case.pt")
+
+def ejected():
+    return AutoModelForCausalLM.from_pretrained(folder + "/model", trust_remote_code=True)
+
+torch.manual_seed(3)
+config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj", "down_proj"])
+tuned = peft.get_peft_model(ejected(), config)
+optimizer = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    tuned(input_ids=case["ids"], labels=case["ids"]).loss.backward()
+    optimizer.step()
+tuned.eval()
+tuned.save_pretrained(folder + "/adapter")
+again = peft.PeftModel.from_pretrained(ejected(), folder + "/adapter").eval()
+merged = tuned.merge_and_unload()
+with torch.no_grad():
+    for model in (again, merged):
+        torch.testing.assert_close(model(input_ids=case["ids"]).logits, case["logits"], rtol=1e-4, atol=1e-5)
+assert not any(name.partition(".")[0] == "rewire" for name in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_adapters_on_an_ejected_model_train_as_on_the_rewired_one(tmp_path: Path) -> None:
+    model = mixed(llama(), "ancre-ingoing")
+    rewire.eject(model, tmp_path / "model")
+    tuned = adapted(model, random=False).train()
+    before = logits(tuned)
+    optimizer = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        tuned(input_ids=ids(), labels=ids()).loss.backward()
+        optimizer.step()
+    after = logits(tuned.eval())
+    assert (after - before).abs().max() > 1e-3
+    torch.save({"ids": ids(), "logits": after}, tmp_path / "case.pt")
+    paths = [Path(__file__).parents[1], sysconfig.get_paths()["purelib"], tmp_path]
+    command = [sys.executable, "-I", "-S", "-c", EJECTED, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
