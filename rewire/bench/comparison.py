@@ -243,7 +243,13 @@ def _entry(row: Row, rows: Sequence[Row], bandwidth: float) -> dict[str, Any]:
     for name, timing in (("forward", row.passes.forward), ("backward", row.passes.backward)):
         rate = getattr(row.workload.floor, name) / timing.median
         shares = {} if implementation.other_work else {"bytes per second": rate, "share of copy": rate / bandwidth}
-        passes[name] = {"median": timing.median, "quartiles": timing.quartiles, "seconds": timing.seconds, **shares}
+        passes[name] = {
+            "median": timing.median,
+            "quartiles": timing.quartiles,
+            "seconds": timing.seconds,
+            "late": timing.late,
+            **shares,
+        }
     return entry | passes | {"over ours": over_ours(row, rows), "peak bytes": row.passes.both.peak}
 
 

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from rewire.passes.validate import tensors_in
 
-#: Bytes that are written before a pass is timed: they push its inputs out of the caches, and on an accelerator they
-#: keep the device busy while the host launches the pass.
+#: Bytes that are written before a pass is timed: they push its inputs out of the caches.
 _FLUSH = {"cuda": 1 << 30, "cpu": 1 << 26}
-
+#: Seconds for which a GPU is kept busy before a pass, at least and at most, while the host launches it.
+_BUSY = (1e-3, 0.1)
+#: Of a GPU, for want of its clock; what is slower is busy for longer.
+_CYCLES_PER_SECOND = 2e9
 
 #: Rounds before the first that counts: compilation, caches, clocks.
 WARMUP = 2
@@ -38,10 +40,12 @@ class Timing:
     Attributes:
         seconds: one entry for each round, in the order of the rounds.
         peak: bytes on the accelerator; None on a CPU, where nobody counts.
+        late: rounds in which a GPU may have waited for the host, which launched too slowly.
     """
 
     seconds: tuple[float, ...]
     peak: int | None = None
+    late: int = 0
 
     @property
     def median(self) -> float:
@@ -67,7 +71,7 @@ class Passes:
     @property
     def both(self) -> Timing:
         sums = [a + b for a, b in zip(self.forward.seconds, self.backward.seconds, strict=True)]
-        return Timing(tuple(sums), self.backward.peak)
+        return Timing(tuple(sums), self.backward.peak, max(self.forward.late, self.backward.late))
 
 
 def side_by_side(
@@ -111,51 +115,85 @@ def passes_side_by_side(
 ) -> dict[str, Passes]:
     """Run forward and backward of each of ``implementations`` once per round, in turn, from cold caches.
 
-    On CUDA the time is the device's, between two events: what the host takes to launch a pass does not count as long
-    as it is less than what flushing the caches takes. Elsewhere it is that of the clock.
+    On CUDA the time is the device's, between two events: it is kept busy before, until the host has launched the pass.
+    Elsewhere it is that of the clock.
 
     Args:
         implementations: by name, a function that runs forward and returns one that runs backward.
         rounds, device, warmup: as for `side_by_side`.
     """
-    forward: dict[str, list[float]] = {name: [] for name in implementations}
-    backward: dict[str, list[float]] = {name: [] for name in implementations}
+    make = _Events if device.type == "cuda" else _Clock
+    watches = {name: (make(device), make(device)) for name in implementations}
     peaks: dict[str, int] = {}
     flush = torch.empty(_FLUSH.get(device.type, _FLUSH["cpu"]), dtype=torch.uint8, device=device)
     for number in range(warmup + rounds):
         for name, implementation in implementations.items():
             before = _reset_peak(device)
             flush.zero_()
-            started, back = _timed(implementation, device)
+            back = watches[name][0].time(implementation)
             flush.zero_()
-            ended, result = _timed(back, device)
+            result = watches[name][1].time(back)
             _wait(device)
-            if number >= warmup:
-                forward[name].append(started())
-                backward[name].append(ended())
-                if before is not None:
-                    peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated(device) - before)
+            if before is not None and number >= warmup:
+                peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated(device) - before)
             del back, result
     return {
-        name: Passes(Timing(tuple(forward[name]), peaks.get(name)), Timing(tuple(backward[name]), peaks.get(name)))
-        for name in implementations
+        name: Passes(*(watch.timing(warmup, peaks.get(name)) for watch in of_passes))
+        for name, of_passes in watches.items()
     }
 
 
-def _timed(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], float], Any]:
-    """What ``function`` returned, and what tells its seconds once the device was waited for."""
-    if device.type == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(torch.cuda.current_stream(device))
+class _Clock:
+    """Times one pass of one implementation by the clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: list[float] = []
+
+    def time(self, function: Callable[[], Any]) -> Any:
+        """What ``function`` returned."""
+        _wait(self.device)
+        start = time.perf_counter()
         result = function()
-        end.record(torch.cuda.current_stream(device))
-        return lambda: begin.elapsed_time(end) / 1e3, result
-    _wait(device)
-    start = time.perf_counter()
-    result = function()
-    _wait(device)
-    seconds = time.perf_counter() - start
-    return lambda: seconds, result
+        _wait(self.device)
+        self.seconds.append(time.perf_counter() - start)
+        return result
+
+    def timing(self, warmup: int, peak: int | None) -> Timing:
+        """Of the rounds after ``warmup``."""
+        return Timing(tuple(self.seconds[warmup:]), peak)
+
+
+class _Events:
+    """The same by the clock of a GPU, which spins until the host has launched all of the pass.
+
+    The first event is then still to come when the last has been recorded. It spins for somewhat longer than the host
+    took in the round before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.busy = device, _BUSY[1]
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.late: list[bool] = []
+
+    def time(self, function: Callable[[], Any]) -> Any:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self.device)
+        torch.cuda._sleep(int(self.busy * _CYCLES_PER_SECOND))
+        begin.record(stream)
+        start = time.perf_counter()
+        result = function()
+        host = time.perf_counter() - start
+        end.record(stream)
+        self.late.append(begin.query())
+        self.events.append((begin, end))
+        self.busy = min(max(2 * host, _BUSY[0]), _BUSY[1])
+        return result
+
+    def timing(self, warmup: int, peak: int | None) -> Timing:
+        """Of the rounds after ``warmup``; the device has been waited for."""
+        seconds = tuple(begin.elapsed_time(end) / 1e3 for begin, end in self.events[warmup:])
+        return Timing(seconds, peak, sum(self.late[warmup:]))
 
 
 def training_step(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Callable[[], None]:

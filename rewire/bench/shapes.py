@@ -63,6 +63,10 @@ _SHAPES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "llama-130m": ("LLaMA of ANCRe's Table 2: 12 layers, width 768", _llama(768, 2048, 12, 12)),
     "llama-350m": ("LLaMA of ANCRe's Table 2: 24 layers, width 1024", _llama(1024, 2736, 16, 24)),
     "llama-1b": ("LLaMA of ANCRe's Table 2: 24 layers, width 2048", _llama(2048, 5461, 32, 24)),
+    "llama-1b-5504": (
+        "the same, with an inner width that tiles divide: 5504",
+        _llama(2048, 5504, 32, 24),
+    ),
     "dca-24x512": ("decoder of DeepCrossAttention's Table 1: 24 layers, width 512", _llama(512, 2048, 8, 24)),
     "dit-s2": ("DiT-S/2: 12 layers, width 384", _dit(384, 6)),
     "dit-b2": ("DiT-B/2: 12 layers, width 768", _dit(768, 12)),

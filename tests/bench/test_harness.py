@@ -78,6 +78,54 @@ def test_progress_is_told_after_every_step() -> None:
     assert len(ticks) == 2 * (harness.WARMUP + 3)
 
 
+class FakeGPU:
+    """A clock that the device and the host share; the device spins, then runs a pass of 5 seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, launching: float) -> None:
+        self.now = self.free = 0.0  # of the host; when the device has done all that was launched
+        self.launching = launching
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "_sleep", self.spin)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def spin(self, cycles: int) -> None:
+        self.free = max(self.free, self.now) + cycles / 2e9
+
+    def run(self) -> str:
+        self.now += self.launching
+        self.free = max(self.free, self.now) + 5
+        return "result"
+
+
+class FakeEvent:
+    def __init__(self, gpu: FakeGPU) -> None:
+        self.gpu = gpu
+
+    def record(self, stream: None) -> None:
+        self.at = max(self.gpu.free, self.gpu.now)
+
+    def query(self) -> bool:
+        return self.at <= self.gpu.now
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.mark.parametrize(("launching", "late"), [(0.02, 0), (0.3, 3)])
+def test_a_gpu_is_busy_until_the_host_has_launched_a_pass(
+    monkeypatch: pytest.MonkeyPatch, launching: float, late: int
+) -> None:
+    gpu = FakeGPU(monkeypatch, launching)
+    watch = harness._Events(torch.device("cuda"))
+    for _ in range(4):
+        assert watch.time(gpu.run) == "result"
+        gpu.now = gpu.free  # it is waited for
+    timing = watch.timing(1, None)
+    assert timing.late == late and len(timing.seconds) == 3
+    assert timing.median == pytest.approx(5 if not late else 5 + launching - 0.1)
+
+
 def test_a_training_step_leaves_gradients() -> None:
     model = Stack(PreNorm)
     harness.training_step(model, ((vectors(),), {}))()
@@ -118,6 +166,7 @@ def test_a_chart(tmp_path: Path) -> None:
 
 #: Name -> parameters and blocks; of the DiTs the blocks alone: diffusers embeds time and class in each of them anew.
 PAPERS = {"llama-60m": (58e6, 8), "llama-130m": (134e6, 12), "llama-350m": (368e6, 24), "llama-1b": (1.34e9, 24)}
+PAPERS["llama-1b-5504"] = PAPERS["llama-1b"]
 BLOCKS = {"dit-s2": 12, "dit-b2": 12, "dca-24x512": 24, "resnet-64": 16, "llama-12x256": 12}
 
 

@@ -1,4 +1,4 @@
-"""Every generated kernel against float64, on fresh random inputs; used by gpu.py.
+"""Every generated kernel against float64, on fresh random inputs, however they lie in memory.
 
 Results start as NaN, everything is computed twice, and the two have to be bitwise equal.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from rewire.kernels.spec import MixSpec, Norm, Weights
 EPS = 0.1  # of the norms: bounds 1 / sqrt(variance + eps), which multiplies errors
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 KINDS: tuple[Weights, ...] = ("none", "scalar", "channel")
+#: How tensors [rows, width] lie in memory.
+Layout = Literal["contiguous", "in wider rows", "stacked", "one row for all", "not aligned", "transposed"]
+LAYOUTS: tuple[Layout, ...] = ("in wider rows", "stacked", "one row for all", "not aligned", "transposed")
 NORMS: tuple[tuple[Norm, bool], ...] = (("rms", False), ("rms", True), ("layer", True))  # and whether the mix is kept
 
 
@@ -31,12 +34,14 @@ class Check:
         spec: what it computes.
         rows, width: of its tensors.
         dtype: of its states.
+        layout: of all its tensors.
     """
 
     spec: MixSpec
     rows: int
     width: int
     dtype: torch.dtype
+    layout: Layout = "contiguous"
 
     @property
     def name(self) -> str:
@@ -44,7 +49,8 @@ class Check:
         given = [(f.name, getattr(self.spec, f.name), f.default) for f in fields]
         options = [f"{name}={value}" for name, value, default in given if value != default]
         size = f"{self.rows} x {self.width}, {str(self.dtype).removeprefix('torch.')}"
-        return " ".join([f"{self.spec.sources} sources", *options, f"({size})"])
+        layout = "" if self.layout == "contiguous" else f", {self.layout}"
+        return " ".join([f"{self.spec.sources} sources", *options, f"({size}{layout})"])
 
 
 def checks(small: bool) -> list[Check]:
@@ -70,9 +76,13 @@ def checks(small: bool) -> list[Check]:
         MixSpec(18, norm="rms", keep_mix=True),
     ]
     specs = sums + blocked + norms + several
+    placed = [MixSpec(3, added=1), MixSpec(3, "channel", True, outputs=3), MixSpec(5, outputs=4, probe=True)]
+    placed += [MixSpec(3, norm="rms", keep_mix=True, added=1, accumulate=True), MixSpec(18, scores=True)]
     if small:  # not those that the interpreter takes seconds for
-        return [Check(spec, 5, 24, F32) for spec in specs if spec.pairs <= 40]
-    found = [Check(spec, 3000, 2048, BF16) for spec in specs]
+        found = [Check(spec, 5, 24, F32) for spec in specs if spec.pairs <= 40]
+        return found + [Check(spec, 5, 24, F32, layout) for spec in placed for layout in LAYOUTS]
+    found = [Check(spec, 1000, 2048, BF16, layout) for spec in placed for layout in LAYOUTS]
+    found += [Check(spec, 3000, 2048, BF16) for spec in specs]
     found += [Check(spec, 1000, 100, F32) for spec in specs]
     found += [Check(spec, 500, 8192, F16) for spec in norms]
     return found + [Check(MixSpec(n, "channel", True), 7, width, BF16) for n, width in ((2, 1), (3, 33), (32, 4096))]
@@ -88,7 +98,7 @@ def run(check: Check, device: torch.device, seed: int) -> float:
         AssertionError: a result is wrong, or differs from run to run.
     """
     torch.manual_seed(seed)
-    inputs = _Inputs.of(check, device)
+    inputs = Inputs.of(check, device)
     with _poisoned():
         first, second = inputs.results(), inputs.results()
     for name, values in first.items():
@@ -136,7 +146,9 @@ def _poisoned() -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Inputs:
+class Inputs:
+    """Random tensors that a check asks for."""
+
     spec: MixSpec
     sources: list[Tensor]
     weights: Tensor | None
@@ -150,43 +162,49 @@ class _Inputs:
     grad_mixes: list[Tensor]
 
     @classmethod
-    def of(cls, check: Check, device: torch.device) -> _Inputs:
+    def of(cls, check: Check, device: torch.device) -> Inputs:
         spec, n, o = check.spec, check.spec.sources, check.spec.outputs
 
         def draw(*shape: int, dtype: torch.dtype = F32) -> Tensor:
             return torch.randn(shape, device=device).to(dtype)
 
-        def states(count: int) -> list[Tensor]:
-            return [draw(check.rows, check.width, dtype=check.dtype) for _ in range(count)]
+        def states(count: int, dtype: torch.dtype = check.dtype, width: int = check.width) -> list[Tensor]:
+            return placed([draw(check.rows, width, dtype=dtype) for _ in range(count)], check.layout)
 
         shape = (o, n, check.width) if spec.weights == "channel" else (o, n)
         return cls(
             spec,
             sources=states(n),
-            weights=None if spec.weights == "none" else draw(*shape),
-            scores=[draw(check.rows, 1) for _ in range(o * n * spec.scores)],
+            weights=None if spec.weights == "none" else placed([draw(*shape)], check.layout)[0],
+            scores=states(o * n * spec.scores, F32, 1),
             added=states(o * spec.added),
             gain=draw(check.width, dtype=check.dtype) if spec.scaled else None,
             bias=draw(check.width, dtype=check.dtype) if spec.shifted else None,
-            accumulators=[draw(check.rows, check.width) for _ in range(o * spec.accumulate)],
+            accumulators=states(o * spec.accumulate, F32),
             probes=states(o * spec.probe),
             grads=states(o),
             grad_mixes=states(o if spec.keep_mix else 0),
         )
 
-    def results(self) -> dict[str, list[Tensor]]:
-        """Everything that the kernels return, by name."""
-        norm: dict[str, Any] = {"norm_weight": self.gain, "norm_bias": self.bias, "eps": EPS}
-        kept = dataclasses.replace(self.spec, keep_mix=self.spec.norm is not None)
-        found = launch.mix_forward(
-            kept, self.sources, self.weights, self.scores, self.added,
-            **norm, accumulators=self.accumulators, probes=self.probes,
+    def forward(self) -> launch.Mixed:
+        """Backward of a norm needs the mix."""
+        return launch.mix_forward(
+            dataclasses.replace(self.spec, keep_mix=self.spec.norm is not None),
+            self.sources, self.weights, self.scores, self.added,
+            norm_weight=self.gain, norm_bias=self.bias, eps=EPS, accumulators=self.accumulators, probes=self.probes,
         )  # fmt: skip
+
+    def backward(self, found: launch.Mixed) -> launch.Gradients:
         saved: dict[str, Any] = {"mixes": found.mixes, "rstd": found.rstd} if self.spec.norm else {}
-        back = launch.mix_backward(
+        return launch.mix_backward(
             dataclasses.replace(self.spec, probe=False), self.grads, self.sources, self.weights, self.scores,
             **saved, grad_mixes=self.grad_mixes, norm_weight=self.gain,
         )  # fmt: skip
+
+    def results(self) -> dict[str, list[Tensor]]:
+        """Everything that the kernels return, by name."""
+        found = self.forward()
+        back = self.backward(found)
         gradients = {f"gradient of {name}": value for name, value in back._asdict().items()}
         if not self.spec.added or self.spec.outputs > 1:  # then it is the gradient of the result
             del gradients["gradient of added"]
@@ -219,6 +237,21 @@ class _Inputs:
         found: dict[str, Any] = {"mix": mixes, "norm": normed, **dots}
         found |= {f"gradient of {name}": [x.grad for x in xs] for name, xs in gradients.items()}
         return {name: [x.detach() for x in tensors] for name, value in found.items() if (tensors := _tensors(value))}
+
+
+def placed(tensors: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+    """The same values in that layout; in "one row for all", an expanded row, they are those of the first."""
+    if layout == "in wider rows":  # between them is what must not be read
+        return [torch.cat([x.new_full((*x.shape[:-1], 8), torch.nan), x], -1)[..., 8:] for x in tensors]
+    if layout == "stacked":
+        return list(torch.stack(list(tensors), -2).unbind(-2)) if tensors else []
+    if layout == "one row for all":
+        return [x[:1].expand_as(x) for x in tensors]
+    if layout == "not aligned":  # one element behind where an allocation starts
+        return [torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x) for x in tensors]
+    if layout == "transposed":
+        return [x.mT.contiguous().mT for x in tensors]
+    return list(tensors)
 
 
 def _by_pair(scores: Tensor | None) -> list[Tensor]:

@@ -1,0 +1,121 @@
+"""The share of a copy's bandwidth that each kernel reaches, over what it has to move: each input read, each result
+written once. The copy runs in turn with the kernels, in the same rounds.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from on_gpu.kernel_checks import Check, Inputs
+from rewire.bench import harness
+from rewire.kernels import projection, sinkhorn, traffic
+from rewire.kernels.spec import MixSpec
+
+#: Runs forward; what it returns runs backward.
+Run = Callable[[], Callable[[], object]]
+#: A run, and the bytes that forward and backward have to move; 0: there is none.
+Case = tuple[Run, int, int]
+
+WIDTHS = (1024, 2048, 4096, 8192)
+#: What topologies use most, by name; those of the goals first.
+SPECS = {
+    **{f"sum of {n}": MixSpec(n) for n in (2, 4, 8, 16, 32, 64)},
+    **{f"sum of {n}, one added": MixSpec(n, added=1) for n in (1, 8)},
+    **{f"sum of {n}, per channel": MixSpec(n, "channel") for n in (2, 8, 32)},
+    **{f"sum of {n}, per token": MixSpec(n, "none", True) for n in (2, 8, 32)},
+    **{f"sum of {n}, RMSNorm": MixSpec(n, added=1, norm="rms", keep_mix=True) for n in (1, 8)},
+    "4 sums of 16": MixSpec(16, outputs=4),
+    "sum of 4, begun": MixSpec(4, added=1, accumulate=True),
+    "gather 16 for 1": MixSpec(16, probe=True),
+    "gather 16 for 4": MixSpec(16, outputs=4, probe=True),
+    "queries, keys, values of 12": MixSpec(12, "channel", True, outputs=3),
+    "4 streams": MixSpec(5, "none", True, outputs=4),
+}
+
+
+def cases() -> dict[str, Callable[[int, int, torch.device], Case]]:
+    """By name, what makes a case of some rows and a width on a device, in bfloat16."""
+    return {
+        **{name: functools.partial(_mix, spec) for name, spec in SPECS.items()},
+        **{f"projection to {columns}": functools.partial(_projection, columns) for columns in (8, 24, 96)},
+        "Sinkhorn of 4 x 4": _sinkhorn,
+    }
+
+
+def measure(name: str, device: torch.device, small: bool) -> dict[str, Any]:
+    """Shares of copy bandwidth by width, and their medians."""
+    make, rounds = cases()[name], 2 if small else 30
+    size, rows = (1 << 20, 5) if small else (1 << 28, 16384)
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> Callable[[], object]:
+        target.copy_(source)
+        return lambda: target.copy_(source)
+
+    found = []
+    for width in (64,) if small else WIDTHS:
+        run, *floors = make(rows, width, device)
+        passes = harness.passes_side_by_side({"copy": copy, name: run}, rounds, device)
+        row: dict[str, Any] = {"rows": rows, "width": width}
+        for which, floor in zip(("forward", "backward"), floors, strict=True):
+            if floor:
+                row[which] = _share(getattr(passes[name], which), getattr(passes["copy"], which), floor, 2 * size)
+        found.append(row)
+    medians = {
+        which: statistics.median(shares)
+        for which in ("forward", "backward")
+        if (shares := [row[which]["share of copy"] for row in found if which in row])
+    }
+    return {"shapes": found, "median share of copy": medians}
+
+
+def _share(ours: harness.Timing, copy: harness.Timing, floor: int, copied: int) -> dict[str, Any]:
+    return {
+        "microseconds": 1e6 * ours.median,
+        "quartiles": [1e6 * x for x in ours.quartiles],
+        "share of copy": floor / ours.median / (copied / copy.median),
+        "copy bytes per second": copied / copy.median,
+        "floor bytes": floor,
+        "late": ours.late,
+    }
+
+
+def _mix(spec: MixSpec, rows: int, width: int, device: torch.device) -> Case:
+    inputs = Inputs.of(Check(spec, rows, width, torch.bfloat16), device)
+
+    def run() -> Callable[[], object]:
+        found = inputs.forward()
+        return (lambda: None) if spec.probe else lambda: inputs.backward(found)
+
+    forward = traffic.bytes_floor(spec, rows, width, 2)
+    return run, forward, 0 if spec.probe else traffic.bytes_floor(spec, rows, width, 2, backward=True)
+
+
+def _projection(columns: int, rows: int, width: int, device: torch.device) -> Case:
+    x = torch.randn(rows, width, device=device).bfloat16()
+    weight, grad = torch.randn(width, columns, device=device), torch.randn(rows, columns, device=device)
+
+    def run() -> Callable[[], object]:
+        scores, inverse = projection.forward(x, weight, 1e-6)
+        return lambda: projection.backward(grad, x, weight, scores, inverse, None)
+
+    factors = weight.nbytes + grad.nbytes + 4 * rows
+    return run, x.nbytes + factors, 2 * x.nbytes + 2 * weight.nbytes + 2 * grad.nbytes + 4 * rows
+
+
+def _sinkhorn(rows: int, width: int, device: torch.device) -> Case:
+    """As many matrices as a state has 16 times 16 channels; the arithmetic of 20 iterations counts, too."""
+    logits = torch.randn(rows * max(1, width // 16), 4, 4, device=device)
+    grad = torch.randn_like(logits)
+
+    def run() -> Callable[[], object]:
+        sinkhorn.forward(logits, 20, 0.0)
+        return lambda: sinkhorn.backward(grad, logits, 20, 0.0)
+
+    return run, 2 * logits.nbytes, 3 * logits.nbytes
