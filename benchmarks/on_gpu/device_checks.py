@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from on_gpu import model_checks
 from on_gpu.processes import Skipped
 from rewire.kernels import launch, projection
+from rewire.kernels.launch import GradientInputs, MixInputs
 from rewire.kernels.mix import mix
 from rewire.kernels.sinkhorn import backward as sinkhorn_backward
 from rewire.kernels.sinkhorn import forward as sinkhorn_forward
@@ -41,39 +42,39 @@ def checks() -> dict[str, Callable[[torch.device, bool], None]]:
 def _mix(xs: Sequence[Tensor], w: Tensor, scores: Tensor) -> Results:
     spec = MixSpec(2, scores=True, added=1)
     by_source = list(scores[:, :2].split(1, -1))
-    (total,) = launch.mix_forward(spec, xs[:2], w[:1, :2], by_source, xs[2:3]).mixes
-    back = launch.mix_backward(spec, xs[2:3], xs[:2], w[:1, :2], by_source)
+    (total,) = launch.mix_forward(spec, MixInputs(xs[:2], w[:1, :2], by_source, xs[2:3])).mixes
+    back = launch.mix_backward(spec, GradientInputs(xs[2:3], xs[:2], w[:1, :2], by_source))
     return {"mix": total, "gradient": back.sources[1], "of scores": back.scores, "sum of weights": back.weights}  # type: ignore[dict-item]
 
 
 def _channel(xs: Sequence[Tensor], w: Tensor, scores: Tensor) -> Results:
     weights = w[:2, :2].unsqueeze(-1).expand(-1, -1, xs[0].shape[-1]).contiguous()
     spec = MixSpec(2, "channel", outputs=2)
-    first, second = launch.mix_forward(spec, xs[:2], weights).mixes
-    back = launch.mix_backward(spec, xs[1:3], xs[:2], weights)
+    first, second = launch.mix_forward(spec, MixInputs(xs[:2], weights)).mixes
+    back = launch.mix_backward(spec, GradientInputs(xs[1:3], xs[:2], weights))
     return {"first": first, "second": second, "gradient": back.sources[0], "sum of weights": back.weights}  # type: ignore[dict-item]
 
 
 def _norm(xs: Sequence[Tensor], w: Tensor, scores: Tensor) -> Results:
     spec = MixSpec(2, norm="rms", keep_mix=True)
     gain = torch.ones_like(xs[0][0])
-    done = launch.mix_forward(spec, xs[:2], w[:1, :2], norm_weight=gain)
+    done = launch.mix_forward(spec, MixInputs(xs[:2], w[:1, :2], norm_weight=gain))
     back = launch.mix_backward(
-        spec, xs[2:3], xs[:2], w[:1, :2], mixes=done.mixes, rstd=done.rstd, norm_weight=gain, grad_mixes=xs[1:2]
+        spec, GradientInputs(xs[2:3], xs[:2], w[:1, :2], (), done.mixes, done.rstd, xs[1:2], gain)
     )
     found = {"normed": done.normed, "rstd": done.rstd, "gradient": back.sources[1]}
     return found | {"sum of weights": back.weights, "sum of gain": back.norm_weight}  # type: ignore[return-value, dict-item]
 
 
 def _gather(xs: Sequence[Tensor], w: Tensor, scores: Tensor) -> Results:
-    done = launch.mix_forward(MixSpec(2, outputs=2, probe=True), xs[:2], w[:2, :2], probes=xs[1:3])
+    done = launch.mix_forward(MixSpec(2, outputs=2, probe=True), MixInputs(xs[:2], w[:2, :2], probes=xs[1:3]))
     return {"first": done.mixes[0], "second": done.mixes[1], "sum of weights": done.weight_dots}  # type: ignore[dict-item]
 
 
 def _stacked(xs: Sequence[Tensor], w: Tensor, scores: Tensor) -> Results:
     """States are 2 of each row's 3: strides of three widths."""
     streams = torch.stack(list(xs[:3]), -2)
-    done = launch.mix_forward(MixSpec(2, outputs=2), streams.unbind(-2)[1:], w[:2, :2], stacked=2)
+    done = launch.mix_forward(MixSpec(2, outputs=2), MixInputs(streams.unbind(-2)[1:], w[:2, :2]), stacked=2)
     assert done.stacked is not None
     return {"mixes": done.stacked}
 
@@ -188,7 +189,7 @@ def second_device(device: torch.device, small: bool) -> None:
     elsewhere = torch.randn(5, 24, device=other if device.type == "cuda" else "meta")
     refused = False
     try:
-        launch.mix_forward(MixSpec(2), [x, elsewhere], torch.ones(2, device=device))
+        launch.mix_forward(MixSpec(2), MixInputs([x, elsewhere], torch.ones(2, device=device)))
     except ValueError as error:
         refused = "on one device" in str(error)
     assert refused, "a mix of tensors on two devices was not refused"

@@ -68,8 +68,7 @@ def checks(small: bool) -> list[Check]:
         MixSpec(3, weights, keep, added=1, norm=norm, keep_mix=keep) for weights in KINDS[1:] for norm, keep in NORMS
     ]
     norms += [
-        MixSpec(3, norm="rms", keep_mix=True, norm_scale="none"),
-        MixSpec(3, norm="rms", keep_mix=True, norm_scale="offset"),
+        MixSpec(3, norm="rms", keep_mix=True),
         MixSpec(3, norm="layer", keep_mix=True, norm_bias=False),
         MixSpec(3, added=1, norm="rms", keep_mix=True, accumulate=True),
         MixSpec(0, "none", added=2, norm="rms", keep_mix=True),
@@ -178,7 +177,7 @@ class Inputs:
             weights=None if spec.weights == "none" else placed([draw(*shape)], check.layout)[0],
             scores=states(o * n * spec.scores, F32, 1),
             added=states(o * spec.added),
-            gain=draw(check.width, dtype=check.dtype) if spec.scaled else None,
+            gain=draw(check.width, dtype=check.dtype) if spec.norm else None,
             bias=draw(check.width, dtype=check.dtype) if spec.shifted else None,
             accumulators=states(o * spec.accumulate, F32),
             probes=states(o * spec.probe),
@@ -188,18 +187,16 @@ class Inputs:
 
     def forward(self) -> launch.Mixed:
         """Backward of a norm needs the mix."""
-        return launch.mix_forward(
-            dataclasses.replace(self.spec, keep_mix=self.spec.norm is not None),
-            self.sources, self.weights, self.scores, self.added,
-            norm_weight=self.gain, norm_bias=self.bias, eps=EPS, accumulators=self.accumulators, probes=self.probes,
-        )  # fmt: skip
+        spec = dataclasses.replace(self.spec, keep_mix=self.spec.norm is not None)
+        inputs = launch.MixInputs(
+            self.sources, self.weights, self.scores, self.added, self.accumulators, self.probes, self.gain, self.bias
+        )
+        return launch.mix_forward(spec, inputs, eps=EPS)
 
     def backward(self, found: launch.Mixed) -> launch.Gradients:
-        saved: dict[str, Any] = {"mixes": found.mixes, "rstd": found.rstd} if self.spec.norm else {}
-        return launch.mix_backward(
-            dataclasses.replace(self.spec, probe=False), self.grads, self.sources, self.weights, self.scores,
-            **saved, grad_mixes=self.grad_mixes, norm_weight=self.gain,
-        )  # fmt: skip
+        norm = (found.mixes, found.rstd, self.grad_mixes, self.gain) if self.spec.norm else ()
+        inputs = launch.GradientInputs(self.grads, self.sources, self.weights, self.scores, *norm)
+        return launch.mix_backward(dataclasses.replace(self.spec, probe=False), inputs)
 
     def results(self) -> dict[str, list[Tensor]]:
         """Everything that the kernels return, by name."""
@@ -222,8 +219,8 @@ class Inputs:
         sources, scores, added = leaves(self.sources), leaves(self.scores), leaves(self.added)
         weights, gain, bias = leaves([self.weights]), leaves([self.gain]), leaves([self.bias])
         mixes = reference.mixes(self.spec, sources, weights[0] if weights else None, scores, added, self.accumulators)
-        scale = (gain[0] if gain else None, bias[0] if bias else None)
-        normed = [reference.normed(self.spec, y, *scale, EPS) for y in mixes if self.spec.norm]
+        shift = bias[0] if bias else None
+        normed = [reference.normed(self.spec, y, gain[0], shift, EPS) for y in mixes if gain]
         outputs = [*(normed or mixes), *(mixes if self.grad_mixes else ())]
         torch.autograd.backward(outputs, [g.double() for g in (*self.grads, *self.grad_mixes)])
         dots: dict[str, Any] = {}

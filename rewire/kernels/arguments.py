@@ -59,7 +59,7 @@ def check_forward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked:
         added=spec.outputs * spec.added,
         accumulators=spec.outputs * spec.accumulate,
         probes=spec.outputs * spec.probe,
-        norm_weight=int(spec.scaled),
+        norm_weight=int(spec.norm is not None),
         norm_bias=int(spec.shifted),
     )
     _check_stacked(stacked, 0 if spec.norm else spec.outputs, "mixes without a norm")
@@ -76,7 +76,7 @@ def check_backward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked
         mixes=int(spec.norm is not None),
         rstd=int(spec.norm is not None),
         grad_mixes=int(spec.norm is not None and len(given["grad_mixes"]) > 0),
-        norm_weight=int(spec.scaled),
+        norm_weight=int(spec.norm is not None),
         carried=spec.sources * spec.carried,
     )
     _check_stacked(stacked, spec.sources, "gradients of sources")

@@ -76,8 +76,7 @@ def _describe(spec: MixSpec) -> str:
 
 
 def _describe_norm(spec: MixSpec) -> str:
-    scale = {"weight": "", "offset": " times 1 + weight", "none": " without weight"}[spec.norm_scale]
-    return f"{spec.norm} norm{scale}{' without bias' if spec.norm == 'layer' and not spec.shifted else ''}"
+    return f"{spec.norm} norm{' without bias' if spec.norm == 'layer' and not spec.shifted else ''}"
 
 
 def _forward(spec: MixSpec) -> tuple[Lines, Lines]:
@@ -126,10 +125,10 @@ def _backward(spec: MixSpec) -> tuple[Lines, Lines]:
         *_if(spec.norm, "grad_normed,  # [rows, cols]", "grad_normed_stride: tl.constexpr,"),
         *_if(spec.keep_mix, "grad_mix,  # [rows, cols]", "grad_mix_stride: tl.constexpr,"),
         *_if(spec.carried, f"carried,  # {spec.sources} x [rows, cols]", "carried_strides: tl.constexpr,"),
-        *_if(spec.scaled, "norm_weight,  # [cols]"),
+        *_if(spec.norm, "norm_weight,  # [cols]"),
         *_if(spec.sources, f"grad_sources,  # {spec.sources} x [rows, cols]", "grad_source_strides: tl.constexpr,"),
         *_if(spec.norm and spec.added, "grad_added,  # [rows, cols], contiguous; the same for all branches"),
-        *_if(spec.scaled, "norm_weight_partials,  # float32 [programs, cols]"),
+        *_if(spec.norm, "norm_weight_partials,  # float32 [programs, cols]"),
         *_if(spec.shifted, "norm_bias_partials,  # float32 [programs, cols]"),
         *_dot_parameters(spec),
     ]
@@ -310,7 +309,7 @@ def _store_dots(spec: MixSpec) -> Lines:
 
 def _norm_parameters(spec: MixSpec) -> Lines:
     return [
-        *_if(spec.scaled, "norm_weight,  # [cols]"),
+        *_if(spec.norm, "norm_weight,  # [cols]"),
         *_if(spec.shifted, "norm_bias,  # [cols]"),
     ]
 
@@ -318,8 +317,7 @@ def _norm_parameters(spec: MixSpec) -> Lines:
 def _load_norm(spec: MixSpec, bias: bool) -> Lines:
     load = "tl.load({0} + col, mask=col < COLS, other=0.0).to(tl.float32)  # [1, BLOCK_COLS]"
     return [
-        *_if(spec.scaled, f"scale = {load.format('norm_weight')}"),
-        *_if(spec.norm_scale == "offset", "scale += 1.0"),
+        *_if(spec.norm, f"scale = {load.format('norm_weight')}"),
         *_if(bias, f"shift = {load.format('norm_bias')}"),
     ]
 
@@ -329,7 +327,7 @@ def _norm_forward(spec: MixSpec) -> Lines:
     if not spec.norm:
         return []
     layer = spec.norm == "layer"
-    normed = f"y0 * r{' * scale' if spec.scaled else ''}{' + shift' if spec.shifted else ''}"
+    normed = f"y0 * r * scale{' + shift' if spec.shifted else ''}"
     return [
         # Columns beyond the last must not count as values that are 0.
         *_if(layer, f"y0 = tl.where(inside, y0 - {_row_sum('y0')} / COLS, 0.0)"),
@@ -341,7 +339,7 @@ def _norm_forward(spec: MixSpec) -> Lines:
 
 def _norm_accumulators(spec: MixSpec) -> Lines:
     zeros = "tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)"
-    return [*_if(spec.scaled, f"dscale = {zeros}"), *_if(spec.shifted, f"dshift = {zeros}")]
+    return [*_if(spec.norm, f"dscale = {zeros}"), *_if(spec.shifted, f"dshift = {zeros}")]
 
 
 def _norm_backward(spec: MixSpec) -> Lines:
@@ -352,9 +350,9 @@ def _norm_backward(spec: MixSpec) -> Lines:
         _load("h", "grad_normed", "grad_normed_stride"),
         "r = tl.load(rstd + row, mask=row < rows, other=0.0)  # [BLOCK_ROWS, 1]",
         f"n = (n - {_row_sum('n')} / COLS) * r" if layer else "n *= r",
-        *_if(spec.scaled, "dscale += h * n"),
+        "dscale += h * n",
         *_if(spec.shifted, "dshift += h"),
-        *_if(spec.scaled, "h *= scale"),
+        "h *= scale",
         f"g0 = h - n * ({_row_sum('h * n')} / COLS)",
         *_if(layer, f"g0 -= {_row_sum('h')} / COLS"),
         "g0 *= r",
@@ -367,8 +365,8 @@ def _store_norm_partials(spec: MixSpec) -> Lines:
     place = "place = tl.program_id(0).to(tl.int64) * COLS + col  # [1, BLOCK_COLS]"
     store = "tl.store({0}_partials + place, {1}, mask=col < COLS)"
     return [
-        *_if(spec.scaled or spec.shifted, place),
-        *_if(spec.scaled, store.format("norm_weight", _col_sum("dscale"))),
+        *_if(spec.norm, place),
+        *_if(spec.norm, store.format("norm_weight", _col_sum("dscale"))),
         *_if(spec.shifted, store.format("norm_bias", _col_sum("dshift"))),
     ]
 

@@ -230,22 +230,21 @@ def _differentiable(
     return dx, torch.stack(dots)
 
 
-def tensors_moved(mixes: int, first: int = 1, block: int | None = None, itemsize: int = 2) -> tuple[float, float]:
-    """How many states' worth of bytes a chain of mixes reads and writes, forward and backward.
+def tensors_moved(mixes: int, first: int = 1, block: int | None = None) -> tuple[int, int]:
+    """How many 16-bit states' worth of bytes a chain of mixes reads and writes, forward and backward.
 
     Branch outputs that are added are not counted: they are read once in any form.
 
     Args:
         mixes, first: as in `Table`.
         block: B; None counts the form without blocks.
-        itemsize: bytes of an element of the states; sums that are begun have 4.
     """
     states, block = first + mixes - 1, block or first + mixes
-    forward = backward = 0.0
+    forward = backward = 0
     for start in range(0, mixes, block):
         group = min(block, mixes - start)
         if start:
-            forward += first + start + 2 * group * 4 / itemsize  # read all states; write and read what is begun
+            forward += first + start + 2 * group * 2  # read all states; write and read what is begun, in float32
         inside = [s if start else s + first for s in range(group)]
         forward += sum(inside) + group  # read the block's own states, write the mixes
     for start in range(0, states, block):

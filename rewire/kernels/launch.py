@@ -8,19 +8,47 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rewire.kernels import plan
-from rewire.kernels.arguments import Layout, check_backward, check_forward
+from rewire.kernels.arguments import Layout
 from rewire.kernels.plan import Plan
 from rewire.kernels.spec import MixSpec
 
 #: Plans that are kept: those of a few batch sizes of a deep model. The oldest goes first.
 MOST_PLANS = 4096
+
+
+class MixInputs(NamedTuple):
+    """What `mix_forward` computes of.
+
+    Attributes:
+        sources: [..., D], float32, bfloat16 or float16, of one shape; rows may be strided, each in its own way.
+        weights: float32 [outputs, N] or [outputs, N, D]; the first dimension may be missing for one output.
+        scores: float32 [..., 1], outputs times N, those of the first output first.
+        added: [..., D], outputs times ``spec.added``, those of the first output first.
+        accumulators: float32 [..., D], one for each output.
+        probes: [..., D], one for each output.
+        norm_weight, norm_bias: [D].
+    """
+
+    sources: Sequence[Tensor] = ()
+    weights: Tensor | None = None
+    scores: Sequence[Tensor] = ()
+    added: Sequence[Tensor] = ()
+    accumulators: Sequence[Tensor] = ()
+    probes: Sequence[Tensor] = ()
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+
+    def groups(self) -> tuple[Sequence[Tensor], ...]:
+        """Each field as a sequence."""
+        weights, scale, bias = _maybe(self.weights), _maybe(self.norm_weight), _maybe(self.norm_bias)
+        return self.sources, weights, self.scores, self.added, self.accumulators, self.probes, scale, bias
 
 
 class Mixed(NamedTuple):
@@ -43,6 +71,36 @@ class Mixed(NamedTuple):
     stacked: Tensor | None = None
 
 
+class GradientInputs(NamedTuple):
+    """What `mix_backward` computes of.
+
+    Attributes:
+        grads: [..., D] for each output, the gradients of what is normed if there is a norm, else of the mixes.
+        sources, weights, scores, norm_weight: as in `MixInputs`.
+        mixes: with a norm, the mix as forward returned it. Forward has to keep it (``keep_mix``), as the plain
+            network keeps what a norm reads.
+        rstd: with a norm, as forward returned it.
+        grad_mixes: with a norm, the gradient of the mix itself; none if only the norm reads it.
+        carried: [..., D] for each source if the spec says so, what is added to its gradient.
+    """
+
+    grads: Sequence[Tensor]
+    sources: Sequence[Tensor] = ()
+    weights: Tensor | None = None
+    scores: Sequence[Tensor] = ()
+    mixes: Sequence[Tensor] = ()
+    rstd: Tensor | None = None
+    grad_mixes: Sequence[Tensor] = ()
+    norm_weight: Tensor | None = None
+    carried: Sequence[Tensor] = ()
+
+    def groups(self) -> tuple[Sequence[Tensor], ...]:
+        """Each field as a sequence."""
+        weights, rstd, scale = _maybe(self.weights), _maybe(self.rstd), _maybe(self.norm_weight)
+        of_norm = (self.mixes, rstd, self.grad_mixes, scale)
+        return (self.grads, self.sources, weights, self.scores, *of_norm, self.carried)
+
+
 class Gradients(NamedTuple):
     """What `mix_backward` computed.
 
@@ -52,7 +110,7 @@ class Gradients(NamedTuple):
         scores: float32 [..., outputs, N]; None without scores.
         added: [..., D], the gradient of each added branch (and of an accumulator); None for several outputs, where it
             is that of the output.
-        norm_weight: float32 [D], with a norm that has a weight.
+        norm_weight: float32 [D], with a norm.
         norm_bias: float32 [D], with a norm that has a bias.
         stacked: [..., stacked, D], the tensor that the first of ``sources`` are views of; None if none were to be
             stacked.
@@ -68,33 +126,13 @@ class Gradients(NamedTuple):
 
 
 def mix_forward(
-    spec: MixSpec,
-    sources: Sequence[Tensor],
-    weights: Tensor | None = None,
-    scores: Sequence[Tensor] = (),
-    added: Sequence[Tensor] = (),
-    *,
-    accumulators: Sequence[Tensor] = (),
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    eps: float = 1e-6,
-    probes: Sequence[Tensor] = (),
-    dtype: torch.dtype | None = None,
-    stacked: int = 0,
+    spec: MixSpec, inputs: MixInputs, dtype: torch.dtype | None = None, eps: float = 1e-6, stacked: int = 0
 ) -> Mixed:
     """The mixes of `spec`, accumulated in float32 and rounded once.
 
     Args:
-        spec: what is computed.
-        sources: [..., D], float32, bfloat16 or float16, of one shape; rows may be strided, each in its own way.
-        weights: float32 [outputs, N] or [outputs, N, D]; the first dimension may be missing for one output.
-        scores: float32 [..., 1], outputs times N, those of the first output first.
-        added: [..., D], outputs times ``spec.added``, those of the first output first.
-        accumulators: float32 [..., D], one for each output.
-        norm_weight, norm_bias: [D].
-        eps: of the norm.
-        probes: [..., D], one for each output.
         dtype: of the results; by default what plain adds of sources and added would have.
+        eps: of the norm.
         stacked: how many mixes, from the first on, are to be views of one new tensor [..., stacked, D]. Not with a
             norm.
 
@@ -102,9 +140,8 @@ def mix_forward(
         TypeError: a dtype that the kernels do not accumulate exactly enough (float64), or do not know.
         ValueError: shapes or arguments do not fit the spec.
     """
-    given = (sources, _maybe(weights), scores, added, accumulators, probes, _maybe(norm_weight), _maybe(norm_bias))
-    found = _run(_plan_forward, spec, given, (dtype, eps, stacked))
-    shape = (sources or added or accumulators)[0].shape
+    found = _run(plan.forward, spec, inputs, (dtype, eps, stacked))
+    shape = (inputs.sources or inputs.added or inputs.accumulators)[0].shape
     return Mixed(
         tuple(found["mixes"]),
         _one(found.get("normed")),
@@ -115,46 +152,24 @@ def mix_forward(
     )
 
 
-def mix_backward(
-    spec: MixSpec,
-    grads: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    weights: Tensor | None = None,
-    scores: Sequence[Tensor] = (),
-    *,
-    mixes: Sequence[Tensor] = (),
-    rstd: Tensor | None = None,
-    grad_mixes: Sequence[Tensor] = (),
-    norm_weight: Tensor | None = None,
-    stacked: int = 0,
-    carried: Sequence[Tensor] = (),
-) -> Gradients:
-    """Every gradient of the mixes of `spec`.
+def mix_backward(spec: MixSpec, inputs: GradientInputs, stacked: int = 0) -> Gradients:
+    """Every gradient of the mixes of `spec`, whose probes are ignored.
 
     Args:
-        spec: as in forward; probes are ignored.
-        grads: [..., D] for each output, the gradients of what is normed if there is a norm, else of the mixes.
-        sources, weights, scores, norm_weight: as in forward.
-        mixes: with a norm, the mix as forward returned it. Forward has to keep it (``keep_mix``), as the plain
-            network keeps what a norm reads.
-        rstd: with a norm, as forward returned it.
-        grad_mixes: with a norm, the gradient of the mix itself; none if only the norm reads it.
         stacked: how many gradients of sources, from the first on, are to be views of one new tensor [..., stacked, D],
             as the sources may be. They have to be of one dtype.
-        carried: [..., D] for each source if the spec says so, what is added to its gradient.
 
     Raises:
         TypeError, ValueError: as in `mix_forward`.
     """
-    given = (grads, sources, _maybe(weights), scores, mixes, _maybe(rstd), grad_mixes, _maybe(norm_weight), carried)
-    found = _run(_plan_backward, spec, given, (stacked,))
-    added = _one(found["added"])
-    if added is not None and added.dtype != grads[0].dtype:  # a norm's, in float32, where other kernels follow
-        added = added.to(grads[0].dtype)
+    found = _run(plan.backward, spec, inputs, (stacked,))
+    like, added = inputs.grads[0], _one(found["added"])
+    if added is not None and added.dtype != like.dtype:  # a norm's, in float32, where other kernels follow
+        added = added.to(like.dtype)
     return Gradients(
         tuple(found["sources"]),
         _total(found.get("weight_partials"), 1),
-        _by_token(found.get("score_partials"), grads[0].shape),
+        _by_token(found.get("score_partials"), like.shape),
         added,
         _total(found.get("norm_weight_partials"), 0),
         _total(found.get("norm_bias_partials"), 0),
@@ -170,18 +185,18 @@ _lock = threading.Lock()  # for threads that make plans; who looks one up needs 
 
 
 def _run(
-    make: Callable[..., Plan], spec: MixSpec, given: Sequence[Sequence[Tensor]], options: tuple[Any, ...]
+    make: Callable[..., Plan], spec: MixSpec, inputs: MixInputs | GradientInputs, options: tuple[Any, ...]
 ) -> dict[str, list[Tensor]]:
     """The results of the plan for these tensors."""
-    tensors = [x for group in given for x in group]
+    groups = inputs.groups()
+    tensors = [x for group in groups for x in group]
     # Each once for all tensors: twice as fast as a `Layout` of each.
     layouts = tuple(map(_sizes, tensors)), tuple(map(Tensor.stride, tensors))
-    key = (make, spec, options, tuple(map(len, given)), layouts)
+    key = (make, spec, options, tuple(map(len, groups)), layouts)
     known = _plans.get(key)
     if known is None:
-        known = make(
-            spec, [[Layout(x.shape, x.stride(), x.dtype, x.device) for x in group] for group in given], *options
-        )
+        given = [[Layout(x.shape, x.stride(), x.dtype, x.device) for x in group] for group in groups]
+        known = make(spec, dict(zip(inputs._fields, given, strict=True)), *options)
         with _lock:
             while len(_plans) >= MOST_PLANS:
                 del _plans[next(iter(_plans))]
@@ -193,24 +208,6 @@ def forget() -> None:
     """Forget all plans."""
     with _lock:
         _plans.clear()
-
-
-_FORWARD = ("sources", "weights", "scores", "added", "accumulators", "probes", "norm_weight", "norm_bias")
-_BACKWARD = ("grads", "sources", "weights", "scores", "mixes", "rstd", "grad_mixes", "norm_weight", "carried")
-
-
-def _plan_forward(
-    spec: MixSpec, groups: Sequence[Sequence[Layout]], dtype: torch.dtype | None, eps: float, stacked: int
-) -> Plan:
-    given: Mapping[str, Sequence[Layout]] = dict(zip(_FORWARD, groups, strict=True))
-    check_forward(spec, given, stacked)
-    return plan.forward(spec, given, dtype, eps, stacked)
-
-
-def _plan_backward(spec: MixSpec, groups: Sequence[Sequence[Layout]], stacked: int) -> Plan:
-    given: Mapping[str, Sequence[Layout]] = dict(zip(_BACKWARD, groups, strict=True))
-    check_backward(spec, given, stacked)
-    return plan.backward(spec, given, stacked)
 
 
 # Arguments and results.

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rewire.kernels.launch import Gradients
+from rewire.kernels.launch import GradientInputs, Gradients, MixInputs
 from rewire.kernels.launch import mix_backward as launch_backward
 from rewire.kernels.launch import mix_forward as launch_forward
 from rewire.kernels.spec import MAX_NORM_WIDTH, MixSpec, Norm, Weights, spec_of
@@ -104,7 +104,7 @@ def mix(
     """``accumulator + sum_k (w_k + s_k) x_k + sum_j f_j``, in ``dtype``."""
     running = () if accumulator is None else (accumulator,)
     spec = spec_of(len(sources), _kind(weights), bool(scores), len(added), accumulate=bool(running))
-    return launch_forward(spec, sources, weights, scores, added, accumulators=running, dtype=dtype).mixes[0]
+    return launch_forward(spec, MixInputs(sources, weights, scores, added, running), dtype).mixes[0]
 
 
 def _mix_norm_fake(sources: Any, weights: Any, scores: Any, added: Any, accumulator: Any, dtype: Any, *_: Any) -> Any:
@@ -134,8 +134,8 @@ def mix_norm(
     running = () if accumulator is None else (accumulator,)
     extra: dict[str, Any] = {"norm": norm, "norm_bias": norm_bias is not None, "accumulate": bool(running)}
     spec = spec_of(len(sources), _kind(weights), bool(scores), len(added), keep_mix=True, **extra)
-    scale: dict[str, Any] = {"norm_weight": norm_weight, "norm_bias": norm_bias, "eps": eps}
-    done = launch_forward(spec, sources, weights, scores, added, accumulators=running, dtype=dtype, **scale)
+    inputs = MixInputs(sources, weights, scores, added, running, norm_weight=norm_weight, norm_bias=norm_bias)
+    done = launch_forward(spec, inputs, dtype, eps)
     assert done.normed is not None
     assert done.rstd is not None
     return done.mixes[0], done.normed, done.rstd
@@ -153,7 +153,7 @@ def mix_backward(
 ) -> list[Tensor]:
     """Gradients of `mix`: N of the sources, that of the weights if given, those of the scores in one [..., N]."""
     spec = spec_of(len(sources), _kind(weights), bool(scores))
-    return _of_terms(launch_backward(spec, (grad,), sources, weights, scores))
+    return _of_terms(launch_backward(spec, GradientInputs((grad,), sources, weights, scores)))
 
 
 def _of_terms(found: Gradients) -> list[Tensor]:
@@ -192,8 +192,7 @@ def mix_norm_backward(
     """
     spec = spec_of(len(sources), _kind(weights), bool(scores), added=1, norm=norm, keep_mix=True, norm_bias=biased)
     used = () if grad_mix is None else (grad_mix,)
-    scale: dict[str, Any] = {"mixes": (mixed,), "rstd": rstd, "grad_mixes": used, "norm_weight": norm_weight}
-    found = launch_backward(spec, (grad,), sources, weights, scores, **scale)
+    found = launch_backward(spec, GradientInputs((grad,), sources, weights, scores, (mixed,), rstd, used, norm_weight))
     by_channel = [x for x in (found.norm_weight, found.norm_bias) if x is not None]
     assert found.added is not None
     return [found.added, *by_channel, *_of_terms(found)]
@@ -206,7 +205,7 @@ def mix_norm_backward(
 def mixes(sources: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
     """M float32 mixes in one pass over the sources; weights [M, N] or [M, N, D]."""
     spec = spec_of(len(sources), _kind(weights[0]), outputs=len(weights))
-    return list(launch_forward(spec, sources, weights, dtype=torch.float32).mixes)
+    return list(launch_forward(spec, MixInputs(sources, weights), torch.float32).mixes)
 
 
 def _gather_fake(grads: Any, states: Any, weights: Any, added: Any, scores: Any = None) -> list[Tensor]:
@@ -231,7 +230,7 @@ def gather(
     """
     of_scores = [] if scores is None else scores.split(1, -1)
     spec = spec_of(len(grads), _kind(weights[0]), scores is not None, added=len(added), outputs=len(states), probe=True)
-    done = launch_forward(spec, grads, weights, of_scores, added=added, probes=states, dtype=states[0].dtype)
+    done = launch_forward(spec, MixInputs(grads, weights, of_scores, added, probes=states), states[0].dtype)
     assert done.weight_dots is not None
     return [*done.mixes, done.weight_dots, *(x.squeeze(-2) for x in (done.score_dots,) if x is not None)]
 
@@ -251,7 +250,7 @@ def several(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | 
     Weights are [M, N] or [M, N, D], scores [..., M, N]. ``stacked`` returns one tensor [..., M, D].
     """
     spec = _spec_of_several(len(sources), weights, scores)
-    done = launch_forward(spec, sources, weights, _unbound(scores), stacked=spec.outputs * stacked)
+    done = launch_forward(spec, MixInputs(sources, weights, _unbound(scores)), stacked=spec.outputs * stacked)
     return list(done.mixes) if done.stacked is None else [done.stacked]
 
 
@@ -281,7 +280,7 @@ def several_backward(
     ``carried``, one for each source or none, is added to the gradients of the sources.
     """
     spec = _spec_of_several(len(sources), weights, scores, carried=len(carried) > 0)
-    found = launch_backward(spec, grads, sources, weights, _unbound(scores), stacked=stacked, carried=carried)
+    found = launch_backward(spec, GradientInputs(grads, sources, weights, _unbound(scores), carried=carried), stacked)
     first = [] if found.stacked is None else [found.stacked]
     dots = [x for x in (found.weights, found.scores) if x is not None]
     return [*first, *found.sources[stacked:], *dots]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.kernels.arguments import Layout, row_stride
+from rewire.kernels.arguments import Layout, check_backward, check_forward, row_stride
 from rewire.kernels.grid import Grid, Kernel
 from rewire.kernels.spec import DOTS_FAN_IN, MAX_NORM_WIDTH, MixSpec
 
@@ -64,7 +64,12 @@ class Plan:
 def forward(
     spec: MixSpec, given: Mapping[str, Sequence[Layout]], dtype: torch.dtype | None, eps: float, stacked: int
 ) -> Plan:
-    """Of `launch.mix_forward`: ``mixes``, ``normed``, ``rstd``, ``stacked``, and partial sums of dot products."""
+    """Of `launch.mix_forward`: ``mixes``, ``normed``, ``rstd``, ``stacked``, and partial sums of dot products.
+
+    Args:
+        given: by field of `launch.MixInputs`.
+    """
+    check_forward(spec, given, stacked)
     make = _Maker(spec, given)
     states = [layout.dtype for name in ("sources", "added") for layout in given[name]]
     dtype = dtype or functools.reduce(torch.promote_types, states or [torch.float32])
@@ -87,7 +92,12 @@ def forward(
 
 
 def backward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked: int) -> Plan:
-    """Of `launch.mix_backward`: gradients of ``sources``, of what was ``added``, ``stacked``, and partial sums."""
+    """Of `launch.mix_backward`: gradients of ``sources``, of what was ``added``, ``stacked``, and partial sums.
+
+    Args:
+        given: by field of `launch.GradientInputs`.
+    """
+    check_backward(spec, given, stacked)
     make = _Maker(spec, given)
     sources = make.states([x.dtype for x in given["sources"]], stacked)
     grads = make.at["grads"]
@@ -96,7 +106,7 @@ def backward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked: int)
         return make.plan(sources=sources, added=grads[: spec.outputs == 1])
     used = len(make.at["grad_mixes"]) > 0
     norm: Arguments = {"rstd": make.at["rstd"][0], "grad_normed": grads[0], "mix": make.at["mixes"][0]}
-    norm |= {"norm_weight": make.at["norm_weight"][0]} if spec.scaled else {}
+    norm |= {"norm_weight": make.at["norm_weight"][0]}
     norm |= {"grad_mix": make.at["grad_mixes"][0]} if used else {}
     few = spec.weights != "channel" and spec.sources <= DOTS_FAN_IN and make.cols <= MAX_NORM_WIDTH // 2
     if few or not spec.sources:
@@ -229,7 +239,7 @@ def _partials(spec: MixSpec, backward: bool, grid: Grid, rows: int, cols: int) -
             "channel": (grid.row_programs, spec.outputs, spec.sources, cols),
         }[spec.weights],
         "score_partials": (grid.col_programs, rows, spec.outputs, spec.sources) if spec.scores else (),
-        "norm_weight_partials": (grid.row_programs, cols) if spec.scaled and backward else (),
+        "norm_weight_partials": (grid.row_programs, cols) if spec.norm and backward else (),
         "norm_bias_partials": (grid.row_programs, cols) if spec.shifted and backward else (),
     }
     return [(name, shape) for name, shape in shapes.items() if shape]

@@ -39,24 +39,19 @@ def mixes(
     return results
 
 
-def normed(spec: MixSpec, mix: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def normed(spec: MixSpec, mix: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """RMSNorm or LayerNorm of a mix over its last dimension, float64 [..., D]."""
     if spec.norm == "layer":
         mix = mix - mix.mean(-1, keepdim=True)
-    y = mix * (mix.square().mean(-1, keepdim=True) + eps).rsqrt()
-    if weight is not None:
-        y = y * (weight.double() + (1.0 if spec.norm_scale == "offset" else 0.0))
+    y = mix * (mix.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
     return y if bias is None else y + bias.double()
 
 
-def dots(
-    spec: MixSpec, sources: Sequence[Tensor], probe: Tensor | Sequence[Tensor]
-) -> tuple[Tensor | None, list[Tensor]]:
+def dots(spec: MixSpec, sources: Sequence[Tensor], probes: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
     """<x_k, p_o> as gradients of weights [outputs, N] or [outputs, N, D], and of scores, outputs times N of [..., 1].
 
-    All float64; probe: [..., D], one for each output.
+    All float64; probes: [..., D], one for each output.
     """
-    probes = (probe,) if isinstance(probe, Tensor) else probe
     products = [x.double() * p.double() for p in probes for x in sources]
     rows = tuple(range(probes[0].dim() - 1))
     per_pair = {

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 Weights = Literal["none", "scalar", "channel"]
 Norm = Literal["rms", "layer"]
-NormScale = Literal["weight", "offset", "none"]
 
 #: Sources of one kernel, and pairs of a source and an output. `launch` chains kernels for more: arguments stay bounded,
 #: and so does the number of different kernels.
@@ -50,9 +49,7 @@ class MixSpec:
             for "scalar", over rows for "channel"; over channels for scores. With output gradients as the sources and
             states as the probes, the mixes are gradients of those states, and the dot products those of their weights.
         accumulate: whether the sums start from float32 accumulators, the mixes of earlier sources.
-        norm_scale: what the normed values are multiplied by: a "weight" [D], an "offset" from 1 (``1 + weight``, as in
-            Gemma), or "none" of these.
-        norm_bias: whether a "layer" norm ends with a bias; "rms" has none.
+        norm_bias: whether a "layer" norm ends with a bias; "rms" has none. Both have a weight.
         carried: in backward, whether sources have gradients from elsewhere, too, which are added to those of the mixes.
 
     Raises:
@@ -68,7 +65,6 @@ class MixSpec:
     keep_mix: bool = False
     probe: bool = False
     accumulate: bool = False
-    norm_scale: NormScale = "weight"
     norm_bias: bool = True
     carried: bool = False
 
@@ -78,8 +74,6 @@ class MixSpec:
             f"weights={self.weights!r} is none of 'none', 'scalar', 'channel'": self.weights
             in ("none", "scalar", "channel"),
             f"norm={self.norm!r} is none of None, 'rms', 'layer'": self.norm in (None, "rms", "layer"),
-            f"norm_scale={self.norm_scale!r} is none of 'weight', 'offset', 'none'": self.norm_scale
-            in ("weight", "offset", "none"),
             f"outputs={self.outputs} is not between 1 and {MAX_OUTPUTS}": 1 <= self.outputs <= MAX_OUTPUTS,
             f"added={self.added} is not between 0 and {MAX_ADDED}": 0 <= self.added <= MAX_ADDED,
             f"sources={self.sources} leaves nothing to sum": self.sources >= 0 and self._terms > 0,
@@ -89,8 +83,7 @@ class MixSpec:
             "a norm follows one output": self.outputs == 1 or self.norm is None,
             "keep_mix is for mixes with a norm; without one the mix is the result": not self.keep_mix
             or self.norm is not None,
-            "norm_scale and norm_bias are for mixes with a norm": self.norm is not None
-            or (self.norm_scale == "weight" and self.norm_bias),
+            "norm_bias is for mixes with a norm": self.norm is not None or self.norm_bias,
             "carried gradients belong to sources, without a norm": not self.carried
             or (self.sources > 0 and self.norm is None),
             "a probe goes with weights or scores, and without a norm": not self.probe
@@ -104,11 +97,6 @@ class MixSpec:
     def mixed(self) -> bool:
         """Whether the mix is stored."""
         return self.norm is None or self.keep_mix
-
-    @property
-    def scaled(self) -> bool:
-        """Whether a norm has a weight."""
-        return self.norm is not None and self.norm_scale != "none"
 
     @property
     def shifted(self) -> bool:
@@ -136,14 +124,14 @@ class MixSpec:
         return min(FAN_IN, MAX_PAIRS // self.outputs)
 
     def without_norm(self) -> MixSpec:
-        return dataclasses.replace(self, norm=None, keep_mix=False, norm_scale="weight", norm_bias=True)
+        return dataclasses.replace(self, norm=None, keep_mix=False, norm_bias=True)
 
-    def chunks(self, fan_in: int | None = None) -> list[tuple[slice, MixSpec]]:
+    def chunks(self) -> list[tuple[slice, MixSpec]]:
         """The kernels of the forward pass in turn, each with the sources that it reads.
 
         All but the last write float32 accumulators; added branches and the norm come with the last.
         """
-        fan_in = fan_in or self.fan_in(dots=self.probe)
+        fan_in = self.fan_in(dots=self.probe)
         if self.sources <= fan_in:
             return [(slice(0, self.sources), self)]
         starts = range(0, self.sources, fan_in)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels.grid import Launch, noted
-from rewire.kernels.launch import mix_backward, mix_forward
+from rewire.kernels.launch import GradientInputs, MixInputs, mix_backward, mix_forward
 from rewire.kernels.spec import MixSpec
 
 
@@ -33,34 +33,22 @@ def plan(
     weights = None if spec.weights == "none" else empty(*weight_shape, dtype=torch.float32)
     states, of_outputs = [empty(rows, cols)] * n, [empty(rows, cols, dtype=out or dtype)] * o
     scores = [empty(rows, 1, dtype=torch.float32)] * (spec.pairs * spec.scores)
-    norm_weight = empty(cols) if spec.scaled else None
+    norm_weight = empty(cols) if spec.norm else None
     with noted() as launches:
         if backward:
-            mix_backward(
-                spec,
-                of_outputs,
-                states,
-                weights,
-                scores,
-                mixes=of_outputs if spec.norm else (),
-                rstd=empty(rows, dtype=torch.float32) if spec.norm else None,
-                grad_mixes=of_outputs if spec.keep_mix else (),
-                norm_weight=norm_weight,
-                carried=states * spec.carried,
-            )
+            inputs = GradientInputs(of_outputs, states, weights, scores, carried=states * spec.carried)
+            if spec.norm:
+                rstd = empty(rows, dtype=torch.float32)
+                inputs = inputs._replace(mixes=of_outputs, rstd=rstd, norm_weight=norm_weight)
+            if spec.keep_mix:
+                inputs = inputs._replace(grad_mixes=of_outputs)
+            mix_backward(spec, inputs)
         else:
-            mix_forward(
-                spec,
-                states,
-                weights,
-                scores,
-                [empty(rows, cols)] * (o * spec.added),
-                accumulators=[empty(rows, cols, dtype=torch.float32)] * (o * spec.accumulate),
-                norm_weight=norm_weight,
-                norm_bias=empty(cols) if spec.shifted else None,
-                probes=[empty(rows, cols)] * (o * spec.probe),
-                dtype=out or dtype,
-            )
+            added, probes = ([empty(rows, cols)] * (o * count) for count in (spec.added, spec.probe))
+            running = [empty(rows, cols, dtype=torch.float32)] * (o * spec.accumulate)
+            norm_bias = empty(cols) if spec.shifted else None
+            given = MixInputs(states, weights, scores, added, running, probes, norm_weight, norm_bias)
+            mix_forward(spec, given, out or dtype)
     return launches
 
 
@@ -95,28 +83,24 @@ def bytes_of_kernel(launch: Launch) -> int:
     return sum(x.nbytes for tensors in of_each for x in tensors if isinstance(x, Tensor))
 
 
-def bytes_floor(
-    spec: MixSpec, rows: int, cols: int, itemsize: int, backward: bool = False, out_itemsize: int | None = None
-) -> int:
+def bytes_floor(spec: MixSpec, rows: int, cols: int, itemsize: int, backward: bool = False) -> int:
     """Bytes of all that a mix is computed from and of all that it returns, each counted once.
 
     Args as for `bytes_moved`.
     """
-    n, o, out = spec.sources, spec.outputs, out_itemsize or itemsize
+    n, o, normed = spec.sources, spec.outputs, spec.norm is not None
     per_pair = {"none": 0, "scalar": 4, "channel": 4 * cols}[spec.weights] + 4 * rows * spec.scores
     factors = spec.pairs * per_pair
-    rstd = 4 * rows * o if spec.norm else 0
+    rstd = 4 * rows * o * normed
     if backward:
-        states = n * (1 + spec.has_dots + spec.carried) * itemsize
-        grads = o * (1 + (spec.norm is not None) + spec.keep_mix) * out  # with a norm, the mix is read, too
-        added = out if spec.norm and spec.added else 0
-        norm = cols * (spec.scaled * (itemsize + 4) + spec.shifted * 4)
-        return rows * cols * (states + grads + added) + 2 * factors + rstd + norm
-    states = n + o * (spec.added + spec.probe)
-    results = o * (spec.mixed + (spec.norm is not None))
-    norm = cols * (spec.scaled + spec.shifted) * itemsize
-    values = states * itemsize + results * out + 4 * o * spec.accumulate
-    return rows * cols * values + factors * (1 + spec.probe) + rstd + norm
+        states = n * (1 + spec.has_dots + spec.carried)
+        grads = o * (1 + normed + spec.keep_mix)  # with a norm, the mix is read, too
+        added = int(normed and spec.added > 0)
+        norm = cols * (normed * (itemsize + 4) + spec.shifted * 4)
+        return rows * cols * (states + grads + added) * itemsize + 2 * factors + rstd + norm
+    states = n + o * (spec.added + spec.probe + spec.mixed + normed)
+    norm = cols * (normed + spec.shifted) * itemsize
+    return rows * cols * (states * itemsize + 4 * o * spec.accumulate) + factors * (1 + spec.probe) + rstd + norm
 
 
 def bytes_of_history(

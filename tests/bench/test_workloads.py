@@ -131,10 +131,10 @@ def test_moved_bytes_are_those_of_the_launches(n: int, monkeypatch: pytest.Monke
     xs, weights = sizes.states(n), torch.ones(n)
     wanted = workloads.weighted_sum(sizes, n, "scalar").moved
     assert wanted is not None
-    launch.mix_forward(MixSpec(n), xs, weights)
+    launch.mix_forward(MixSpec(n), launch.MixInputs(xs, weights))
     assert sum(moved) == wanted.forward
     moved.clear()
-    launch.mix_backward(MixSpec(n), xs[:1], xs, weights)
+    launch.mix_backward(MixSpec(n), launch.GradientInputs(xs[:1], xs, weights))
     assert sum(moved) == wanted.backward - 4 * n  # the partial sums of the weights' gradients are not counted
 
 

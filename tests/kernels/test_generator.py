@@ -16,9 +16,8 @@ SPECS = [
     MixSpec(5, "channel", True, probe=True),
     MixSpec(16, "none", True, outputs=8, probe=True, accumulate=True),
     MixSpec(0, "none", added=1, norm="rms"),
-    MixSpec(2, norm="rms", norm_scale="offset"),
-    MixSpec(2, norm="layer", norm_scale="none", norm_bias=False),
-    MixSpec(0, "none", added=2, norm="layer", norm_scale="none"),
+    MixSpec(2, norm="layer", norm_bias=False),
+    MixSpec(0, "none", added=2, norm="layer"),
 ]
 
 

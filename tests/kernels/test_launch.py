@@ -15,6 +15,7 @@ from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor
 
 from rewire.kernels import arguments, grid, launch, reference
+from rewire.kernels.launch import GradientInputs, MixInputs
 from rewire.kernels.spec import MixSpec
 
 EPS = 0.1  # bounds 1 / sqrt(variance + eps), which multiplies errors
@@ -68,7 +69,7 @@ class Case:
             None if spec.weights == "none" else draw(*weight_shape),
             [draw(*lead, 1) for _ in range(n * o if spec.scores else 0)],
             [draw(*shape, dtype=dtype) for _ in range(o * spec.added)],
-            draw(width, dtype=dtype) if spec.scaled else None,
+            draw(width, dtype=dtype) if spec.norm else None,
             draw(width, dtype=dtype) if spec.shifted else None,
             [draw(*shape, dtype=dtype) for _ in range(o)],
             [draw(*shape, dtype=dtype) for _ in range(o if spec.keep_mix else 0)],
@@ -76,13 +77,15 @@ class Case:
 
     def forward(self, keep_mix: bool) -> launch.Mixed:
         spec = dataclasses.replace(self.spec, keep_mix=keep_mix)
-        norm: dict[str, Any] = {"norm_weight": self.norm_weight, "norm_bias": self.norm_bias, "eps": EPS}
-        return launch.mix_forward(spec, self.sources, self.weights, self.scores, self.added, **norm)
+        norm = {"norm_weight": self.norm_weight, "norm_bias": self.norm_bias}
+        return launch.mix_forward(spec, MixInputs(*self.terms(), self.added, **norm), eps=EPS)
 
     def backward(self, forward: launch.Mixed) -> launch.Gradients:
-        kept = {"mixes": forward.mixes, "rstd": forward.rstd} if self.spec.norm else {}
-        norm: dict[str, Any] = {**kept, "grad_mixes": self.grad_mixes, "norm_weight": self.norm_weight}
-        return launch.mix_backward(self.spec, self.grads, self.sources, self.weights, self.scores, **norm)
+        norm = (forward.mixes, forward.rstd, self.grad_mixes, self.norm_weight) if self.spec.norm else ()
+        return launch.mix_backward(self.spec, GradientInputs(self.grads, *self.terms(), *norm))
+
+    def terms(self) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+        return self.sources, self.weights, self.scores
 
     def expected(self) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
         """Mixes, what is normed, and gradients by field of `Gradients`."""
@@ -95,7 +98,7 @@ class Case:
             None if x is None else leaf(x) for x in (self.weights, self.norm_weight, self.norm_bias)
         )
         mixes = reference.mixes(self.spec, sources, weights, scores, added)
-        normed = [] if self.spec.norm is None else [reference.normed(self.spec, y, scale, shift, EPS) for y in mixes]
+        normed = [] if scale is None else [reference.normed(self.spec, y, scale, shift, EPS) for y in mixes]
         outputs = [*(normed or mixes), *(mixes if self.grad_mixes else ())]
         torch.autograd.backward(outputs, [g.double() for g in (*self.grads, *self.grad_mixes)])
         gradients = {
@@ -199,10 +202,9 @@ class TestKernels:
             Case.of(MixSpec(3, weights, keep, added=width % 3, norm=norm, keep_mix=keep), width, dtype).check()
 
     @pytest.mark.parametrize("weights", ["scalar", "channel"])
-    @pytest.mark.parametrize("scale", ["weight", "offset", "none"])
-    def test_what_norms_multiply_and_add(self, weights: Any, scale: Any) -> None:
+    def test_what_norms_multiply_and_add(self, weights: Any) -> None:
         for norm, bias in (("rms", True), ("layer", True), ("layer", False)):
-            spec = MixSpec(2, weights, added=1, norm=norm, keep_mix=True, norm_scale=scale, norm_bias=bias)  # type: ignore[arg-type]
+            spec = MixSpec(2, weights, added=1, norm=norm, keep_mix=True, norm_bias=bias)  # type: ignore[arg-type]
             Case.of(spec, 33, BF16 if bias else F32).check()
 
     @pytest.mark.parametrize(("weights", "scores"), [("scalar", False), ("channel", True), ("none", True)])
@@ -219,7 +221,7 @@ class TestKernels:
     def test_partial_sums_of_later_sites(self) -> None:
         """float32 results of bfloat16 states."""
         case = Case.of(MixSpec(5, outputs=4), 40, BF16)
-        found = launch.mix_forward(case.spec, case.sources, case.weights, dtype=F32)
+        found = launch.mix_forward(case.spec, MixInputs(case.sources, case.weights), F32)
         case.grads = [draw(2, 3, 40) for _ in range(4)]
         mixes, _, gradients = case.expected()
         returned = case.backward(found)
@@ -251,9 +253,9 @@ class TestKernels:
         case = Case.of(spec, width, dtype)
         probes = [draw(2, 3, width, dtype=dtype) for _ in range(outputs)]
         running = [draw(2, 3, width) for _ in range(outputs * spec.accumulate)]
-        inputs = (case.sources, case.weights, case.scores, case.added)
-        found = launch.mix_forward(spec, *inputs, accumulators=running, probes=probes)
-        for got, want in zip(found.mixes, reference.mixes(spec, *inputs, running), strict=True):
+        inputs = (*case.terms(), case.added, running)
+        found = launch.mix_forward(spec, MixInputs(*inputs, probes=probes))
+        for got, want in zip(found.mixes, reference.mixes(spec, *inputs), strict=True):
             rounded_once(got, want)
         per_weight, per_score = reference.dots(spec, case.sources, probes)
         assert (found.weight_dots is None) == (per_weight is None)
@@ -270,7 +272,7 @@ class TestKernels:
         _, _, wanted = forward.expected()
         spec = MixSpec(4, outputs=3, probe=True)
         assert forward.weights is not None
-        found = launch.mix_forward(spec, forward.grads, forward.weights.t(), probes=states)
+        found = launch.mix_forward(spec, MixInputs(forward.grads, forward.weights.t(), probes=states))
         for got, want in zip(found.mixes, wanted["sources"], strict=True):
             rounded_once(got, want)
         assert found.weight_dots is not None
@@ -285,11 +287,11 @@ class TestKernels:
         case = Case.of(MixSpec(n + 1, weights, True, outputs=n + 1), width)
         case.sources[:n] = streams.unbind(-2)
         mixes, _, gradients = case.expected()
-        found = launch.mix_forward(case.spec, case.sources, case.weights, case.scores, stacked=n)
+        found = launch.mix_forward(case.spec, MixInputs(*case.terms()), stacked=n)
         assert found.stacked is not None and found.stacked.shape == (2, 3, n, width)
         rounded_once(found.stacked, torch.stack(mixes[:n], -2))
         rounded_once(found.mixes[n], mixes[n])
-        returned = launch.mix_backward(case.spec, case.grads, case.sources, case.weights, case.scores, stacked=n)
+        returned = launch.mix_backward(case.spec, GradientInputs(case.grads, *case.terms()), stacked=n)
         assert returned.stacked is not None and returned.stacked.is_contiguous()
         rounded_once(returned.stacked, torch.stack(gradients["sources"][:n], -2))
         for got, want in zip(
@@ -312,7 +314,7 @@ class TestKernels:
     def test_accumulator(self) -> None:
         xs, start = [draw(4, 40, dtype=BF16) for _ in range(2)], list(draw(4, 2, 40).unbind(1))
         spec, weights = MixSpec(2, outputs=2, accumulate=True), draw(2, 2)
-        found = launch.mix_forward(spec, xs, weights, accumulators=start, dtype=F32).mixes
+        found = launch.mix_forward(spec, MixInputs(xs, weights, accumulators=start), F32).mixes
         for got, want in zip(found, reference.mixes(spec, xs, weights, accumulators=start), strict=True):
             assert got.dtype == F32
             rounded_once(got, want)
@@ -321,7 +323,7 @@ class TestKernels:
         case = Case.of(MixSpec(12, "channel", True, added=1), 40)
         whole = case.forward(keep_mix=False).mixes[0]
         with planned_anew() as patch:
-            patch.setattr(MixSpec, "chunks", lambda self, chunks=MixSpec.chunks: chunks(self, fan_in=5))
+            patch.setattr("rewire.kernels.spec.FAN_IN", 5)
             assert torch.equal(case.forward(keep_mix=False).mixes[0], whole)
 
     @pytest.mark.parametrize("norm", [None, "rms"])
@@ -349,7 +351,7 @@ class TestKernels:
             Case.of(spec, width, lead=lead).check()
         case = Case.of(MixSpec(2, "channel", True, outputs=2, probe=True), width, lead=lead)
         probes = [draw(*lead, width) for _ in range(2)]
-        found = launch.mix_forward(case.spec, case.sources, case.weights, case.scores, probes=probes, stacked=2)
+        found = launch.mix_forward(case.spec, MixInputs(*case.terms(), probes=probes), stacked=2)
         assert found.weight_dots is not None and found.stacked is not None and found.stacked.shape == (*lead, 2, width)
         per_weight, per_score = reference.dots(case.spec, case.sources, probes)
         for got, want in zip((found.weight_dots, *by_pair(found.score_dots)), (per_weight, *per_score), strict=True):
@@ -366,16 +368,16 @@ class TestKernels:
 
     def test_weight_one_is_a_plain_add(self) -> None:
         x, f = draw(3, 40, dtype=F16), draw(3, 40, dtype=F16)
-        found = launch.mix_forward(MixSpec(1, added=1), [x], torch.ones(1), added=[f])
+        found = launch.mix_forward(MixSpec(1, added=1), MixInputs([x], torch.ones(1), added=[f]))
         assert torch.equal(found.mixes[0], x + f)
 
     def test_mixed_dtypes(self) -> None:
         xs, weights, f = [draw(3, 40), draw(3, 40, dtype=BF16)], draw(2), draw(3, 40, dtype=F16)
         spec = MixSpec(2, added=1)
-        found = launch.mix_forward(spec, xs, weights, added=[f]).mixes[0]
+        found = launch.mix_forward(spec, MixInputs(xs, weights, added=[f])).mixes[0]
         assert found.dtype == F32
         rounded_once(found, reference.mixes(spec, xs, weights, added=[f])[0])
-        gradients = launch.mix_backward(spec, [found], xs, weights)
+        gradients = launch.mix_backward(spec, GradientInputs([found], xs, weights))
         assert [x.dtype for x in gradients.sources] == [F32, BF16]
 
     @pytest.mark.parametrize("norm", [None, "layer"])
@@ -389,33 +391,33 @@ class TestKernels:
 def test_float64_is_refused() -> None:
     x = torch.randn(3, 8, dtype=torch.float64)
     with pytest.raises(TypeError, match="float64"):
-        launch.mix_forward(MixSpec(1), [x], torch.ones(1))
+        launch.mix_forward(MixSpec(1), MixInputs([x], torch.ones(1)))
     with pytest.raises(TypeError, match="have to be float32"):
-        launch.mix_forward(MixSpec(1), [x.float()], torch.ones(1, dtype=torch.bfloat16))
+        launch.mix_forward(MixSpec(1), MixInputs([x.float()], torch.ones(1, dtype=torch.bfloat16)))
 
 
 def test_arguments_have_to_fit_the_spec() -> None:
     x, ones = torch.randn(3, 8), torch.ones(2)
     with pytest.raises(ValueError, match="sources: the spec asks for 2, got 1"):
-        launch.mix_forward(MixSpec(2), [x], ones)
+        launch.mix_forward(MixSpec(2), MixInputs([x], ones))
     with pytest.raises(ValueError, match=r"\[1, 2\], got \[3\]"):
-        launch.mix_forward(MixSpec(2), [x, x], torch.ones(3))
+        launch.mix_forward(MixSpec(2), MixInputs([x, x], torch.ones(3)))
     with pytest.raises(ValueError, match="one shape"):
-        launch.mix_forward(MixSpec(2), [x, x[:2]], ones)
+        launch.mix_forward(MixSpec(2), MixInputs([x, x[:2]], ones))
     with pytest.raises(ValueError, match=r"Scores .* \[3, 1\]"):
-        launch.mix_forward(MixSpec(1, scores=True), [x], torch.ones(1), [torch.ones(3)])
+        launch.mix_forward(MixSpec(1, scores=True), MixInputs([x], torch.ones(1), [torch.ones(3)]))
     with pytest.raises(ValueError, match="norm_weight: the spec asks for 1"):
-        launch.mix_forward(MixSpec(2, norm="rms"), [x, x], ones)
+        launch.mix_forward(MixSpec(2, norm="rms"), MixInputs([x, x], ones))
     wide = torch.randn(1, 8200)
     with pytest.raises(ValueError, match="at most 8192 channels"):
-        launch.mix_forward(MixSpec(1, norm="rms"), [wide], torch.ones(1), norm_weight=torch.ones(8200))
+        launch.mix_forward(MixSpec(1, norm="rms"), MixInputs([wide], torch.ones(1), norm_weight=torch.ones(8200)))
     with pytest.raises(ValueError, match="probes: the spec asks for 2, got 1"):
-        launch.mix_forward(MixSpec(2, outputs=2, probe=True), [x, x], torch.ones(2, 2), probes=[x])
+        launch.mix_forward(MixSpec(2, outputs=2, probe=True), MixInputs([x, x], torch.ones(2, 2), probes=[x]))
     with pytest.raises(ValueError, match="stacked=2: there are 1 mixes without a norm"):
-        launch.mix_forward(MixSpec(2), [x, x], ones, stacked=2)
+        launch.mix_forward(MixSpec(2), MixInputs([x, x], ones), stacked=2)
     with pytest.raises(ValueError, match="stacked=3: there are 2 gradients of sources"):
-        launch.mix_backward(MixSpec(2), [x], [x, x], ones, stacked=3)
+        launch.mix_backward(MixSpec(2), GradientInputs([x], [x, x], ones), stacked=3)
     with pytest.raises(ValueError, match="of one dtype"):
-        launch.mix_backward(MixSpec(2), [x], [x, x.bfloat16()], ones, stacked=2)
+        launch.mix_backward(MixSpec(2), GradientInputs([x], [x, x.bfloat16()], ones), stacked=2)
     with pytest.raises(ValueError, match="mixes: the spec asks for 1"):
-        launch.mix_backward(MixSpec(2, norm="rms"), [x], [x, x], ones, norm_weight=torch.ones(8))
+        launch.mix_backward(MixSpec(2, norm="rms"), GradientInputs([x], [x, x], ones, norm_weight=torch.ones(8)))

@@ -60,7 +60,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 
 def mixed(xs: list[Tensor], f: Tensor) -> Tensor:
-    (result,) = launch.mix_forward(MixSpec(len(xs), added=1), xs, torch.ones(len(xs)), added=[f]).mixes
+    (result,) = launch.mix_forward(
+        MixSpec(len(xs), added=1), launch.MixInputs(xs, torch.ones(len(xs)), added=[f])
+    ).mixes
     return result
 
 
@@ -73,7 +75,7 @@ def test_the_second_launch_goes_without_triton(calls: list[tuple[str, Any]]) -> 
     for _ in range(3):
         *xs, f = states(3, 2, 5, 32)
         weights = torch.ones(2)
-        (result,) = launch.mix_forward(MixSpec(2, added=1), xs, weights, added=[f]).mixes
+        (result,) = launch.mix_forward(MixSpec(2, added=1), launch.MixInputs(xs, weights, added=[f])).mixes
     assert [way for way, _ in calls] == ["by Triton", "directly", "directly"]
     pointers = [x.data_ptr() for x in (*xs, weights, f, result)]
     first, arguments = calls[0][1], calls[-1][1]
@@ -198,8 +200,8 @@ def test_gradients_are_those_of_the_shapes_at_hand() -> None:
     """On tensors without storage: nothing of an earlier plan is left in results."""
     for rows, dtype in ((3, BF16), (7, torch.float32), (3, BF16), (3, torch.float32)):
         x = torch.zeros(rows, 32, dtype=dtype, device="meta")
-        found = launch.mix_backward(MixSpec(18, "channel", True), [x], [x] * 18, torch.zeros(18, 32, device="meta"),
-                                    [torch.zeros(rows, 1, device="meta")] * 18)  # fmt: skip
+        weights, scores = torch.zeros(18, 32, device="meta"), [torch.zeros(rows, 1, device="meta")] * 18
+        found = launch.mix_backward(MixSpec(18, "channel", True), launch.GradientInputs([x], [x] * 18, weights, scores))
         assert {(y.shape, y.dtype) for y in found.sources} == {((rows, 32), dtype)}
         assert found.weights is not None and found.weights.shape == (1, 18, 32)
         assert found.scores is not None and found.scores.shape == (rows, 1, 18)

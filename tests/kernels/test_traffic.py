@@ -60,7 +60,6 @@ def test_bytes_of_partial_sums() -> None:
 def test_results_can_be_wider_than_states() -> None:
     spec, state = MixSpec(3, outputs=2), 8 * 64 * 2
     assert traffic.bytes_moved(spec, 8, 64, 2, out_itemsize=4) == (3 + 2 * 2) * state + 6 * 4
-    assert traffic.bytes_floor(spec, 8, 64, 2, backward=True, out_itemsize=4) == (6 + 2 * 2) * state + 2 * 6 * 4
 
 
 @pytest.mark.parametrize(("mixes", "first", "block"), [(9, 1, None), (12, 1, 4), (13, 2, 4), (21, 1, 8), (24, 1, 5)])
