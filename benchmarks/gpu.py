@@ -21,6 +21,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this tree, whether it is installed or not
+sys.path.insert(1, str(Path(__file__).parents[1] / "tests"))
+
 with contextlib.suppress(ModuleNotFoundError):  # where torchvision's operators do not match torch's build
     import torchvision_stub  # noqa: F401
 
@@ -33,14 +36,11 @@ from rich.progress import Progress
 
 from rewire.bench import harness
 
-ROOT = Path(__file__).parents[1]
-
 
 def environment(setting: Setting) -> dict[str, str]:
     """Of the processes of jobs. Without a GPU, kernels run in Triton's interpreter."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     interpreted = {"TRITON_INTERPRET": "1"} if setting.device.type == "cpu" else {}
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | interpreted
+    return {**os.environ, "PYTHONUNBUFFERED": "1"} | interpreted
 
 
 def unfinished(jobs: list[Job], known: dict[str, Record], retry: bool) -> list[Job]:

@@ -5,8 +5,9 @@
 Kernels are compiled for a GPU and started by Triton's own launcher, on a driver that does nothing (a small library in
 place of libcuda, built with `cc`). Tensors are tiny and on the CPU, so that the operations of torch cost what calling
 them costs. A unit is one block of a trunk, with a branch that costs next to nothing, or two sublayers of a topology
-that reads at each; beside it, in the same rounds, runs the plain trunk, ``x = x + branch(x)``. What is reported is the
-processor's time of the fastest of rounds that take turns, and ratios: other programs on the machine slow both down.
+that reads at each; beside it, in the same rounds, run the plain trunk, ``x = x + branch(x)``, and what other libraries
+that are installed have for the same topology. What is reported is the processor's time of the fastest of rounds that
+take turns, and ratios: other programs on the machine slow both down.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import importlib
+import importlib.util
 import json
 import subprocess
 import tempfile
@@ -105,39 +108,102 @@ def stub_driver() -> Iterator[ctypes.c_int64]:
         yield ctypes.c_int64.in_dll(loaded, "launches")
 
 
-def trunk(case: str | None, units: int) -> Callable[[], tuple[float, float]]:
-    """A step of a trunk, which returns seconds of forward and of backward; without a topology that of plain adds."""
+def timed_step(forward: Callable[[Tensor], Tensor]) -> Callable[[], tuple[float, float]]:
+    """A step of a trunk, which returns seconds of forward and of backward."""
     leaf = torch.zeros(1, ROWS, COLS, dtype=DTYPE, requires_grad=True)
     grad = torch.zeros_like(leaf)
-    if case is None:
 
-        def forward() -> Tensor:
-            x = leaf
-            for _ in range(units):
-                x = x + Branch.apply(x)
-            return x
-    else:
-        name, options, depth = CASES[case]
-        dims = Dims(units * depth // 24, COLS, frozenset(range(1, units * depth // 24 + 1)))
-        topology = named_topology(name, options).for_start("preserve")
-        parameters = {key: value.requires_grad_() for key, value in topology.parameters(dims, "preserve").items()}
-        known = parameters | topology.constants(dims)
-
-        def forward() -> Tensor:
-            return run(topology, topology.weights(known, dims), dims, leaf)
-
-    def step() -> tuple[float, float]:
+    def run_once() -> tuple[float, float]:
         start = time.thread_time()
-        out = forward()
+        out = forward(leaf)
         middle = time.thread_time()
         out.backward(grad)
         return middle - start, time.thread_time() - middle
 
-    return step
+    return run_once
+
+
+def plain_adds(units: int) -> Callable[[Tensor], Tensor]:
+    """A trunk of plain adds."""
+
+    def forward(x: Tensor) -> Tensor:
+        for _ in range(units):
+            x = x + Branch.apply(x)
+        return x
+
+    return forward
+
+
+def trunk(case: str, units: int) -> Callable[[Tensor], Tensor]:
+    """A trunk with a topology."""
+    name, options, depth = CASES[case]
+    dims = Dims(units * depth // 24, COLS, frozenset(range(1, units * depth // 24 + 1)))
+    topology = named_topology(name, options).for_start("preserve")
+    parameters = {key: value.requires_grad_() for key, value in topology.parameters(dims, "preserve").items()}
+    known = parameters | topology.constants(dims)
+    return lambda x: run(topology, topology.weights(known, dims), dims, x)
+
+
+def peers(units: int) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Trunks of other libraries that are installed, two sublayers for each unit; by the topology that does the same."""
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    if importlib.util.find_spec("hyper_connections"):
+        found["hc-dynamic, hyper-connections"] = hyper_connections(2 * units)
+    if importlib.util.find_spec("liger_kernel"):
+        found |= {"mhc, liger-kernel": liger_mhc(2 * units), "attnres, liger-kernel": liger_attnres(2 * units)}
+    return found
+
+
+def hyper_connections(sublayers: int, streams: int = 4) -> Callable[[Tensor], Tensor]:
+    library = importlib.import_module("hyper_connections")
+    make, expand, reduce = library.get_init_and_expand_reduce_stream_functions(streams)
+    connections = [make(dim=COLS, layer_index=number).to(DTYPE) for number in range(sublayers)]
+
+    def forward(x: Tensor) -> Tensor:
+        x = expand(x)
+        for connection in connections:
+            read, write = connection(x)
+            x = write(Branch.apply(read))
+        return reduce(x)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def liger_mhc(sublayers: int, n: int = 4) -> Callable[[Tensor], Tensor]:
+    liger = importlib.import_module("liger_kernel.transformers.functional")
+    phi = [torch.zeros(n * COLS, n * n + 2 * n, dtype=DTYPE, requires_grad=True) for _ in range(sublayers)]
+    bias = [torch.zeros(n * n + 2 * n, requires_grad=True) for _ in range(sublayers)]
+    alphas = [[torch.ones((), requires_grad=True) for _ in range(3)] for _ in range(sublayers)]
+
+    def forward(x: Tensor) -> Tensor:
+        streams = x.unsqueeze(-2).expand(*x.shape[:-1], n, COLS).contiguous()
+        for of_phi, of_bias, of_alphas in zip(phi, bias, alphas, strict=True):
+            pre, post, carry = liger.liger_mhc_coeffs(streams, of_phi, of_bias, *of_alphas, tmax=20)
+            branch = Branch.apply(liger.liger_mhc_pre(streams, pre).to(DTYPE))
+            streams = liger.liger_mhc_post_res(streams, branch, post, carry)
+        return streams.sum(-2)
+
+    return forward
+
+
+def liger_attnres(sublayers: int) -> Callable[[Tensor], Tensor]:
+    liger = importlib.import_module("liger_kernel.transformers.functional")
+    queries = [torch.zeros(COLS, dtype=DTYPE, requires_grad=True) for _ in range(sublayers + 1)]
+    gains = [torch.ones(COLS, dtype=DTYPE, requires_grad=True) for _ in range(sublayers + 1)]
+
+    def forward(x: Tensor) -> Tensor:
+        states = [x]
+        for query, gain in zip(queries[:-1], gains[:-1], strict=True):
+            states.append(Branch.apply(liger.liger_attn_res(torch.stack(states), query, gain)))
+        return liger.liger_attn_res(torch.stack(states), queries[-1], gains[-1])  # type: ignore[no-any-return]
+
+    return forward
 
 
 def trunks(cases: list[str], units: int, rounds: int, launches: ctypes.c_int64) -> list[dict[str, Any]]:
-    steps = {"plain adds": trunk(None, units)} | {case: trunk(case, units) for case in cases}
+    forwards = {"plain adds": plain_adds(units)} | {case: trunk(case, units) for case in cases}
+    forwards |= {name: forward for name, forward in peers(units).items() if name.partition(", ")[0] in cases}
+    steps = {name: timed_step(forward) for name, forward in forwards.items()}
     started = {}
     for case, step in steps.items():
         for _ in range(3):

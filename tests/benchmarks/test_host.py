@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -17,14 +18,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_kernels_are_started(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "host.py"), "ancre-ingoing", "--units", "2", "--rounds", "1"]
+    script, options = str(ROOT / "benchmarks" / "host.py"), ["--units", "2", "--rounds", "1"]
+    command = [sys.executable, script, "ancre-ingoing", "mhc", *options]
     environment = {**os.environ, "REWIRE_CACHE_DIR": str(tmp_path / "kernels")}
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "host.json")], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "host.json").read_text())
-    plain, ancre = report["trunks"]
+    plain, ancre, mhc, *others = report["trunks"]
     assert (plain["kernels"], ancre["kernels"]) == (0, 2)  # two sums, and the gradients of two states
+    assert mhc["kernels"] == 16
+    liger = [row["kernels"] > 0 for row in others if row["trunk"] == "mhc, liger-kernel"]
+    assert all(liger) and len(liger) == (importlib.util.find_spec("liger_kernel") is not None)
     assert {row["operator"] for row in report["operators"]} == {"mix", "mix_backward", "gather"}
     assert all(row["launcher us"] > 0 for row in report["operators"])
