@@ -21,6 +21,10 @@ class Layout(NamedTuple):
     device: torch.device
 
 
+def layout(x: Tensor) -> Layout:
+    return Layout(x.shape, x.stride(), x.dtype, x.device)
+
+
 #: Times the width: rows further apart are copied.
 MAX_ROW_STRIDE = 256
 

@@ -94,15 +94,38 @@ def noted() -> Iterator[list[Launch]]:
         _noted.reset(token)
 
 
+class Code(NamedTuple):
+    """A Triton kernel, and how it is divided.
+
+    Attributes:
+        jit: the decorated function; asked for when it is first started.
+        programs: the grid.
+        constants: arguments that are fixed when it is compiled, and options of the compiler.
+        spec, backward, grid: of a generated one.
+    """
+
+    jit: Callable[[], Any]
+    programs: tuple[int, int, int]
+    constants: Mapping[str, Any]
+    spec: MixSpec | None = None
+    backward: bool = False
+    grid: Grid | None = None
+
+
+def generated(spec: MixSpec, backward: bool, grid: Grid) -> Code:
+    programs = (grid.row_programs, grid.col_programs, 1)
+    return Code(lambda: kernel(spec, backward), programs, constants(grid), spec, backward, grid)
+
+
 class Kernel:
-    """A generated kernel with all of its arguments but the tensors, which it takes from a list.
+    """A kernel with all of its arguments but the tensors, which it takes from a list.
 
     Triton looks a kernel up by the types and values of its arguments, and by which pointers are multiples of 16. All
     but the last is fixed here: what Triton has compiled is kept by that, and started directly from then on. (Not on AMD
     GPUs, where kernels also depend on the sizes of storages.)
 
     Attributes:
-        spec, backward, grid: the kernel, and how it is divided.
+        code: the kernel, and how it is divided.
         device: of the tensors.
         numbers: by parameter, all that is no tensor.
         pick: the tensors of the kernel, of a list.
@@ -110,13 +133,11 @@ class Kernel:
         compiled: kernels that were compiled, as functions of pointers; None is for pointers all of which are aligned.
     """
 
-    __slots__ = ("backward", "compiled", "device", "grid", "numbers", "pick", "places", "spec")
+    __slots__ = ("code", "compiled", "device", "numbers", "pick", "places")
 
     def __init__(
         self,
-        spec: MixSpec,
-        backward: bool,
-        grid: Grid,
+        code: Code,
         device: torch.device,
         tensors: Mapping[str, int | tuple[int, ...]],
         numbers: Mapping[str, Any],
@@ -125,7 +146,7 @@ class Kernel:
         Args:
             tensors: by parameter, the place of a tensor in the list, or those of several.
         """
-        self.spec, self.backward, self.grid, self.device, self.numbers = spec, backward, grid, device, dict(numbers)
+        self.code, self.device, self.numbers = code, device, dict(numbers)
         self.places: dict[str, int | slice] = {}
         flat: list[int] = []
         for name, at in tensors.items():
@@ -150,23 +171,31 @@ class Kernel:
     def launch(self, used: Sequence[Tensor]) -> Launch:
         """What it is started with."""
         tensors = {name: tuple(used[at]) if isinstance(at, slice) else used[at] for name, at in self.places.items()}
-        return Launch(self.spec, self.backward, self.grid, tensors | self.numbers)
+        return Launch(self.code.spec, self.code.backward, self.code.grid, tensors | self.numbers)
 
     def start(self, used: Sequence[Tensor]) -> None:
         """Through Triton, which compiles what it does not know; on the meta device, it is noted."""
-        programs = (self.grid.row_programs, self.grid.col_programs, 1)
-        jit: Any = None if self.device.type == "meta" else kernel(self.spec, self.backward)
-        compiled = run(jit, programs, self.device, self.launch(used), constants(self.grid))
+        jit: Any = None if self.device.type == "meta" else self.code.jit()
+        compiled = self._by_triton(jit, used)
         known = hasattr(type(compiled), "__getitem__")  # neither none, in the interpreter, nor one that is awaited
         if known and torch.version.hip is None and len(self.compiled) < MOST_COMPILED:
             aligned = _aligned(tuple([x.data_ptr() for x in used]))
-            self.compiled[aligned] = self._direct(compiled[programs], jit.arg_names, len(used))
+            self.compiled[aligned] = self._direct(compiled[self.code.programs], jit.arg_names, len(used))
+
+    def _by_triton(self, jit: Any, used: Sequence[Tensor]) -> Any:
+        """What Triton compiled; on the meta device, the launch is only noted."""
+        if self.device.type == "meta":
+            _noted.get([]).append(self.launch(used))
+        elif math.prod(self.code.programs):  # else there are no elements
+            with on(self.device):
+                return jit[self.code.programs](**self.launch(used).arguments, **self.code.constants)
+        return None
 
     def _direct(
         self, runner: Callable[..., None], parameters: Sequence[str], tensors: int
     ) -> Callable[[tuple[int, ...]], None]:
         """Triton's launcher of a compiled kernel, given pointers: arguments are put in order, and no more."""
-        fixed = self.numbers | constants(self.grid)
+        fixed = self.numbers | dict(self.code.constants)
         places = self.places | {name: tensors + i for i, name in enumerate(fixed)}
         arguments = [operator.itemgetter(places[name]) for name in parameters]
         numbers = tuple(fixed.values())
@@ -192,18 +221,6 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device."""
     there = device.type != "cuda" or device.index == torch.cuda.current_device()
     return _THERE if there else torch.cuda.device(device)
-
-
-def run(
-    kernel: Any, programs: tuple[int, ...], device: torch.device, launch: Launch, constants: Mapping[str, Any]
-) -> Any:
-    """Start a kernel by Triton, and return what it compiled; on the meta device, only note it."""
-    if device.type == "meta":
-        _noted.get([]).append(launch)
-    elif math.prod(programs):  # else there are no elements
-        with on(device):
-            return kernel[programs](**launch.arguments, **constants)
-    return None
 
 
 @functools.cache

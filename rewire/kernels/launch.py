@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import plan
-from rewire.kernels.arguments import Layout
+from rewire.kernels.arguments import layout
 from rewire.kernels.plan import Plan
 from rewire.kernels.spec import MixSpec
 
@@ -195,7 +195,7 @@ def _run(
     key = (make, spec, options, tuple(map(len, groups)), layouts)
     known = _plans.get(key)
     if known is None:
-        given = [[Layout(x.shape, x.stride(), x.dtype, x.device) for x in group] for group in groups]
+        given = [list(map(layout, group)) for group in groups]
         known = make(spec, dict(zip(inputs._fields, given, strict=True)), *options)
         with _lock:
             while len(_plans) >= MOST_PLANS:

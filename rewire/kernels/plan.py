@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels.arguments import Layout, check_backward, check_forward, row_stride
-from rewire.kernels.grid import Grid, Kernel
+from rewire.kernels.grid import Grid, Kernel, generated
 from rewire.kernels.spec import DOTS_FAN_IN, MAX_NORM_WIDTH, MixSpec
 
 Places = tuple[int, ...]
@@ -227,7 +227,7 @@ class _Maker:
         }
         norm = {"eps": float(eps)} if eps is not None and spec.norm else {}
         numbers = {**strides, **norm, "rows": self.rows, "COLS": self.cols}
-        self.steps.append(Kernel(spec, backward, grid, self.device, arguments, numbers))
+        self.steps.append(Kernel(generated(spec, backward, grid), self.device, arguments, numbers))
 
 
 def _partials(spec: MixSpec, backward: bool, grid: Grid, rows: int, cols: int) -> list[tuple[str, tuple[int, ...]]]:

@@ -8,15 +8,18 @@ row, ``rms_norm(x) @ W`` is ``r (x @ W)``: nothing of the size of a state is mad
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rewire.kernels import grid
-from rewire.kernels.arguments import as_rows
+from rewire.kernels.arguments import Layout, as_rows, layout, row_stride
+from rewire.kernels.grid import PROGRAMS, Code, Kernel
+from rewire.kernels.launch import MOST_PLANS
 
 #: Of matrix products in the kernels: as exact as float32, by three products of tensor cores where there are such.
 PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
@@ -119,6 +122,20 @@ def project_backward(
     tl.store(weight_partials + place, total, mask=(col < COLS) & (k[:, None] < K))
 
 
+class _Plan(NamedTuple):
+    """What is done for tensors of given layouts.
+
+    Attributes:
+        copied: whether the rows of x are.
+        programs: how many leave partial sums.
+        kernel: of a list of tensors, in the order of its parameters.
+    """
+
+    copied: bool
+    programs: int
+    kernel: Kernel
+
+
 def forward(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
     """``x @ weight``, [..., K], each of the K contiguous; and, with eps, ``r`` [rows], float32.
 
@@ -127,22 +144,29 @@ def forward(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tenso
         weight: float32 [D, K], K up to 128.
         eps: of the norm; None: x is not normed.
     """
-    flat, most = as_rows(x), weight.shape[1]
-    rows, cols = flat.shape
-    scores = torch.empty(most, rows, dtype=torch.float32, device=x.device)
-    inverse = torch.empty(rows * (eps is not None), dtype=torch.float32, device=x.device)
-    arguments = {"x": flat, "weight": weight, "scores": scores, "inverse": inverse}
+    plan = _plan_forward(layout(x), layout(weight), eps)
+    lead, most = x.shape[:-1], weight.shape[1]
+    scores = torch.empty(most, *lead, dtype=torch.float32, device=x.device)
+    inverse = torch.empty(lead.numel() * (eps is not None), dtype=torch.float32, device=x.device)
+    plan.kernel((x.contiguous() if plan.copied else x, weight, scores, inverse))
+    return scores.movedim(0, -1), inverse
+
+
+@functools.lru_cache(MOST_PLANS)
+def _plan_forward(x: Layout, weight: Layout, eps: float | None) -> _Plan:
+    (rows, cols, stride), most = _rows(x), weight.shape[1]
     numbers = {
-        "x_stride": flat.stride(0),
-        "weight_strides": weight.stride(),
+        "x_stride": cols if stride is None else stride,
+        "weight_strides": weight.strides,
         "rows": rows,
         "K": most,
         "eps": eps or 0.0,
     }
     constants = {"NORMED": eps is not None} | _constants(FORWARD, cols, most)
-    programs = (-(-rows // constants["BLOCK_ROWS"]), 1)
-    grid.run(project_forward, programs, x.device, grid.Launch(None, False, None, arguments | numbers), constants)
-    return scores.t().view(*x.shape[:-1], most), inverse
+    programs = -(-rows // constants["BLOCK_ROWS"])
+    code = Code(lambda: project_forward, (programs, 1, 1), constants)
+    places = {"x": 0, "weight": 1, "scores": 2, "inverse": 3}
+    return _Plan(stride is None, programs, Kernel(code, x.device, places, numbers))
 
 
 def backward(
@@ -156,26 +180,39 @@ def backward(
         scores, inverse: as forward returned them.
         carried: [..., D], what is added to the gradient of x.
     """
-    flat, most = as_rows(x), weight.shape[1]
-    rows, cols = flat.shape
-    given = grad.reshape(rows, most)
-    normed, added = inverse.numel() > 0, flat if carried is None else as_rows(carried)
+    rows, most, cols = x.shape[:-1].numel(), weight.shape[1], x.shape[-1]
+    given, normed = grad.reshape(rows, most), inverse.numel() > 0
+    added = x if carried is None else as_rows(carried)
+    by_column = scores.reshape(rows, most).t() if normed else inverse
+    plan = _plan_backward(
+        layout(x), layout(weight), given.stride(), normed, None if carried is None else added.stride(0)
+    )
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    partials = torch.empty(plan.programs, most, cols, dtype=torch.float32, device=x.device)
+    plain = x.contiguous() if plan.copied else x
+    plan.kernel((given, by_column, inverse, plain, weight, added, grad_x, partials))
+    return grad_x, partials.sum(0)
+
+
+@functools.lru_cache(MOST_PLANS)
+def _plan_backward(x: Layout, weight: Layout, grad: tuple[int, int], normed: bool, carried: int | None) -> _Plan:
+    """``grad`` has the strides of [rows, K], ``carried`` that of rows."""
+    (rows, cols, stride), most = _rows(x), weight.shape[1]
     constants = {"NORMED": normed, "CARRIED": carried is not None} | _constants(BACKWARD, cols, most)
-    programs = -(-cols // constants["BLOCK_COLS"])
-    row_programs = min(-(-rows // constants["BLOCK_ROWS"]), max(1, grid.PROGRAMS // programs))
-    grad_x = torch.empty(rows, cols, dtype=x.dtype, device=x.device)
-    partials = torch.empty(row_programs, most, cols, dtype=torch.float32, device=x.device)
-    arguments = {"grad": given, "x": flat, "weight": weight, "grad_x": grad_x, "weight_partials": partials}
-    arguments |= {"scores": scores.reshape(rows, most).t() if normed else inverse, "inverse": inverse, "carried": added}
-    numbers: dict[str, Any] = {
-        "grad_row_stride": given.stride(0),
-        "grad_stride": given.stride(1),
-        "x_stride": flat.stride(0),
-    }
-    numbers |= {"weight_strides": weight.stride(), "carried_stride": added.stride(0), "rows": rows, "K": most}
-    launch = grid.Launch(None, True, None, arguments | numbers)
-    grid.run(project_backward, (row_programs, programs), x.device, launch, constants)
-    return grad_x.view(x.shape), partials.sum(0)
+    col_programs = -(-cols // constants["BLOCK_COLS"])
+    programs = min(-(-rows // constants["BLOCK_ROWS"]), max(1, PROGRAMS // col_programs))
+    numbers: dict[str, Any] = {"grad_row_stride": grad[0], "grad_stride": grad[1], "rows": rows, "K": most}
+    numbers |= {"x_stride": cols if stride is None else stride, "weight_strides": weight.strides}
+    numbers["carried_stride"] = cols if carried is None else carried
+    names = ("grad", "scores", "inverse", "x", "weight", "carried", "grad_x", "weight_partials")
+    places = {name: place for place, name in enumerate(names)}
+    code = Code(lambda: project_backward, (programs, col_programs, 1), constants, backward=True)
+    return _Plan(stride is None, programs, Kernel(code, x.device, places, numbers))
+
+
+def _rows(x: Layout) -> tuple[int, int, int | None]:
+    """Rows, columns, and the elements between rows; None if they are not even."""
+    return math.prod(x.shape[:-1]), x.shape[-1], row_stride(x.shape, x.strides)
 
 
 def _constants(tiles: dict[int, tuple[int, int, int]], cols: int, most: int) -> dict[str, Any]:

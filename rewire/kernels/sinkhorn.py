@@ -8,15 +8,17 @@ of each sum, n numbers for half an iteration, and undoes them one by one.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rewire.kernels import grid
+from rewire.kernels.arguments import Layout, layout
+from rewire.kernels.grid import Code, Kernel
+from rewire.kernels.launch import MOST_PLANS
 
 #: Sizes up to which a few matrices fit into the registers of a program.
 MOST, MOST_ITERATIONS = 8, 64
@@ -138,35 +140,36 @@ def fits(logits: Tensor, iterations: int) -> bool:
 
 def forward(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """`manifolds.sinkhorn` of float32 [..., n, n]."""
+    flat = logits.reshape(-1, *logits.shape[-2:])
     result = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    _run(sinkhorn_forward, logits, {"result": result}, iterations, eps, {})
+    _plan(layout(flat), iterations, eps, False)((flat, result))
     return result
 
 
 def backward(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
     """The gradient of the logits from that of the result."""
+    flat = logits.reshape(-1, *logits.shape[-2:])
     result = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    steps = {"STEPS": 1 << (iterations - 1).bit_length()}
-    _run(sinkhorn_backward, logits, {"grad": grad.contiguous(), "grad_logits": result}, iterations, eps, steps)
+    _plan(layout(flat), iterations, eps, True)((flat, result, grad.contiguous()))
     return result
 
 
-def _run(
-    kernel: object, logits: Tensor, tensors: dict[str, Tensor], iterations: int, eps: float, steps: dict[str, int]
-) -> None:
-    n = logits.shape[-1]
-    flat = logits.reshape(-1, n, n)
-    size = 1 << (n - 1).bit_length()
-    block = max(1, min(64, 4096 // (2 * size * steps.get("STEPS", size))))
-    floor = math.log(eps) if eps > 0 else 0.0
-    numbers: dict[str, Any] = {
-        "strides": flat.stride(),
-        "count": len(flat),
-        "floor": floor,
+@functools.lru_cache(MOST_PLANS)
+def _plan(flat: Layout, iterations: int, eps: float, backward: bool) -> Kernel:
+    """The kernel for logits [count, n, n], of a list of these, the result, and in backward its gradient."""
+    count, n, _ = flat.shape
+    size, steps = 1 << (n - 1).bit_length(), 1 << (iterations - 1).bit_length()
+    block = max(1, min(64, 4096 // (2 * size * (steps if backward else size))))
+    numbers = {
+        "strides": flat.strides,
+        "count": count,
+        "floor": math.log(eps) if eps > 0 else 0.0,
         "N": n,
         "ITERATIONS": iterations,
     }
     constants = {"FLOORED": eps > 0, "SIZE": size, "BLOCK": block, "num_warps": 4}
-    programs = (-(-len(flat) // block), 1)
-    launch = grid.Launch(None, "STEPS" in steps, None, {"logits": flat} | tensors | numbers)
-    grid.run(kernel, programs, logits.device, launch, steps | constants)
+    programs = (-(-count // block), 1, 1)
+    if backward:
+        code = Code(lambda: sinkhorn_backward, programs, constants | {"STEPS": steps}, backward=True)
+        return Kernel(code, flat.device, {"logits": 0, "grad_logits": 1, "grad": 2}, numbers)
+    return Kernel(Code(lambda: sinkhorn_forward, programs, constants), flat.device, {"logits": 0, "result": 1}, numbers)

@@ -9,13 +9,14 @@ import dataclasses
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -157,9 +158,11 @@ def test_gradients_have_barriers_only_at_the_end(spec: MixSpec) -> None:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
     """Kernels that are written by hand, with their arguments, in place of running them."""
     calls: list[tuple[Any, dict[str, Any]]] = []
-    monkeypatch.setattr(
-        grid, "run", lambda kernel, programs, device, launch, others: calls.append((kernel, launch.arguments | others))
-    )
+
+    def note(kernel: grid.Kernel, used: Sequence[Tensor]) -> None:
+        calls.append((kernel.code.jit(), kernel.launch(used).arguments | dict(kernel.code.constants)))
+
+    monkeypatch.setattr(grid.Kernel, "start", note)
     return calls
 
 

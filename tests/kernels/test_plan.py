@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rewire.kernels import arguments, grid, launch, operators
+from rewire.kernels import arguments, grid, launch, operators, projection, sinkhorn
 from rewire.kernels.spec import MixSpec
 
 BF16 = torch.bfloat16
@@ -194,6 +194,68 @@ def test_threads_share_plans(calls: list[tuple[str, Any]], monkeypatch: pytest.M
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+Started = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], Started]]:
+    """What runs kernels that are written by hand, forward and backward: how each was started, and with what."""
+    calls: list[tuple[str, Any]] = []
+    parameters: dict[str, list[list[str]]] = {}
+    for module, verb in ((projection, "project"), (sinkhorn, "sinkhorn")):
+        names = [f"{verb}_forward", f"{verb}_backward"]
+        parameters[module.__name__] = [getattr(module, name).arg_names for name in names]
+        for name in names:
+            monkeypatch.setattr(module, name, Function(getattr(module, name).arg_names, calls))
+    for plan in (projection._plan_forward, projection._plan_backward, sinkhorn._plan):
+        plan.cache_clear()
+
+    def named(module: Any) -> Started:
+        found = [
+            (way, given if isinstance(given, dict) else dict(zip(names, given, strict=True)))
+            for (way, given), names in zip(calls, parameters[module.__name__], strict=True)
+        ]
+        calls.clear()
+        return found
+
+    def project(x: Tensor) -> Started:
+        weight = torch.zeros(x.shape[-1], 3)
+        scores, inverse = projection.forward(x, weight, 1e-6)
+        grad, of_weight = projection.backward(torch.zeros_like(scores), x, weight, scores, inverse, None)
+        assert (scores.shape, grad.shape, of_weight.shape) == ((*x.shape[:-1], 3), x.shape, (3, x.shape[-1]))
+        return named(projection)
+
+    def normalise(x: Tensor) -> Started:
+        assert sinkhorn.backward(sinkhorn.forward(x, 3, 0.0), x, 3, 0.0).shape == x.shape
+        return named(sinkhorn)
+
+    return {"x": project, "logits": normalise}
+
+
+@pytest.mark.parametrize(("name", "shape"), [("x", (2, 5, 8)), ("logits", (2, 4, 4))])
+def test_kernels_written_by_hand_start_directly_too(name: str, shape: tuple[int, ...], by_hand: Any) -> None:
+    x = torch.zeros(shape)
+    assert [(way, given[name].data_ptr()) for way, given in by_hand[name](x)] == [("by Triton", x.data_ptr())] * 2
+    for _ in range(2):
+        x = torch.zeros(shape)
+        assert [(way, given[name]) for way, given in by_hand[name](x)] == [("directly", x.data_ptr())] * 2
+
+
+def test_kernels_written_by_hand_take_rows_as_they_lie(by_hand: Any) -> None:
+    wide, single, uneven = (
+        torch.zeros(2, 5, 16)[..., :8],
+        torch.zeros(8).expand(2, 5, 8),
+        torch.zeros(5, 2, 8).transpose(0, 1),
+    )
+    for x, stride in ((wide, 16), (single, 0), (uneven, 8)):
+        for _ in range(2):
+            found = [given for _, given in by_hand["x"](x)]
+            assert [given["x_stride"] for given in found] == [stride, stride]
+        assert all((given["x"] == x.data_ptr()) == (x is not uneven) for given in found)
+    found = [given for _, given in by_hand["logits"](torch.zeros(2, 4, 16)[..., :4])]
+    assert [given["strides"] for given in found] == [(64, 16, 1)] * 2
 
 
 def test_gradients_are_those_of_the_shapes_at_hand() -> None:
