@@ -113,6 +113,8 @@ def main() -> int:
     names = {job.name for job in jobs}
     found = {name: record for name, record in known.items() if name in names}
     goals.show(console, found)
+    if options.small:
+        console.print("These were tiny sizes: times mean nothing.")
     failed = sum(record["status"] == "failed" for record in found.values())
     console.print(f"{len(found)} of {len(jobs)} jobs have ended, {failed} failed: {options.out}")
     return int(failed > 0)

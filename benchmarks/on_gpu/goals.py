@@ -121,14 +121,14 @@ def _bandwidth(records: Records) -> Table:
                     if found
                     else [""] * 4
                 )
-            table.add_row(job, str(shape["width"]), *cells)
+            table.add_row(_short(job), str(shape["width"]), *cells)
     return table
 
 
 def _mixes(records: Records) -> Table:
     table = Table("", "forward, ms", "share", "backward, ms", "share", "/ ours", "MiB", "", title="Mixes")
     for job, result in _done(records, "mix/"):
-        table.add_row(job, *[""] * 6, f"copy {result['copy bytes per second'] / 1e9:.0f} GB/s", style="bold")
+        table.add_row(_short(job), *[""] * 6, f"copy {result['copy bytes per second'] / 1e9:.0f} GB/s", style="bold")
         for row in result["rows"]:
             if row["status"] != "measured":
                 table.add_row(f"  {row['implementation']}", *[""] * 6, row["status"])
@@ -151,9 +151,9 @@ def _steps(records: Records) -> Table:
     limits = {goal.job: goal.over for goal in STEPS if goal.what == "time over plain"}
     for job, result in _done(records, "step/"):
         low, high = result["quartiles"]
-        times, peak, limit = result["milliseconds"], result["peak memory over plain"], limits.get(f"step/{job}")
+        times, peak, limit = result["milliseconds"], result["peak memory over plain"], limits.get(job)
         table.add_row(
-            job,
+            _short(job),
             f"{times['rewired']:.1f}",
             f"{times['plain']:.1f}",
             f"{result['time over plain'] - 1:+.1%}",
@@ -169,11 +169,11 @@ def _late(rounds: int) -> str:
 
 
 def _done(records: Records, prefix: str) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Names and results of the jobs that start so and are done; without their first part, but for steps' goals."""
-    kind = prefix.partition("/")[0] + "/"
-    keep = kind == "step/"
-    return [
-        (job if keep else job.removeprefix(kind), record["result"])
-        for job, record in records.items()
-        if job.startswith(prefix) and record["status"] == "done"
-    ]
+    """Names and results of the jobs that start so and are done."""
+    done = [(job, record) for job, record in records.items() if record["status"] == "done"]
+    return [(job, record["result"]) for job, record in done if job.startswith(prefix)]
+
+
+def _short(job: str) -> str:
+    """Without its kind."""
+    return job.partition("/")[2]

@@ -94,6 +94,22 @@ def test_goals(on_gpu: Any) -> None:
     assert found["eager over ours, any workload, least"] == (0.9, False)
 
 
+def test_steps_are_shown_beside_their_goals(on_gpu: Any) -> None:
+    result = {
+        "time over plain": 1.05,
+        "quartiles": [1.04, 1.06],
+        "milliseconds": {"plain": 100.0, "rewired": 105.0},
+        "peak memory over plain": None,
+    }
+    jobs = ("step/llama-1b/dca/compiled", "step/llama-350m/dca/compiled")
+    table = on_gpu.goals._steps({job: {"status": "done", "result": result} for job in jobs})
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    assert list(rows) == [
+        ("llama-1b/dca/compiled", "105.0", "100.0", "+5.0%", "+4.0% to +6.0%", "<= 8%", ""),
+        ("llama-350m/dca/compiled", "105.0", "100.0", "+5.0%", "+4.0% to +6.0%", "", ""),
+    ]
+
+
 def gpu(tmp_path: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
     out = tmp_path / "gpu.jsonl"
     environment = {**os.environ, "REWIRE_CACHE_DIR": str(tmp_path / "kernels")}
