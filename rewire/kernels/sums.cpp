@@ -45,26 +45,25 @@ inline void store(float x, BFloat16* to) {  // to the nearest, ties to even
     to->bits = x != x ? uint16_t(0x7fc0) : uint16_t(rounded);
 }
 
-// Adds K terms to a tile, and to their dots the products with the state x, if there is one.
-template <int K, bool by_channel, bool by_row, bool with_dots, typename T, typename F>
+// Adds K terms to a tile, and to their dots the products with the state x: each for itself, summed, or both.
+template <int K, bool by_channel, bool dots_by_channel, bool summed, typename T, typename F>
 void add_terms(F* __restrict total, const T* __restrict x, const T* const* terms, const F* weights, const F* scores,
                double* dots, F* row_dots, int64_t stride, int64_t start, int64_t count) {
     constexpr int LANES = 16;  // sums of products side by side, or the compiler could not use vectors
-    constexpr bool summed = with_dots && (by_row || !by_channel);
     const T* g[K];
     const F* w[K];
     F factor[K], sum[K][LANES] = {};
     for (int k = 0; k < K; ++k) {
         g[k] = terms[k] + start;
         w[k] = weights + k * stride;
-        factor[k] = (by_channel ? F(0) : w[k][0]) + (by_row ? scores[k] : F(0));
+        factor[k] = (by_channel ? F(0) : w[k][0]) + (scores ? scores[k] : F(0));
     }
     const auto add = [&](int64_t i, int lane) {
         F result = total[i];
         for (int k = 0; k < K; ++k) {
             const F value = load(g[k][i]);
             result += (by_channel ? w[k][i] + factor[k] : factor[k]) * value;
-            if (with_dots && by_channel) dots[k * stride + i] += load(x[i]) * value;
+            if (dots_by_channel) dots[k * stride + i] += load(x[i]) * value;
             if (summed) sum[k][lane] += load(x[i]) * value;
         }
         total[i] = result;
@@ -77,7 +76,7 @@ void add_terms(F* __restrict total, const T* __restrict x, const T* const* terms
     for (int k = 0; k < K; ++k) {
         double of_tile = 0;
         for (F value : sum[k]) of_tile += value;
-        if (by_row) row_dots[k] += F(of_tile);
+        if (row_dots) row_dots[k] += F(of_tile);
         else dots[k] += of_tile;
     }
 }
@@ -97,12 +96,14 @@ template <typename T, typename F = typename Precise<T>::type> struct Task {
     int64_t rows, width, parts;
 };
 
-template <bool by_channel, bool by_row, bool with_dots, typename T, typename F>
+template <bool by_channel, bool dots_by_channel, bool summed, typename T, typename F>
 void sums(const Task<T, F>& task) {
+    constexpr bool with_dots = dots_by_channel || summed;
+    const bool by_row = task.scores;
     const int64_t width = task.width, terms = task.terms, results = task.results;
     const int64_t across = (width + TILE - 1) / TILE, tiles = task.rows * across;
     const int64_t stride = by_channel ? width : 1;
-    const int64_t pairs = with_dots && (by_channel || !by_row) ? results * terms * stride : 0;
+    const int64_t pairs = task.dots ? results * terms * stride : 0;
     std::vector<double> partial(task.parts * pairs);  // each part has its own: dots are the same in every run
     const auto first_of = [&](int64_t part) {         // a row's dots are summed by one part
         return by_row ? task.rows * part / task.parts * across : tiles * part / task.parts;
@@ -125,9 +126,9 @@ void sums(const Task<T, F>& task) {
                 F* r = by_row && with_dots ? task.row_dots + of_row : nullptr;
                 const auto add = [&](auto count_of_terms, int64_t n) {
                     constexpr int K = decltype(count_of_terms)::value;
-                    add_terms<K, by_channel, by_row, with_dots>(total, x, task.grads + n, w + n * stride,
-                                                                by_row ? s + n : s, d + n * step, r ? r + n : r,
-                                                                stride, start, count);
+                    add_terms<K, by_channel, dots_by_channel, summed>(total, x, task.grads + n, w + n * stride,
+                                                                      s ? s + n : s, d + n * step, r ? r + n : r,
+                                                                      stride, start, count);
                 };
                 int64_t n = 0;
                 for (; n + 4 <= terms; n += 4) add(std::integral_constant<int, 4>(), n);
@@ -144,14 +145,10 @@ void sums(const Task<T, F>& task) {
     }
 }
 
-template <bool by_channel, bool by_row, typename T, typename F> void run(const Task<T, F>& task) {
-    if (task.states) sums<by_channel, by_row, true>(task);
-    else sums<by_channel, by_row, false>(task);
-}
-
 template <typename T, typename F> void run(bool by_channel, const Task<T, F>& task) {
-    if (task.scores) by_channel ? run<true, true>(task) : run<false, true>(task);
-    else by_channel ? run<true, false>(task) : run<false, false>(task);
+    if (!by_channel) task.states ? sums<false, false, true>(task) : sums<false, false, false>(task);
+    else if (!task.states) sums<true, false, false>(task);
+    else task.scores ? sums<true, true, true>(task) : sums<true, true, false>(task);
 }
 }  // namespace
 
