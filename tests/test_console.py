@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,9 @@ seconds, console.DELAY = 0.15, 0.5
 rewire.compile(Slow(PreNorm), example_inputs=(vectors(),))
 print("done")
 """
+HERE = {
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+}  # models.py, rewire
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:[349]\d|10\d|38|48)(?:;\d+)*m")
 
 
@@ -47,7 +51,7 @@ def on_a_terminal(*command: str, **environment: str) -> tuple[str, str]:
     terminal = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
     kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
     process = subprocess.Popen(
-        command, env=kept | terminal | environment, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs
+        command, env=kept | HERE | terminal | environment, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs
     )
     os.close(theirs)
     written = b""
@@ -78,7 +82,7 @@ def test_what_is_slow_shows_a_bar_on_a_terminal_that_is_gone_afterwards() -> Non
 
 @pytest.mark.slow
 def test_nothing_is_printed_into_a_pipe() -> None:
-    forced = os.environ | {"FORCE_COLOR": "1"}
+    forced = os.environ | HERE | {"FORCE_COLOR": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=forced, capture_output=True, text=True, check=True, timeout=300
     )
