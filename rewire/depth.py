@@ -149,6 +149,8 @@ class Depth:
         known = next((live for live in self.live if live.source is value), None)
         if known is not None:  # the same argument twice
             return known.values[0]
+        if isinstance(value, Tensor) and self._find(value) is not None:  # of another trunk, opened before
+            return value
         if isinstance(value, Stream):
             return self._came(value if awaiting else value.settled(), norm)
         entry = self.entries[trunk]

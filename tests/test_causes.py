@@ -1,4 +1,4 @@
-"""QKVInputs of writing a residual model that rewire once refused, or connected nothing of: one small model for each.
+"""Ways of writing a residual model that rewire once refused, or connected nothing of: one small model for each.
 
 Each is rewired, validated, and compared in both modes; every trunk is shown to be connected by moving its weights.
 Models that cannot be connected by nature are refused, by name.
@@ -895,6 +895,142 @@ class Encoder(nn.Module):
 
 def test_two_streams_in_one_loop_of_which_one_goes_on() -> None:
     assert_connected(Encoder(), {"down.0": 2, "Encoder": 4}, images())
+
+
+class JointHalf(nn.Module):
+    """Of a block of the diffusion transformer SD3: its attention runs outside, and is handed back."""
+
+    def __init__(self, last: bool = False) -> None:
+        super().__init__()
+        self.last, self.norm, self.qkv = last, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        if not last:
+            self.proj, self.mlp = nn.Linear(WIDTH, WIDTH), Mlp(WIDTH)
+
+    def before(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor] | None]:
+        qkv = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        return qkv, None if self.last else (x, x.mean(1, keepdim=True).sigmoid())
+
+    def after(self, attention: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+        x = x + gate * self.proj(attention)
+        return x + self.mlp(self.norm(x))
+
+
+def joint_attention(context: Tensor, x: Tensor, left: JointHalf, right: JointHalf) -> tuple[Tensor | None, Tensor]:
+    context_qkv, context_rest = left.before(context)
+    x_qkv, x_rest = right.before(x)
+    joined = F.scaled_dot_product_attention(*(torch.cat(pair, 1) for pair in zip(context_qkv, x_qkv, strict=True)))
+    context_part, x_part = joined[:, : context.shape[1]], joined[:, context.shape[1] :]
+    rest = None if context_rest is None else left.after(context_part, *context_rest)
+    return rest, right.after(x_part, *x_rest)  # type: ignore[misc]
+
+
+class JointBlock(nn.Module):
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.left, self.right = JointHalf(last), JointHalf()
+
+    def forward(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor | None, Tensor]:
+        return joint_attention(*args, left=self.left, right=self.right, **kwargs)
+
+
+class JointBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(JointBlock(number == 2) for number in range(3))
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, context: Tensor | None) -> Tensor:
+        for block in self.blocks:
+            context, x = block(context, x)
+        return self.out(x)
+
+
+def test_branches_that_another_function_hands_back_and_two_streams_in_one_parameter() -> None:
+    x, context = vectors(width=WIDTH), vectors(length=4, width=WIDTH)
+    assert_connected(JointBlocks(), {"blocks": 4, "blocks'": 6}, x, context)
+
+
+class Adding(PreNorm):
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:  # type: ignore[override]
+        x = x + condition
+        return x + self.mlp(self.ln_1(x))
+
+
+class AddingStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = condition = self.inp(x)
+        for layer in self.layers:
+            x = layer(x, condition)
+        return self.out(x)
+
+
+def test_what_is_added_in_each_block_is_no_stream() -> None:
+    found = rewire.inspect(AddingStack(Adding, 3), example_inputs=(vectors(),))
+    assert [len(trunk.sites) for trunk in found.trunks] == [3]
+
+
+class OneStart(nn.Module):
+    """Two streams that start with the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.ModuleList(Mlp(8) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for layer in self.left:
+            x = x + layer(x)
+        for layer in self.right:
+            y = y + layer(y)
+        return x * y
+
+
+def test_of_two_streams_that_start_with_the_same_tensor_one_is_connected(caplog: pytest.LogCaptureFixture) -> None:
+    assert_connected(OneStart(), {"left": 3}, vectors())
+    assert "trunk 'right' was left as it is: 'x' at" in caplog.text
+
+
+class OneStep(OneStart):
+    """A function that adds for two streams."""
+
+    def step(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return x + layer(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        for layer in self.left:
+            x = self.step(layer, x)
+        for layer in self.right:
+            y = self.step(layer, y)
+        return x * y
+
+
+def test_a_function_that_adds_for_two_streams_is_refused() -> None:
+    with pytest.raises(rewire.EditError, match="adds to another trunk, too"):
+        rewire.compile(OneStep(), "residual", example_inputs=(vectors(),))
+
+
+class Siamese(nn.Module):
+    """One encoder for two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.scale = Stack(PreNorm), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.encoder(self.scale(x)) * self.encoder(self.scale(y))
+
+
+def test_an_encoder_of_two_inputs_has_one_trunk(caplog: pytest.LogCaptureFixture) -> None:
+    model, x, y = Siamese(), vectors(), vectors(length=4)[:, :1]
+    rewired = assert_connected(model, {"encoder.layers": 4}, x, y)
+    assert not caplog.text
+    (connection,) = rewire.connections(rewired).values()
+    calls: list[Any] = []
+    handle = connection.register_forward_hook(lambda *_: calls.append(1))
+    rewired(x, y)
+    handle.remove()
+    assert len(calls) == 2  # one stream for each input, with the same weights
 
 
 class Rotations:

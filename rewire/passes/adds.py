@@ -137,8 +137,9 @@ def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
     """The operations by which ``branch`` is made from ``state``, if they hold weights; empty if it is not.
 
     They have to run in the function of the addition, or in what it calls; in a function further out only if this one
-    returns the sum (``BertSelfOutput(hidden, input_tensor)``). So a mask that is added in each block is not taken for a
-    stream from one block to the next.
+    returns the sum (``BertSelfOutput(hidden, input_tensor)``), or if it completes the branch and goes on with the
+    stream (SD3's ``post_attention(attn, x)``). So a mask that is added in each block is not taken for a stream from
+    one block to the next.
     """
     if not any(op.weighted for op in between(state, branch) - {state}):
         return frozenset()
@@ -146,9 +147,23 @@ def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
         region = between(state, branch, scope) - {state}
         if any(op.weighted for op in region):
             return region
-        if not _returned(add, scope, flow):
+        if not _returned(add, scope, flow, _made_in(branch, scope)):
             break
     return frozenset()
+
+
+def _made_in(branch: Op, scope: Scope) -> bool:
+    """Whether a branch passes weights in a function before it is added there."""
+    reached, todo = {branch}, [branch]
+    while todo:
+        op = todo.pop()
+        if op.weighted and scope.holds(op.scope):
+            return True
+        for source in op.inputs if scope.holds(op.scope) else ():
+            if source not in reached and not _is_sum(source):
+                reached.add(source)
+                todo.append(source)
+    return False
 
 
 def _left_over(add: Op, state: Op, branch: Op, found: dict[Op, Add]) -> frozenset[Op]:
@@ -163,8 +178,12 @@ def _left_over(add: Op, state: Op, branch: Op, found: dict[Op, Add]) -> frozense
     return region if any(op.weighted for op in region) else frozenset()
 
 
-def _returned(add: Op, scope: Scope, flow: Flow) -> bool:
-    """Whether a function returns a sum, or what operations on the sum alone make of it."""
+def _returned(add: Op, scope: Scope, flow: Flow, added_to: bool = False) -> bool:
+    """Whether a function returns a sum, or what operations on the sum alone make of it.
+
+    Args:
+        added_to: whether further additions to the sum count as such operations.
+    """
     reached, todo = {add}, [add]
     while todo:
         op = todo.pop()
@@ -173,7 +192,8 @@ def _returned(add: Op, scope: Scope, flow: Flow) -> bool:
             return True
         for user in users:
             live = {source for source in user.inputs if not source.constant}
-            if user not in reached and not user.weighted and live <= reached:
+            alone = live <= reached or (added_to and _is_sum(user))
+            if user not in reached and not user.weighted and alone:
                 reached.add(user)
                 todo.append(user)
     return False

@@ -39,12 +39,14 @@ class Found:
         trunks: by name.
         chains: the residual adds of each of them in the flow.
         left: what was left alone: where, and why.
+        again: streams that run through the code of a trunk once more, as in a model that encodes two inputs.
     """
 
     flow: Flow
     trunks: dict[str, Trunk]
     chains: dict[str, Chain]
     left: list[LeftAlone]
+    again: list[Chain] = dataclasses.field(default_factory=list)
 
     @property
     def report(self) -> Report:
@@ -217,9 +219,19 @@ def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:
                 rows.append((piece, sites))
     found = Found(flow, {}, {}, left)
     for chain, sites in sorted(rows, key=lambda row: position.get(row[1][0].block, 0)):
+        same = (name for name, known in found.trunks.items() if known.sites == tuple(sites))
+        if any(_same_code(chain, found.chains[name]) for name in same):
+            found.again.append(chain)
+            continue
         trunk = _trunk(flow, chain, sites, found.trunks)
         found.trunks[trunk.name], found.chains[trunk.name] = trunk, chain
     return found
+
+
+def _same_code(chain: Chain, other: Chain) -> bool:
+    """Whether the adds are the same expressions in the same modules, as far as these are known."""
+    one, two = ([(add.op.scope.path, add.op.scope.code, add.op.place) for add in c.adds] for c in (chain, other))
+    return one == two and all(place is not None for _, _, place in one)
 
 
 def written_at(op: Op) -> tuple[str, str]:

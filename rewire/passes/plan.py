@@ -121,13 +121,34 @@ class _Planner:
             norm = None if awaiting else self._norm(scope, start, value)
             brought = scope.arguments[name]
             item = brought.index(value) if value in brought and len(brought) > 1 else None
-            function.put(("parameter", name), Parameter(name, number, norm, awaiting=awaiting, item=item))
+            if value is not None:
+                self._check_start(scope, name, item)
+            function.put(("parameter", name, number), Parameter(name, number, norm, awaiting=awaiting, item=item))
         if not names:
             if value is None or not scope.holds(value.scope):
                 raise EditError(f"the residual stream does not come into {function.text.where()} as an argument")
             at = self.sources.span(scope, value)
             norm = self._norm(scope, start, value)
             function.put(("value", at), Value(at, number, norm, self._number_made(value, scope)))
+
+    def _check_start(self, scope: Scope, name: str, item: int | None) -> None:
+        """Refuse a trunk that starts where another one does, or may: nothing would tell them apart.
+
+        Args:
+            scope: the call in which it starts.
+            name: of the parameter that it starts with.
+            item: of a tuple of tensors, the number of the one that it starts with.
+        """
+        function = self.sources.plan(scope)
+        for number, trunk in enumerate(function.trunks):
+            other = function.edits.get(("parameter", name, number))
+            starts = trunk != self.name and function.opens.get(trunk) == (name,)
+            if starts and isinstance(other, Parameter) and other.item == item:
+                raise EditError(f"'{name}' at {function.text.where()} is where another trunk starts, too: '{trunk}'")
+        for trunk, chain in self.found.chains.items():
+            for call in (call for add in chain.adds for call in add.op.scope.chain()):
+                if (call.path, call.code) == (scope.path, scope.code) and call not in self.carriers.scopes:
+                    raise EditError(f"the function at {function.text.where()} adds to another trunk, too: '{trunk}'")
 
     def _number_made(self, value: Op, scope: Scope) -> int | None:
         """Which of several tensors that an expression in ``scope`` makes ``value`` is; None if it is the only one."""
@@ -304,7 +325,8 @@ def _outside(found: Found) -> set[tuple[str, CodeType | None]]:
         while scope is not None and scope not in scopes:
             scopes.add(scope)
             scope = scope.parent
-    adding = {scope for chain in found.chains.values() for add in chain.adds for scope in add.op.scope.chain()}
+    streams = [*found.chains.values(), *found.again]
+    adding = {scope for chain in streams for add in chain.adds for scope in add.op.scope.chain()}
     return {(scope.path, scope.code) for scope in scopes - adding}
 
 
