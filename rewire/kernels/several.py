@@ -70,8 +70,7 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
         given = (table if static else None, None if static else table, streams, *(f.squeeze(-2) for f in branches))
         result: Tensor = _Several.apply(streams.shape[-2], *given)[0]
         return result
-    small = weights.dim() == 2 and left_to_autograd(streams, 1)  # a table for each token costs more
-    if not small and _exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
+    if _exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
         return _products(streams, weights, branches, write)
     sources = streams.unsqueeze(-2).unbind(-3)  # n of [..., 1, C]
     scores = weights.unsqueeze(-1).unbind(-3)  # n of [..., k, 1]
@@ -88,14 +87,17 @@ def _exact_products(x: Tensor) -> bool:
 
 
 def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor], write: Tensor | None) -> Tensor:
-    """`combine` by matrix products, in the dtype of the streams; branches are added in the order of plain adds."""
+    """`combine` by matrix products, in the dtype of the streams; branches are added in the order of plain adds.
+
+    All of them contiguous: of strided ones torch computes a product for each token by itself, 20 times as slow.
+    """
     k, (n, channels), tokens = weights.shape[-1], streams.shape[-2:], streams.shape[:-2]
     with outside_autocast(streams.device):
-        table = weights.mT.to(streams.dtype).expand(*tokens, k, n).reshape(-1, k, n)
-        flat = streams.reshape(-1, n, channels)
+        table = weights.mT.to(streams.dtype).expand(*tokens, k, n).reshape(-1, k, n).contiguous()
+        flat = streams.reshape(-1, n, channels).contiguous()
         if write is None or not branches:
             return torch.bmm(table, flat).view(*tokens, k, channels)
-        factor = write.unsqueeze(-1).to(streams.dtype)
+        factor = write.to(streams.dtype).contiguous().unsqueeze(-1)
         first, *others = [factor @ f if f.shape[-2] == 1 else factor * f for f in branches]
         total = torch.baddbmm(first.reshape(-1, k, channels), table, flat).view(first.shape)
         return functools.reduce(torch.add, others, total)

@@ -59,7 +59,8 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     With ``eps`` as in the code of DeepSeek-V4: it is added to the entries after the first division, of columns, and
     to the sum in all others.
 
-    In the logarithmic domain, where no logits overflow or leave a row that is all zero. It is an operator of its own,
+    The first of them in the logarithmic domain, where no logits overflow or leave a row that is all zero. From there on
+    sums stay between 1/n and n: columns that sum to 1 are divided by at most n. It is an operator of its own,
     so that the backward recomputes the steps instead of keeping them, and because torch.compile takes several times as
     long for a model with the unrolled loop in each unit. On GPUs it is one kernel each way (`rewire.kernels.sinkhorn`);
     derivatives of gradients are operations of torch everywhere.
@@ -78,7 +79,8 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
 def sinkhorn_steps(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """`sinkhorn` as operations of torch, which any transformation can follow."""
-    return _normalised(logits, iterations, eps)[-1].exp()
+    *_, steps = _normalised(logits, iterations, eps)
+    return steps[-1].movedim((0, 1), (-2, -1)).contiguous()
 
 
 @torch.library.custom_op("rewire::sinkhorn_backward", mutates_args=())
@@ -87,28 +89,34 @@ def sinkhorn_backward(grad: Tensor, logits: Tensor, iterations: int, eps: float)
     kernels = operators.sinkhorn_kernels(logits, iterations)
     if kernels is not None:
         return kernels.backward(grad, logits, iterations, eps)
-    return _gradient(grad.contiguous(), logits, iterations, eps)  # in the layout that the fake promises
+    return _gradient(grad, logits, iterations, eps)
 
 
 def _gradient(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
-    columns, padded, *steps = _normalised(logits, iterations, eps)
-    grad = grad * steps[-1].exp()
-    for step, dim in zip(reversed(steps), (-1, *(-2, -1) * (iterations - 1)), strict=True):
-        grad = grad - step.exp() * grad.sum(dim, keepdim=True)
+    """By the gradients of the logarithms of all steps: of ``log p - log(sum p + eps)``, ``g - q sum g``."""
+    columns, padded, steps = _normalised(logits, iterations, eps)
+    grad = grad.movedim((-2, -1), (0, 1)) * steps[-1]
+    for step, dim in zip(reversed(steps), (1, *(0, 1) * (iterations - 1)), strict=True):
+        grad = grad - step * grad.sum(dim, keepdim=True)
     grad = grad * (columns - padded).exp()
-    return grad - columns.exp() * grad.sum(-2, keepdim=True)
+    grad = grad - columns.exp() * grad.sum(0, keepdim=True)
+    return grad.movedim((0, 1), (-2, -1)).contiguous()  # in the layout that the fake promises
 
 
-def _normalised(logits: Tensor, iterations: int, eps: float) -> list[Tensor]:
-    """Logarithms of the matrix with normalised columns, the same plus eps, and then with rows, columns, rows, ..."""
+def _normalised(logits: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Logarithms of the matrix with normalised columns, and of the same plus eps; then it with rows, columns, rows, ...
+
+    They are [n, n, ...]: on a CPU, sums over the dimensions that vary most slowly take a tenth of the time.
+    """
     floor = logits.new_full((), math.log(eps) if eps > 0 else -math.inf)
-    columns = torch.log_softmax(logits, -2)
-    steps = [columns, torch.logaddexp(columns, floor)]
-    for dim in (-1, *(-2, -1) * (iterations - 1)):
-        last = steps[-1]
-        total = torch.logaddexp(torch.logsumexp(last, dim, keepdim=True), floor) if eps > 0 else None
-        steps.append(torch.log_softmax(last, dim) if total is None else last - total)
-    return steps
+    columns = torch.log_softmax(logits.movedim((-2, -1), (0, 1)).contiguous(), 0)
+    padded = torch.logaddexp(columns, floor) if eps > 0 else columns
+    rows = padded - torch.logaddexp(padded.logsumexp(1, keepdim=True), floor) if eps > 0 else padded.log_softmax(1)
+    steps = [rows.exp()]
+    for dim in (0, 1) * (iterations - 1):
+        total = steps[-1].sum(dim, keepdim=True)
+        steps.append(steps[-1] / (total + eps if eps > 0 else total))
+    return columns, padded, steps
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, int, float], output: Tensor) -> None:
