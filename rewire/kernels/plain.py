@@ -20,7 +20,7 @@ from rewire.kernels import native
 PER_THREAD = 1 << 18
 #: Elements that a sum has to read for gradients by hand to be worth it. Below, their calls cost more than the passes
 #: over memory that they save, and `mix` leaves the sum to autograd.
-WORTHWHILE = 1 << 20
+WORTHWHILE = 1 << 18
 
 
 @torch.no_grad()
