@@ -8,6 +8,7 @@ import pytest
 import torch
 from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rewire.kernels import operators
 from rewire.kernels.history import History, Table
@@ -175,6 +176,32 @@ class TestPlain(Cases):
             return combine(streams, weights, branches, write)
 
         assert torch.autograd.gradgradcheck(function, (streams, weights, write, *branches))
+
+
+class Products(TorchDispatchMode):
+    """Notes whether operands of batched matrix products are dense, and so are handed to BLAS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense: list[bool] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default):
+            self.dense += [x.is_contiguous() or x.mT.is_contiguous() for x in args]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels take their place")
+@pytest.mark.parametrize("static", [False, True])
+def test_products_of_streams_are_of_dense_tensors(static: bool) -> None:
+    """Others are computed token by token on a CPU."""
+    streams = torch.randn(3, 5, 1, 8).expand(3, 5, 4, 8).requires_grad_()
+    scores = torch.randn(4, 6) if static else torch.randn(3, 5, 4, 6)  # read, write and table side by side
+    write, read, table = (part.requires_grad_() for part in scores.split([1, 1, 4], -1))
+    with Products() as products:
+        branch = combine(streams, read)
+        combine(streams, table, [branch], write.squeeze(-1)).square().sum().backward()
+    assert len(products.dense) > 10 and all(products.dense)  # forward and backward
 
 
 @pytest.mark.slow
