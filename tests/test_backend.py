@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -248,6 +249,25 @@ def test_validation_leaves_no_trace(dynamic: bool, caplog: pytest.LogCaptureFixt
     assert_same(*state, 0)
     runs = [record.getMessage() for record in caplog.records if "outputs and" in record.getMessage()]
     assert len(runs) >= 2 and all("gradients agree" in run and "perturbed weights" in run for run in runs)
+
+
+@pytest.mark.parametrize("start", ["preserve", "paper"])
+def test_validation_shows_a_bar(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[list[Any]] = []
+
+    @contextlib.contextmanager
+    def progress(what: str, steps: int) -> Iterator[Callable[[], None]]:
+        bars.append([what, steps, 0])
+
+        def step() -> None:
+            bars[-1][-1] += 1
+
+        yield step
+
+    monkeypatch.setattr("rewire.passes.captured.progress", progress)
+    torch.compile(Stack(PreNorm), backend=rewire.Backend("denseformer", start=start, inner="eager"))(vectors())
+    steps = 4 if start == "preserve" else 2
+    assert bars == [["validating a graph", steps, steps]]
 
 
 @pytest.mark.parametrize("start", ["preserve", "paper"])

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rewire.bench.harness import machine
-from rewire.console import stderr, watched
+from rewire.console import bars, drawn
 from rewire.errors import RewireError
 from rewire.studies.contenders import DEFAULT, PLAIN, SCALED, Contender, Scales, parse
 from rewire.studies.page import write
@@ -150,12 +150,13 @@ def _expect(trials: Trials, settings: dict[str, Any]) -> None:
 def _bars(wanted: bool) -> Iterator[Callable[[str], Tick]]:
     """Makes a progress bar for a run, by what it is called; nothing is shown unless ``wanted``."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, disable=not (wanted and watched()), transient=True) as progress:
+    shown = bars(*columns)
 
-        def bar(name: str) -> Tick:
-            for done in list(progress.task_ids):
-                progress.remove_task(done)
-            number: TaskID = progress.add_task(name, total=1.0)
-            return lambda spent: progress.update(number, completed=spent)
+    def bar(name: str) -> Tick:
+        for done in list(shown.task_ids):
+            shown.remove_task(done)
+        number: TaskID = shown.add_task(name, total=1.0)
+        return lambda spent: shown.update(number, completed=spent)
 
+    with drawn(shown) if wanted else contextlib.nullcontext():
         yield bar
