@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from rewire.bench.harness import machine
+from rewire.bench.harness import default_device, machine
 from rewire.console import bars, drawn
 from rewire.errors import RewireError
 from rewire.studies.contenders import DEFAULT, PLAIN, SCALED, Contender, Scales, parse
 from rewire.studies.page import write
 from rewire.studies.report import Row, Study
-from rewire.studies.search import Search, Setting, Tick, Trials, best, open_storage
+from rewire.studies.search import Search, Setting, Tick, Trials, best, opened
 from rewire.studies.task import Budget, Task
 from rewire.studies.training import Cost, cost
 
@@ -73,15 +73,13 @@ def study(
     contenders = [parse(name) for name in dict.fromkeys(topologies)]
     if trials < 1 or seeds < 1:
         raise ValueError(f"trials={trials}, seeds={seeds}: both have to be 1 or more.")
-    where = torch.device(device or (torch.accelerator.current_accelerator() or "cpu"))
+    where = torch.device(device) if device else default_device()
     budget, folder = Budget(steps, seconds), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    opened = open_storage(storage or str(folder / "journal.log"))
     settings = {**dataclasses.asdict(budget), "learning_rate": task.learning_rate, "trials": trials}
-    _expect(Trials("settings", opened), settings)
-    search = Search(task, budget, opened, trials, seeds, where)
-    with _bars(progress) as ticks:
-        scales, rows = _run(search, contenders, ticks)
+    with opened(storage or str(folder / "journal.log")) as kept, _bars(progress) as ticks:
+        _expect(Trials("settings", kept), settings)
+        scales, rows = _run(Search(task, budget, kept, trials, seeds, where), contenders, ticks)
     about = {**dataclasses.asdict(budget), "trials": trials, "seeds": seeds, "machine": machine(where)}
     found = Study(sorted(rows, key=lambda row: row.mean), scales, about)
     write(found, folder)
