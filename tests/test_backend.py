@@ -106,6 +106,7 @@ def test_a_flat_graph_gives_the_numbers_of_rewired_blocks(name: str) -> None:
     assert flat.coefficients().keys() == rewire.coefficients(rewired).keys()
 
 
+@pytest.mark.slow
 def test_the_default_start_is_the_plain_model_also_under_inductor() -> None:
     model, flat = Stack(lambda: Residual(nn.Linear(WIDTH, WIDTH))), rewire.Backend("denseformer")
     expected, gradients = step(model, model, vectors())
@@ -232,7 +233,7 @@ class Normalised(Stack):
         return self.norm(super().forward(x).flatten(0, -2))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_validation_leaves_no_trace(dynamic: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="rewire.validate")
     model, outputs, state = Normalised().train(), [], []
