@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import track
 
@@ -25,7 +24,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     arguments = parser.parse_args()
-    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    device = harness.default_device()
     bandwidth = harness.copy_bandwidth(device)
     todo = track(workloads.default_workloads(device), f"mixes on {device}")
     rows = [row for found in comparison.run(todo, arguments.rounds, not arguments.eager) for row in found]

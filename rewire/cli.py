@@ -301,7 +301,7 @@ def bench_command(
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw the times: .png, .pdf or .svg.")] = None,
 ) -> None:
     """Time training steps (forward and backward) of MODEL, plain and rewired, in turn in one run; or single mixes."""
-    where = torch.device(device or (torch.accelerator.current_accelerator() or "cpu"))
+    where = torch.device(device) if device else harness.default_device()
     if mixes and (model or topology):
         raise RewireError("--mixes times mixes without a model: leave out MODEL and --topology.")
     if mixes:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 #: Seconds after which a bar appears.
 DELAY = 2.0
+_EVERY = 0.2  # seconds, a bar in a notebook is drawn anew
 
 _WIDTH = 120  # of tables as text
 
@@ -32,20 +33,21 @@ class Shown:
         return file.getvalue()
 
     def _repr_html_(self) -> str:
-        file = io.StringIO()
-        console = Console(file=file, width=_WIDTH, record=True, color_system=None, force_jupyter=False)
-        console.print(self)
-        code = '<pre style="line-height: normal; overflow-x: auto; white-space: pre">{code}</pre>'
-        return console.export_html(inline_styles=True, code_format=code)
+        return _html(self, color_system=None)
+
+
+def _html(shown: Any, **settings: Any) -> str:
+    console = Console(file=io.StringIO(), width=_WIDTH, record=True, force_jupyter=False, **settings)
+    console.print(shown)
+    code = '<pre style="line-height: normal; overflow-x: auto; white-space: pre">{code}</pre>'
+    return console.export_html(inline_styles=True, code_format=code)
 
 
 def watched() -> bool:
-    """Whether somebody looks at a bar: on a terminal, or in a notebook that can draw it. Of several processes, one."""
+    """Whether somebody looks at a bar: on a terminal, or in a notebook. Of several processes, one."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return False
-    if stderr.is_jupyter:
-        return importlib.util.find_spec("ipywidgets") is not None
-    return sys.stderr is not None and sys.stderr.isatty() and stderr.is_interactive
+    return stderr.is_jupyter or (sys.stderr is not None and sys.stderr.isatty() and stderr.is_interactive)
 
 
 @contextlib.contextmanager
@@ -56,19 +58,47 @@ def progress(what: str, steps: int | None = None) -> Iterator[Callable[[], None]
         what: stands before the bar.
         steps: how often what this returns is called; None: that is not known.
     """
-    if not watched():
-        yield lambda: None
-        return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    # What the block prints goes where it always goes: stdout may be a file.
-    bar = Progress(*columns, console=stderr, transient=True, redirect_stdout=False)
+    bar = bars(TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     task = bar.add_task(what, total=steps)
-    later = threading.Timer(DELAY, bar.start)
-    later.daemon = True
-    later.start()
-    try:
+    with drawn(bar, DELAY):
         yield lambda: bar.advance(task)
+
+
+def bars(*columns: ProgressColumn) -> Progress:
+    """Bars for `drawn`. What is printed meanwhile goes where it always goes: stdout may be a file."""
+    return Progress(*columns, console=stderr, transient=True, redirect_stdout=False)
+
+
+@contextlib.contextmanager
+def drawn(shown: Progress, delay: float = 0.0) -> Iterator[None]:
+    """Draw `bars` from ``delay`` seconds on until the block ends, if they are `watched`."""
+    if not watched():
+        yield
+        return
+    ended = threading.Event()
+    draw = _in_notebook if stderr.is_jupyter else _on_terminal
+    drawing = threading.Thread(target=draw, args=(shown, delay, ended), daemon=True)
+    drawing.start()
+    try:
+        yield
     finally:
-        later.cancel()
-        later.join()
-        bar.stop()
+        ended.set()
+        drawing.join()
+
+
+def _on_terminal(shown: Progress, delay: float, ended: threading.Event) -> None:
+    if not ended.wait(delay):
+        with shown:
+            ended.wait()
+
+
+def _in_notebook(shown: Progress, delay: float, ended: threading.Event) -> None:
+    """In an output of their own. Rich would need ipywidgets, and erase what others print while it draws."""
+    from IPython.display import display
+
+    if ended.wait(delay):
+        return
+    output = display({"text/html": _html(shown)}, raw=True, display_id=True)
+    while not ended.wait(_EVERY):
+        output.update({"text/html": _html(shown)}, raw=True)
+    output.update({"text/html": ""}, raw=True)

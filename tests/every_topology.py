@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -67,10 +67,18 @@ FAMILIES += ["laurel-pa", "layerscale", "attnres", "muddformer"]
 LEARNED = [key for key in EVERY if key not in ("residual", "ancre-constant")]
 
 
-def kinds_first(cases: Iterable[Any]) -> list[ParameterSet]:
-    """Cases with a key of `EVERY` each, as parameters of a test: one of each kind is quick, the others are slow."""
+#: Enough for a second model that is connected as the first one.
+FEW = ("ancre-ingoing", "dca", "grn-v2", "hc-dynamic", "muddformer")
+
+
+def kinds_first(cases: Iterable[Any], few: Collection[str] = ()) -> list[ParameterSet]:
+    """Cases with a key of `EVERY` each, as parameters of a test: one of each kind is quick, the others are slow.
+
+    Of cases with one of the words ``few``, those with a key of `FEW` are quick.
+    """
     listed = [case if isinstance(case, tuple) else (case,) for case in cases]
-    slow = [not {"residual", "dca", *FAMILIES}.intersection(map(str, case)) for case in listed]
+    quick = [FEW if set(few).intersection(case) else ("residual", "dca", *FAMILIES) for case in listed]
+    slow = [not set(keys).intersection(map(str, case)) for keys, case in zip(quick, listed, strict=True)]
     return [
         pytest.param(*case, marks=pytest.mark.slow if late else (), id="-".join(map(str, case)))
         for case, late in zip(listed, slow, strict=True)

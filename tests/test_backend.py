@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -105,6 +106,7 @@ def test_a_flat_graph_gives_the_numbers_of_rewired_blocks(name: str) -> None:
     assert flat.coefficients().keys() == rewire.coefficients(rewired).keys()
 
 
+@pytest.mark.slow
 def test_the_default_start_is_the_plain_model_also_under_inductor() -> None:
     model, flat = Stack(lambda: Residual(nn.Linear(WIDTH, WIDTH))), rewire.Backend("denseformer")
     expected, gradients = step(model, model, vectors())
@@ -231,7 +233,7 @@ class Normalised(Stack):
         return self.norm(super().forward(x).flatten(0, -2))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_validation_leaves_no_trace(dynamic: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="rewire.validate")
     model, outputs, state = Normalised().train(), [], []
@@ -248,6 +250,25 @@ def test_validation_leaves_no_trace(dynamic: bool, caplog: pytest.LogCaptureFixt
     assert_same(*state, 0)
     runs = [record.getMessage() for record in caplog.records if "outputs and" in record.getMessage()]
     assert len(runs) >= 2 and all("gradients agree" in run and "perturbed weights" in run for run in runs)
+
+
+@pytest.mark.parametrize("start", ["preserve", "paper"])
+def test_validation_shows_a_bar(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[list[Any]] = []
+
+    @contextlib.contextmanager
+    def progress(what: str, steps: int) -> Iterator[Callable[[], None]]:
+        bars.append([what, steps, 0])
+
+        def step() -> None:
+            bars[-1][-1] += 1
+
+        yield step
+
+    monkeypatch.setattr("rewire.passes.captured.progress", progress)
+    torch.compile(Stack(PreNorm), backend=rewire.Backend("denseformer", start=start, inner="eager"))(vectors())
+    steps = 4 if start == "preserve" else 2
+    assert bars == [["validating a graph", steps, steps]]
 
 
 @pytest.mark.parametrize("start", ["preserve", "paper"])

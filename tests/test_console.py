@@ -9,10 +9,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from models import PreNorm, Stack, vectors
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
 
 import rewire
 from rewire import console
@@ -99,10 +102,11 @@ def test_one_process_of_several_shows_bars(environment: dict[str, str], monkeypa
 
 
 def test_a_bar_starts_late_and_stops_for_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timer is gone in any case; what is called for each step is right without a bar, too."""
+    """What draws it is gone in any case; what is called for each step is right without a bar, too."""
     monkeypatch.setattr(console, "watched", lambda: True)
     started: list[bool] = []
     monkeypatch.setattr(console.Progress, "start", lambda bar: started.append(True))
+    running = threading.active_count()
 
     def fails() -> None:
         with console.progress("quick", 2) as step:
@@ -111,11 +115,43 @@ def test_a_bar_starts_late_and_stops_for_errors(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(KeyError):
         fails()
-    assert not started and not [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+    assert not started and threading.active_count() == running
     monkeypatch.setattr(console, "DELAY", 0.0)
     with console.progress("slow"):
         while not started:
             pass
+    assert threading.active_count() == running
+
+
+@pytest.mark.slow
+def test_in_a_notebook_a_bar_leaves_what_others_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ipywidgets, and with them: in rich's way some of the lines would go where the bar goes."""
+    monkeypatch.setenv("PYTHONPATH", HERE["PYTHONPATH"])
+    code = (
+        "import time\n"
+        "from rewire import console\n"
+        "console.DELAY = 0.1\n"
+        "with console.progress('printing', 2000) as step:\n"
+        "    for number in range(2000):\n"
+        "        print(number)\n"
+        "        time.sleep(0.001)\n"
+        "        step()\n"
+    )
+    drawn: list[str] = []
+
+    class Client(NotebookClient):
+        def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+            if msg["msg_type"] in ("display_data", "update_display_data"):
+                drawn.append(msg["content"]["data"]["text/html"])
+            return super().process_message(msg, cell, cell_index)
+
+    (cell,) = Client(new_notebook(cells=[new_code_cell(code)]), timeout=300).execute().cells
+    assert "".join(output.get("text", "") for output in cell.outputs).split() == [*map(str, range(2000))]
+    *bars, last = drawn
+    assert bars and last == ""
+    assert all(bar.startswith("<pre") and "printing" in bar and "color: " in bar for bar in bars)
+    (bar,) = [output for output in cell.outputs if output.output_type == "display_data"]
+    assert bar.data == {"text/html": ""}
 
 
 @pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}, {"NO_COLOR": "1"}], ids=lambda e: "".join(e))

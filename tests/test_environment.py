@@ -38,6 +38,7 @@ for ours, linked in [(rewire.passes, passes), (rewire.kernels, kernels)]:
 """
 
 
+@pytest.mark.slow
 def test_transformers_works_with_the_root_first_on_the_path() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [sys.executable, "-c", USE_BOTH]

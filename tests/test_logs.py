@@ -47,14 +47,19 @@ def test_each_stage_is_shown() -> None:
     assert "[rewire.validate] validated TransformerEncoder, in " in text
 
 
-def test_the_graph_is_shown_where_that_was_asked_for() -> None:
-    text = printed("+find")
+@pytest.mark.usefixtures("as_before")
+def test_the_graph_is_shown_where_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.show("+find")
+    exec(PROGRAM)
+    text = capsys.readouterr().err
     assert "= layer_norm(" in text and "# layers.1 " in text
     assert "rewire.rewrite" not in text and "rewire.validate" not in text
 
 
-def test_a_typo_is_said_and_nothing_fails() -> None:
-    assert "there is no stage 'fnd'. Did you mean 'find'? Stages are find, rewrite, validate" in printed("fnd")
+def test_a_typo_is_said_and_nothing_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("REWIRE_LOGS", "fnd")
+    logs.show_those_of_the_environment()
+    assert "there is no stage 'fnd'. Did you mean 'find'? Stages are find, rewrite, validate" in caplog.text
 
 
 def test_nothing_is_printed_unasked() -> None:

@@ -72,7 +72,8 @@ def assert_close(expected: dict[str, Tensor], actual: dict[str, Tensor], toleran
             *(
                 ("gpt2", key) for key in ("ancre-ingoing", "dca", "muddformer", "hc-dynamic")
             ),  # q, k and v in one weight
-        ]
+        ],
+        few=["gpt_neox"],
     ),
 )
 def test_starts_as_the_original(model_type: str, key: str) -> None:
@@ -127,7 +128,8 @@ OF_CHANNELS = [key for key in PRESERVING if key not in WITH_ATTENTION]
             *(("resnetv2_18", key) for key in OF_CHANNELS),
             *(("convnext_atto", key) for key in FAMILIES if key not in NOT_PRESERVING),
             *(("convnext", key) for key in ("ancre-ingoing", "grn-v2", "hc-dynamic")),
-        ]
+        ],
+        few=["convnext_atto"],
     ),
 )
 def test_convolutional_nets(name: str, key: str) -> None:

@@ -26,6 +26,7 @@ def test_torch_compile_trains_like_eager() -> None:
     assert_same(gradients, all_gradients(model), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 @compiles
 def test_torch_compile_with_inductor() -> None:

@@ -246,6 +246,11 @@ def copy_bandwidth(device: torch.device, size: int = 1 << 28, rounds: int = 10) 
 _LIBRARIES = ("rewire", "triton", "transformers", "liger-kernel", "fla-core", "hyper-connections")
 
 
+def default_device() -> torch.device:
+    """An accelerator, if the machine has one that torch can use, else the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """What the numbers belong to."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()

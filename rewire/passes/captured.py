@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 
 from rewire.connection import connections
+from rewire.console import progress
 from rewire.errors import BadExampleInputs, ValidationMismatch
 from rewire.logs import validate as log
 from rewire.passes.copies import shared
@@ -70,12 +71,14 @@ def check_captured(original: fx.GraphModule, rewritten: fx.GraphModule, inputs: 
         return
     after = shared(after)
     given: Inputs = tuple(_number(value) for value in inputs if not isinstance(value, nn.Parameter)), {}
+    starts = STARTS if start == "preserve" else ()
     try:
-        compare(before, with_plain_connections(after), given, SETTINGS)
-        if start == "preserve":
-            for connection in connections(after).values():  # which may have learned since, in another graph
-                connection.become(connection.layout)
-            compare(before, after, given, STARTS)
+        with progress("validating a graph", len(SETTINGS) + len(starts)) as step:
+            compare(before, with_plain_connections(after), given, SETTINGS, step)
+            if starts:
+                for connection in connections(after).values():  # which may have learned since, in another graph
+                    connection.become(connection.layout)
+                compare(before, after, given, starts, step)
     except BadExampleInputs as error:
         log.warning("a graph was rewired but not validated: %s", error)
     except ValidationMismatch as error:

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from rewire.bench.harness import machine
-from rewire.console import stderr, watched
+from rewire.bench.harness import default_device, machine
+from rewire.console import bars, drawn
 from rewire.errors import RewireError
 from rewire.studies.contenders import DEFAULT, PLAIN, SCALED, Contender, Scales, parse
 from rewire.studies.page import write
 from rewire.studies.report import Row, Study
-from rewire.studies.search import Search, Setting, Tick, Trials, best, open_storage
+from rewire.studies.search import Search, Setting, Tick, Trials, best, opened
 from rewire.studies.task import Budget, Task
 from rewire.studies.training import Cost, cost
 
@@ -73,15 +73,13 @@ def study(
     contenders = [parse(name) for name in dict.fromkeys(topologies)]
     if trials < 1 or seeds < 1:
         raise ValueError(f"trials={trials}, seeds={seeds}: both have to be 1 or more.")
-    where = torch.device(device or (torch.accelerator.current_accelerator() or "cpu"))
+    where = torch.device(device) if device else default_device()
     budget, folder = Budget(steps, seconds), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    opened = open_storage(storage or str(folder / "journal.log"))
     settings = {**dataclasses.asdict(budget), "learning_rate": task.learning_rate, "trials": trials}
-    _expect(Trials("settings", opened), settings)
-    search = Search(task, budget, opened, trials, seeds, where)
-    with _bars(progress) as ticks:
-        scales, rows = _run(search, contenders, ticks)
+    with opened(storage or str(folder / "journal.log")) as kept, _bars(progress) as ticks:
+        _expect(Trials("settings", kept), settings)
+        scales, rows = _run(Search(task, budget, kept, trials, seeds, where), contenders, ticks)
     about = {**dataclasses.asdict(budget), "trials": trials, "seeds": seeds, "machine": machine(where)}
     found = Study(sorted(rows, key=lambda row: row.mean), scales, about)
     write(found, folder)
@@ -150,12 +148,13 @@ def _expect(trials: Trials, settings: dict[str, Any]) -> None:
 def _bars(wanted: bool) -> Iterator[Callable[[str], Tick]]:
     """Makes a progress bar for a run, by what it is called; nothing is shown unless ``wanted``."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, disable=not (wanted and watched()), transient=True) as progress:
+    shown = bars(*columns)
 
-        def bar(name: str) -> Tick:
-            for done in list(progress.task_ids):
-                progress.remove_task(done)
-            number: TaskID = progress.add_task(name, total=1.0)
-            return lambda spent: progress.update(number, completed=spent)
+    def bar(name: str) -> Tick:
+        for done in list(shown.task_ids):
+            shown.remove_task(done)
+        number: TaskID = shown.add_task(name, total=1.0)
+        return lambda spent: shown.update(number, completed=spent)
 
+    with drawn(shown) if wanted else contextlib.nullcontext():
         yield bar

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -251,3 +252,16 @@ def open_storage(storage: str) -> optuna.storages.BaseStorage:
             if not b'{"op_code"'.startswith(file.read(10)):
                 raise RewireError(f"'{storage}' is a file, and no journal of a study: give another storage.")
     return optuna.storages.JournalStorage(JournalFileBackend(storage))
+
+
+@contextlib.contextmanager
+def opened(storage: str) -> Iterator[optuna.storages.BaseStorage]:
+    """As `open_storage`; connections to a database are closed at the end."""
+    found = open_storage(storage)
+    try:
+        yield found
+    finally:
+        engine = getattr(found, "engine", None)  # of a database
+        if engine is not None:
+            found.remove_session()
+            engine.dispose()

@@ -199,3 +199,13 @@ def test_inputs_that_nothing_tells() -> None:
 def test_what_a_forward_keeps() -> None:
     x, layer = torch.randn(10, 8), nn.Linear(8, 4)
     assert harness.kept_for_backward(layer, lambda: layer(x).exp().sum()) == (x.numel() + 40) * 4
+
+
+def test_an_accelerator_without_a_driver_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch built for CUDA names it on machines without a GPU, too, unless it is asked to check."""
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    assert harness.default_device() == torch.device("cpu")

@@ -49,6 +49,7 @@ def test_bfloat16() -> None:
     assert all(1e-5 < row.error < 1e-2 for row in rows if row.error is not None)
 
 
+@pytest.mark.slow
 def test_torch_compile() -> None:
     (rows,) = comparison.run([workloads.weighted_sum(SIZES, 2, "scalar")], rounds=1)
     assert not any(row.status for row in rows)

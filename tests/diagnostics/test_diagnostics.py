@@ -394,7 +394,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert wrong.exit_code == 1 and wrong.stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize("topology", ["residual", "ancre-ingoing", "muddformer"])
+@pytest.mark.parametrize(
+    "topology", ["ancre-ingoing", *(pytest.param(key, marks=pytest.mark.slow) for key in ("residual", "muddformer"))]
+)
 def test_compiled_and_checkpointed_models_are_measured_as_plain_ones(topology: str) -> None:
     model = rewire.compile(tiny.tiny_model("llama"), topology).train()
     ids = token_ids(2, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -30,6 +31,13 @@ def example() -> Iterator[ModuleType]:
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, spec.name, module)  # its dataclasses look their module up
         spec.loader.exec_module(module)
+
+        @dataclasses.dataclass(frozen=True)
+        class Config(module.Config):  # type: ignore[name-defined, misc]
+            batch: int = 2
+            validation_batch: int = 8
+
+        monkeypatch.setattr(module, "Config", Config)
         yield module
         sys.modules.pop("train_lm", None)
 

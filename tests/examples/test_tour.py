@@ -18,8 +18,9 @@ def stored() -> NotebookNode:
 
 
 def check_outputs(notebook: NotebookNode) -> None:
-    """Tables, as HTML, and a picture; nothing on stderr."""
-    shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    """Tables, as HTML, and a picture; nothing on stderr. Bars, on slow machines, are gone."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    shown = [output for output in outputs if output.get("data") != {"text/html": ""}]
     assert {output.output_type for output in shown} == {"execute_result", "stream"}
     assert {output.name for output in shown if output.output_type == "stream"} == {"stdout"}
     kinds = [output.data for output in shown if output.output_type == "execute_result"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -28,6 +29,13 @@ def example() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclasses look their module up
     spec.loader.exec_module(module)
+
+    @dataclasses.dataclass(frozen=True)
+    class Config(module.Config):  # type: ignore[name-defined, misc]
+        batch: int = 2
+        validation_batch: int = 4
+
+    module.Config = Config  # type: ignore[attr-defined]
     return module
 
 

@@ -40,6 +40,7 @@ def test_one_process_resumes_what_two_saved(saved: Path) -> None:
     same(model.state_dict(), torch.load(saved / "saver.pt"))
 
 
+@pytest.mark.slow
 def test_four_processes_resume_what_two_saved(saved: Path) -> None:
     two_processes.run(WORKER, saved, "resume", ranks=4)
     same(torch.load(saved / "resumed.pt"), torch.load(saved / "saver.pt"))

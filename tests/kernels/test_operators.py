@@ -166,7 +166,7 @@ print(operators.uses_kernels(torch.ones(1)))
 """
 
 
-@pytest.mark.parametrize(("value", "launched"), [("Off", False), ("on", True)])
+@pytest.mark.parametrize(("value", "launched"), [("Off", False), pytest.param("on", True, marks=pytest.mark.slow)])
 def test_rewire_kernels_switches_them(value: str, launched: bool, tmp_path: Path) -> None:
     """A directory for generated kernels appears with the first one."""
     kernels = tmp_path / "kernels"

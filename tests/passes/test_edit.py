@@ -16,6 +16,7 @@ from models import WIDTH, PreNorm, Stack, vectors
 from torch import Tensor, nn
 
 import rewire
+from rewire.errors import EditError
 from rewire.patterns.tiny import tiny_model
 
 
@@ -284,3 +285,13 @@ def test_a_state_that_is_written_to_after_it_was_read_is_noticed() -> None:
     rewired = rewire.compile(Net(Late), "ancre-none", example_inputs=(vectors(),))
     with torch.no_grad(), pytest.raises(rewire.OutOfOrder, match=r"written to in place in block 'layers\.0'"):
         rewired(vectors(), torch.ones(2, 9, 1))
+
+
+def test_methods_that_call_super_are_refused_with_the_reason() -> None:
+    class Derived(PreNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return x
+
+    with pytest.raises(EditError, match=r"'layers\.0': its class and one .* 'forward' .* by super\(\)"):
+        rewire.compile(Stack(Derived), "ancre-ingoing", example_inputs=(vectors(),))

@@ -102,7 +102,7 @@ def test_a_file_that_has_changed_is_refused(tmp_path: Path) -> None:
 
 def test_code_without_a_file_is_refused() -> None:
     names: dict[str, Any] = {}
-    exec("def f(x):\n    return x + 1\n", names)
+    exec(compile("def f(x):\n    return x + 1\n", "<no file>", "exec"), names)
     with pytest.raises(EditError, match="no source text for f"):
         text_of(names["f"])
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,8 @@ def test_a_database(tmp_path: Path) -> None:
         task, [], steps=20, trials=1, seeds=1, out=tmp_path / "out", storage=storage, device="cpu", progress=False
     )
     assert found.baseline.losses and (tmp_path / "study.db").exists()
+    files = [os.path.realpath(file) for file in Path("/proc/self/fd").glob("*")]
+    assert str(tmp_path / "study.db") not in files  # closed
 
 
 def run(*args: str) -> tuple[int, str]:

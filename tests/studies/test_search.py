@@ -148,6 +148,7 @@ def _ended(folder: Path, name: str) -> list[Result]:
     return Trials(name, open_storage(str(folder / "journal.log"))).results()
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_work(tmp_path: Path) -> None:
     code = (
         "import rewire, regression, sys\n"
