@@ -51,6 +51,12 @@ class Grid:
             row_programs = min(row_programs, max(1, PROGRAMS // max(1, col_programs)))
         return cls(row_programs, col_programs, block_rows, block_cols, warps)
 
+    def parts(self, sums: str, spec: MixSpec) -> int:
+        """Of how many programs each leaves a part of those sums, by the name of the parameter for them."""
+        if sums == "score_partials":
+            return self.col_programs
+        return self.row_programs * (self.col_programs if sums == "weight_partials" and spec.weights == "scalar" else 1)
+
 
 def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int, int]:
     """Rows, columns and warps of a tile.
@@ -128,12 +134,13 @@ class Kernel:
         code: the kernel, and how it is divided.
         device: of the tensors.
         numbers: by parameter, all that is no tensor.
-        pick: the tensors of the kernel, of a list.
+        index: of a CUDA device.
+        used: the places of the kernel's tensors in the list.
         places: by parameter, where they are among those.
         compiled: kernels that were compiled, as functions of pointers; None is for pointers all of which are aligned.
     """
 
-    __slots__ = ("code", "compiled", "device", "numbers", "pick", "places")
+    __slots__ = ("code", "compiled", "device", "index", "numbers", "places", "used")
 
     def __init__(
         self,
@@ -147,26 +154,29 @@ class Kernel:
             tensors: by parameter, the place of a tensor in the list, or those of several.
         """
         self.code, self.device, self.numbers = code, device, dict(numbers)
+        self.index = device.index if device.type == "cuda" else None
         self.places: dict[str, int | slice] = {}
         flat: list[int] = []
         for name, at in tensors.items():
             first = len(flat)
             flat += at if isinstance(at, tuple) else (at,)
             self.places[name] = slice(first, len(flat)) if isinstance(at, tuple) else first
-        self.pick = operator.itemgetter(*flat, flat[0])  # twice: of one place alone, it would not be a tuple
+        self.used = tuple(flat)
         self.compiled: dict[tuple[bool, ...] | None, Callable[[tuple[int, ...]], None]] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         """Start it."""
-        *used, _ = self.pick(tensors)
         if self.compiled:
-            pointers = tuple([x.data_ptr() for x in used])
+            pointers = tuple([tensors[i].data_ptr() for i in self.used])
             known = self.compiled.get(_aligned(pointers))
             if known is not None:
-                with on(self.device):
+                if self.index is None or self.index == torch.cuda.current_device():
                     known(pointers)
+                else:
+                    with on(self.device):
+                        known(pointers)
                 return
-        self.start(used)
+        self.start([tensors[i] for i in self.used])
 
     def launch(self, used: Sequence[Tensor]) -> Launch:
         """What it is started with."""
@@ -180,7 +190,7 @@ class Kernel:
         known = hasattr(type(compiled), "__getitem__")  # neither none, in the interpreter, nor one that is awaited
         if known and torch.version.hip is None and len(self.compiled) < MOST_COMPILED:
             aligned = _aligned(tuple([x.data_ptr() for x in used]))
-            self.compiled[aligned] = self._direct(compiled[self.code.programs], jit.arg_names, len(used))
+            self.compiled[aligned] = self._direct(compiled[self.code.programs], jit.arg_names)
 
     def _by_triton(self, jit: Any, used: Sequence[Tensor]) -> Any:
         """What Triton compiled; on the meta device, the launch is only noted."""
@@ -191,18 +201,17 @@ class Kernel:
                 return jit[self.code.programs](**self.launch(used).arguments, **self.code.constants)
         return None
 
-    def _direct(
-        self, runner: Callable[..., None], parameters: Sequence[str], tensors: int
-    ) -> Callable[[tuple[int, ...]], None]:
-        """Triton's launcher of a compiled kernel, given pointers: arguments are put in order, and no more."""
+    def _direct(self, runner: Callable[..., None], parameters: Sequence[str]) -> Callable[[tuple[int, ...]], None]:
+        """Triton's launcher of a compiled kernel, given pointers: they take their places among the other arguments."""
         fixed = self.numbers | dict(self.code.constants)
-        places = self.places | {name: tensors + i for i, name in enumerate(fixed)}
-        arguments = [operator.itemgetter(places[name]) for name in parameters]
-        numbers = tuple(fixed.values())
+        others = [None if name in self.places else fixed[name] for name in parameters]
+        places = [(parameters.index(name), at) for name, at in self.places.items()]
 
         def start(pointers: tuple[int, ...]) -> None:
-            values = pointers + numbers
-            runner(*[argument(values) for argument in arguments])
+            arguments: list[Any] = others.copy()
+            for parameter, at in places:
+                arguments[parameter] = pointers[at]
+            runner(*arguments)
 
         return start
 

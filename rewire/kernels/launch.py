@@ -6,6 +6,7 @@ computed twice.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -140,16 +141,8 @@ def mix_forward(
         TypeError: a dtype that the kernels do not accumulate exactly enough (float64), or do not know.
         ValueError: shapes or arguments do not fit the spec.
     """
-    found = _run(plan.forward, spec, inputs, (dtype, eps, stacked))
-    shape = (inputs.sources or inputs.added or inputs.accumulators)[0].shape
-    return Mixed(
-        tuple(found["mixes"]),
-        _one(found.get("normed")),
-        _one(found.get("rstd")),
-        _total(found.get("weight_partials"), 1),
-        _by_token(found.get("score_partials"), shape),
-        _one(found.get("stacked")),
-    )
+    mixes, others = _run(plan.forward, spec, inputs, (dtype, eps, stacked))
+    return Mixed(mixes, **others)
 
 
 def mix_backward(spec: MixSpec, inputs: GradientInputs, stacked: int = 0) -> Gradients:
@@ -162,19 +155,8 @@ def mix_backward(spec: MixSpec, inputs: GradientInputs, stacked: int = 0) -> Gra
     Raises:
         TypeError, ValueError: as in `mix_forward`.
     """
-    found = _run(plan.backward, spec, inputs, (stacked,))
-    like, added = inputs.grads[0], _one(found["added"])
-    if added is not None and added.dtype != like.dtype:  # a norm's, in float32, where other kernels follow
-        added = added.to(like.dtype)
-    return Gradients(
-        tuple(found["sources"]),
-        _total(found.get("weight_partials"), 1),
-        _by_token(found.get("score_partials"), like.shape),
-        added,
-        _total(found.get("norm_weight_partials"), 0),
-        _total(found.get("norm_bias_partials"), 0),
-        _one(found.get("stacked")),
-    )
+    sources, others = _run(plan.backward, spec, inputs, (stacked,))
+    return Gradients(sources, **others)
 
 
 # Plans.
@@ -186,10 +168,10 @@ _lock = threading.Lock()  # for threads that make plans; who looks one up needs 
 
 def _run(
     make: Callable[..., Plan], spec: MixSpec, inputs: MixInputs | GradientInputs, options: tuple[Any, ...]
-) -> dict[str, list[Tensor]]:
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """The results of the plan for these tensors."""
     groups = inputs.groups()
-    tensors = [x for group in groups for x in group]
+    tensors = list(itertools.chain.from_iterable(groups))
     # Each once for all tensors: twice as fast as a `Layout` of each.
     layouts = tuple(map(_sizes, tensors)), tuple(map(Tensor.stride, tensors))
     key = (make, spec, options, tuple(map(len, groups)), layouts)
@@ -210,26 +192,5 @@ def forget() -> None:
         _plans.clear()
 
 
-# Arguments and results.
-
-
 def _maybe(x: Tensor | None) -> tuple[Tensor, ...]:
     return () if x is None else (x,)
-
-
-def _one(found: Sequence[Tensor] | None) -> Tensor | None:
-    return found[0] if found else None
-
-
-def _total(partials: Sequence[Tensor] | None, dim: int) -> Tensor | None:
-    """The second step of sums: over the programs, in a fixed order; those of a chain of kernels side by side."""
-    if not partials:
-        return None
-    parts = [x[0] if len(x) == 1 else x.sum(0) for x in partials]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _by_token(partials: Sequence[Tensor] | None, shape: torch.Size) -> Tensor | None:
-    """The same for [programs, rows, outputs, N], as [..., outputs, N]."""
-    total = _total(partials, -1)
-    return None if total is None else total.view(*shape[:-1], *total.shape[1:])

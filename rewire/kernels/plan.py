@@ -42,29 +42,33 @@ STRIDES = {
 DENSE = ("weights", "norm_weight", "norm_bias", "rstd")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """Steps, and where their results are.
 
     Attributes:
         steps: in turn; each takes the tensors so far, and may add some.
-        places: of results, by name.
+        states: places of the results [..., D].
+        others: of the other results, name and place.
     """
 
-    steps: tuple[Callable[[list[Tensor]], None], ...]
-    places: Mapping[str, Places]
+    __slots__ = ("others", "states", "steps")
 
-    def __call__(self, tensors: list[Tensor]) -> dict[str, list[Tensor]]:
+    def __init__(
+        self, steps: Sequence[Callable[[list[Tensor]], None]], states: Places, others: Mapping[str, int]
+    ) -> None:
+        self.steps, self.states, self.others = tuple(steps), states, tuple(others.items())
+
+    def __call__(self, tensors: list[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """The results for these inputs."""
         for step in self.steps:
             step(tensors)
-        return {name: [tensors[i] for i in places] for name, places in self.places.items()}
+        return tuple([tensors[i] for i in self.states]), {name: tensors[i] for name, i in self.others}
 
 
 def forward(
     spec: MixSpec, given: Mapping[str, Sequence[Layout]], dtype: torch.dtype | None, eps: float, stacked: int
 ) -> Plan:
-    """Of `launch.mix_forward`: ``mixes``, ``normed``, ``rstd``, ``stacked``, and partial sums of dot products.
+    """Of `launch.mix_forward`.
 
     Args:
         given: by field of `launch.MixInputs`.
@@ -86,13 +90,14 @@ def forward(
         if step.norm:
             made = {"normed": make.state(dtype), "rstd": make.floats(make.rows)}
             arguments |= norm | made
-            make.found(**made)
+            make.results |= made
         make.kernel(step, False, arguments, eps=eps)
-    return make.plan(mixes=mixes)
+    make.results |= make.sums({"weight_partials": "weight_dots", "score_partials": "score_dots"})
+    return Plan(make.steps, mixes, make.results)
 
 
 def backward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked: int) -> Plan:
-    """Of `launch.mix_backward`: gradients of ``sources``, of what was ``added``, ``stacked``, and partial sums.
+    """Of `launch.mix_backward`.
 
     Args:
         given: by field of `launch.GradientInputs`.
@@ -103,7 +108,7 @@ def backward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked: int)
     grads = make.at["grads"]
     if spec.norm is None:
         make.plain_backward(grads, sources, make.itemsize)
-        return make.plan(sources=sources, added=grads[: spec.outputs == 1])
+        return make.gradients(sources, grads[0] if spec.outputs == 1 else None)
     used = len(make.at["grad_mixes"]) > 0
     norm: Arguments = {"rstd": make.at["rstd"][0], "grad_normed": grads[0], "mix": make.at["mixes"][0]}
     norm |= {"norm_weight": make.at["norm_weight"][0]}
@@ -115,14 +120,14 @@ def backward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked: int)
         arguments = make.terms(slice(0, spec.sources)) if spec.has_dots else {}
         arguments |= norm | ({} if added is None else {"grad_added": added})
         make.kernel(step, True, arguments | ({"grad_sources": sources} if sources else {}))
-        return make.plan(sources=sources, added=() if added is None else (added,))
+        return make.gradients(sources, added)
     # Registers cannot hold whole rows and all those sums: the norm comes first, its gradient in float32.
     unweighted: dict[str, Any] = {"sources": 0, "weights": "none", "scores": False, "accumulate": False}
     alone = dataclasses.replace(spec, **unweighted, added=1, keep_mix=used)
     middle = make.state(torch.float32)
     make.kernel(alone, True, norm | {"grad_added": middle})
     make.plain_backward((middle,), sources, torch.float32.itemsize)
-    return make.plan(sources=sources, added=(middle,))
+    return make.gradients(sources, make.converted(middle, given["grads"][0].dtype))
 
 
 class _Maker:
@@ -131,6 +136,8 @@ class _Maker:
     Attributes:
         at: places of what is given, by name.
         rows, cols: of each state.
+        partials: by parameter, the places of sums that programs left a part of, each with the number of parts.
+        results: by field, what was found so far.
     """
 
     def __init__(self, spec: MixSpec, given: Mapping[str, Sequence[Layout]]) -> None:
@@ -140,7 +147,8 @@ class _Maker:
         self.rows, self.cols, self.itemsize = math.prod(like.shape[:-1]), like.shape[-1], like.dtype.itemsize
         self.strides: list[int] = []
         self.steps: list[Callable[[list[Tensor]], None]] = []
-        self.results: dict[str, Places] = {}
+        self.partials: dict[str, list[tuple[int, int]]] = {}
+        self.results: dict[str, int] = {}
         for name, layouts in given.items():
             self.at[name] = tuple(range(len(self.strides), len(self.strides) + len(layouts)))
             for place, layout in zip(self.at[name], layouts, strict=True):
@@ -149,13 +157,28 @@ class _Maker:
                     self.steps.append(functools.partial(_contiguous, place))
                 self.strides.append(layout.shape[-1] if stride is None else stride)
 
-    def plan(self, **results: Places) -> Plan:
-        return Plan(tuple(self.steps), self.results | results)
+    def gradients(self, sources: Places, added: int | None) -> Plan:
+        """The plan, whose steps are all there."""
+        names = ("weight_partials", "score_partials", "norm_weight_partials", "norm_bias_partials")
+        found = self.sums(dict(zip(names, ("weights", "scores", "norm_weight", "norm_bias"), strict=True)))
+        return Plan(self.steps, sources, self.results | found | ({} if added is None else {"added": added}))
 
-    def found(self, **places: int) -> None:
-        """Results, more of which may be found later."""
-        for name, place in places.items():
-            self.results[name] = (*self.results.get(name, ()), place)
+    def sums(self, names: Mapping[str, str]) -> dict[str, int]:
+        """The second step of sums, by the names of their results: over programs, in a fixed order.
+
+        Those of a chain of kernels come side by side.
+        """
+        found = {}
+        for name, result in names.items():
+            parts = self.partials.get(name, [])
+            places = tuple(
+                place if count == 1 else self._made(0, functools.partial(_sum, place)) for place, count in parts
+            )
+            dim = -1 if name == "score_partials" else 1
+            if places:
+                together = functools.partial(_side_by_side, places, dim)
+                found[result] = places[0] if len(places) == 1 else self._made(0, together)
+        return found
 
     # What is made: each returns its place.
 
@@ -164,19 +187,26 @@ class _Maker:
         self.strides.append(stride)
         return len(self.strides) - 1
 
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[list[Tensor]], None]:
+        strides = [math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]
+        return functools.partial(_empty, tuple(shape), tuple(strides), dtype, self.device)
+
     def floats(self, *shape: int) -> int:
-        return self._made(0, functools.partial(_empty, shape, torch.float32, self.device))
+        return self._made(0, self._empty(shape, torch.float32))
+
+    def converted(self, place: int, dtype: torch.dtype) -> int:
+        return place if dtype == torch.float32 else self._made(self.cols, functools.partial(_to, place, dtype))
 
     def state(self, dtype: torch.dtype) -> int:
-        return self._made(self.cols, functools.partial(_empty, self.shape, dtype, self.device))
+        return self._made(self.cols, self._empty(self.shape, dtype))
 
     def states(self, dtypes: Sequence[torch.dtype], stacked: int = 0) -> Places:
         """One for each dtype, of which the first ``stacked`` are views of one."""
         views: Places = ()
         if stacked:
             shape = (*self.shape[:-1], stacked, self.cols)
-            whole = self._made(0, functools.partial(_empty, shape, dtypes[0], self.device))
-            self.found(stacked=whole)
+            whole = self._made(0, self._empty(shape, dtypes[0]))
+            self.results["stacked"] = whole
             views = tuple(range(whole + 1, whole + 1 + stacked))
             self.steps.append(functools.partial(_unbind, whole))
             self.strides += [stacked * self.cols] * stacked
@@ -215,11 +245,10 @@ class _Maker:
         sums = backward or spec.probe
         grid = Grid.of(spec, self.rows, self.cols, itemsize or self.itemsize, sums)
         if sums:
-            partials = {
-                name: self.floats(*shape) for name, shape in _partials(spec, backward, grid, self.rows, self.cols)
-            }
-            arguments |= partials
-            self.found(**partials)
+            for name, shape in self._sums(spec, backward).items():
+                parts = grid.parts(name, spec)
+                arguments[name] = place = self.floats(*(() if parts == 1 else (parts,)), *shape)
+                self.partials.setdefault(name, []).append((place, parts))
         strides = {
             STRIDES[name]: tuple(self.strides[i] for i in at) if isinstance(at, tuple) else self.strides[at]
             for name, at in arguments.items()
@@ -229,20 +258,16 @@ class _Maker:
         numbers = {**strides, **norm, "rows": self.rows, "COLS": self.cols}
         self.steps.append(Kernel(generated(spec, backward, grid), self.device, arguments, numbers))
 
-
-def _partials(spec: MixSpec, backward: bool, grid: Grid, rows: int, cols: int) -> list[tuple[str, tuple[int, ...]]]:
-    """float32 sums that programs leave behind, as `_dot_parameters` of the generator declares them."""
-    shapes = {
-        "weight_partials": {
-            "none": (),
-            "scalar": (grid.row_programs * grid.col_programs, spec.outputs, spec.sources),
-            "channel": (grid.row_programs, spec.outputs, spec.sources, cols),
-        }[spec.weights],
-        "score_partials": (grid.col_programs, rows, spec.outputs, spec.sources) if spec.scores else (),
-        "norm_weight_partials": (grid.row_programs, cols) if spec.norm and backward else (),
-        "norm_bias_partials": (grid.row_programs, cols) if spec.shifted and backward else (),
-    }
-    return [(name, shape) for name, shape in shapes.items() if shape]
+    def _sums(self, spec: MixSpec, backward: bool) -> dict[str, tuple[int, ...]]:
+        """Shapes of the float32 sums that a kernel makes, as `_dot_parameters` of the generator declares them."""
+        pairs, normed = (spec.outputs, spec.sources), backward and spec.norm is not None
+        shapes = {
+            "weight_partials": {"none": (), "scalar": pairs, "channel": (*pairs, self.cols)}[spec.weights],
+            "score_partials": (*self.shape[:-1], *pairs) if spec.scores else (),
+            "norm_weight_partials": (self.cols,) if normed else (),
+            "norm_bias_partials": (self.cols,) if normed and spec.shifted else (),
+        }
+        return {name: shape for name, shape in shapes.items() if shape}
 
 
 # Steps: what they do to the tensors so far.
@@ -252,12 +277,26 @@ def _contiguous(place: int, tensors: list[Tensor]) -> None:
     tensors[place] = tensors[place].contiguous()
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, tensors: list[Tensor]) -> None:
-    tensors.append(torch.empty(shape, dtype=dtype, device=device))
+def _empty(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, tensors: list[Tensor]
+) -> None:
+    tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))  # the fastest of its kind
 
 
 def _unbind(place: int, tensors: list[Tensor]) -> None:
     tensors += tensors[place].unbind(-2)
+
+
+def _to(place: int, dtype: torch.dtype, tensors: list[Tensor]) -> None:
+    tensors.append(tensors[place].to(dtype))
+
+
+def _sum(place: int, tensors: list[Tensor]) -> None:
+    tensors.append(tensors[place].sum(0))
+
+
+def _side_by_side(places: Places, dim: int, tensors: list[Tensor]) -> None:
+    tensors.append(torch.cat([tensors[i] for i in places], dim))
 
 
 def _narrow(place: int, spec: MixSpec, part: slice, tensors: list[Tensor]) -> None:
