@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -190,7 +191,7 @@ class Kernel:
         known = hasattr(type(compiled), "__getitem__")  # neither none, in the interpreter, nor one that is awaited
         if known and torch.version.hip is None and len(self.compiled) < MOST_COMPILED:
             aligned = _aligned(tuple([x.data_ptr() for x in used]))
-            self.compiled[aligned] = self._direct(compiled[self.code.programs], jit.arg_names)
+            self.compiled[aligned] = self._direct(launcher(compiled, self.code.programs), jit.arg_names)
 
     def _by_triton(self, jit: Any, used: Sequence[Tensor]) -> Any:
         """What Triton compiled; on the meta device, the launch is only noted."""
@@ -214,6 +215,38 @@ class Kernel:
             runner(*arguments)
 
         return start
+
+
+#: Parameters of the function that Triton makes for a compiled kernel, as far as it is known here.
+_RUN = (
+    *("gridX", "gridY", "gridZ", "stream", "function", "kernel_metadata"),
+    *("launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"),
+)
+
+
+def launcher(compiled: Any, programs: tuple[int, int, int]) -> Callable[..., None]:
+    """``compiled[programs]``, what starts a kernel on the current stream.
+
+    Most of that prepares what hooks are told: without any, the function below it is called, as Triton does itself.
+    """
+    through_hooks: Callable[..., None] = compiled[programs]  # which loads the kernel
+    run: Any = getattr(compiled, "run", None)
+    if run is None or tuple(inspect.signature(run).parameters) != _RUN:
+        return through_hooks
+    from triton import knobs
+    from triton.runtime import driver
+
+    runtime, function, metadata = knobs.runtime, compiled.function, compiled.packed_metadata
+    current_device, current_stream = driver.active.get_current_device, driver.active.get_current_stream
+
+    def start(*arguments: Any) -> None:
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            through_hooks(*arguments)
+        else:
+            run(*programs, current_stream(current_device()), function, metadata, None, None, None, *arguments)
+
+    return start
 
 
 def _aligned(pointers: tuple[int, ...]) -> tuple[bool, ...] | None:

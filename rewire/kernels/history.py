@@ -141,7 +141,7 @@ class History:
         if number >= len(table.near):  # no mix reads it
             return History(table, states, values, claims)
         waiting, later, near = self.waiting, number // table.block, table.near[number]
-        if len(near):
+        if near.shape[0]:
             # Twice: what comes back from later blocks is added here, too, and not to that from elsewhere before.
             *found, x, again = _Claims.apply(near, 2, x)
             claims, states = (*claims, (table.first_mix(number), tuple(found))), (*self.states, x)
@@ -194,10 +194,10 @@ class _Claims(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, through: int, *states: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(weights, *states)
         ctx.set_materialize_grads(False)
-        ctx.mixes = len(weights) // len(states)
-        shape = (ctx.mixes, *states[0].shape)
-        claims = states[0].new_empty_strided(shape, [0] * len(shape)).unbind()  # one element
-        return (*claims, *(states[0].view_as(states[0]) for _ in range(through)))
+        ctx.mixes = weights.shape[0] // len(states)
+        x = states[0]
+        claim = torch.empty_strided(x.shape, (0,) * x.dim(), dtype=x.dtype, device=x.device)  # one element
+        return (*[claim.detach() for _ in range(ctx.mixes)], *[x.view_as(x) for _ in range(through)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -207,14 +207,14 @@ class _Claims(torch.autograd.Function):
         if like is None:
             return (None, None, functools.reduce(torch.add, added) if added else None, *[None] * (len(states) - 1))
         given = [torch.zeros_like(like) if grad is None else grad for grad in of_mixes]
-        weights = flat.unflatten(0, (len(states), ctx.mixes))
+        weights = flat.view(len(states), ctx.mixes, *flat.shape[1:])
         if torch.is_grad_enabled():  # with create_graph=True
             dx, dots = _differentiable(given, states, weights, added)
         elif operators.uses_kernels(like):
             *dx, dots = operators.gather(given, states, weights, added)
         else:
             dx, dots = plain.combine_with_dots(given, states, weights, added)
-        return (dots.flatten(0, 1), None, *dx)
+        return (dots.reshape(flat.shape), None, *dx)
 
 
 def _differentiable(

@@ -80,8 +80,9 @@ def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _kind(weights: Tensor | None) -> Weights:
-    return "none" if weights is None else "scalar" if weights.dim() == 1 else "channel"
+def _kind(weights: Tensor | None, dims: int = 1) -> Weights:
+    """Of weights that have as many dimensions where they are numbers."""
+    return "none" if weights is None else "scalar" if weights.dim() == dims else "channel"
 
 
 def _mix_fake(sources: Any, weights: Any, scores: Any, added: Any, accumulator: Any, dtype: torch.dtype) -> Tensor:
@@ -157,8 +158,8 @@ def mix_backward(
 
 
 def _of_terms(found: Gradients) -> list[Tensor]:
-    dots = [x[0] for x in (found.weights,) if x is not None]
-    return [*found.sources, *dots, *(x.squeeze(-2) for x in (found.scores,) if x is not None)]
+    of_weights = [] if found.weights is None else [found.weights[0]]
+    return [*found.sources, *of_weights, *([] if found.scores is None else [found.scores.squeeze(-2)])]
 
 
 def _mix_norm_backward_fake(
@@ -204,7 +205,7 @@ def mix_norm_backward(
 )
 def mixes(sources: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
     """M float32 mixes in one pass over the sources; weights [M, N] or [M, N, D]."""
-    spec = spec_of(len(sources), _kind(weights[0]), outputs=len(weights))
+    spec = spec_of(len(sources), _kind(weights, 2), outputs=weights.shape[0])
     return list(launch_forward(spec, MixInputs(sources, weights), torch.float32).mixes)
 
 
@@ -229,10 +230,12 @@ def gather(
     token, scores [..., N]. Returns gradients of the states, then of the weights and of the scores.
     """
     of_scores = [] if scores is None else scores.split(1, -1)
-    spec = spec_of(len(grads), _kind(weights[0]), scores is not None, added=len(added), outputs=len(states), probe=True)
+    kind, outputs = _kind(weights, 2), len(states)
+    spec = spec_of(len(grads), kind, scores is not None, added=len(added), outputs=outputs, probe=True)
     done = launch_forward(spec, MixInputs(grads, weights, of_scores, added, probes=states), states[0].dtype)
     assert done.weight_dots is not None
-    return [*done.mixes, done.weight_dots, *(x.squeeze(-2) for x in (done.score_dots,) if x is not None)]
+    dots = [done.weight_dots] if done.score_dots is None else [done.weight_dots, done.score_dots.squeeze(-2)]
+    return [*done.mixes, *dots]
 
 
 def _several_fake(sources: Any, weights: Any, scores: Any, stacked: bool) -> list[Tensor]:
@@ -287,9 +290,8 @@ def several_backward(
 
 
 def _spec_of_several(sources: int, weights: Tensor | None, scores: Tensor | None, carried: bool = False) -> MixSpec:
-    outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
-    kind = "none" if weights is None else _kind(weights[0])
-    return spec_of(sources, kind, scores is not None, outputs=outputs, carried=carried)
+    outputs = weights.shape[0] if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
+    return spec_of(sources, _kind(weights, 2), scores is not None, outputs=outputs, carried=carried)
 
 
 def _unbound(scores: Tensor | None) -> list[Tensor]:
