@@ -176,9 +176,9 @@ class History:
     def _begin(self, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The sums over ``states`` for the mixes of the block that comes next, if one does now."""
         start, block = len(states) - self.table.first, self.table.block
-        if start <= 0 or start % block or not operators.uses_kernels(states[0]):
+        if start % block or start <= 0 or not operators.uses_kernels(states[0]):
             return self.begun
-        rows = self.table.rows[start : start + block]
+        rows = self.table.constants[start : start + block]
         with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
             return tuple(operators.mixes(states, torch.stack([row[: len(states)] for row in rows])))
 

@@ -152,7 +152,7 @@ def left_to_autograd(x: Tensor, sources: float) -> bool:
         return not operators.uses_kernels(x)
     return (
         type(x) not in (Tensor, nn.Parameter)  # tensors that stand for others
-        or x.device.type not in ("cpu", "cuda")
+        or not (x.is_cuda or x.is_cpu)
         or under_transforms()
         or torch._C._get_tracing_state() is not None  # torch.jit.trace
         or (sources * x.numel() < plain.WORTHWHILE and not operators.uses_kernels(x))
