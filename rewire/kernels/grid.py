@@ -124,6 +124,29 @@ def generated(spec: MixSpec, backward: bool, grid: Grid) -> Code:
     return Code(lambda: kernel(spec, backward), programs, constants(grid), spec, backward, grid)
 
 
+class Part(NamedTuple):
+    """A part of one of the tensors of a list, which a kernel takes as a tensor of its own.
+
+    Attributes:
+        place: of that tensor in the list.
+        offset: bytes from its first element to the part's.
+        view: the part, given the tensor.
+    """
+
+    place: int
+    offset: int
+    view: Callable[[Tensor], Tensor]
+
+
+#: Where a tensor is in a list.
+At = int | Part
+
+
+def taken(tensors: Sequence[Tensor], at: At) -> Tensor:
+    """The tensor there."""
+    return tensors[at] if isinstance(at, int) else at.view(tensors[at.place])
+
+
 class Kernel:
     """A kernel with all of its arguments but the tensors, which it takes from a list.
 
@@ -136,39 +159,41 @@ class Kernel:
         device: of the tensors.
         numbers: by parameter, all that is no tensor.
         index: of a CUDA device.
-        used: the places of the kernel's tensors in the list.
+        used: where the kernel's tensors are in the list.
+        pointers: the same, as places and offsets.
         places: by parameter, where they are among those.
         compiled: kernels that were compiled, as functions of pointers; None is for pointers all of which are aligned.
     """
 
-    __slots__ = ("code", "compiled", "device", "index", "numbers", "places", "used")
+    __slots__ = ("code", "compiled", "device", "index", "numbers", "places", "pointers", "used")
 
     def __init__(
         self,
         code: Code,
         device: torch.device,
-        tensors: Mapping[str, int | tuple[int, ...]],
+        tensors: Mapping[str, At | tuple[At, ...]],
         numbers: Mapping[str, Any],
     ) -> None:
         """
         Args:
-            tensors: by parameter, the place of a tensor in the list, or those of several.
+            tensors: by parameter, where a tensor is in the list, or several are.
         """
         self.code, self.device, self.numbers = code, device, dict(numbers)
         self.index = device.index if device.type == "cuda" else None
         self.places: dict[str, int | slice] = {}
-        flat: list[int] = []
+        flat: list[At] = []
         for name, at in tensors.items():
-            first = len(flat)
-            flat += at if isinstance(at, tuple) else (at,)
-            self.places[name] = slice(first, len(flat)) if isinstance(at, tuple) else first
+            first, several = len(flat), not isinstance(at, (int, Part))
+            flat += [at] if isinstance(at, (int, Part)) else at
+            self.places[name] = slice(first, len(flat)) if several else first
         self.used = tuple(flat)
+        self.pointers = [(at, 0) if isinstance(at, int) else (at.place, at.offset) for at in flat]
         self.compiled: dict[tuple[bool, ...] | None, Callable[[tuple[int, ...]], None]] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         """Start it."""
         if self.compiled:
-            pointers = tuple([tensors[i].data_ptr() for i in self.used])
+            pointers = tuple([tensors[i].data_ptr() + offset for i, offset in self.pointers])
             known = self.compiled.get(_aligned(pointers))
             if known is not None:
                 if self.index is None or self.index == torch.cuda.current_device():
@@ -177,7 +202,7 @@ class Kernel:
                     with on(self.device):
                         known(pointers)
                 return
-        self.start([tensors[i] for i in self.used])
+        self.start([taken(tensors, at) for at in self.used])
 
     def launch(self, used: Sequence[Tensor]) -> Launch:
         """What it is started with."""
