@@ -40,7 +40,7 @@ class Table:
 
     Attributes:
         rows: for each mix its weights, [n] or [n, D].
-        constants: the same, detached.
+        begun, rest: the same, detached: those of the states before its block of mixes, and of the others.
         near: for each state, the weights with which mixes read it that do not read all of its block, [n] or [n, D].
         later: for each block of states, those of all mixes that do: of its first state, of its second, ..
         first, block: as above.
@@ -51,7 +51,10 @@ class Table:
         states, self.first, self.sources = first + mixes - 1, first, first + (mixes - 1) / 2
         self.block = block = block or (best_block(mixes, first) if operators.uses_kernels(flat) else states + 1)
         counts = [first + s for s in range(mixes)]
-        self.rows, self.constants = parts(flat, counts), flat.detach().split(counts)
+        self.rows = parts(flat, counts)
+        before = [first + s // block * block if s >= block else 0 for s in range(mixes)]
+        halves = flat.detach().split([n for s in range(mixes) for n in (before[s], counts[s] - before[s])])
+        self.begun, self.rest = halves[::2], halves[1::2]
         state, mix = torch.triu_indices(states, mixes, 1 - first, device=flat.device)
         start = mix * (mix - 1) // 2 + mix * first  # of each mix in the flat weights
         # Later are mixes that read the last state of the block. Sorted on the device: a mask would be waited for.
@@ -159,15 +162,15 @@ class History:
         if self.claims is None or (torch.compiler.is_compiling() and not operators.uses_kernels(self.states[0])):
             row = self.table.rows[number]
             return Mix(self.states[: len(row)], row, (), tuple(added))
-        row = self.table.constants[number]
-        claims = tuple(of[number - first] for first, of in self.claims if 0 <= number - first < len(of))
-        before, accumulator = 0, None
+        claims = tuple([of[number - first] for first, of in self.claims if 0 <= number - first < len(of)])
+        weights, accumulator = self.table.rest[number], None
         if self.begun:
-            start = number // self.table.block * self.table.block
-            before, accumulator = self.table.first + start, self.begun[number - start]
-        values = self.values[before : len(row)]
-        weights = (row[before:] if before else row) if values else None
-        return Mix(values, weights, (), tuple(added), claims, accumulator)
+            accumulator = self.begun[number % self.table.block]
+        elif self.table.begun[number].shape[0]:
+            weights = torch.cat((self.table.begun[number], weights))
+        read = self.table.first + number
+        values = self.values[read - weights.shape[0] : read]
+        return Mix(values, weights if values else None, (), tuple(added), claims, accumulator)
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> History:
         """The history in other dimensions; what was arranged for one pass over memory is left to autograd from here."""
@@ -178,9 +181,9 @@ class History:
         start, block = len(states) - self.table.first, self.table.block
         if start % block or start <= 0 or not operators.uses_kernels(states[0]):
             return self.begun
-        rows = self.table.constants[start : start + block]
+        rows = torch.stack(self.table.begun[start : start + block])
         with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
-            return tuple(operators.mixes(states, torch.stack([row[: len(states)] for row in rows])))
+            return tuple(operators.mixes(states, rows))
 
 
 class _Claims(torch.autograd.Function):

@@ -306,6 +306,3 @@ def test_operators_are_seen_where_somebody_listens(listened: bool, calls: list[t
 )
 def test_rows(x: Tensor, stride: int | None) -> None:
     assert arguments.row_stride(x.shape, x.stride()) == stride
-    rows = arguments.as_rows(x)
-    assert rows.shape == (x.shape[:-1].numel(), x.shape[-1])
-    assert torch.equal(rows.reshape(-1), x.reshape(-1))
