@@ -301,6 +301,31 @@ class TestKernels:
             rounded_once(got, want)
         assert len(found.apart) == 1 and not returned.sources[:n][0].is_contiguous()
 
+    @pytest.mark.parametrize("uneven", [False, True])
+    @pytest.mark.parametrize("expanded", [False, True])
+    def test_stacks_and_tables_are_what_their_parts_are(self, expanded: bool, uneven: bool) -> None:
+        """Bitwise: streams in one tensor, beside a branch, and scores in one; in rows that have to be copied, too."""
+        n, width = 3, 33
+
+        def stack(count: int) -> Tensor:
+            return draw(3, 2, count, width).transpose(0, 1) if uneven else draw(2, 3, count, width)
+
+        streams = draw(2, 3, 1, width).expand(2, 3, n, width) if expanded else stack(n)
+        table = draw(3, 2, 2, n + 1).transpose(0, 1) if uneven else draw(2, n + 1, 2, 3).permute(2, 3, 0, 1)
+        branch, grads, carried = draw(2, 3, width), stack(2), stack(n)
+        spec, weights, scores = MixSpec(n + 1, "scalar", True, outputs=2), draw(2, n + 1), by_pair(table)
+        apart = launch.mix_forward(spec, MixInputs([*streams.unbind(-2), branch], weights, scores))
+        given = MixInputs([streams, branch], weights, table, stacks=True)
+        assert all(map(torch.equal, apart.mixes, launch.mix_forward(spec, given).mixes))
+        back = dataclasses.replace(spec, carried=True)
+        terms = (list(grads.unbind(-2)), [*streams.unbind(-2), branch], weights, scores)
+        by_part = launch.mix_backward(back, GradientInputs(*terms, carried=[*carried.unbind(-2), branch]), stacked=n)
+        in_one = GradientInputs([grads], [streams, branch], weights, table, carried=[carried, branch], stacks=True)
+        found = launch.mix_backward(back, in_one, stacked=n)
+        assert found.added is None and torch.equal(found.apart[0], by_part.apart[0])
+        for name in ("stacked", "weights", "scores"):
+            assert torch.equal(getattr(found, name), getattr(by_part, name))
+
     def test_sums_over_many_tiles(self) -> None:
         """More rows than programs have at once, so that each loops; and more than one block of columns."""
         for kind in ("scalar", "channel"):
