@@ -229,7 +229,8 @@ class _Sum(torch.autograd.Function):
             )
             ctx.save_for_backward(*kept, *scale, total, rstd)
             return total, after
-        ctx.save_for_backward(*kept)
+        if kept:
+            ctx.save_for_backward(*kept)
         if operators.uses_kernels((sources or added or claims)[0]):
             return operators.mix(sources, weight, scores, added, accumulator, dtype)
         return plain.combine(sources, weight, added, scores)
