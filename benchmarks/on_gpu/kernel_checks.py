@@ -202,7 +202,8 @@ class Inputs:
         """Everything that the kernels return, by name."""
         found = self.forward()
         back = self.backward(found)
-        gradients = {f"gradient of {name}": value for name, value in back._asdict().items()}
+        names = ("sources", "weights", "scores", "added", "norm_weight", "norm_bias")
+        gradients = {f"gradient of {name}": getattr(back, name) for name in names}
         if not self.spec.added or self.spec.outputs > 1:  # then it is the gradient of the result
             del gradients["gradient of added"]
         gradients["gradient of scores"] = _by_pair(back.scores)

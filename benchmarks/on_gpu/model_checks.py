@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import rewire
 from rewire.kernels import operators
-from rewire.kernels.grid import Kernel, Launch
+from rewire.kernels.grid import Kernel, Launch, taken
 from rewire.kernels.spec import MixSpec
 
 #: Largest relative difference of the logits, or of a gradient. The sums differ in their order only.
@@ -167,7 +167,7 @@ def _noted() -> Iterator[list[Launch]]:
     started: list[Launch] = []
 
     def note(kernel: Kernel, tensors: Sequence[Tensor]) -> None:
-        started.append(kernel.launch(kernel.pick(tensors)))
+        started.append(kernel.launch([taken(tensors, at) for at in kernel.used]))
         start(kernel, tensors)
 
     start = Kernel.__call__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -45,12 +44,6 @@ def row_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None:
     if stride is None:  # of one row, it could be any
         stride = cols
     return stride if (cols == 1 or strides[-1] == 1) and stride <= MAX_ROW_STRIDE * cols else None
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """[..., D] as [rows, D] with stride 1 along the last dimension: a view wherever the strides allow it."""
-    even = row_stride(x.shape, x.stride()) is not None
-    return (x if even else x.contiguous()).view(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def check_forward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked: int) -> None:

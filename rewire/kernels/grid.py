@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,6 +51,12 @@ class Grid:
         if sums:
             row_programs = min(row_programs, max(1, PROGRAMS // max(1, col_programs)))
         return cls(row_programs, col_programs, block_rows, block_cols, warps)
+
+    def parts(self, sums: str, spec: MixSpec) -> int:
+        """Of how many programs each leaves a part of those sums, by the name of the parameter for them."""
+        if sums == "score_partials":
+            return self.col_programs
+        return self.row_programs * (self.col_programs if sums == "weight_partials" and spec.weights == "scalar" else 1)
 
 
 def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int, int]:
@@ -117,6 +124,29 @@ def generated(spec: MixSpec, backward: bool, grid: Grid) -> Code:
     return Code(lambda: kernel(spec, backward), programs, constants(grid), spec, backward, grid)
 
 
+class Part(NamedTuple):
+    """A part of one of the tensors of a list, which a kernel takes as a tensor of its own.
+
+    Attributes:
+        place: of that tensor in the list.
+        offset: bytes from its first element to the part's.
+        view: the part, given the tensor.
+    """
+
+    place: int
+    offset: int
+    view: Callable[[Tensor], Tensor]
+
+
+#: Where a tensor is in a list.
+At = int | Part
+
+
+def taken(tensors: Sequence[Tensor], at: At) -> Tensor:
+    """The tensor there."""
+    return tensors[at] if isinstance(at, int) else at.view(tensors[at.place])
+
+
 class Kernel:
     """A kernel with all of its arguments but the tensors, which it takes from a list.
 
@@ -128,45 +158,51 @@ class Kernel:
         code: the kernel, and how it is divided.
         device: of the tensors.
         numbers: by parameter, all that is no tensor.
-        pick: the tensors of the kernel, of a list.
+        index: of a CUDA device.
+        used: where the kernel's tensors are in the list.
+        pointers: the same, as places and offsets.
         places: by parameter, where they are among those.
         compiled: kernels that were compiled, as functions of pointers; None is for pointers all of which are aligned.
     """
 
-    __slots__ = ("code", "compiled", "device", "numbers", "pick", "places")
+    __slots__ = ("code", "compiled", "device", "index", "numbers", "places", "pointers", "used")
 
     def __init__(
         self,
         code: Code,
         device: torch.device,
-        tensors: Mapping[str, int | tuple[int, ...]],
+        tensors: Mapping[str, At | tuple[At, ...]],
         numbers: Mapping[str, Any],
     ) -> None:
         """
         Args:
-            tensors: by parameter, the place of a tensor in the list, or those of several.
+            tensors: by parameter, where a tensor is in the list, or several are.
         """
         self.code, self.device, self.numbers = code, device, dict(numbers)
+        self.index = device.index if device.type == "cuda" else None
         self.places: dict[str, int | slice] = {}
-        flat: list[int] = []
+        flat: list[At] = []
         for name, at in tensors.items():
-            first = len(flat)
-            flat += at if isinstance(at, tuple) else (at,)
-            self.places[name] = slice(first, len(flat)) if isinstance(at, tuple) else first
-        self.pick = operator.itemgetter(*flat, flat[0])  # twice: of one place alone, it would not be a tuple
+            first, several = len(flat), not isinstance(at, (int, Part))
+            flat += [at] if isinstance(at, (int, Part)) else at
+            self.places[name] = slice(first, len(flat)) if several else first
+        self.used = tuple(flat)
+        self.pointers = [(at, 0) if isinstance(at, int) else (at.place, at.offset) for at in flat]
         self.compiled: dict[tuple[bool, ...] | None, Callable[[tuple[int, ...]], None]] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         """Start it."""
-        *used, _ = self.pick(tensors)
         if self.compiled:
-            pointers = tuple([x.data_ptr() for x in used])
+            pointers = tuple([tensors[i].data_ptr() + offset for i, offset in self.pointers])
             known = self.compiled.get(_aligned(pointers))
             if known is not None:
-                with on(self.device):
+                if self.index is None or self.index == torch.cuda.current_device():
                     known(pointers)
+                else:
+                    with on(self.device):
+                        known(pointers)
                 return
-        self.start(used)
+        self.start([taken(tensors, at) for at in self.used])
 
     def launch(self, used: Sequence[Tensor]) -> Launch:
         """What it is started with."""
@@ -180,7 +216,7 @@ class Kernel:
         known = hasattr(type(compiled), "__getitem__")  # neither none, in the interpreter, nor one that is awaited
         if known and torch.version.hip is None and len(self.compiled) < MOST_COMPILED:
             aligned = _aligned(tuple([x.data_ptr() for x in used]))
-            self.compiled[aligned] = self._direct(compiled[self.code.programs], jit.arg_names, len(used))
+            self.compiled[aligned] = self._direct(launcher(compiled, self.code.programs), jit.arg_names)
 
     def _by_triton(self, jit: Any, used: Sequence[Tensor]) -> Any:
         """What Triton compiled; on the meta device, the launch is only noted."""
@@ -191,20 +227,51 @@ class Kernel:
                 return jit[self.code.programs](**self.launch(used).arguments, **self.code.constants)
         return None
 
-    def _direct(
-        self, runner: Callable[..., None], parameters: Sequence[str], tensors: int
-    ) -> Callable[[tuple[int, ...]], None]:
-        """Triton's launcher of a compiled kernel, given pointers: arguments are put in order, and no more."""
+    def _direct(self, runner: Callable[..., None], parameters: Sequence[str]) -> Callable[[tuple[int, ...]], None]:
+        """Triton's launcher of a compiled kernel, given pointers: they take their places among the other arguments."""
         fixed = self.numbers | dict(self.code.constants)
-        places = self.places | {name: tensors + i for i, name in enumerate(fixed)}
-        arguments = [operator.itemgetter(places[name]) for name in parameters]
-        numbers = tuple(fixed.values())
+        others = [None if name in self.places else fixed[name] for name in parameters]
+        places = [(parameters.index(name), at) for name, at in self.places.items()]
 
         def start(pointers: tuple[int, ...]) -> None:
-            values = pointers + numbers
-            runner(*[argument(values) for argument in arguments])
+            arguments: list[Any] = others.copy()
+            for parameter, at in places:
+                arguments[parameter] = pointers[at]
+            runner(*arguments)
 
         return start
+
+
+#: Parameters of the function that Triton makes for a compiled kernel, as far as it is known here.
+_RUN = (
+    *("gridX", "gridY", "gridZ", "stream", "function", "kernel_metadata"),
+    *("launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"),
+)
+
+
+def launcher(compiled: Any, programs: tuple[int, int, int]) -> Callable[..., None]:
+    """``compiled[programs]``, what starts a kernel on the current stream.
+
+    Most of that prepares what hooks are told: without any, the function below it is called, as Triton does itself.
+    """
+    through_hooks: Callable[..., None] = compiled[programs]  # which loads the kernel
+    run: Any = getattr(compiled, "run", None)
+    if run is None or tuple(inspect.signature(run).parameters) != _RUN:
+        return through_hooks
+    from triton import knobs
+    from triton.runtime import driver
+
+    runtime, function, metadata = knobs.runtime, compiled.function, compiled.packed_metadata
+    current_device, current_stream = driver.active.get_current_device, driver.active.get_current_stream
+
+    def start(*arguments: Any) -> None:
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            through_hooks(*arguments)
+        else:
+            run(*programs, current_stream(current_device()), function, metadata, None, None, None, *arguments)
+
+    return start
 
 
 def _aligned(pointers: tuple[int, ...]) -> tuple[bool, ...] | None:

@@ -40,7 +40,7 @@ class Table:
 
     Attributes:
         rows: for each mix its weights, [n] or [n, D].
-        constants: the same, detached.
+        begun, rest: the same, detached: those of the states before its block of mixes, and of the others.
         near: for each state, the weights with which mixes read it that do not read all of its block, [n] or [n, D].
         later: for each block of states, those of all mixes that do: of its first state, of its second, ..
         first, block: as above.
@@ -51,7 +51,10 @@ class Table:
         states, self.first, self.sources = first + mixes - 1, first, first + (mixes - 1) / 2
         self.block = block = block or (best_block(mixes, first) if operators.uses_kernels(flat) else states + 1)
         counts = [first + s for s in range(mixes)]
-        self.rows, self.constants = parts(flat, counts), flat.detach().split(counts)
+        self.rows = parts(flat, counts)
+        before = [first + s // block * block if s >= block else 0 for s in range(mixes)]
+        halves = flat.detach().split([n for s in range(mixes) for n in (before[s], counts[s] - before[s])])
+        self.begun, self.rest = halves[::2], halves[1::2]
         state, mix = torch.triu_indices(states, mixes, 1 - first, device=flat.device)
         start = mix * (mix - 1) // 2 + mix * first  # of each mix in the flat weights
         # Later are mixes that read the last state of the block. Sorted on the device: a mask would be waited for.
@@ -141,7 +144,7 @@ class History:
         if number >= len(table.near):  # no mix reads it
             return History(table, states, values, claims)
         waiting, later, near = self.waiting, number // table.block, table.near[number]
-        if len(near):
+        if near.shape[0]:
             # Twice: what comes back from later blocks is added here, too, and not to that from elsewhere before.
             *found, x, again = _Claims.apply(near, 2, x)
             claims, states = (*claims, (table.first_mix(number), tuple(found))), (*self.states, x)
@@ -159,15 +162,15 @@ class History:
         if self.claims is None or (torch.compiler.is_compiling() and not operators.uses_kernels(self.states[0])):
             row = self.table.rows[number]
             return Mix(self.states[: len(row)], row, (), tuple(added))
-        row = self.table.constants[number]
-        claims = tuple(of[number - first] for first, of in self.claims if 0 <= number - first < len(of))
-        before, accumulator = 0, None
+        claims = tuple([of[number - first] for first, of in self.claims if 0 <= number - first < len(of)])
+        weights, accumulator = self.table.rest[number], None
         if self.begun:
-            start = number // self.table.block * self.table.block
-            before, accumulator = self.table.first + start, self.begun[number - start]
-        values = self.values[before : len(row)]
-        weights = (row[before:] if before else row) if values else None
-        return Mix(values, weights, (), tuple(added), claims, accumulator)
+            accumulator = self.begun[number % self.table.block]
+        elif self.table.begun[number].shape[0]:
+            weights = torch.cat((self.table.begun[number], weights))
+        read = self.table.first + number
+        values = self.values[read - weights.shape[0] : read]
+        return Mix(values, weights if values else None, (), tuple(added), claims, accumulator)
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> History:
         """The history in other dimensions; what was arranged for one pass over memory is left to autograd from here."""
@@ -176,11 +179,11 @@ class History:
     def _begin(self, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The sums over ``states`` for the mixes of the block that comes next, if one does now."""
         start, block = len(states) - self.table.first, self.table.block
-        if start <= 0 or start % block or not operators.uses_kernels(states[0]):
+        if start % block or start <= 0 or not operators.uses_kernels(states[0]):
             return self.begun
-        rows = self.table.rows[start : start + block]
+        rows = torch.stack(self.table.begun[start : start + block])
         with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
-            return tuple(operators.mixes(states, torch.stack([row[: len(states)] for row in rows])))
+            return tuple(operators.mixes(states, rows))
 
 
 class _Claims(torch.autograd.Function):
@@ -194,10 +197,10 @@ class _Claims(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, through: int, *states: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(weights, *states)
         ctx.set_materialize_grads(False)
-        ctx.mixes = len(weights) // len(states)
-        shape = (ctx.mixes, *states[0].shape)
-        claims = states[0].new_empty_strided(shape, [0] * len(shape)).unbind()  # one element
-        return (*claims, *(states[0].view_as(states[0]) for _ in range(through)))
+        ctx.mixes = weights.shape[0] // len(states)
+        x = states[0]
+        claim = torch.empty_strided(x.shape, (0,) * x.dim(), dtype=x.dtype, device=x.device)  # one element
+        return (*[claim.detach() for _ in range(ctx.mixes)], *[x.view_as(x) for _ in range(through)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -207,14 +210,14 @@ class _Claims(torch.autograd.Function):
         if like is None:
             return (None, None, functools.reduce(torch.add, added) if added else None, *[None] * (len(states) - 1))
         given = [torch.zeros_like(like) if grad is None else grad for grad in of_mixes]
-        weights = flat.unflatten(0, (len(states), ctx.mixes))
+        weights = flat.view(len(states), ctx.mixes, *flat.shape[1:])
         if torch.is_grad_enabled():  # with create_graph=True
             dx, dots = _differentiable(given, states, weights, added)
         elif operators.uses_kernels(like):
             *dx, dots = operators.gather(given, states, weights, added)
         else:
             dx, dots = plain.combine_with_dots(given, states, weights, added)
-        return (dots.flatten(0, 1), None, *dx)
+        return (dots.reshape(flat.shape), None, *dx)
 
 
 def _differentiable(

@@ -6,6 +6,7 @@ computed twice.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -29,46 +30,53 @@ class MixInputs(NamedTuple):
     Attributes:
         sources: [..., D], float32, bfloat16 or float16, of one shape; rows may be strided, each in its own way.
         weights: float32 [outputs, N] or [outputs, N, D]; the first dimension may be missing for one output.
-        scores: float32 [..., 1], outputs times N, those of the first output first.
+        scores: float32 [..., 1], outputs times N, those of the first output first; or in one tensor [..., outputs, N].
         added: [..., D], outputs times ``spec.added``, those of the first output first.
         accumulators: float32 [..., D], one for each output.
         probes: [..., D], one for each output.
         norm_weight, norm_bias: [D].
+        stacks: whether the first of the sources is a stack [..., n, D] of n.
     """
 
     sources: Sequence[Tensor] = ()
     weights: Tensor | None = None
-    scores: Sequence[Tensor] = ()
+    scores: Sequence[Tensor] | Tensor = ()
     added: Sequence[Tensor] = ()
     accumulators: Sequence[Tensor] = ()
     probes: Sequence[Tensor] = ()
     norm_weight: Tensor | None = None
     norm_bias: Tensor | None = None
+    stacks: bool = False
 
     def groups(self) -> tuple[Sequence[Tensor], ...]:
         """Each field as a sequence."""
         weights, scale, bias = _maybe(self.weights), _maybe(self.norm_weight), _maybe(self.norm_bias)
-        return self.sources, weights, self.scores, self.added, self.accumulators, self.probes, scale, bias
+        return self.sources, weights, _several(self.scores), self.added, self.accumulators, self.probes, scale, bias
 
 
 class Mixed(NamedTuple):
     """What `mix_forward` computed.
 
     Attributes:
-        mixes: [..., D] for each output; empty if a norm follows and the spec does not keep the mix.
+        apart: [..., D] for each output that is not stacked; empty if a norm follows and the spec does not keep the mix.
         normed: [..., D], with a norm.
         rstd: float32 [rows], 1 / sqrt(mean square or variance + eps), for backward.
         weight_dots: float32 [outputs, N] or [outputs, N, D], <x_k, p_o>; None without probes, or without weights.
         score_dots: float32 [..., outputs, N], with probes and scores.
-        stacked: [..., stacked, D], the tensor that the first mixes are views of; None if none were to be stacked.
+        stacked: [..., stacked, D], the first mixes; None if none were to be stacked.
     """
 
-    mixes: tuple[Tensor, ...]
+    apart: tuple[Tensor, ...]
     normed: Tensor | None = None
     rstd: Tensor | None = None
     weight_dots: Tensor | None = None
     score_dots: Tensor | None = None
     stacked: Tensor | None = None
+
+    @property
+    def mixes(self) -> tuple[Tensor, ...]:
+        """[..., D] for each output."""
+        return self.apart if self.stacked is None else (*self.stacked.unbind(-2), *self.apart)
 
 
 class GradientInputs(NamedTuple):
@@ -82,47 +90,53 @@ class GradientInputs(NamedTuple):
         rstd: with a norm, as forward returned it.
         grad_mixes: with a norm, the gradient of the mix itself; none if only the norm reads it.
         carried: [..., D] for each source if the spec says so, what is added to its gradient.
+        stacks: whether the first of grads, of sources and of carried is a stack [..., n, D] of n.
     """
 
     grads: Sequence[Tensor]
     sources: Sequence[Tensor] = ()
     weights: Tensor | None = None
-    scores: Sequence[Tensor] = ()
+    scores: Sequence[Tensor] | Tensor = ()
     mixes: Sequence[Tensor] = ()
     rstd: Tensor | None = None
     grad_mixes: Sequence[Tensor] = ()
     norm_weight: Tensor | None = None
     carried: Sequence[Tensor] = ()
+    stacks: bool = False
 
     def groups(self) -> tuple[Sequence[Tensor], ...]:
         """Each field as a sequence."""
         weights, rstd, scale = _maybe(self.weights), _maybe(self.rstd), _maybe(self.norm_weight)
         of_norm = (self.mixes, rstd, self.grad_mixes, scale)
-        return (self.grads, self.sources, weights, self.scores, *of_norm, self.carried)
+        return (self.grads, self.sources, weights, _several(self.scores), *of_norm, self.carried)
 
 
 class Gradients(NamedTuple):
     """What `mix_backward` computed.
 
     Attributes:
-        sources: [..., D] in the dtype of each source.
+        apart: [..., D] of each source whose gradient is not stacked, in its dtype.
         weights: float32 [outputs, N] or [outputs, N, D]; None without weights.
         scores: float32 [..., outputs, N]; None without scores.
         added: [..., D], the gradient of each added branch (and of an accumulator); None for several outputs, where it
-            is that of the output.
+            is that of the output, and for a stack.
         norm_weight: float32 [D], with a norm.
         norm_bias: float32 [D], with a norm that has a bias.
-        stacked: [..., stacked, D], the tensor that the first of ``sources`` are views of; None if none were to be
-            stacked.
+        stacked: [..., stacked, D], of the first sources; None if none were to be stacked.
     """
 
-    sources: tuple[Tensor, ...]
+    apart: tuple[Tensor, ...]
     weights: Tensor | None = None
     scores: Tensor | None = None
     added: Tensor | None = None
     norm_weight: Tensor | None = None
     norm_bias: Tensor | None = None
     stacked: Tensor | None = None
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """[..., D] of each source."""
+        return self.apart if self.stacked is None else (*self.stacked.unbind(-2), *self.apart)
 
 
 def mix_forward(
@@ -140,16 +154,8 @@ def mix_forward(
         TypeError: a dtype that the kernels do not accumulate exactly enough (float64), or do not know.
         ValueError: shapes or arguments do not fit the spec.
     """
-    found = _run(plan.forward, spec, inputs, (dtype, eps, stacked))
-    shape = (inputs.sources or inputs.added or inputs.accumulators)[0].shape
-    return Mixed(
-        tuple(found["mixes"]),
-        _one(found.get("normed")),
-        _one(found.get("rstd")),
-        _total(found.get("weight_partials"), 1),
-        _by_token(found.get("score_partials"), shape),
-        _one(found.get("stacked")),
-    )
+    apart, others = _run(plan.forward, spec, inputs, (dtype, eps, stacked))
+    return Mixed(apart, **others)
 
 
 def mix_backward(spec: MixSpec, inputs: GradientInputs, stacked: int = 0) -> Gradients:
@@ -162,19 +168,8 @@ def mix_backward(spec: MixSpec, inputs: GradientInputs, stacked: int = 0) -> Gra
     Raises:
         TypeError, ValueError: as in `mix_forward`.
     """
-    found = _run(plan.backward, spec, inputs, (stacked,))
-    like, added = inputs.grads[0], _one(found["added"])
-    if added is not None and added.dtype != like.dtype:  # a norm's, in float32, where other kernels follow
-        added = added.to(like.dtype)
-    return Gradients(
-        tuple(found["sources"]),
-        _total(found.get("weight_partials"), 1),
-        _by_token(found.get("score_partials"), like.shape),
-        added,
-        _total(found.get("norm_weight_partials"), 0),
-        _total(found.get("norm_bias_partials"), 0),
-        _one(found.get("stacked")),
-    )
+    apart, others = _run(plan.backward, spec, inputs, (stacked,))
+    return Gradients(apart, **others)
 
 
 # Plans.
@@ -186,17 +181,18 @@ _lock = threading.Lock()  # for threads that make plans; who looks one up needs 
 
 def _run(
     make: Callable[..., Plan], spec: MixSpec, inputs: MixInputs | GradientInputs, options: tuple[Any, ...]
-) -> dict[str, list[Tensor]]:
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """The results of the plan for these tensors."""
     groups = inputs.groups()
-    tensors = [x for group in groups for x in group]
+    tensors = list(itertools.chain.from_iterable(groups))
     # Each once for all tensors: twice as fast as a `Layout` of each.
     layouts = tuple(map(_sizes, tensors)), tuple(map(Tensor.stride, tensors))
-    key = (make, spec, options, tuple(map(len, groups)), layouts)
+    key = (make, spec, options, inputs.stacks, tuple(map(len, groups)), layouts)
     known = _plans.get(key)
     if known is None:
-        given = [list(map(layout, group)) for group in groups]
-        known = make(spec, dict(zip(inputs._fields, given, strict=True)), *options)
+        by_field = {name: [layout(x) for x in group] for name, group in zip(inputs._fields, groups, strict=False)}
+        table = isinstance(inputs.scores, Tensor)
+        known = make(spec, plan.given(by_field, inputs.stacks, table), *options)
         with _lock:
             while len(_plans) >= MOST_PLANS:
                 del _plans[next(iter(_plans))]
@@ -210,26 +206,9 @@ def forget() -> None:
         _plans.clear()
 
 
-# Arguments and results.
+def _several(x: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
+    return (x,) if isinstance(x, Tensor) else x
 
 
 def _maybe(x: Tensor | None) -> tuple[Tensor, ...]:
     return () if x is None else (x,)
-
-
-def _one(found: Sequence[Tensor] | None) -> Tensor | None:
-    return found[0] if found else None
-
-
-def _total(partials: Sequence[Tensor] | None, dim: int) -> Tensor | None:
-    """The second step of sums: over the programs, in a fixed order; those of a chain of kernels side by side."""
-    if not partials:
-        return None
-    parts = [x[0] if len(x) == 1 else x.sum(0) for x in partials]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _by_token(partials: Sequence[Tensor] | None, shape: torch.Size) -> Tensor | None:
-    """The same for [programs, rows, outputs, N], as [..., outputs, N]."""
-    total = _total(partials, -1)
-    return None if total is None else total.view(*shape[:-1], *total.shape[1:])

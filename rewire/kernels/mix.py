@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,7 +66,7 @@ def pending_mix(
     return Mix(tuple(sources), weights, tuple(scores), tuple(added))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, slots=True)  # not frozen: three times as fast to make
 class Mix:
     """A weighted sum that has not been computed yet.
 
@@ -108,22 +107,20 @@ class Mix:
         shape, added = self._like.shape, self.added
         if len(added) > MAX_ADDED:
             added = (*added[: MAX_ADDED - 1], functools.reduce(torch.add, added[MAX_ADDED - 1 :]))
-        claimed = len(self.claims) > 0
-        groups: tuple[Sequence[Any], ...] = (
-            () if claimed else self.sources,
-            () if claimed or self.weights is None else (self.weights,),
-            self.scores,
-            [f if f.shape == shape else f.expand(shape) for f in added],
-            self.claims,
-            () if norm is None else [x for x in (norm.weight, norm.bias) if x is not None],
-        )
+        added = tuple([f if f.shape == shape else f.expand(shape) for f in added])
+        scale = () if norm is None else (norm.weight,) if norm.bias is None else (norm.weight, norm.bias)
         kind = None if norm is None else (norm.kind, norm.eps)
-        fixed = (self.sources, self.weights, self.accumulator) if claimed else ((), None, None)
-        return _Sum.apply(tuple(map(len, groups)), kind, fixed, *itertools.chain.from_iterable(groups))
+        if len(self.claims) > 0:
+            counts = (0, 0, len(self.scores), len(added), len(self.claims), len(scale))
+            fixed = (self.sources, self.weights, self.accumulator)
+            return _Sum.apply(counts, kind, fixed, *self.scores, *added, *self.claims, *scale)
+        weights = () if self.weights is None else (self.weights,)
+        counts = (len(self.sources), len(weights), len(self.scores), len(added), 0, len(scale))
+        return _Sum.apply(counts, kind, ((), None, None), *self.sources, *weights, *self.scores, *added, *scale)
 
     @property
     def _like(self) -> Tensor:
-        return (*self.sources, *self.added, *self.claims)[0]
+        return (self.sources or self.added or self.claims)[0]
 
     def _left_to_autograd(self) -> bool:
         """Whether the lowerings with gradients of their own do not know the sum, or it is not worth them."""
@@ -155,7 +152,7 @@ def left_to_autograd(x: Tensor, sources: float) -> bool:
         return not operators.uses_kernels(x)
     return (
         type(x) not in (Tensor, nn.Parameter)  # tensors that stand for others
-        or x.device.type not in ("cpu", "cuda")
+        or not (x.is_cuda or x.is_cpu)
         or under_transforms()
         or torch._C._get_tracing_state() is not None  # torch.jit.trace
         or (sources * x.numel() < plain.WORTHWHILE and not operators.uses_kernels(x))
@@ -217,13 +214,13 @@ class _Sum(torch.autograd.Function):
         ctx: Any, counts: tuple[int, ...], kind: tuple[NormKind, float] | None, fixed: tuple[Any, ...], *tensors: Tensor
     ) -> Any:
         sources, weights, scores, added, claims, scale = _groups(counts, tensors)
-        (weight,) = weights or (fixed[1],)
-        sources, accumulator = (*fixed[0], *sources), fixed[2]
+        constants, weight, accumulator = fixed
+        sources, weight = constants or sources, weights[0] if weights else weight
         dtype = _plain_dtype(*sources, *added, *claims)
         ctx.counts, ctx.kind = counts, kind
         ctx.set_materialize_grads(False)
         # Gradients of sources, weights or scores: all need the sources.
-        ctx.weighted = any(ctx.needs_input_grad[3 : 3 + sum(counts[:3])])
+        ctx.weighted = True in ctx.needs_input_grad[3 : 3 + sum(counts[:3])]
         kept = (*sources, *weights, *scores) if ctx.weighted else ()
         if kind is not None:
             bias = scale[1] if len(scale) > 1 else None
@@ -232,8 +229,9 @@ class _Sum(torch.autograd.Function):
             )
             ctx.save_for_backward(*kept, *scale, total, rstd)
             return total, after
-        ctx.save_for_backward(*kept)
-        if operators.uses_kernels((*sources, *added, *claims)[0]):
+        if kept:
+            ctx.save_for_backward(*kept)
+        if operators.uses_kernels((sources or added or claims)[0]):
             return operators.mix(sources, weight, scores, added, accumulator, dtype)
         return plain.combine(sources, weight, added, scores)
 
@@ -312,5 +310,8 @@ def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: T
 
 def _groups(counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     """``tensors`` in turn: as many in each group as ``counts`` says, or as are left."""
-    rest = iter(tensors)
-    return [tuple(itertools.islice(rest, count)) for count in counts]
+    found, first = [], 0
+    for count in counts:
+        found.append(tensors[first : first + count])
+        first += count
+    return found

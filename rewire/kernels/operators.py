@@ -80,8 +80,9 @@ def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _kind(weights: Tensor | None) -> Weights:
-    return "none" if weights is None else "scalar" if weights.dim() == 1 else "channel"
+def _kind(weights: Tensor | None, dims: int = 1) -> Weights:
+    """Of weights that have as many dimensions where they are numbers."""
+    return "none" if weights is None else "scalar" if weights.dim() == dims else "channel"
 
 
 def _mix_fake(sources: Any, weights: Any, scores: Any, added: Any, accumulator: Any, dtype: torch.dtype) -> Tensor:
@@ -104,7 +105,7 @@ def mix(
     """``accumulator + sum_k (w_k + s_k) x_k + sum_j f_j``, in ``dtype``."""
     running = () if accumulator is None else (accumulator,)
     spec = spec_of(len(sources), _kind(weights), bool(scores), len(added), accumulate=bool(running))
-    return launch_forward(spec, MixInputs(sources, weights, scores, added, running), dtype).mixes[0]
+    return launch_forward(spec, MixInputs(sources, weights, scores, added, running), dtype).apart[0]
 
 
 def _mix_norm_fake(sources: Any, weights: Any, scores: Any, added: Any, accumulator: Any, dtype: Any, *_: Any) -> Any:
@@ -138,7 +139,7 @@ def mix_norm(
     done = launch_forward(spec, inputs, dtype, eps)
     assert done.normed is not None
     assert done.rstd is not None
-    return done.mixes[0], done.normed, done.rstd
+    return done.apart[0], done.normed, done.rstd
 
 
 def _mix_backward_fake(grad: Any, sources: Any, weights: Any, scores: Any) -> list[Tensor]:
@@ -157,8 +158,8 @@ def mix_backward(
 
 
 def _of_terms(found: Gradients) -> list[Tensor]:
-    dots = [x[0] for x in (found.weights,) if x is not None]
-    return [*found.sources, *dots, *(x.squeeze(-2) for x in (found.scores,) if x is not None)]
+    of_weights = [] if found.weights is None else [found.weights[0]]
+    return [*found.apart, *of_weights, *([] if found.scores is None else [found.scores.squeeze(-2)])]
 
 
 def _mix_norm_backward_fake(
@@ -204,8 +205,8 @@ def mix_norm_backward(
 )
 def mixes(sources: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
     """M float32 mixes in one pass over the sources; weights [M, N] or [M, N, D]."""
-    spec = spec_of(len(sources), _kind(weights[0]), outputs=len(weights))
-    return list(launch_forward(spec, MixInputs(sources, weights), torch.float32).mixes)
+    spec = spec_of(len(sources), _kind(weights, 2), outputs=weights.shape[0])
+    return list(launch_forward(spec, MixInputs(sources, weights), torch.float32).apart)
 
 
 def _gather_fake(grads: Any, states: Any, weights: Any, added: Any, scores: Any = None) -> list[Tensor]:
@@ -229,72 +230,82 @@ def gather(
     token, scores [..., N]. Returns gradients of the states, then of the weights and of the scores.
     """
     of_scores = [] if scores is None else scores.split(1, -1)
-    spec = spec_of(len(grads), _kind(weights[0]), scores is not None, added=len(added), outputs=len(states), probe=True)
+    kind, outputs = _kind(weights, 2), len(states)
+    spec = spec_of(len(grads), kind, scores is not None, added=len(added), outputs=outputs, probe=True)
     done = launch_forward(spec, MixInputs(grads, weights, of_scores, added, probes=states), states[0].dtype)
     assert done.weight_dots is not None
-    return [*done.mixes, done.weight_dots, *(x.squeeze(-2) for x in (done.score_dots,) if x is not None)]
+    dots = [done.weight_dots] if done.score_dots is None else [done.weight_dots, done.score_dots.squeeze(-2)]
+    return [*done.apart, *dots]
 
 
-def _several_fake(sources: Any, weights: Any, scores: Any, stacked: bool) -> list[Tensor]:
+def _several_fake(streams: Any, sources: Any, weights: Any, scores: Any) -> list[Tensor]:
     outputs = len(weights) if scores is None else scores.shape[-2]
-    like, dtype = sources[0], functools.reduce(torch.promote_types, [x.dtype for x in sources])
-    if stacked:
-        return [like.new_empty((*like.shape[:-1], outputs, like.shape[-1]), dtype=dtype)]
-    return [_like(like, dtype) for _ in range(outputs)]
+    given = [*sources, *([] if streams is None else [streams])]
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in given])
+    if streams is not None:
+        return [streams.new_empty((*streams.shape[:-2], outputs, streams.shape[-1]), dtype=dtype)]
+    return [_like(sources[0], dtype) for _ in range(outputs)]
 
 
-@_operator("(Tensor[] sources, Tensor? weights, Tensor? scores, bool stacked) -> Tensor[]", _several_fake)
-def several(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None, stacked: bool) -> list[Tensor]:
+@_operator("(Tensor? streams, Tensor[] sources, Tensor? weights, Tensor? scores) -> Tensor[]", _several_fake)
+def several(
+    streams: Tensor | None, sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None
+) -> list[Tensor]:
     """M mixes of the same N sources, in one pass over them.
 
-    Weights are [M, N] or [M, N, D], scores [..., M, N]. ``stacked`` returns one tensor [..., M, D].
+    The first sources may come in one tensor, ``streams`` [..., n, D]: then the mixes do, too, [..., M, D]. Weights are
+    [M, N] or [M, N, D], scores [..., M, N].
     """
-    spec = _spec_of_several(len(sources), weights, scores)
-    done = launch_forward(spec, MixInputs(sources, weights, _unbound(scores)), stacked=spec.outputs * stacked)
-    return list(done.mixes) if done.stacked is None else [done.stacked]
+    stacks, given = streams is not None, sources if streams is None else [streams, *sources]
+    spec = _spec_of_several(len(sources) + _count(streams), weights, scores)
+    inputs = MixInputs(given, weights, () if scores is None else scores, stacks=stacks)
+    done = launch_forward(spec, inputs, stacked=spec.outputs * stacks)
+    return list(done.apart) if done.stacked is None else [done.stacked]
 
 
 def _several_backward_fake(
-    grads: Any, sources: Any, weights: Any, scores: Any, stacked: int, carried: Any
+    grads: Any, streams: Any, sources: Any, weights: Any, scores: Any, carried: Any
 ) -> list[Tensor]:
-    like = sources[0]
-    first = [like.new_empty((*like.shape[:-1], stacked, like.shape[-1]))] if stacked else []
+    first = [] if streams is None else [_like(streams, streams.dtype)]
     dots = [_like(x, x.dtype) for x in (weights, scores) if x is not None]
-    return [*first, *(_like(x, x.dtype) for x in sources[stacked:]), *dots]
+    return [*first, *(_like(x, x.dtype) for x in sources), *dots]
 
 
 @_operator(
-    "(Tensor[] grads, Tensor[] sources, Tensor? weights, Tensor? scores, int stacked, Tensor[] carried) -> Tensor[]",
+    "(Tensor[] grads, Tensor? streams, Tensor[] sources, Tensor? weights, Tensor? scores, Tensor[] carried)"
+    " -> Tensor[]",
     _several_backward_fake,
 )
 def several_backward(
     grads: Sequence[Tensor],
+    streams: Tensor | None,
     sources: Sequence[Tensor],
     weights: Tensor | None,
     scores: Tensor | None,
-    stacked: int,
     carried: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Gradients of `several`: of the sources (the first ``stacked`` in one tensor), of the weights, of the scores.
+    """Gradients of `several`: of the streams, if given, of the sources, of the weights, of the scores.
 
-    ``carried``, one for each source or none, is added to the gradients of the sources.
+    ``grads`` are as `several` returns mixes. ``carried``, one for each tensor of streams and sources or none, is added
+    to their gradients.
     """
-    spec = _spec_of_several(len(sources), weights, scores, carried=len(carried) > 0)
-    found = launch_backward(spec, GradientInputs(grads, sources, weights, _unbound(scores), carried=carried), stacked)
+    n, stacks, given = _count(streams), streams is not None, sources if streams is None else [streams, *sources]
+    spec = _spec_of_several(n + len(sources), weights, scores, carried=len(carried) > 0)
+    table: Any = () if scores is None else scores
+    inputs = GradientInputs(grads, given, weights, table, carried=carried, stacks=stacks)
+    found = launch_backward(spec, inputs, n)
     first = [] if found.stacked is None else [found.stacked]
     dots = [x for x in (found.weights, found.scores) if x is not None]
-    return [*first, *found.sources[stacked:], *dots]
+    return [*first, *found.apart, *dots]
+
+
+def _count(streams: Tensor | None) -> int:
+    return 0 if streams is None else streams.shape[-2]
 
 
 def _spec_of_several(sources: int, weights: Tensor | None, scores: Tensor | None, carried: bool = False) -> MixSpec:
-    outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
-    kind = "none" if weights is None else _kind(weights[0])
-    return spec_of(sources, kind, scores is not None, outputs=outputs, carried=carried)
-
-
-def _unbound(scores: Tensor | None) -> list[Tensor]:
-    """[..., M, N] as M N of [..., 1]."""
-    return [] if scores is None else [s.unsqueeze(-1) for s in scores.flatten(-2).unbind(-1)]
+    outputs = weights.shape[0] if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
+    return spec_of(sources, _kind(weights, 2), scores is not None, outputs=outputs, carried=carried)
 
 
 def _project_fake(x: Any, weight: Any, eps: float | None) -> tuple[Tensor, Tensor]:

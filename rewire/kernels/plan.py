@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from rewire.kernels.arguments import Layout, check_backward, check_forward, row_stride
-from rewire.kernels.grid import Grid, Kernel, generated
+from rewire.kernels.grid import At, Grid, Kernel, Part, generated, taken
 from rewire.kernels.spec import DOTS_FAN_IN, MAX_NORM_WIDTH, MixSpec
 
-Places = tuple[int, ...]
-#: Arguments of a kernel: the place of a tensor, or those of several.
-Arguments = dict[str, int | Places]
+Places = tuple[At, ...]
+#: Arguments of a kernel: where a tensor is, or several are.
+Arguments = dict[str, At | Places]
+#: What is given, by field: for each tensor its layout, and where it is.
+Given = Mapping[str, Sequence[tuple[Layout, At]]]
 
 #: Arguments whose rows have strides of their own, and what the kernels call these.
 STRIDES = {
@@ -42,36 +44,39 @@ STRIDES = {
 DENSE = ("weights", "norm_weight", "norm_bias", "rstd")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """Steps, and where their results are.
 
     Attributes:
         steps: in turn; each takes the tensors so far, and may add some.
-        places: of results, by name.
+        states: places of the results [..., D] that are tensors of their own.
+        others: of the other results, name and place.
     """
 
-    steps: tuple[Callable[[list[Tensor]], None], ...]
-    places: Mapping[str, Places]
+    __slots__ = ("others", "states", "steps")
 
-    def __call__(self, tensors: list[Tensor]) -> dict[str, list[Tensor]]:
+    def __init__(
+        self, steps: Sequence[Callable[[list[Tensor]], None]], states: Places, others: Mapping[str, int]
+    ) -> None:
+        self.steps, self.others = tuple(steps), tuple(others.items())
+        self.states = [at for at in states if isinstance(at, int)]
+
+    def __call__(self, tensors: list[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """The results for these inputs."""
         for step in self.steps:
             step(tensors)
-        return {name: [tensors[i] for i in places] for name, places in self.places.items()}
+        return tuple([tensors[i] for i in self.states]), {name: tensors[i] for name, i in self.others}
 
 
-def forward(
-    spec: MixSpec, given: Mapping[str, Sequence[Layout]], dtype: torch.dtype | None, eps: float, stacked: int
-) -> Plan:
-    """Of `launch.mix_forward`: ``mixes``, ``normed``, ``rstd``, ``stacked``, and partial sums of dot products.
+def forward(spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, stacked: int) -> Plan:
+    """Of `launch.mix_forward`.
 
     Args:
         given: by field of `launch.MixInputs`.
     """
-    check_forward(spec, given, stacked)
+    check_forward(spec, _layouts(given), stacked)
     make = _Maker(spec, given)
-    states = [layout.dtype for name in ("sources", "added") for layout in given[name]]
+    states = [layout.dtype for name in ("sources", "added") for layout, _ in given[name]]
     dtype = dtype or functools.reduce(torch.promote_types, states or [torch.float32])
     mixes = make.states([dtype] * spec.outputs * spec.mixed, stacked)
     norm: Arguments = {name: make.at[name][0] for name in ("norm_weight", "norm_bias") if make.at[name]}
@@ -86,24 +91,25 @@ def forward(
         if step.norm:
             made = {"normed": make.state(dtype), "rstd": make.floats(make.rows)}
             arguments |= norm | made
-            make.found(**made)
+            make.results |= made
         make.kernel(step, False, arguments, eps=eps)
-    return make.plan(mixes=mixes)
+    make.results |= make.sums({"weight_partials": "weight_dots", "score_partials": "score_dots"})
+    return Plan(make.steps, mixes, make.results)
 
 
-def backward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked: int) -> Plan:
-    """Of `launch.mix_backward`: gradients of ``sources``, of what was ``added``, ``stacked``, and partial sums.
+def backward(spec: MixSpec, given: Given, stacked: int) -> Plan:
+    """Of `launch.mix_backward`.
 
     Args:
         given: by field of `launch.GradientInputs`.
     """
-    check_backward(spec, given, stacked)
+    check_backward(spec, _layouts(given), stacked)
     make = _Maker(spec, given)
-    sources = make.states([x.dtype for x in given["sources"]], stacked)
+    sources = make.states([layout.dtype for layout, _ in given["sources"]], stacked)
     grads = make.at["grads"]
     if spec.norm is None:
         make.plain_backward(grads, sources, make.itemsize)
-        return make.plan(sources=sources, added=grads[: spec.outputs == 1])
+        return make.gradients(sources, grads[0] if spec.outputs == 1 else None)
     used = len(make.at["grad_mixes"]) > 0
     norm: Arguments = {"rstd": make.at["rstd"][0], "grad_normed": grads[0], "mix": make.at["mixes"][0]}
     norm |= {"norm_weight": make.at["norm_weight"][0]}
@@ -111,18 +117,61 @@ def backward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked: int)
     few = spec.weights != "channel" and spec.sources <= DOTS_FAN_IN and make.cols <= MAX_NORM_WIDTH // 2
     if few or not spec.sources:
         step = dataclasses.replace(spec, keep_mix=used, accumulate=False, added=min(spec.added, 1))
-        added = make.state(given["grads"][0].dtype) if step.added else None
+        added = make.state(given["grads"][0][0].dtype) if step.added else None
         arguments = make.terms(slice(0, spec.sources)) if spec.has_dots else {}
         arguments |= norm | ({} if added is None else {"grad_added": added})
         make.kernel(step, True, arguments | ({"grad_sources": sources} if sources else {}))
-        return make.plan(sources=sources, added=() if added is None else (added,))
+        return make.gradients(sources, added)
     # Registers cannot hold whole rows and all those sums: the norm comes first, its gradient in float32.
     unweighted: dict[str, Any] = {"sources": 0, "weights": "none", "scores": False, "accumulate": False}
     alone = dataclasses.replace(spec, **unweighted, added=1, keep_mix=used)
     middle = make.state(torch.float32)
     make.kernel(alone, True, norm | {"grad_added": middle})
     make.plain_backward((middle,), sources, torch.float32.itemsize)
-    return make.plan(sources=sources, added=(middle,))
+    return make.gradients(sources, make.converted(middle, given["grads"][0][0].dtype))
+
+
+def given(groups: Mapping[str, Sequence[Layout]], stacks: bool, table: bool) -> Given:
+    """Tensors in turn, by field.
+
+    Args:
+        stacks: whether the first of sources, grads and carried is a stack [..., n, D] of n.
+        table: whether scores are all in one tensor, [..., outputs, N].
+    """
+    found: dict[str, list[tuple[Layout, At]]] = {}
+    number = 0
+    for name, layouts in groups.items():
+        found[name] = []
+        for place, layout in enumerate(layouts, start=number):
+            if table and name == "scores":
+                found[name] += _of_table(layout, place)
+            elif stacks and place == number and name in ("sources", "grads", "carried"):
+                found[name] += _of_stack(layout, place)
+            else:
+                found[name].append((layout, place))
+        number += len(layouts)
+    return found
+
+
+def _of_stack(stack: Layout, place: int) -> list[tuple[Layout, At]]:
+    (*lead, n, cols), (*along, step, last) = stack.shape, stack.strides
+    part = stack._replace(shape=(*lead, cols), strides=(*along, last))
+    itemsize = stack.dtype.itemsize
+    return [(part, Part(place, i * step * itemsize, lambda x, i=i: x.select(-2, i))) for i in range(n)]  # type: ignore[misc]
+
+
+def _of_table(table: Layout, place: int) -> list[tuple[Layout, At]]:
+    (*lead, outputs, n), (*along, down, right) = table.shape, table.strides
+    part = table._replace(shape=(*lead, 1), strides=(*along, right))
+    return [
+        (part, Part(place, (m * down + k * right) * table.dtype.itemsize, lambda x, m=m, k=k: x[..., m, k : k + 1]))  # type: ignore[misc]
+        for m in range(outputs)
+        for k in range(n)
+    ]
+
+
+def _layouts(given: Given) -> dict[str, list[Layout]]:
+    return {name: [layout for layout, _ in tensors] for name, tensors in given.items()}
 
 
 class _Maker:
@@ -131,58 +180,87 @@ class _Maker:
     Attributes:
         at: places of what is given, by name.
         rows, cols: of each state.
+        partials: by parameter, the places of sums that programs left a part of, each with the number of parts.
+        results: by field, what was found so far.
     """
 
-    def __init__(self, spec: MixSpec, given: Mapping[str, Sequence[Layout]]) -> None:
+    def __init__(self, spec: MixSpec, given: Given) -> None:
         self.spec, self.at = spec, dict[str, Places]()
-        like = (given.get("grads") or [*given["sources"], *given["added"], *given["accumulators"]])[0]
+        like, _ = (given.get("grads") or [*given["sources"], *given["added"], *given["accumulators"]])[0]
         self.shape, self.device = like.shape, like.device
         self.rows, self.cols, self.itemsize = math.prod(like.shape[:-1]), like.shape[-1], like.dtype.itemsize
-        self.strides: list[int] = []
+        self.count = len({at if isinstance(at, int) else at.place for of in given.values() for _, at in of})
+        self.strides: dict[At, int] = {}
         self.steps: list[Callable[[list[Tensor]], None]] = []
-        self.results: dict[str, Places] = {}
-        for name, layouts in given.items():
-            self.at[name] = tuple(range(len(self.strides), len(self.strides) + len(layouts)))
-            for place, layout in zip(self.at[name], layouts, strict=True):
-                stride = _dense(layout) if name in DENSE else row_stride(layout.shape, layout.strides)
-                if stride is None:  # it is copied
-                    self.steps.append(functools.partial(_contiguous, place))
-                self.strides.append(layout.shape[-1] if stride is None else stride)
+        self.partials: dict[str, list[tuple[int, int]]] = {}
+        self.results: dict[str, int] = {}
+        for name, tensors in given.items():
+            self.at[name] = tuple([self._given(name in DENSE, layout, at) for layout, at in tensors])
 
-    def plan(self, **results: Places) -> Plan:
-        return Plan(tuple(self.steps), self.results | results)
+    def _given(self, dense: bool, layout: Layout, at: At) -> At:
+        """Where a tensor is, or a copy if rows have no even stride."""
+        stride = _dense(layout) if dense else row_stride(layout.shape, layout.strides)
+        if stride is None:
+            return self._made(layout.shape[-1], functools.partial(_contiguous, at))
+        self.strides[at] = stride
+        return at
 
-    def found(self, **places: int) -> None:
-        """Results, more of which may be found later."""
-        for name, place in places.items():
-            self.results[name] = (*self.results.get(name, ()), place)
+    def gradients(self, sources: Places, added: At | None) -> Plan:
+        """The plan, whose steps are all there."""
+        names = ("weight_partials", "score_partials", "norm_weight_partials", "norm_bias_partials")
+        found = self.sums(dict(zip(names, ("weights", "scores", "norm_weight", "norm_bias"), strict=True)))
+        return Plan(self.steps, sources, self.results | found | ({"added": added} if isinstance(added, int) else {}))
+
+    def sums(self, names: Mapping[str, str]) -> dict[str, int]:
+        """The second step of sums, by the names of their results: over programs, in a fixed order.
+
+        Those of a chain of kernels come side by side.
+        """
+        found = {}
+        for name, result in names.items():
+            parts = self.partials.get(name, [])
+            places = tuple(
+                place if count == 1 else self._made(0, functools.partial(_sum, place)) for place, count in parts
+            )
+            dim = -1 if name == "score_partials" else 1
+            if places:
+                together = functools.partial(_side_by_side, places, dim)
+                found[result] = places[0] if len(places) == 1 else self._made(0, together)
+        return found
 
     # What is made: each returns its place.
 
     def _made(self, stride: int, step: Callable[[list[Tensor]], None]) -> int:
         self.steps.append(step)
-        self.strides.append(stride)
-        return len(self.strides) - 1
+        place, self.count = self.count, self.count + 1
+        self.strides[place] = stride
+        return place
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[list[Tensor]], None]:
+        strides = [math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]
+        return functools.partial(_empty, tuple(shape), tuple(strides), dtype, self.device)
 
     def floats(self, *shape: int) -> int:
-        return self._made(0, functools.partial(_empty, shape, torch.float32, self.device))
+        return self._made(0, self._empty(shape, torch.float32))
+
+    def converted(self, place: int, dtype: torch.dtype) -> int:
+        return place if dtype == torch.float32 else self._made(self.cols, functools.partial(_to, place, dtype))
 
     def state(self, dtype: torch.dtype) -> int:
-        return self._made(self.cols, functools.partial(_empty, self.shape, dtype, self.device))
+        return self._made(self.cols, self._empty(self.shape, dtype))
 
     def states(self, dtypes: Sequence[torch.dtype], stacked: int = 0) -> Places:
         """One for each dtype, of which the first ``stacked`` are views of one."""
         views: Places = ()
         if stacked:
             shape = (*self.shape[:-1], stacked, self.cols)
-            whole = self._made(0, functools.partial(_empty, shape, dtypes[0], self.device))
-            self.found(stacked=whole)
-            views = tuple(range(whole + 1, whole + 1 + stacked))
-            self.steps.append(functools.partial(_unbind, whole))
-            self.strides += [stacked * self.cols] * stacked
+            whole = self.results["stacked"] = self._made(0, self._empty(shape, dtypes[0]))
+            layout = Layout(shape, (0,) * (len(shape) - 2) + (self.cols, 1), dtypes[0], self.device)
+            views = tuple([at for _, at in _of_stack(layout, whole)])
+            self.strides |= dict.fromkeys(views, stacked * self.cols)
         return (*views, *map(self.state, dtypes[stacked:]))
 
-    def weights(self, part: slice) -> int:
+    def weights(self, part: slice) -> At:
         """Those of some of the sources."""
         (place,), whole = self.at["weights"], slice(0, self.spec.sources)
         return place if part == whole else self._made(0, functools.partial(_narrow, place, self.spec, part))
@@ -215,13 +293,12 @@ class _Maker:
         sums = backward or spec.probe
         grid = Grid.of(spec, self.rows, self.cols, itemsize or self.itemsize, sums)
         if sums:
-            partials = {
-                name: self.floats(*shape) for name, shape in _partials(spec, backward, grid, self.rows, self.cols)
-            }
-            arguments |= partials
-            self.found(**partials)
+            for name, shape in self._sums(spec, backward).items():
+                parts = grid.parts(name, spec)
+                arguments[name] = place = self.floats(*(() if parts == 1 else (parts,)), *shape)
+                self.partials.setdefault(name, []).append((place, parts))
         strides = {
-            STRIDES[name]: tuple(self.strides[i] for i in at) if isinstance(at, tuple) else self.strides[at]
+            STRIDES[name]: self.strides[at] if isinstance(at, (int, Part)) else tuple(self.strides[i] for i in at)
             for name, at in arguments.items()
             if name in STRIDES
         }
@@ -229,40 +306,46 @@ class _Maker:
         numbers = {**strides, **norm, "rows": self.rows, "COLS": self.cols}
         self.steps.append(Kernel(generated(spec, backward, grid), self.device, arguments, numbers))
 
-
-def _partials(spec: MixSpec, backward: bool, grid: Grid, rows: int, cols: int) -> list[tuple[str, tuple[int, ...]]]:
-    """float32 sums that programs leave behind, as `_dot_parameters` of the generator declares them."""
-    shapes = {
-        "weight_partials": {
-            "none": (),
-            "scalar": (grid.row_programs * grid.col_programs, spec.outputs, spec.sources),
-            "channel": (grid.row_programs, spec.outputs, spec.sources, cols),
-        }[spec.weights],
-        "score_partials": (grid.col_programs, rows, spec.outputs, spec.sources) if spec.scores else (),
-        "norm_weight_partials": (grid.row_programs, cols) if spec.norm and backward else (),
-        "norm_bias_partials": (grid.row_programs, cols) if spec.shifted and backward else (),
-    }
-    return [(name, shape) for name, shape in shapes.items() if shape]
+    def _sums(self, spec: MixSpec, backward: bool) -> dict[str, tuple[int, ...]]:
+        """Shapes of the float32 sums that a kernel makes, as `_dot_parameters` of the generator declares them."""
+        pairs, normed = (spec.outputs, spec.sources), backward and spec.norm is not None
+        shapes = {
+            "weight_partials": {"none": (), "scalar": pairs, "channel": (*pairs, self.cols)}[spec.weights],
+            "score_partials": (*self.shape[:-1], *pairs) if spec.scores else (),
+            "norm_weight_partials": (self.cols,) if normed else (),
+            "norm_bias_partials": (self.cols,) if normed and spec.shifted else (),
+        }
+        return {name: shape for name, shape in shapes.items() if shape}
 
 
 # Steps: what they do to the tensors so far.
 
 
-def _contiguous(place: int, tensors: list[Tensor]) -> None:
-    tensors[place] = tensors[place].contiguous()
+def _contiguous(at: At, tensors: list[Tensor]) -> None:
+    tensors.append(taken(tensors, at).contiguous())
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, tensors: list[Tensor]) -> None:
-    tensors.append(torch.empty(shape, dtype=dtype, device=device))
+def _empty(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, tensors: list[Tensor]
+) -> None:
+    tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))  # the fastest of its kind
 
 
-def _unbind(place: int, tensors: list[Tensor]) -> None:
-    tensors += tensors[place].unbind(-2)
+def _to(place: int, dtype: torch.dtype, tensors: list[Tensor]) -> None:
+    tensors.append(tensors[place].to(dtype))
 
 
-def _narrow(place: int, spec: MixSpec, part: slice, tensors: list[Tensor]) -> None:
+def _sum(place: int, tensors: list[Tensor]) -> None:
+    tensors.append(tensors[place].sum(0))
+
+
+def _side_by_side(places: tuple[int, ...], dim: int, tensors: list[Tensor]) -> None:
+    tensors.append(torch.cat([tensors[i] for i in places], dim))
+
+
+def _narrow(at: At, spec: MixSpec, part: slice, tensors: list[Tensor]) -> None:
     dim = -2 if spec.weights == "channel" else -1
-    tensors.append(tensors[place].narrow(dim, part.start, part.stop - part.start).contiguous())
+    tensors.append(taken(tensors, at).narrow(dim, part.start, part.stop - part.start).contiguous())
 
 
 def _dense(layout: Layout) -> int | None:

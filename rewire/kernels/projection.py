@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rewire.kernels.arguments import Layout, as_rows, layout, row_stride
+from rewire.kernels.arguments import Layout, layout, row_stride
 from rewire.kernels.grid import PROGRAMS, Code, Kernel
 from rewire.kernels.launch import MOST_PLANS
 
@@ -126,12 +126,12 @@ class _Plan(NamedTuple):
     """What is done for tensors of given layouts.
 
     Attributes:
-        copied: whether the rows of x are.
+        copied: whether the rows of x are, and those of what is carried.
         programs: how many leave partial sums.
         kernel: of a list of tensors, in the order of its parameters.
     """
 
-    copied: bool
+    copied: tuple[bool, bool]
     programs: int
     kernel: Kernel
 
@@ -148,7 +148,7 @@ def forward(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tenso
     lead, most = x.shape[:-1], weight.shape[1]
     scores = torch.empty(most, *lead, dtype=torch.float32, device=x.device)
     inverse = torch.empty(lead.numel() * (eps is not None), dtype=torch.float32, device=x.device)
-    plan.kernel((x.contiguous() if plan.copied else x, weight, scores, inverse))
+    plan.kernel((x.contiguous() if plan.copied[0] else x, weight, scores, inverse))
     return scores.movedim(0, -1), inverse
 
 
@@ -166,7 +166,7 @@ def _plan_forward(x: Layout, weight: Layout, eps: float | None) -> _Plan:
     programs = -(-rows // constants["BLOCK_ROWS"])
     code = Code(lambda: project_forward, (programs, 1, 1), constants)
     places = {"x": 0, "weight": 1, "scores": 2, "inverse": 3}
-    return _Plan(stride is None, programs, Kernel(code, x.device, places, numbers))
+    return _Plan((stride is None, False), programs, Kernel(code, x.device, places, numbers))
 
 
 def backward(
@@ -182,32 +182,33 @@ def backward(
     """
     rows, most, cols = x.shape[:-1].numel(), weight.shape[1], x.shape[-1]
     given, normed = grad.reshape(rows, most), inverse.numel() > 0
-    added = x if carried is None else as_rows(carried)
     by_column = scores.reshape(rows, most).t() if normed else inverse
-    plan = _plan_backward(
-        layout(x), layout(weight), given.stride(), normed, None if carried is None else added.stride(0)
-    )
+    joined = None if carried is None else layout(carried)
+    plan = _plan_backward(layout(x), layout(weight), given.stride(), normed, joined)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partials = torch.empty(plan.programs, most, cols, dtype=torch.float32, device=x.device)
-    plain = x.contiguous() if plan.copied else x
+    of_x, of_carried = plan.copied
+    plain, added = x.contiguous() if of_x else x, x if carried is None else carried
+    added = added.contiguous() if of_carried else added
     plan.kernel((given, by_column, inverse, plain, weight, added, grad_x, partials))
-    return grad_x, partials.sum(0)
+    return grad_x, partials[0] if plan.programs == 1 else partials.sum(0)
 
 
 @functools.lru_cache(MOST_PLANS)
-def _plan_backward(x: Layout, weight: Layout, grad: tuple[int, int], normed: bool, carried: int | None) -> _Plan:
-    """``grad`` has the strides of [rows, K], ``carried`` that of rows."""
+def _plan_backward(x: Layout, weight: Layout, grad: tuple[int, int], normed: bool, carried: Layout | None) -> _Plan:
+    """``grad`` has the strides of [rows, K]."""
     (rows, cols, stride), most = _rows(x), weight.shape[1]
     constants = {"NORMED": normed, "CARRIED": carried is not None} | _constants(BACKWARD, cols, most)
     col_programs = -(-cols // constants["BLOCK_COLS"])
     programs = min(-(-rows // constants["BLOCK_ROWS"]), max(1, PROGRAMS // col_programs))
     numbers: dict[str, Any] = {"grad_row_stride": grad[0], "grad_stride": grad[1], "rows": rows, "K": most}
     numbers |= {"x_stride": cols if stride is None else stride, "weight_strides": weight.strides}
-    numbers["carried_stride"] = cols if carried is None else carried
+    along = cols if carried is None else row_stride(carried.shape, carried.strides)
+    numbers["carried_stride"] = cols if along is None else along
     names = ("grad", "scores", "inverse", "x", "weight", "carried", "grad_x", "weight_partials")
     places = {name: place for place, name in enumerate(names)}
     code = Code(lambda: project_backward, (programs, col_programs, 1), constants, backward=True)
-    return _Plan(stride is None, programs, Kernel(code, x.device, places, numbers))
+    return _Plan((stride is None, along is None), programs, Kernel(code, x.device, places, numbers))
 
 
 def _rows(x: Layout) -> tuple[int, int, int | None]:

@@ -232,7 +232,7 @@ class _Claiming(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.n = n
         ctx.set_materialize_grads(False)
-        return tuple(operators.several(values, rows, scores, False))
+        return tuple(operators.several(None, values, rows, scores))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -31,7 +31,7 @@ def mixes(
     """
     outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
     if _by_kernels(sources[0], outputs):
-        found = _Several.apply(0, weights, scores, *sources)
+        found = _Several.apply(False, weights, scores, *sources)
         return list(found[:outputs]), found[outputs:]
     per_token = [None] * outputs if scores is None else [way.split(1, dim=-1) for way in scores.unbind(-2)]
     of_all = [None] * outputs if weights is None else weights
@@ -42,9 +42,7 @@ def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """`combine` without branches, and the streams, as who reads them next is to take them: see `mixes`."""
     if _by_kernels(streams, weights.shape[-1]):
         static = weights.dim() == 2
-        result, streams = _Several.apply(
-            streams.shape[-2], *(weights.mT, None) if static else (None, weights.mT), streams
-        )
+        result, streams = _Several.apply(True, *(weights.mT, None) if static else (None, weights.mT), streams)
         return result, streams
     return combine(streams, weights), streams
 
@@ -68,7 +66,7 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
         table = weights.mT if write is None else torch.cat([weights.mT, *[write.unsqueeze(-1)] * len(branches)], -1)
         static = table.dim() == 2
         given = (table if static else None, None if static else table, streams, *(f.squeeze(-2) for f in branches))
-        result: Tensor = _Several.apply(streams.shape[-2], *given)[0]
+        result: Tensor = _Several.apply(True, *given)[0]
         return result
     if _exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
         return _products(streams, weights, branches, write)
@@ -108,19 +106,19 @@ def _by_kernels(x: Tensor, outputs: int) -> bool:
 
 
 class _Several(torch.autograd.Function):
-    """`mixes` by kernels; with ``stacked`` = n, the first tensor [..., n, D] is n sources, and so is the result.
+    """`mixes` by kernels; ``stacked``: the first tensor [..., n, D] is n sources, and so is the result.
 
     All tensors are handed on. What comes back for them joins their gradients in one pass, which autograd would add in
     three: a unit that reads n states, one after the other, would move 3n states for that.
     """
 
     @staticmethod
-    def forward(ctx: Any, stacked: int, weights: Tensor | None, scores: Tensor | None, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, stacked: bool, weights: Tensor | None, scores: Tensor | None, *tensors: Tensor) -> Any:
         ctx.stacked = stacked
         ctx.save_for_backward(weights, scores, *tensors)
         ctx.set_materialize_grads(False)
-        done = operators.several(_sources(stacked, tensors), weights, scores, stacked > 0)
-        return (*done, *(x.view_as(x) for x in tensors))
+        done = operators.several(*_apart(stacked, tensors), weights, scores)
+        return (*done, *[x.view_as(x) for x in tensors])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -134,14 +132,7 @@ class _Several(torch.autograd.Function):
             of_tensors, of_weights, of_scores = _differentiable(given, ctx.stacked, weights, scores, tensors)
             return (None, of_weights, of_scores, *map(_sum, of_tensors, carried))
         joined = [x for x in carried if x is not None] if None not in carried else []
-        found = operators.several_backward(
-            given[0].unbind(-2) if ctx.stacked else given,
-            _sources(ctx.stacked, tensors),
-            weights,
-            scores,
-            ctx.stacked,
-            _sources(ctx.stacked, joined) if joined else [],
-        )
+        found = operators.several_backward(given, *_apart(ctx.stacked, tensors), weights, scores, joined)
         dots = iter(found[len(tensors) :])
         of_weights = None if weights is None else next(dots)
         of_scores = None if scores is None else next(dots)
@@ -150,17 +141,22 @@ class _Several(torch.autograd.Function):
         return (None, of_weights, of_scores, *found[: len(tensors)])
 
 
+def _apart(stacked: bool, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:
+    """The streams, and the other sources."""
+    return (tensors[0], tensors[1:]) if stacked else (None, tensors)
+
+
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return y if x is None else x if y is None else x + y
 
 
-def _sources(stacked: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _sources(stacked: bool, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [*tensors[0].unbind(-2), *tensors[1:]] if stacked else list(tensors)
 
 
 def _differentiable(
     grads: Sequence[Tensor],
-    stacked: int,
+    stacked: bool,
     weights: Tensor | None,
     scores: Tensor | None,
     tensors: Sequence[Tensor],

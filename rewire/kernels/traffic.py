@@ -72,8 +72,10 @@ def bytes_of(launches: Iterable[Launch]) -> int:
     for launch in launches:
         total += bytes_of_kernel(launch)
         for name, argument in launch.arguments.items():
-            if name.endswith("_partials") and (len(argument) > 1 or name == "score_partials"):
-                total += argument.nbytes + argument[0].nbytes
+            if name.endswith("_partials") and launch.spec is not None and launch.grid is not None:
+                parts = launch.grid.parts(name, launch.spec)
+                if parts > 1 or name == "score_partials":
+                    total += argument.nbytes + argument.nbytes // parts
     return total
 
 

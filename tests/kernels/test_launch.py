@@ -170,11 +170,12 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What `launch` allocates is NaN, and so is what lies around it, before and after."""
     made: list[Tensor] = []
 
-    def empty(*shape: Any, dtype: torch.dtype = F32, device: Any = None) -> Tensor:
-        made.append(guarded(*(shape[0] if isinstance(shape[0], tuple) else shape), dtype=dtype))
+    def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
+        made.append(guarded(*shape, dtype=dtype))
+        assert made[-1].stride() == strides
         return made[-1]
 
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty_strided", empty)
     yield
     assert made and not any(map(overrun, made))
 
@@ -298,7 +299,32 @@ class TestKernels:
             (*returned.sources, *by_pair(returned.scores)), gradients["sources"] + gradients["scores"], strict=True
         ):
             rounded_once(got, want)
-        assert all(a.data_ptr() == b.data_ptr() for a, b in zip(found.mixes[:n], found.stacked.unbind(-2), strict=True))
+        assert len(found.apart) == 1 and not returned.sources[:n][0].is_contiguous()
+
+    @pytest.mark.parametrize("uneven", [False, True])
+    @pytest.mark.parametrize("expanded", [False, True])
+    def test_stacks_and_tables_are_what_their_parts_are(self, expanded: bool, uneven: bool) -> None:
+        """Bitwise: streams in one tensor, beside a branch, and scores in one; in rows that have to be copied, too."""
+        n, width = 3, 33
+
+        def stack(count: int) -> Tensor:
+            return draw(3, 2, count, width).transpose(0, 1) if uneven else draw(2, 3, count, width)
+
+        streams = draw(2, 3, 1, width).expand(2, 3, n, width) if expanded else stack(n)
+        table = draw(3, 2, 2, n + 1).transpose(0, 1) if uneven else draw(2, n + 1, 2, 3).permute(2, 3, 0, 1)
+        branch, grads, carried = draw(2, 3, width), stack(2), stack(n)
+        spec, weights, scores = MixSpec(n + 1, "scalar", True, outputs=2), draw(2, n + 1), by_pair(table)
+        apart = launch.mix_forward(spec, MixInputs([*streams.unbind(-2), branch], weights, scores))
+        given = MixInputs([streams, branch], weights, table, stacks=True)
+        assert all(map(torch.equal, apart.mixes, launch.mix_forward(spec, given).mixes))
+        back = dataclasses.replace(spec, carried=True)
+        terms = (list(grads.unbind(-2)), [*streams.unbind(-2), branch], weights, scores)
+        by_part = launch.mix_backward(back, GradientInputs(*terms, carried=[*carried.unbind(-2), branch]), stacked=n)
+        in_one = GradientInputs([grads], [streams, branch], weights, table, carried=[carried, branch], stacks=True)
+        found = launch.mix_backward(back, in_one, stacked=n)
+        assert found.added is None and torch.equal(found.apart[0], by_part.apart[0])
+        for name in ("stacked", "weights", "scores"):
+            assert torch.equal(getattr(found, name), getattr(by_part, name))
 
     def test_sums_over_many_tiles(self) -> None:
         """More rows than programs have at once, so that each loops; and more than one block of columns."""
@@ -363,7 +389,6 @@ class TestKernels:
         case.sources = [draw(3, 300, 24)[:, 0] for _ in range(2)]
         assert case.sources[0].stride(0) > arguments.MAX_ROW_STRIDE * 24
         assert arguments.row_stride(case.sources[0].shape, case.sources[0].stride()) is None
-        assert [arguments.as_rows(x).stride() for x in case.sources] == [(24, 1)] * 2
         case.check()
 
     def test_weight_one_is_a_plain_add(self) -> None:

@@ -84,8 +84,9 @@ class TestOperators:
         check(operators.mix_norm_backward, grad, grad, total, rstd, "layer", drawn(WIDTH), True, xs, w, scores)
         check(operators.mixes, xs, drawn(2, N))
         check(operators.gather, [grad], xs, drawn(N, 1), [])
-        check(operators.several, xs, drawn(2, N), drawn(*lead, 2, N), True)
-        check(operators.several_backward, [grad, grad], xs, drawn(2, N), drawn(*lead, 2, N), 1, xs)
+        streams, scores = drawn(*lead, 1, WIDTH), drawn(*lead, 2, N)
+        (mixed,) = check(operators.several, streams, xs[1:], drawn(2, N), scores)
+        check(operators.several_backward, [mixed], streams, xs[1:], drawn(2, N), scores, [streams, *xs[1:]])
         assert grad.numel() or not of_weights.any()
 
     @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)
@@ -115,15 +116,19 @@ class TestOperators:
                 given = (states(N, dtype=dtype), states(count, dtype=dtype), weights_of(kind, count, N), added)
                 checked(operators.gather, *given)
 
-    @pytest.mark.parametrize("stacked", [0, 2])
+    @pytest.mark.parametrize("stacked", [0, 2, N])
     @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)
     def test_several_and_its_backward(self, kind: str, scored: bool, stacked: int) -> None:
         dtype = BF16 if scored else F32
-        sources = [*drawn(2, 3, stacked, WIDTH, dtype=dtype).unbind(-2), *states(N - stacked, dtype=dtype)]
+        streams, sources = (
+            drawn(2, 3, stacked, WIDTH, dtype=dtype) if stacked else None,
+            states(N - stacked, dtype=dtype),
+        )
         weights, scores = weights_of(kind, 2, N), drawn(2, N, 3, 2).permute(0, 2, 3, 1) if scored else None
-        checked(operators.several, sources, weights, scores, stacked > 0)
-        checked(operators.several_backward, states(2, dtype=dtype), sources, weights, scores, stacked, [])
-        checked(operators.several_backward, states(2, dtype=dtype), sources, weights, scores, stacked, sources)
+        grads = checked(operators.several, streams, sources, weights, scores)
+        carried = sources if streams is None else [streams, *sources]
+        for given in ([], carried):
+            checked(operators.several_backward, grads, streams, sources, weights, scores, given)
 
     @pytest.mark.parametrize(("kind", "scored"), [*WEIGHTED, ("none", False)])
     @pytest.mark.parametrize("norm", ["rms", "layer", None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,58 @@ def test_the_second_launch_goes_without_triton(calls: list[tuple[str, Any]]) -> 
         (pointers[0], pointers[1]), (32, 32), pointers[2], (pointers[3],), (32,), (pointers[4],), (32,),
     )  # fmt: skip
     assert arguments[7:] == (10, 32, first["BLOCK_ROWS"], first["BLOCK_COLS"])
+
+
+class Loaded(Compiled):
+    """Of a kernel that is loaded, with the function below Triton's hooks."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def run(
+        self, gridX: Any, gridY: Any, gridZ: Any, stream: Any, function: Any, kernel_metadata: Any,  # noqa: N803
+        launch_metadata: Any, launch_enter_hook: Any, launch_exit_hook: Any, *args: Any,
+    ) -> None:  # fmt: skip
+        hooks = (launch_metadata, launch_enter_hook, launch_exit_hook)
+        self.calls.append(("below hooks", (gridX, gridY, gridZ, stream, function, kernel_metadata, *hooks, *args)))
+
+
+def test_kernels_start_below_hooks_that_nobody_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the stream that is current then; through Triton where a profiler listens, or the function is another one."""
+    triton = pytest.importorskip("triton")
+    streams, calls = iter((7, 8)), list[tuple[str, Any]]()
+    driver = SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: (device, next(streams)))
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    start = grid.launcher(Loaded(calls), (4, 2, 1))
+    start(10, 20)
+    start(30)
+    fixed = ("function", "metadata", None, None, None)
+    assert calls == [("below hooks", (4, 2, 1, (3, n), *fixed, *args)) for n, args in ((7, (10, 20)), (8, (30,)))]
+    calls.clear()
+    for hook in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
+        hook.add(print)
+        start(10)
+        hook.remove(print)
+    monkeypatch.setattr(Loaded, "run", lambda self, stream, *args: None)
+    grid.launcher(Loaded(calls), (4, 2, 1))(10)
+    assert calls == [("directly", (10,))] * 3
+
+
+def test_parts_of_stacks_and_tables_are_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of what is given, wherever it begins and however it lies, and those of a result in one tensor."""
+    calls: list[tuple[str, Any]] = []
+    names = ["sources", "source_strides", "scores", "score_strides", "mixes", "mix_strides", "rows", "COLS"]
+    function = Function([*names, "BLOCK_ROWS", "BLOCK_COLS"], calls)
+    monkeypatch.setattr(grid, "kernel", lambda spec, backward: function)
+    spec = MixSpec(3, "none", True, outputs=2)
+    for _ in range(2):
+        streams, branch = torch.zeros(2, 5, 4, 32, dtype=BF16)[..., 1:3, :], torch.zeros(2, 5, 32, dtype=BF16)
+        table = torch.zeros(7, 2, 5, 8)[1:].unflatten(0, (2, 3)).movedim((0, 1), (-2, -1))[..., 4, :, :]
+        done = launch.mix_forward(spec, launch.MixInputs([streams, branch], None, table, stacks=True), stacked=2)
+    assert [way for way, _ in calls] == ["by Triton", "directly"] and done.stacked is not None
+    sources, strides, scores, _, mixes, *_ = calls[-1][1]
+    assert sources == tuple(x.data_ptr() for x in (*streams.unbind(-2), branch)) and strides == (4 * 32, 4 * 32, 32)
+    assert scores == tuple(table[..., m, k].data_ptr() for m in range(2) for k in range(3))
+    assert mixes == tuple(x.data_ptr() for x in done.stacked.unbind(-2))
 
 
 @pytest.mark.parametrize(
@@ -306,6 +359,3 @@ def test_operators_are_seen_where_somebody_listens(listened: bool, calls: list[t
 )
 def test_rows(x: Tensor, stride: int | None) -> None:
     assert arguments.row_stride(x.shape, x.stride()) == stride
-    rows = arguments.as_rows(x)
-    assert rows.shape == (x.shape[:-1].numel(), x.shape[-1])
-    assert torch.equal(rows.reshape(-1), x.reshape(-1))
