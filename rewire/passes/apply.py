@@ -39,12 +39,6 @@ def apply(
     for path, of_module in by_module.items():
         module, methods = model.get_submodule(path), dict[str, Edited]()
         for plan, source in of_module:
-            if isinstance(vars(module).get(plan.gate), Gate):
-                raise EditError(
-                    f"'{path}': its class and one that it derives from each have a '{plan.name}' that the residual "
-                    "stream passes, as one calls the other by super(). rewire edits one of them: write the adds in the "
-                    "class itself, or call a method of another name"
-                )
             if hasattr(module, plan.gate):
                 raise EditError(f"'{path}' has an attribute '{plan.gate}' of its own, which rewire needs")
             if plan.method:

@@ -86,7 +86,7 @@ class _Editor:
         ]
         changes += sorted(own, key=lambda change: not change.argument)
         if not self.plan.method:
-            changes.append(self._gate_parameter())
+            changes += [self._gate_parameter(), *self._supers()]
         return _rendered(self.text.text, changes)
 
     @property
@@ -134,6 +134,17 @@ class _Editor:
         """The first parameter of a helper that is no method."""
         header = self.text.text.index("(", self.text.span(self.text.tree)[0]) + 1
         return Change(header, header, lambda _: f"{self.plan.parameter}, ")
+
+    def _supers(self) -> list[Change]:
+        """``super()`` in a helper, where the first argument is no longer the object."""
+        arguments = [*self.text.tree.args.posonlyargs, *self.text.tree.args.args]
+        calls = (node for node in ast.walk(self.text.tree) if isinstance(node, ast.Call) and not node.args)
+        named = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "super"]
+        return [
+            Change(*self.text.span(node), lambda _: f"super(__class__, {arguments[0].arg})")
+            for node in named
+            if arguments
+        ]
 
     def _is_own_return(self, node: ast.AST) -> bool:
         if not isinstance(node, ast.Return) or node.value is None:
@@ -251,8 +262,8 @@ class _Editor:
         kept = [f"kept={sorted(edit.kept)}"] if edit.kept else []
         changes = [self._wrapped(call, "hand_on" if edit.last and not kept else "take", [*self._how(edit), *kept])]
         if edit.callee is not None:
-            callee = edit.callee
-            changes.append(Change(*self.text.span(call.func), lambda _: callee))
+            callee, called = edit.callee, self.text.span(call.func)
+            changes.append(Change(*called, lambda render: f"{callee}.of({render(*called)})" if edit.of else callee))
         return [*changes, *self._arguments(call, dict.fromkeys(edit.given, "give"))]
 
     def _arguments(self, call: ast.Call, methods: dict[Any, str]) -> list[Change]:

@@ -128,6 +128,7 @@ class Through:
         at: the call.
         given: the arguments that hold the stream: their positions, and the names of keywords.
         callee: what is called instead; None: what is written there.
+        of: whether it is not known before what is written there stands for: ``callee.of(..)`` finds out.
         norm: what reads the stream's value first, afterwards.
         last: whether the function does nothing with what is returned but return it.
         awaiting: whether the next state is yet to be made of what is returned.
@@ -137,6 +138,7 @@ class Through:
     at: Span
     given: frozenset[int | str | None]
     callee: str | None = None
+    of: bool = False
     norm: Written | None = None
     last: bool = False
     awaiting: bool = False

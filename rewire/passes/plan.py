@@ -196,11 +196,10 @@ class _Planner:
         function, call = self.sources.plan(scope), self.sources.call(child)
         _, _, method = self.sources.function(child)
         key = child.path, child.code
-        callee = None
+        callee, of = None, False
         if key in self.sources.plans and not method:
             callee = function.helper(self.sources.plans[key].gate)
-            if not self.sources.by_name(child, call):
-                callee += f".of({function.text.text[slice(*function.text.span(call.func))]})"
+            of = not self.sources.by_name(child, call)
         after = max((n for n, add in enumerate(self.adds) if child.holds(add.op.scope)), default=-1) + 1
         at, last = span_of(call), self._returned(self.adds[after - 1], scope, [call])
         post = self.adds[after - 1].post if after else []
@@ -208,7 +207,9 @@ class _Planner:
         norm = None if last or awaiting else self._norm(scope, after, None)
         trunk = function.trunks.index(self.name)
         kept = frozenset((trunk, n) for n, op in enumerate(child.results) if self.carriers.stage.get(op, after) < after)
-        function.put(("through", at), Through(at, self.carriers.given(child, call), callee, norm, last, awaiting, kept))
+        function.put(
+            ("through", at), Through(at, self.carriers.given(child, call), callee, of, norm, last, awaiting, kept)
+        )
 
     def _add(self, number: int, add: Add) -> None:
         function = self.sources.plan(add.op.scope)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from types import FunctionType
+from types import CodeType, FunctionType
 
 from torch import nn
 
@@ -46,7 +46,7 @@ class Sources:
         if method.code is code:
             return code.co_name, method, True
         assert scope.parent is not None
-        return code.co_name, Decorated(function_with(code, scope.namespace)), False
+        return _helper_name(code), Decorated(function_with(code, scope.namespace)), False
 
     def text(self, scope: Scope) -> Text:
         """The source of a call's function."""
@@ -112,3 +112,9 @@ class Sources:
                 scope.path, name, decorated, text_of(decorated.function), method, type(scope.module) in self.definitions
             )
         return self.plans[key]  # type: ignore[index]
+
+
+def _helper_name(code: CodeType) -> str:
+    """``Base_forward`` for the method of a class, which another one calls by ``super()``; else the function's name."""
+    *outside, holder, name = ["", *code.co_qualname.split(".")]
+    return name if not outside or holder == "<locals>" else f"{holder}_{name}"

@@ -16,7 +16,6 @@ from models import WIDTH, PreNorm, Stack, vectors
 from torch import Tensor, nn
 
 import rewire
-from rewire.errors import EditError
 from rewire.patterns.tiny import tiny_model
 
 
@@ -287,11 +286,30 @@ def test_a_state_that_is_written_to_after_it_was_read_is_noticed() -> None:
         rewired(vectors(), torch.ones(2, 9, 1))
 
 
-def test_methods_that_call_super_are_refused_with_the_reason() -> None:
-    class Derived(PreNorm):
-        def forward(self, x: Tensor) -> Tensor:
-            x = super().forward(x)
-            return x
+class Derived(PreNorm):
+    """Its base class makes residual adds, and so does the class itself."""
 
-    with pytest.raises(EditError, match=r"'layers\.0': its class and one .* 'forward' .* by super\(\)"):
-        rewire.compile(Stack(Derived), "ancre-ingoing", example_inputs=(vectors(),))
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.mlp(self.ln_2(x))
+
+
+class DerivedTwice(Derived):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("block", [Derived, DerivedTwice])
+def test_methods_that_call_super(block: Any) -> None:
+    model, x = Stack(block), vectors()
+    rewired = rewire.compile(model, "grn-v1", example_inputs=(x,))
+    (connection,) = rewire.connections(rewired).values()
+    assert len(connection.layout.units) == 9
+    for training in (False, True):
+        assert_close(evaluate(model, (x,), {}, training), evaluate(rewired, (x,), {}, training))
+    for other in (copy.deepcopy(rewired), pickle.loads(pickle.dumps(rewired))):
+        assert torch.equal(other(x), rewired(x))
+    with torch.no_grad():
+        for weight in connection.parameters():
+            weight.add_(0.3)
+    assert not torch.allclose(rewired(x), model(x), atol=1e-3)
