@@ -43,13 +43,17 @@ def quantized(model: nn.Module, bits: int) -> nn.Module:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_after_rewiring(topology: str, bits: int) -> None:
-    plain, ids = tiny_model("llama").eval(), torch.randint(3, 90, (2, 8))
+    plain, ids = tiny_model("llama").eval(), torch.randint(3, 90, (8, 8))
     rewired = quantized(rewire.compile(plain, topology), bits)
     reference = quantized(plain, bits)
     assert isinstance(rewired.get_submodule("model.layers.0.mlp.up_proj"), (Linear4bit, Linear8bitLt))
     with torch.no_grad():
-        torch.testing.assert_close(rewired(ids).logits, reference(ids).logits, rtol=1e-3, atol=1e-4)
-        assert not torch.allclose(reference(ids).logits, plain(ids).logits, rtol=1e-3, atol=1e-4)
+        exact, expected, found = (model(ids).logits for model in (plain, reference, rewired))
+    rounding, difference = (expected - exact).abs().amax((1, 2)), (found - expected).abs().amax((1, 2))
+    assert bool((rounding > 1e-3).all())
+    # With 8 bits activations are rounded, too: one on the edge between two values may fall on either side.
+    assert int((difference > 1e-5).sum()) <= (bits == 8)
+    assert bool((difference < rounding).all())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
