@@ -153,7 +153,7 @@ def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
 
 
 def _made_in(branch: Op, scope: Scope) -> bool:
-    """Whether a branch passes weights in a function before it is added there."""
+    """Whether a branch passes weights in a function before it is added there: itself, not a sum that it starts from."""
     reached, todo = {branch}, [branch]
     while todo:
         op = todo.pop()

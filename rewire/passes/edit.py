@@ -92,8 +92,7 @@ class _Editor:
     @property
     def _gate(self) -> str:
         """How the function's gate is written."""
-        arguments = [*self.text.tree.args.posonlyargs, *self.text.tree.args.args]
-        return f"{arguments[0].arg}.{self.plan.gate}" if self.plan.method else self.plan.parameter
+        return f"{self.text.receiver}.{self.plan.gate}" if self.plan.method else self.plan.parameter
 
     # -- lines at the start and at the end -----------------------------------------------------------------------------
 
@@ -137,14 +136,9 @@ class _Editor:
 
     def _supers(self) -> list[Change]:
         """``super()`` in a helper, where the first argument is no longer the object."""
-        arguments = [*self.text.tree.args.posonlyargs, *self.text.tree.args.args]
         calls = (node for node in ast.walk(self.text.tree) if isinstance(node, ast.Call) and not node.args)
-        named = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "super"]
-        return [
-            Change(*self.text.span(node), lambda _: f"super(__class__, {arguments[0].arg})")
-            for node in named
-            if arguments
-        ]
+        named = (node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "super")
+        return [Change(*self.text.span(node), lambda _: f"super(__class__, {self.text.receiver})") for node in named]
 
     def _is_own_return(self, node: ast.AST) -> bool:
         if not isinstance(node, ast.Return) or node.value is None:
@@ -341,8 +335,7 @@ class _Editor:
             inner = inner.value
         if not isinstance(inner, ast.Name):
             return False
-        arguments = [*self.text.tree.args.posonlyargs, *self.text.tree.args.args]
-        is_self = self.plan.method and bool(arguments) and inner.id == arguments[0].arg
+        is_self = self.plan.method and inner.id == self.text.receiver
         return is_self or isinstance(self.globals.get(inner.id), ModuleType)
 
     def _wrapped(self, node: ast.expr, method: str, how: Sequence[str] = (), before: str = "") -> Change:

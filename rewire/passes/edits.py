@@ -128,7 +128,7 @@ class Through:
         at: the call.
         given: the arguments that hold the stream: their positions, and the names of keywords.
         callee: what is called instead; None: what is written there.
-        of: whether it is not known before what is written there stands for: ``callee.of(..)`` finds out.
+        of: whether what is written there may stand for other functions: ``callee.of(..)`` looks, in each call.
         norm: what reads the stream's value first, afterwards.
         last: whether the function does nothing with what is returned but return it.
         awaiting: whether the next state is yet to be made of what is returned.
@@ -257,10 +257,9 @@ class FunctionPlan:
         """How the gate of a function that this one calls is written in it."""
         if not self.method:
             return f"{self.parameter}.helpers['{gate}']"
-        arguments = [*self.text.tree.args.posonlyargs, *self.text.tree.args.args]
-        if not arguments:
+        if not self.text.receiver:
             raise EditError(f"the function at {self.text.where()} has no 'self'")
-        return f"{arguments[0].arg}.{gate}"
+        return f"{self.text.receiver}.{gate}"
 
     def put(self, key: Any, edit: Edit) -> None:
         """Add an edit.

@@ -354,8 +354,7 @@ def _chain(node: ast.expr, text: Text) -> Written | None:
         isinstance(inner, ast.Subscript) and isinstance(inner.slice, ast.Constant)
     ):
         inner = inner.value
-    arguments = text.tree.args.args
-    if not isinstance(inner, ast.Name) or not arguments or inner.id != arguments[0].arg or inner is node:
+    if not isinstance(inner, ast.Name) or inner.id != text.receiver or inner is node:
         return None
     start, end = text.span(node)
     return text.text[start:end] if "\n" not in text.text[start:end] else None

@@ -116,5 +116,6 @@ class Sources:
 
 def _helper_name(code: CodeType) -> str:
     """``Base_forward`` for the method of a class, which another one calls by ``super()``; else the function's name."""
-    *outside, holder, name = ["", *code.co_qualname.split(".")]
-    return name if not outside or holder == "<locals>" else f"{holder}_{name}"
+    holder, _, name = code.co_qualname.rpartition(".")
+    holder = holder.rpartition(".")[2]
+    return name if holder in ("", "<locals>") else f"{holder}_{name}"

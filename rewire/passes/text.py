@@ -92,6 +92,12 @@ class Text:
         arguments = {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
         return arguments | {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
 
+    @functools.cached_property
+    def receiver(self) -> str:
+        """The first positional parameter, ``self`` of a method; empty if there is none."""
+        parameters = [*self.tree.args.posonlyargs, *self.tree.args.args]
+        return parameters[0].arg if parameters else ""
+
     def unused(self, name: str) -> str:
         """``name``, or one like it, that the function does not use."""
         while name in self.names:
