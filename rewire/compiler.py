@@ -154,7 +154,7 @@ def compile(
             if _on_meta(model):
                 _validate_twin(model, patterns, topologies, granularity, start)
             else:
-                check(model, rewired, inputs, start)
+                check(model, rewired, [one.flow for one in found], inputs, start)
     return rewired if initializer is None else _initialized(rewired, initializer)
 
 

@@ -15,7 +15,7 @@ from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
 from rewire.passes.adds import CASTS, Add
 from rewire.passes.copies import own_inputs, private, seeded, shared
-from rewire.passes.flow import Flow, Op
+from rewire.passes.flow import Flow, Op, Place
 from rewire.passes.follow import follow
 from rewire.passes.functions import define
 from rewire.passes.names import channels_of, named
@@ -207,14 +207,14 @@ def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:
     log.debug("the graph:\n%s", flow)
     linked, rejected = chains(flow)
     left = [LeftAlone(path, why) for path, why in flow.unread.items()]
-    left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op)) for add, why in rejected.items()]
+    left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op.place)) for add, why in rejected.items()]
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
         for piece in _of_one_width(chain):
             sites = _of_one_mind(piece, [_site(flow, add, patterns) for add in piece.adds])
             if len(sites) == 1:
-                left.append(LeftAlone(sites[0].name, SINGLE, *written_at(piece.adds[0].op)))
+                left.append(LeftAlone(sites[0].name, SINGLE, *written_at(piece.adds[0].op.place)))
             else:
                 rows.append((piece, sites))
     found = Found(flow, {}, {}, left)
@@ -234,11 +234,11 @@ def _same_code(chain: Chain, other: Chain) -> bool:
     return one == two and all(place is not None for _, _, place in one)
 
 
-def written_at(op: Op) -> tuple[str, str]:
-    """File and line of an operation, and what stands there; empty if they are not known."""
-    if op.place is None:
+def written_at(at: Place | None) -> tuple[str, str]:
+    """File and line of an instruction, and what stands there; empty if they are not known."""
+    if at is None:
         return "", ""
-    code, place = op.place[0], place_of(*op.place)
+    code, place = at[0], place_of(*at)
     line, end_line, start, end = place
     if line is None:
         return code.co_filename, ""

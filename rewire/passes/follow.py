@@ -87,6 +87,7 @@ class _Follower(fx.Tracer):
         self.result: Any = None
         self.failures: dict[type, int] = {}
         self.known: dict[tuple[nn.Module, str], bool] = {}
+        self.adds = functools.cache(_adds)  # by class
         self.scopes: list[Scope] = []
         self.frames = Frames(self.nodes, self._module_of)
         self.decisions: list[list[bool]] = []  # of the forwards that are being traced: outcomes of tests
@@ -199,7 +200,7 @@ class _Follower(fx.Tracer):
             self.known[key] = False
             parameters = [p for p in module._parameters.values() if p is not None]
             cls: Any = type(module)
-            own = _adds(cls) if what == "adds" else any(is_matrix(p.shape) for p in parameters)
+            own = self.adds(cls) if what == "adds" else any(is_matrix(p.shape) for p in parameters)
             self.known[key] = own or any(self._below(c, what) for c in module._modules.values() if c is not None)
         return self.known[key]
 
