@@ -6,6 +6,7 @@ import dataclasses
 import linecache
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FunctionType
+from typing import Literal, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -63,19 +64,22 @@ class Found:
         self.left.append(LeftAlone(name, why))
 
 
+#: How a model is looked at: see `find`.
+Way: TypeAlias = Literal["run", "meta", "trace"]
+
+
 def find(
-    prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, run: bool = True, everything: bool = False
+    prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, how: Way = "run", everything: bool = False
 ) -> list[Found]:
     """The trunks of a model, which is not changed.
-
-    Copies of it are run on ``inputs``, in evaluation and in training mode; or, without ``run``, the model is traced,
-    and copies are run only where that leaves doubts: on the meta device, where nothing is computed, else on its own.
 
     Args:
         prepared: what `prepared_copy` returned.
         patterns: those that match the model.
-        inputs: positional and keyword arguments; None if there are none.
-        run: whether to run copies rather than to trace.
+        inputs: positional and keyword arguments; None if there are none: then the model is traced.
+        how: ``"run"``: copies are run, in evaluation and in training mode. ``"meta"``: they are run on the meta device,
+            where nothing is computed, and really only where that fails. ``"trace"``: the model is traced, and copies
+            are run as for ``"meta"`` where that leaves doubts.
         everything: look into all modules, not only into those that may hold residual adds.
 
     Returns:
@@ -85,30 +89,38 @@ def find(
         BadExampleInputs: the model does not run on the inputs.
     """
     with progress(f"looking at {type(prepared).__name__}"):
-        return _find(prepared, patterns, inputs, run, everything)
+        return _find(prepared, patterns, inputs, how, everything)
 
 
 def _find(
-    prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, run: bool, everything: bool
+    prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, how: Way, everything: bool
 ) -> list[Found]:
     on_meta = any(tensor.is_meta for tensor in (*prepared.parameters(), *prepared.buffers()))
-    if inputs is not None and run and not on_meta:
+    if inputs is not None and how == "run" and not on_meta:
         return _recorded(prepared, patterns, inputs)
+    if inputs is not None and how != "trace":
+        recorded = _recorded_cheaply(prepared, patterns, inputs, on_meta)
+        if recorded:
+            return recorded
     found = trunks_in(follow(prepared, definitions(patterns), everything), patterns)
     picked, mixed = _picks(found), any(len(trunk.widths) > 1 for trunk in found.trunks.values())
     if inputs is None or (found.trunks and not found.flow.unread and not picked and not mixed):
         return [found]
-    for device in ("meta", None) if not on_meta else ("meta",):
+    recorded = _recorded_cheaply(prepared, patterns, inputs, on_meta)
+    return recorded if recorded and (mixed or recorded[0].adds >= found.adds - picked) else [found]
+
+
+def _recorded_cheaply(prepared: nn.Module, patterns: list[Pattern], inputs: Inputs, on_meta: bool) -> list[Found]:
+    """What runs on the meta device show, or else, of a model that is not there, real ones; empty if none works."""
+    found: list[Found] = []
+    for device in ("meta",) if on_meta else ("meta", None):
         try:
-            recorded = _recorded(prepared, patterns, inputs, device)
+            found = _recorded(prepared, patterns, inputs, device)
         except BadExampleInputs as error:
             log.info("%s", error)
-            continue
-        if mixed or recorded[0].adds > found.adds - picked:
-            return recorded
-        if found.trunks:
+        if found and found[0].trunks:
             break
-    return [found]
+    return found
 
 
 def trunks_of(found: Sequence[Found], name: str) -> list[Trunk]:
