@@ -81,6 +81,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "step3p5": {"sliding_window": 8},
     "xmod": {"default_language": "en_XX"},
     "longcat_flash": {"head_dim": 8},
+    "mimi": {"upsample_groups": 64},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
