@@ -44,9 +44,18 @@ from rewire.passes.inputs import normalise_inputs
 from rewire.passes.streams import chains
 from rewire.passes.validate import tensors_in
 from rewire.patterns import first_given, patterns_for
-from rewire.patterns.tiny import timm_model, tiny_model
+from rewire.patterns.tiny import timm_model
 
 HERE = Path(__file__).parent
+#: What an error says -> why a model does not run, in a few words.
+WHY = {
+    r"no model class": "a config without a model class",
+    r"has no forward": "a model class without a forward",
+    r"requires the (\w+) library": r"needs the package \1",
+    r"is of no kind": "takes inputs of a kind of its own",
+    r"^over \d+ s|process ended|allocate memory": "too large with all settings that were tried",
+    r"": "settings or inputs that were tried do not fit together",
+}
 ROWS = ("transformers", "timm", "diffusers", "wild")
 SECONDS, BYTES = 300, 16 << 30
 
@@ -120,7 +129,9 @@ def model_of(row: str, name: str) -> tuple[nn.Module, Any]:
     """A model and its inputs; None for inputs that the registry makes."""
     torch.manual_seed(0)
     if row == "transformers":
-        return tiny_model(name), None
+        from hugging_face import running_model
+
+        return running_model(name, _run)
     if row == "timm":
         return _small_images(name)
     if row == "diffusers":
@@ -296,11 +307,18 @@ def page(results: Iterable[Result]) -> str:
             lines += [f"| {r.name} | {r.shown} | {_cell(r.reason)} |" for r in others] + [""]
         if partly:
             lines += ["Connected in part: " + ", ".join(f"{r.name} ({r.adds} of {r.shown})" for r in partly) + ".", ""]
-        for status in ("no stream", "learned", "does not run"):
-            of_kind = [r.name for r in apart_ if r.status == status]
-            if of_kind:
-                lines += [f"Not counted, {status} ({len(of_kind)}): {', '.join(of_kind)}.", ""]
+        for kind in sorted({_kind(r) for r in apart_}):
+            of_kind = [r.name for r in apart_ if _kind(r) == kind]
+            lines += [f"Not counted, {kind} ({len(of_kind)}): {', '.join(of_kind)}.", ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _kind(result: Result) -> str:
+    """Why a model is not counted."""
+    if result.status != "does not run":
+        return result.status
+    found = next(match for pattern, why in WHY.items() if (match := (re.search(pattern, result.reason), why))[0])
+    return f"does not run: {found[0].expand(found[1])}"
 
 
 def _cell(reason: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from rewire.errors import BadExampleInputs
+from rewire.errors import BadExampleInputs, RewireError
 from rewire.logs import find as log
 from rewire.patterns import Pattern, first_given
 from rewire.patterns.pattern import Inputs
@@ -25,7 +25,9 @@ def inputs_for(model: nn.Module, found: list[Pattern], example_inputs: Any) -> I
         raise BadExampleInputs("the registry of architectures knows no inputs for it")
     try:
         inputs: Inputs = make(model)
-    except (AttributeError, KeyError) as error:
+    except RewireError:
+        raise
+    except Exception as error:  # a config may lack settings, or have ones that fit no rule
         raise BadExampleInputs(f"the registry's inputs do not fit its config: {error}") from error
     return inputs
 

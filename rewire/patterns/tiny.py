@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import inspect
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,21 +28,26 @@ _LIMITS: dict[str, int] = {
         0: "num_kv_shared_layers num_hash_layers",
         1: "n_group topk_group first_k_dense_replace num_nextn_predict_layers",
         2: "num_stages num_key_value_heads num_experts_per_tok moe_topk swa_num_key_value_heads o_groups index_n_heads",
-        3: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers",
+        3: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers depth
+              encoder_num_layers decoder_num_layers encoder_n_layers decoder_n_layers""",
         4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads
               swa_num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts
-              num_conv_pos_embedding_groups window_size""",
-        8: "qk_rope_head_dim qk_nope_head_dim rotary_dim patch_size num_mel_bins num_conv_pos_embeddings laurel_rank",
+              num_conv_pos_embedding_groups window_size mm_tokens_per_image""",
+        8: """qk_rope_head_dim qk_nope_head_dim rotary_dim patch_size num_mel_bins num_conv_pos_embeddings laurel_rank
+              num_queries""",
         16: """head_dim v_head_dim d_kv kv_lora_rank q_lora_rank o_lora_rank index_head_dim embedding_size embed_dim
-               hidden_size_per_layer_input max_source_positions projection_dim swa_head_dim d_rel""",
+               hidden_size_per_layer_input max_source_positions swa_head_dim d_rel""",
         32: "image_size moe_intermediate_size shared_expert_intermediate_size",
-        64: """hidden_size d_model n_embd dim word_embed_proj_dim max_position_embeddings max_target_positions
-               n_positions max_seq_len""",
+        64: """hidden_size d_model n_embd dim word_embed_proj_dim projection_dim out_hidden_size
+               max_position_embeddings max_target_positions n_positions max_seq_len""",
         128: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff hidden_dim",
         _VOCABULARY: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     }.items()
     for name in names.split()
 }
+
+#: Those that are small whatever the widths are: of layers, of experts, of words.
+_COUNTS = {name for name in _LIMITS if re.search("layers?$|depth$|experts|moe_topk|group$|vocab_size", name)}
 
 #: Settings with one value for each stage of a hierarchical model.
 _STAGES: dict[str, tuple[int, ...]] = {
@@ -52,8 +59,43 @@ _STAGES: dict[str, tuple[int, ...]] = {
     "conv_stride": (4, 4),
 }
 
+#: Rotary embeddings of time, height and width share the head's dimensions in these model types.
+_MULTIMODAL_ROPE = (
+    *("cosmos3_edge_text", "glm4v_text", "glm_image_text", "glm_ocr_text"),
+    *("paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text"),
+)
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
 #: What the rules above do not say, by model type.
 _SPECIAL: dict[str, dict[str, Any]] = {
+    **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe")},
+    **{name: {"prediction_length": 8} for name in ("autoformer", "informer", "time_series_transformer")},
+    **{name: {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}} for name in _MULTIMODAL_ROPE},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}, "moe_k": 2},
+    "glm4v_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+    **{name: {"num_key_value_heads": 4} for name in ("axk2", "deepseek_v32", "glm_moe_dsa", "mistral_large4_text")},
+    **{name: {"window_size": 32} for name in ("exaone4_5_vision", "qwen2_5_omni_vision_encoder", "qwen2_5_vl_vision")},
+    **{name: {"vocab_size": _VOCABULARY} for name in ("wav2vec2-bert", "wav2vec2-conformer")},
+    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [3, 4]},
+    "squeezebert": {"embedding_size": 64},
+    "step3p5": {"sliding_window": 8},
+    "xmod": {"default_language": "en_XX"},
+    "longcat_flash": {"head_dim": 8},
+    "mimi": {"upsample_groups": 64},
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
+    "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32},
+    "deepseek_ocr2_text": {
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "hunyuan_vl_text": {"head_dim": 16, "rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]}},
+    "ernie4_5_moe": {"moe_k": 2},
+    "kosmos_2_text_model": {"attention_heads": 4, "embed_dim": 64},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "glm5_next_text": {"num_key_value_heads": 4},
@@ -64,8 +106,13 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 _HEADS = ("SpeechSeq2Seq", "Seq2SeqLM", "CTC", "MaskedLM", "CausalLM", "ImageClassification")
 
 
-def tiny_config(model_type: str) -> Any:
+def tiny_config(model_type: str, narrow: bool = True, **settings: Any) -> Any:
     """A small transformers config of that type: few narrow layers, a small vocabulary, nothing random.
+
+    Args:
+        model_type: as transformers names it.
+        narrow: whether widths are small, too. Those of a config's defaults always fit together.
+        settings: of the config, in place of small ones.
 
     Raises:
         UnknownName: transformers has no such model type; near names are given.
@@ -75,25 +122,41 @@ def tiny_config(model_type: str) -> Any:
         if model_type not in library.CONFIG_MAPPING:
             raise _unknown(f"transformers has no model type '{model_type}'.", model_type, library.CONFIG_MAPPING)
         cls = library.CONFIG_MAPPING[model_type]
-    return cls(**_settings(cls), architectures=[])
+    return cls(**{**_settings(cls, narrow), **settings}, architectures=[])
 
 
-def tiny_model(model_type: str, seed: int = 0) -> nn.Module:
+def tiny_model(model_type: str, seed: int = 0, **settings: Any) -> nn.Module:
     """A `tiny_config` model of that type with random weights, on the CPU, with the head of its usual task.
 
+    ``settings`` go to `tiny_config`.
+
     Raises:
-        UnknownName: transformers has no such model type, or it is no model by itself.
+        UnknownName: transformers has no such model type, or no model of it.
         ImportError: transformers is missing or cannot be imported.
     """
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **settings)
     several = {"vision_config", "audio_config"} & set(config.sub_configs)
     with _library("transformers") as library, torch.random.fork_rng(devices=[]):
         heads = () if several else [getattr(library, f"AutoModelFor{head}") for head in _HEADS]
         auto = next((auto for auto in (*heads, library.AutoModel) if type(config) in auto._model_mapping), None)
-        if auto is None:
-            raise UnknownName(f"transformers has no auto class for '{model_type}': it is a part of other models.")
+        make = auto.from_config if auto else getattr(_part(library, type(config)), "_from_config", None)
+        if make is None:
+            raise UnknownName(f"transformers has no model class for '{model_type}'.")
         torch.manual_seed(seed)
-        return auto.from_config(config)
+        model: nn.Module = make(config)
+        return model
+
+
+def _part(library: Any, config: type) -> Any:
+    """The model class of such configs, which has no auto class if it is a part of other models; None if none is."""
+    try:
+        module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
+    except ModuleNotFoundError:
+        return None
+    classes: list[Any] = [cls for cls in vars(module).values() if inspect.isclass(cls)]
+    models = [cls for cls in classes if issubclass(cls, library.PreTrainedModel)]
+    whole = [cls for cls in models if cls.config_class is config and not cls.__name__.endswith("PreTrainedModel")]
+    return next((cls for cls in whole if cls.__name__.endswith("Model")), whole[-1] if whole else None)
 
 
 def tiny_twin(model: nn.Module) -> nn.Module:
@@ -126,23 +189,40 @@ def timm_model(name: str, **options: Any) -> nn.Module:
         return library.create_model(name, pretrained=False, **options)
 
 
-def _settings(cls: Any) -> dict[str, Any]:
+def _settings(cls: Any, narrow: bool = True) -> dict[str, Any]:
     """Keyword arguments for a tiny config of class ``cls``, those of the configs inside it included."""
     settings: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         default = field.default_factory() if callable(field.default_factory) else field.default
-        value = _setting(field.name, default)
+        value = _setting(field.name, default, narrow)
         if value is not None:
             settings[field.name] = value
-    for name, part in cls.sub_configs.items():
-        if dataclasses.is_dataclass(part):
-            settings[name] = _settings(part)
+    for name, part in _parts(cls).items():
+        settings[name] = {"model_type": part.model_type, **_settings(part, narrow)}
     return {**settings, **_SPECIAL.get(cls.model_type, {})}
 
 
-def _setting(name: str, default: Any) -> Any:
+#: Configs inside others that stay as they are: their stages have to fit what reads them.
+_AS_THEY_ARE = {"backbone_config"}
+
+
+def _parts(cls: Any) -> dict[str, Any]:
+    """Classes of the configs inside one of class ``cls``: where it takes any, the class of its default."""
+    parts = {name: part for name, part in cls.sub_configs.items() if dataclasses.is_dataclass(part)}
+    if len(parts) < len(cls.sub_configs):
+        with contextlib.suppress(Exception):  # some have no default
+            defaults = cls()
+            made = {
+                name: type(getattr(defaults, name, None))
+                for name in cls.sub_configs.keys() - parts.keys() - _AS_THEY_ARE
+            }
+            parts |= {name: part for name, part in made.items() if getattr(part, "model_type", "timm")[:4] != "timm"}
+    return parts
+
+
+def _setting(name: str, default: Any, narrow: bool) -> Any:
     """Small value of the setting ``name``; None if its default stays."""
-    if name in _STAGES and (default is None or isinstance(default, (tuple, list))):
+    if narrow and name in _STAGES and (default is None or isinstance(default, (tuple, list))):
         return list(_STAGES[name])
     if isinstance(default, bool) or not isinstance(default, (int, float)):
         return None
@@ -150,7 +230,7 @@ def _setting(name: str, default: Any) -> Any:
         return type(default)(0)
     if name.endswith(("_token_id", "_token_index")) and default >= _VOCABULARY:
         return _VOCABULARY - 1 - default % 8
-    return min(default, _LIMITS[name]) if name in _LIMITS else None
+    return min(default, _LIMITS[name]) if name in (_LIMITS if narrow else _COUNTS) else None
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rewire.errors import BadExampleInputs
 from rewire.patterns.pattern import Inputs, Pattern, is_pretrained, register_pattern
 from rewire.patterns.tiny import tiny_twin
 
@@ -16,45 +18,188 @@ _SEQUENCE = 12
 
 Q_K_V = ("{branch}.q_proj", "{branch}.k_proj", "{branch}.v_proj")
 
+#: What a model gets if it takes it, whether or not it has to.
+_WELCOME = {"bbox", "future_values", "future_time_features"}
+
 
 def example_inputs(model: nn.Module) -> Inputs:
     """Two short random sequences, images or sounds, as the model's config describes them."""
     config: Any = model.config
-    device = next(model.parameters()).device
-    kinds = {getattr(model, "main_input_name", "input_ids")}
+    main = getattr(model, "main_input_name", "input_ids")
+    names = {*([main] if isinstance(main, str) else main)} & _taken(model) | required(model)
     if hasattr(config, "text_config") and hasattr(config, "vision_config"):
-        kinds |= {"input_ids", "pixel_values"}
-    inputs: dict[str, Any] = {}
-    for kind in kinds:
-        inputs[kind] = _MAKERS[kind](config).to(device)
-        if inputs[kind].is_floating_point():
-            inputs[kind] = inputs[kind].to(next(model.parameters()).dtype)
+        names |= {"input_ids", "pixel_values", *{"image_grid_thw"} & _taken(model)}
     if getattr(config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = _token_ids(config).to(device)
-    if getattr(config, "use_cache", None) is not None:
+        names |= {"decoder_input_ids"} & _taken(model)
+    inputs = inputs_named(model, names | _WELCOME & _taken(model))
+    return with_image_tokens(model, inputs) if {"input_ids", "pixel_values"} <= names else inputs
+
+
+def with_image_tokens(model: Any, inputs: Inputs) -> Inputs:
+    """The same inputs; a model that puts images in the place of tokens gets as many of these as it makes of them."""
+    args, given = inputs
+    token = _said(model.config, "image_token_id", "image_token_index", "media_placeholder_token_id")
+    if token is None or not hasattr(model, "get_image_features"):
+        return inputs
+    from rewire.passes.copies import private, seeded  # which imports the patterns
+
+    alone: Any = private(model).eval()
+    taken = inspect.signature(alone.get_image_features).parameters.keys() & given.keys()
+    with torch.no_grad(), seeded(0, alone):
+        made = alone.get_image_features(**{name: given[name] for name in taken})
+    features = getattr(made, "pooler_output", made)
+    rows = sum(f.shape[:-1].numel() for f in (features if isinstance(features, (tuple, list)) else [features]))
+    ids = given["input_ids"]
+    images = ids.new_full((len(ids), rows // len(ids)), token)
+    ids = torch.cat([images, ids.masked_fill(ids == token, 3)], dim=1)
+    kinds = {"mm_token_type_ids": (ids == token).long()} if "mm_token_type_ids" in _taken(model) else {}
+    return args, {**given, "input_ids": ids, **kinds}
+
+
+def _taken(model: nn.Module) -> set[str]:
+    """Names of all that the model's forward takes."""
+    return set(inspect.signature(model.forward).parameters)
+
+
+def required(model: nn.Module) -> set[str]:
+    """Names of the inputs without which the model's forward cannot be called."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return {p.name for p in named if p.default is p.empty}
+
+
+def inputs_named(model: nn.Module, names: set[str]) -> Inputs:
+    """Inputs of these names, as the model's config describes them.
+
+    Raises:
+        BadExampleInputs: it is not known what an input of one of these names is.
+    """
+    config: Any = model.config
+    weight = next(model.parameters())
+    inputs: dict[str, Any] = {}
+    makers = _MAKERS | (_OF_ANY_SIZE if {"grid_thw", "image_grid_thw"} & {*names} else {})
+    for name in sorted(names):
+        if name not in makers:
+            raise BadExampleInputs(f"its input '{name}' is of no kind that the registry of architectures knows")
+        inputs[name] = makers[name](config).to(weight.device)
+        if inputs[name].is_floating_point():
+            inputs[name] = inputs[name].to(weight.dtype)
+    if _said(config, "use_cache") is not None or _said(getattr(config, "text_config", None), "use_cache") is not None:
         inputs["use_cache"] = False
     return (), inputs
 
 
 def _token_ids(config: Any) -> torch.Tensor:
-    text = getattr(config, "text_config", config)
-    ids = torch.randint(3, text.vocab_size, (2, _SEQUENCE), generator=_generator())
+    text = getattr(config, "text_config", None) or config
+    words = _said(text, "vocab_size", "decoder_vocab_size", "codebook_size", "audio_vocab_size") or 64
+    ids = torch.randint(3, words, (2, _SEQUENCE), generator=_generator())
     return ids.masked_fill(ids == (getattr(text, "pad_token_id", None) or 0), 3)
 
 
+def _states(config: Any) -> torch.Tensor:
+    return torch.randn(
+        2, _SEQUENCE, _said(config, "hidden_size", "d_model", "embed_dim", "dim"), generator=_generator()
+    )
+
+
+def _ones(config: Any) -> torch.Tensor:
+    return torch.ones(2, _SEQUENCE, dtype=torch.long)
+
+
+def _boxes(config: Any) -> torch.Tensor:
+    corners = torch.randint(0, 32, (2, _SEQUENCE, 2), generator=_generator())
+    return torch.cat([corners, corners + 8], dim=-1)
+
+
 def _pixels(config: Any) -> torch.Tensor:
-    vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", None) or 64
+    vision = _vision(config)
+    size = _said(vision, "image_size", "img_size") or 64
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    return torch.randn(2, getattr(vision, "num_channels", 3), height, width, generator=_generator())
+    frames = [vision.num_frames] if getattr(vision, "num_frames", None) else []
+    return torch.randn(2, *frames, _channels(vision), height, width, generator=_generator())
 
 
-def _mel_features(config: Any) -> torch.Tensor:
-    return torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions, generator=_generator())
+def _frames(config: Any) -> torch.Tensor:
+    vision = _vision(config)
+    size = _said(vision, "image_size", "crop_size") or 64
+    frames = _said(vision, "num_frames", "frames_per_clip") or 4
+    return torch.randn(2, frames, _channels(vision), size, size, generator=_generator())
+
+
+def _patches(config: Any) -> torch.Tensor:
+    """Patches of images, one below the other, for vision encoders that take images of any size."""
+    vision = _vision(config)
+    values = _channels(vision) * vision.patch_size**2 * (getattr(vision, "temporal_patch_size", None) or 1)
+    return torch.randn(int(_grid(config).prod(-1).sum()), values, generator=_generator())
+
+
+def _grid(config: Any) -> torch.Tensor:
+    """Time, height and width in patches, of two images."""
+    side = 2 * (getattr(_vision(config), "spatial_merge_size", None) or 2)
+    return torch.tensor([[1, side, side]] * 2)
+
+
+def _vision(config: Any) -> Any:
+    return getattr(config, "vision_config", None) or config
+
+
+def _channels(vision: Any) -> int:
+    return _said(vision, "num_channels", "in_channels", "in_chans") or 3
+
+
+def _spectrogram(config: Any) -> torch.Tensor:
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
+        return torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions, generator=_generator())
+    audio = getattr(config, "encoder_config", None) or getattr(config, "audio_config", None) or config
+    features = (
+        "num_mel_bins",
+        "feature_projection_input_dim",
+        "input_feat_size",
+        "n_mels",
+        "model_in_dim",
+        "input_dim",
+    )
+    return torch.randn(2, 64, _said(audio, *features) or 80, generator=_generator())
 
 
 def _waveform(config: Any) -> torch.Tensor:
-    return torch.randn(2, 20 * math.prod(config.conv_stride), generator=_generator())
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):  # of a spectrogram, after all
+        return torch.randn(2, config.max_length, config.num_mel_bins, generator=_generator())
+    if getattr(config, "conv_stride", None):
+        return torch.randn(2, 20 * math.prod(config.conv_stride), generator=_generator())
+    return torch.randn(2, 1, 4 * (_said(config, "hop_length", "frame_size") or 400), generator=_generator())
+
+
+def _audio_mask(config: Any) -> torch.Tensor:
+    return torch.ones(2, max(_spectrogram(config).shape[1:]), dtype=torch.long)
+
+
+def _series(config: Any) -> torch.Tensor:
+    length = _said(config, "context_length", "prediction_length", "patch_length") or 32
+    lags = max(getattr(config, "lags_sequence", None) or [0])
+    channels = [config.num_input_channels] if hasattr(config, "num_input_channels") else []
+    return torch.randn(2, length + lags, *channels, generator=_generator())
+
+
+def _time_features(config: Any) -> torch.Tensor:
+    return torch.randn(*_series(config).shape[:2], config.num_time_features, generator=_generator())
+
+
+def _observed(config: Any) -> torch.Tensor:
+    return torch.ones_like(_series(config))
+
+
+def _future(config: Any) -> torch.Tensor:
+    return torch.randn(2, config.prediction_length, generator=_generator())
+
+
+def _future_features(config: Any) -> torch.Tensor:
+    return torch.randn(2, config.prediction_length, config.num_time_features, generator=_generator())
+
+
+def _said(config: Any, *names: str) -> Any:
+    """The first of these settings that the config has."""
+    return next((value for value in (getattr(config, name, None) for name in names) if value is not None), None)
 
 
 def _generator() -> torch.Generator:
@@ -63,10 +208,32 @@ def _generator() -> torch.Generator:
 
 _MAKERS: dict[str, Callable[[Any], torch.Tensor]] = {
     "input_ids": _token_ids,
+    "decoder_input_ids": _token_ids,
+    "qformer_input_ids": _token_ids,
+    "attention_mask": _ones,
+    "mask": _ones,
+    "bbox": _boxes,
+    "inputs_embeds": _states,
+    "hidden_states": _states,
+    "query_embeds": _states,
+    "encoder_hidden_states": _states,
     "pixel_values": _pixels,
-    "input_features": _mel_features,
+    "pixel_values_videos": _frames,
+    "grid_thw": _grid,
+    "image_grid_thw": _grid,
+    "input_features": _spectrogram,
+    "spectrogram": _spectrogram,
+    "input_features_mask": _audio_mask,
     "input_values": _waveform,
+    "past_values": _series,
+    "past_time_features": _time_features,
+    "future_values": _future,
+    "future_time_features": _future_features,
+    "past_observed_mask": _observed,
 }
+
+#: Of images that come as patches, beside a grid that tells their sizes.
+_OF_ANY_SIZE = {"pixel_values": _patches, "hidden_states": _patches}
 
 register_pattern(
     "transformers",

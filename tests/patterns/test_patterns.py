@@ -1,6 +1,7 @@
 """What the registry says of each architecture, held against the models themselves."""
 
 import importlib
+import logging
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -227,11 +228,68 @@ def test_tiny_configs_drop_nothing_and_keep_ids_in_the_vocabulary() -> None:
     assert config.vocab_size == 97 and config.eos_token_id < 97 and config.resid_pdrop == 0
 
 
+def test_a_part_of_other_models_is_the_class_of_its_config() -> None:
+    assert type(tiny_model("siglip_text_model")).__name__ == "SiglipTextModel"
+    assert type(tiny_model("superpoint")).__name__ == "SuperPointForKeypointDetection"
+
+
+def test_configs_inside_a_config_that_takes_any_are_small() -> None:
+    config = tiny_config("llava")
+    assert (config.text_config.model_type, config.text_config.hidden_size) == ("llama", 64)
+    assert (config.vision_config.model_type, config.vision_config.num_hidden_layers) == ("clip_vision_model", 3)
+
+
+def test_settings_and_the_widths_of_the_defaults() -> None:
+    config = tiny_config("bert", narrow=False)
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (768, 3, 97)
+    assert config.hidden_dropout_prob == 0
+    assert tiny_model("bert", num_hidden_layers=1).config.num_hidden_layers == 1
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+#: Model type -> names and shapes of its inputs.
+INPUTS = {
+    "siglip_text_model": {"input_ids": (2, 12)},
+    "bros": {"input_ids": (2, 12), "bbox": (2, 12, 4)},
+    "llava": {"input_ids": (2, 28), "pixel_values": (2, 3, 32, 32)},
+    "paligemma": {"input_ids": (2, 28), "pixel_values": (2, 3, 32, 32)},
+    "qwen2_vl_vision": {"hidden_states": (32, 384), "grid_thw": (2, 3)},
+    "timesformer": {"pixel_values": (2, 8, 3, 32, 32)},
+    "audio-spectrogram-transformer": {"input_values": (2, 1024, 8)},
+    "time_series_transformer": {
+        "future_values": (2, 8),
+        "future_time_features": (2, 8, 0),
+        "past_values": (2, 15),
+        "past_time_features": (2, 15, 0),
+        "past_observed_mask": (2, 15),
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", INPUTS)
+def test_example_inputs(model_type: str) -> None:
+    model = tiny_model(model_type).eval()
+    args, kwargs = first_given(patterns_for(model), "example_inputs")(model)
+    assert not args
+    assert {name: tuple(value.shape) for name, value in kwargs.items() if name != "use_cache"} == INPUTS[model_type]
+    with torch.no_grad():
+        model(**kwargs)
+
+
+def test_a_model_whose_inputs_nobody_knows_is_rewired_without(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("decision_transformer")
+    with caplog.at_level(logging.INFO):
+        assert rewire.connections(rewire.compile(model, "residual"))
+    assert "its input 'states' is of no kind that the registry of architectures knows" in caplog.text
+    assert "rewired but not validated" in caplog.text
+
+
 def test_unknown_model_types_and_names() -> None:
     with pytest.raises(UnknownName, match=r"no model type 'lama'. Did you mean 'llama'"):
         tiny_model("lama")
-    with pytest.raises(UnknownName, match="part of other models"):
-        tiny_model("siglip_text_model")
+    with pytest.raises(UnknownName, match="no model class for 'sam_prompt_encoder'"):
+        tiny_model("sam_prompt_encoder")
     with pytest.raises(UnknownName, match=r"no model 'resnet_18'. Did you mean 'resnet18'"):
         timm_model("resnet_18")
 
