@@ -97,7 +97,7 @@ WHOLE: dict[str, list[tuple[int | str, ...]]] = {
 }
 
 WIDTHS = (True, False)
-SECONDS = 100
+SECONDS = 40  # of trying
 
 
 def running_model(model_type: str, run: Callable[[nn.Module, Inputs], Any]) -> tuple[nn.Module, Inputs]:

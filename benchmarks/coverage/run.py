@@ -53,11 +53,11 @@ WHY = {
     r"has no forward": "a model class without a forward",
     r"requires the (\w+) library": r"needs the package \1",
     r"is of no kind": "takes inputs of a kind of its own",
-    r"^over \d+ s|process ended|allocate memory": "too large with all settings that were tried",
+    r"^over \d+ s|process ended|allocate memory": "too large or too slow with all settings that were tried",
     r"": "settings or inputs that were tried do not fit together",
 }
 ROWS = ("transformers", "timm", "diffusers", "wild")
-SECONDS, BYTES = 300, 16 << 30
+SECONDS, BYTES = 200, 9 << 30
 
 
 @dataclasses.dataclass
