@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rewire.connection import Connection
-from rewire.depth import Entry
 from rewire.errors import RewireError, UnsupportedCall
 from rewire.gate import Gate
 from rewire.kernels.history import History
 from rewire.passes.connect import register
 from rewire.placement import Placement, is_dtensor
+from rewire.runtime.live import Entry
 from rewire.stream import Stream
 
 H = TypeVar("H")
