@@ -15,7 +15,8 @@ from rewire.errors import RewireError
 from rewire.kernels.history import History
 from rewire.kernels.tokens import outside_autocast
 from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
-from rewire.stream import Layout, Settled, Stream, Weights
+from rewire.runtime.layout import Layout
+from rewire.stream import Settled, Stream, Weights
 from rewire.topologies.base import Start, States
 from rewire.topologies.registry import name_and_options, named_topology
 

@@ -22,7 +22,7 @@ from rewire.passes.copies import shared
 from rewire.passes.inputs import inputs_for
 from rewire.passes.validate import outputs, relative_error
 from rewire.patterns import Pattern, patterns_for
-from rewire.stream import Layout
+from rewire.runtime.layout import Layout
 from rewire.topologies import Topology
 from rewire.topologies.base import Dims, States
 from rewire.topologies.frozen import frozen

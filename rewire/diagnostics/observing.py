@@ -17,7 +17,7 @@ from rewire.errors import RewireError
 from rewire.passes.checks import check_whole
 from rewire.passes.copies import shared
 from rewire.patterns.pattern import Inputs
-from rewire.stream import Layout
+from rewire.runtime.layout import Layout
 from rewire.topologies.base import Dims, QKVInputs, Recurrence, Start, States, materialize, total
 from rewire.topologies.residual import Residual
 from rewire.trunk import Trunk

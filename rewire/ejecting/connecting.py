@@ -12,8 +12,8 @@ from rewire.connection import CONNECTIONS, Connection, SeparateNorms
 from rewire.errors import RewireError
 from rewire.gate import Gate
 from rewire.passes.connect import StreamsToTensors
+from rewire.runtime.layout import Layout
 from rewire.runtime.live import Entry
-from rewire.stream import Layout
 
 
 class Function(NamedTuple):

@@ -24,8 +24,8 @@ from rewire.passes.connect import StreamsToTensors
 from rewire.passes.functions import undecorated
 from rewire.passes.install import Edited, edits_of, is_edited, original_class
 from rewire.patterns import is_pretrained
+from rewire.runtime.layout import Layout
 from rewire.runtime.live import Entry
-from rewire.stream import Layout
 
 RUNTIME = "rewire_runtime"
 _IMPORTED = ("Function", "Layout", "connect")

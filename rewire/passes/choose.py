@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rewire.errors import UnknownName, UnsupportedTopology, WidthMismatch
-from rewire.stream import Layout
+from rewire.runtime.layout import Layout
 from rewire.topologies import Recurrence, Topology, make_topology
 from rewire.topologies.base import Start
 from rewire.trunk import Trunk

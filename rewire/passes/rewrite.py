@@ -19,7 +19,7 @@ from rewire.passes.find import Found, definitions
 from rewire.passes.plan import plan
 from rewire.passes.projections import find_projections
 from rewire.patterns import Pattern
-from rewire.stream import Layout
+from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
 from rewire.trunk import Trunk
 

@@ -22,7 +22,8 @@ from rewire.logs import validate as log
 from rewire.passes.connect import drop_copies
 from rewire.passes.copies import ByPlace, own_inputs, private, seeded, shared
 from rewire.patterns.pattern import Inputs
-from rewire.stream import Layout, Stream
+from rewire.runtime.layout import Layout
+from rewire.stream import Stream
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual
 

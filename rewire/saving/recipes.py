@@ -22,7 +22,7 @@ from rewire.passes.find import find, prepared_copy, trunks_of
 from rewire.passes.inputs import known_inputs
 from rewire.passes.rewrite import rewrite
 from rewire.patterns import patterns_for
-from rewire.stream import Layout
+from rewire.runtime.layout import Layout
 from rewire.topologies import Recurrence
 from rewire.topologies.base import Start
 from rewire.topologies.registry import named_topology
