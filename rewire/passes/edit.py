@@ -16,6 +16,7 @@ from rewire.passes.edits import (
     Each,
     Ended,
     FunctionPlan,
+    Made,
     Normed,
     Parameter,
     Part,
@@ -101,7 +102,7 @@ class _Editor:
         values = [other for other in self.plan.edits.values() if isinstance(other, Value)]
         return any(value.trunk == edit.trunk for value in values)
 
-    def _how(self, edit: Parameter | Value | Push | Carry | Sum | Through) -> list[str]:
+    def _how(self, edit: Parameter | Made | Sum | Through) -> list[str]:
         """Keyword arguments of a read."""
         norm = getattr(edit, "norm", None)
         how = [] if norm is None else [f"norm={norm}"]
@@ -167,7 +168,7 @@ class _Editor:
     def _carry(self, edit: Carry) -> list[Change]:
         return self._made("carry", edit)
 
-    def _settled(self, edit: Value | Push) -> list[Change]:
+    def _settled(self, edit: Made) -> list[Change]:
         """A line behind an ``if`` in which the state is made: on the other ways it is what it was before."""
         node = next(iter(self.text.nodes.get(edit.at, [])), None)
         name = None if node is None else assigned(self.text, node)
@@ -179,7 +180,7 @@ class _Editor:
         method = "start" if isinstance(edit, Value) else "settle"
         return self._line_behind(around, f"{name} = {self.depth}.{method}({', '.join([name, *trunk])})")
 
-    def _made(self, method: str, edit: Value | Push | Carry) -> list[Change]:
+    def _made(self, method: str, edit: Made) -> list[Change]:
         """A method of `Depth` around an expression; what an in-place operation has changed gets its result."""
         nodes = self.text.nodes.get(edit.at, [])
         element = next((node for node in nodes if _is_stored(node)), None)
@@ -190,7 +191,7 @@ class _Editor:
             node = self._expression(edit.at)
             while isinstance(self.parents[node], ast.IfExp) and not isinstance(edit, Carry):  # on both ways
                 node = self.parents[node]  # type: ignore[assignment]
-            if getattr(edit, "item", None) is None:
+            if edit.item is None:
                 self._check_one_value(node)
             return [self._wrapped(node, method, self._how(edit), self._written_to(node))]
         how = "".join(f", {argument}" for argument in self._how(edit))
