@@ -14,6 +14,7 @@ from rewire.console import progress
 from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
 from rewire.passes.adds import CASTS, Add
+from rewire.passes.checks import on_meta
 from rewire.passes.copies import own_inputs, private, seeded, shared
 from rewire.passes.flow import Flow, Op
 from rewire.passes.follow import follow
@@ -91,14 +92,14 @@ def find(
 def _find(
     prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, run: bool, everything: bool
 ) -> list[Found]:
-    on_meta = any(tensor.is_meta for tensor in (*prepared.parameters(), *prepared.buffers()))
-    if inputs is not None and run and not on_meta:
+    runs = not on_meta(prepared)
+    if inputs is not None and run and runs:
         return _recorded(prepared, patterns, inputs)
     found = trunks_in(follow(prepared, definitions(patterns), everything), patterns)
     picked, mixed = _picks(found), any(len(trunk.widths) > 1 for trunk in found.trunks.values())
     if inputs is None or (found.trunks and not found.flow.unread and not picked and not mixed):
         return [found]
-    for device in ("meta", None) if not on_meta else ("meta",):
+    for device in ("meta", None) if runs else ("meta",):
         try:
             recorded = _recorded(prepared, patterns, inputs, device)
         except BadExampleInputs as error:

@@ -206,10 +206,8 @@ def _check_sites(model: nn.Module, recipes: dict[str, Any], here: dict[str, Trun
 
 def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
     """The layout of ``trunk`` by its recipe, which is what compiling with that topology gives."""
-    channel_dim = next((site.channel_dim for site in trunk.sites if site.width), -1)
-    posts = [number for number, site in enumerate(trunk.sites) if site.post]
-    layout = layout_of(path, recipe, trunk.name, channel_dim, posts)
-    width = next((site.width for site in trunk.sites if site.width), 0)
+    layout = layout_of(path, recipe, trunk.name, trunk.channel_dim, trunk.posts)
+    width = trunk.width
     single = tuple(range(1, len(trunk.sites) + 1))
     if layout.units not in (trunk.units, single) or layout.dims.width != width:
         raise RewireError(
