@@ -79,18 +79,19 @@ class Depth(SeparateInputs):
         known = next((live for live in self.live if live.source is value), None)
         if known is not None:  # the same argument twice
             return known.values[0]
-        if isinstance(value, Tensor) and self._find(value) is not None:  # of another trunk, opened before
+        if isinstance(value, Tensor) and self._holding(value) is not None:  # of another trunk, opened before
             return value
         if isinstance(value, Stream):
-            return self._came(value if awaiting else value.settled(), norm)
+            return self._enter(value if awaiting else value.settled(), norm)
         entry = self.entries[trunk]
         if entry.outside and not entry.opens:
             return value
         if isinstance(value, Tensor) and begin and not any(live.entry is entry and live.start for live in self.live):
-            return self._began(value, norm, entry)
+            return self._begin(value, norm, entry)
         return value
 
-    def _came(self, stream: Stream, norm: nn.Module | None) -> Tensor:
+    def _enter(self, stream: Stream, norm: nn.Module | None) -> Tensor:
+        """The value of a stream that comes in."""
         entry = self._entry(stream)
         if entry is None or stream.position not in entry.adds:
             places = [f"{' or '.join(map(str, e.adds))} of trunk '{e.trunk}'" for e in self.entries]
@@ -98,9 +99,10 @@ class Depth(SeparateInputs):
                 f"block '{self.block}' was called out of order: it belongs after residual add "
                 f"{' and '.join(places)}, the stream is at {stream.position} of trunk '{stream.layout.trunk}'."
             )
-        return self._added(Live(stream, entry, stream), norm)
+        return self._track(Live(stream, entry, stream), norm)
 
-    def _began(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
+    def _begin(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
+        """The value of a stream that starts here, with a plain tensor."""
         if not entry.opens and value.dtype == torch.float16:
             raise UnsupportedCall(
                 f"block '{self.block}' was given a plain tensor where a stream belongs. Some models (T5, BART) "
@@ -120,9 +122,9 @@ class Depth(SeparateInputs):
             )
         # torch.distributed.pipelining.pipeline unflattens exported modules, and no block has this one below it
         begin = entry.connection.forward if torch.compiler.is_exporting() else entry.connection
-        return self._added(Live(begin(value), entry, value), norm)
+        return self._track(Live(begin(value), entry, value), norm)
 
-    def _added(self, live: Live, norm: nn.Module | None) -> Tensor:
+    def _track(self, live: Live, norm: nn.Module | None) -> Tensor:
         self.live.append(live)
         return live.read(norm)
 
@@ -131,7 +133,7 @@ class Depth(SeparateInputs):
         return mapped(value, self._stream_of)
 
     def _stream_of(self, value: Any) -> Any:
-        live = self._find(value) if isinstance(value, Tensor) else None
+        live = self._holding(value) if isinstance(value, Tensor) else None
         if live is None or live.stream.complete:
             return value
         self._check_unchanged(live)
@@ -160,9 +162,9 @@ class Depth(SeparateInputs):
             if (item.layout.trunk, n) in earlier:
                 return item.value()
             item = item if awaiting else item.settled()
-            live = self._running(item.layout.trunk)
+            live = self._of_trunk(item.layout.trunk)
             if live is None:
-                return self._added(Live(item, self._entry(item)), norm)
+                return self._track(Live(item, self._entry(item)), norm)
             live.stream, live.given = item, False
             return live.read(norm)
 
@@ -178,7 +180,7 @@ class Depth(SeparateInputs):
         """`take`, where the function returns the result at once: streams stay, for the next block to read."""
 
         def value_of(item: Any) -> Any:
-            live = self._running(item.layout.trunk)
+            live = self._of_trunk(item.layout.trunk)
             if live is None or item.complete or item.awaiting:
                 return self.take(item)
             live.stream = item
@@ -199,7 +201,7 @@ class Depth(SeparateInputs):
         left: list[Live] = []
 
         def stream_of(item: Any) -> Any:
-            live = self._find(item) if isinstance(item, Tensor) else None
+            live = self._holding(item) if isinstance(item, Tensor) else None
             if live is None or live.stream.complete:
                 return item
             self._check_unchanged(live)
@@ -224,14 +226,14 @@ class Depth(SeparateInputs):
             WidthMismatch: a branch has another shape than the stream.
         """
         if self._is_outside():
-            return _added(shortcut, branches, alpha)
+            return _plain_sum(shortcut, branches, alpha)
         live = self._written(shortcut, branches, alpha)
         return live.read(norm)
 
     def write(self, shortcut: Tensor, *branches: Tensor, alpha: float = 1) -> Any:
         """`add`, where the function returns the result at once: the stream itself, for the next block to read."""
         if self._is_outside():
-            return _added(shortcut, branches, alpha)
+            return _plain_sum(shortcut, branches, alpha)
         live = self._written(shortcut, branches, alpha)
         if live.stream.complete or live.stream.awaiting:
             return live.read()
@@ -254,7 +256,7 @@ class Depth(SeparateInputs):
 
     def _shortcut(self, shortcut: Tensor) -> tuple[Live, tuple[Tensor, ...]]:
         """The stream whose value a shortcut is, and the branches that were added to it already."""
-        live = self._find(shortcut)
+        live = self._holding(shortcut)
         if live is not None:
             return live, ()
         found = ((live, before) for live in self.live for total, before in live.parts if total is shortcut)
@@ -269,6 +271,7 @@ class Depth(SeparateInputs):
         return live, before
 
     def _written(self, shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Live:
+        """The stream of a shortcut, after the residual add."""
         live, before = self._shortcut(shortcut)
         self._check_unchanged(live)
         if live.stream.awaiting:
@@ -311,27 +314,27 @@ class Depth(SeparateInputs):
     def start(self, value: Any, trunk: int = 0) -> Any:
         """The value at which a trunk starts, behind an ``if`` on one way of which it was made."""
         entry = self.entries[trunk]
-        if self._running(entry.trunk) is not None or not entry.opens or not isinstance(value, Tensor):
+        if self._of_trunk(entry.trunk) is not None or not entry.opens or not isinstance(value, Tensor):
             return value
-        return self._began(value, None, entry)
+        return self._begin(value, None, entry)
 
     def settle(self, value: Any, trunk: int = 0) -> Any:
         """The next state, behind an ``if`` on one way of which it was made: on the others it is the sum as it was."""
-        live = self._find(value) if isinstance(value, Tensor) else None
+        live = self._holding(value) if isinstance(value, Tensor) else None
         ours = live is not None and live.trunk == self.entries[trunk].trunk
         return self.push(value, trunk=trunk) if ours else value
 
     def copy(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         """``function(value)``, a cast or a clone: of a stream's value it is the stream's value, too."""
         result = function(value)
-        live = self._find(value)
+        live = self._holding(value)
         if live is not None and result is not value:
             live.also(result)
         return result
 
     def view(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         """``function(value)``, other dimensions of the same numbers: the stream goes on in these."""
-        live = self._find(value)
+        live = self._holding(value)
         if live is None:
             return function(value)
         live.stream = live.stream.viewed(function)
@@ -339,24 +342,28 @@ class Depth(SeparateInputs):
 
     def normed(self, norm: nn.Module, value: Tensor) -> Tensor:
         """``norm(value)``; computed with the value, if that is a stream's and was read for this norm."""
-        live = self._find(value)
+        live = self._holding(value)
         known = None if live is None else live.normed_by(norm, value)
         normed: Tensor = norm(value) if known is None else known
         return normed
 
     # -- which stream --------------------------------------------------------------------------------------------------
 
-    def _find(self, value: Tensor) -> Live | None:
+    def _holding(self, value: Tensor) -> Live | None:
         """The stream whose value is this very tensor."""
-        return next((live for live in self.live if live.holds(value)), None)
+        for live in self.live:
+            for known in live.values:
+                if known is value:
+                    return live
+        return None
 
-    def _running(self, trunk: str) -> Live | None:
+    def _of_trunk(self, trunk: str) -> Live | None:
         """The stream of a trunk."""
         return next((live for live in self.live if live.trunk == trunk), None)
 
     def _awaiting(self, trunk: int) -> Live | None:
         """The stream of the trunk of this number, if the next state is yet to be made of a sum."""
-        live = self._running(self.entries[trunk].trunk)
+        live = self._of_trunk(self.entries[trunk].trunk)
         return live if live is not None and live.stream.awaiting else None
 
     def _entry(self, stream: Stream) -> Entry | None:
@@ -391,7 +398,8 @@ class Depth(SeparateInputs):
             )
 
 
-def _added(shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Tensor:
+def _plain_sum(shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Tensor:
+    """A residual add as the original makes it."""
     for branch in branches:
         shortcut = torch.add(shortcut, branch, alpha=alpha)
     return shortcut

@@ -72,10 +72,6 @@ class Live:
         """Whether the value was written to in place after it was read."""
         return not self.stream.awaiting and [*map(_version, self.values)] != self.versions
 
-    def holds(self, value: Tensor) -> bool:
-        """Whether this very tensor is the stream's value."""
-        return any(known is value for known in self.values)
-
     def also(self, value: Tensor) -> None:
         """A cast or a clone of the value is the stream's value, too."""
         self.values.append(value)
