@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rewire.plotting.style import BLUE, INK, MUTED, RED, TEAL, Path, drawn, ticks
+from rewire.plotting.style import BLUE, INK, MUTED, RED, TEAL, Path, saved_figure, ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ def plot_bars(weights: dict[str, dict[str, Tensor]], path: Path) -> None:
     columns = [_columns(len(panels)) for panels in trunks.values()]
     rows = [math.ceil(len(panels) / n) for panels, n in zip(trunks.values(), columns, strict=True)]
     heights = [1.25 * n + 0.75 for n in rows]
-    with drawn(path, 1.7 * max(columns) + 0.7, sum(heights)) as figure:
+    with saved_figure(path, 1.7 * max(columns) + 0.7, sum(heights)) as figure:
         parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
         for part, (trunk, panels), n in zip(parts, trunks.items(), columns, strict=True):
             _panels(part, trunk, panels, n)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rewire.plotting.style import BLUE, FAINT, INK, MUTED, Path, drawn, open_axes
+from rewire.plotting.style import BLUE, FAINT, INK, MUTED, Path, open_axes, saved_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ def plot_times(seconds: dict[str, tuple[float, ...]], path: Path) -> None:
     """
     if not seconds or not all(seconds.values()):
         raise ValueError("there is nothing to plot: no rounds were measured.")
-    with drawn(path, 6.5, 0.45 * len(seconds) + 0.9) as figure:
+    with saved_figure(path, 6.5, 0.45 * len(seconds) + 0.9) as figure:
         ax = figure.subplots()
         for row, rounds in enumerate(seconds.values()):
             times = [1e3 * value for value in rounds]
@@ -60,7 +60,7 @@ def plot_rates(rates: dict[str, dict[str, tuple[float, float]]], limit: float, p
     if not any(rates.values()):
         raise ValueError("there is nothing to plot: no rates were measured.")
     bars = sum(len(workload) + 1 for workload in rates.values())
-    with drawn(path, 9.0, 0.15 * bars + 1.1) as figure:
+    with saved_figure(path, 9.0, 0.15 * bars + 1.1) as figure:
         colors = _colors_of([*dict.fromkeys(name for workload in rates.values() for name in workload)])
         for index, (ax, title) in enumerate(zip(figure.subplots(1, 2, sharey=True), _PASSES, strict=True)):
             shown = {workload: {name: pair[index] for name, pair in of.items()} for workload, of in rates.items()}
@@ -91,7 +91,7 @@ def plot_curves(
     empty = [name for name, points in curves.items() if not points]
     if not curves or empty:
         raise ValueError(f"there is nothing to plot in {', '.join(map(repr, empty)) or 'an empty dict'}.")
-    with drawn(path, 6.0, 3.8) as figure:
+    with saved_figure(path, 6.0, 3.8) as figure:
         ax = figure.subplots()
         for name, points in curves.items():
             marker = "o" if len(points) <= 30 else ""
@@ -124,7 +124,7 @@ def plot_differences(differences: dict[str, list[float]], path: Path, xlabel: st
     ordered = sorted(abs(value) for values in shown.values() for value in values)
     if not ordered:
         raise ValueError("there is nothing to plot: no difference is finite.")
-    with drawn(path, 6.5, 0.28 * len(shown) + 0.9) as figure:
+    with saved_figure(path, 6.5, 0.28 * len(shown) + 0.9) as figure:
         ax = figure.subplots()
         ax.axvline(0, color=MUTED, linewidth=1, zorder=1)
         for row, values in enumerate(shown.values()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rewire.plotting.style import BLUE, GREY, INK, RED, TEAL, Path, drawn, open_axes, ticks
+from rewire.plotting.style import BLUE, GREY, INK, RED, TEAL, Path, open_axes, saved_figure, ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ def plot_signals(trunks: Sequence[TrunkSignals], path: Path) -> None:
     """
     if not trunks:
         raise ValueError("there is nothing to plot: no trunks were measured.")
-    with drawn(path, 11.0, 2.7 * len(trunks) + 0.5) as figure:
+    with saved_figure(path, 11.0, 2.7 * len(trunks) + 0.5) as figure:
         for row, trunk in zip(figure.subplots(len(trunks), 3, squeeze=False), trunks, strict=True):
             _norms(row[0], trunk)
             _gradients(row[1], trunk)

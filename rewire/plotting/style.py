@@ -35,7 +35,7 @@ _STYLE: dict[Any, Any] = {
 
 
 @contextlib.contextmanager
-def drawn(path: Path, width: float, height: float) -> Iterator[Figure]:
+def saved_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
     """A figure of this size in inches to draw on, which is then written to ``path``.
 
     No pyplot: no window system, no global state, any thread.

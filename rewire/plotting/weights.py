@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rewire.plotting.style import GREY, INK, RED, Path, drawn, open_axes, ticks
+from rewire.plotting.style import GREY, INK, RED, Path, open_axes, saved_figure, ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def plot_heatmap(matrices: dict[str, Tensor], path: Path, floor: float = -10.0) 
     panels = _checked(matrices)
     columns = min(len(panels), _COLUMNS)
     rows = math.ceil(len(panels) / columns)
-    with drawn(path, 2.9 * columns + 0.9, 2.9 * rows + 0.2) as figure:
+    with saved_figure(path, 2.9 * columns + 0.9, 2.9 * rows + 0.2) as figure:
         axes = figure.subplots(rows, columns, squeeze=False).flatten()
         for ax, (title, matrix) in zip(axes, panels.items(), strict=False):
             image = _heatmap(ax, matrix, floor)
@@ -70,7 +70,7 @@ def plot_arcs(matrices: dict[str, Tensor], path: Path) -> None:
     """
     panels = _checked(matrices)
     widest = max(matrix.shape[0] for matrix in panels.values())
-    with drawn(path, min(max(0.42 * widest + 1.5, 5.0), 12.0), 2.5 * len(panels) + 0.4) as figure:
+    with saved_figure(path, min(max(0.42 * widest + 1.5, 5.0), 12.0), 2.5 * len(panels) + 0.4) as figure:
         axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
         for ax, (title, matrix) in zip(axes, panels.items(), strict=True):
             _arcs(ax, matrix)
