@@ -18,7 +18,7 @@ from rewire.init import Initializer, initialize, make_initializer
 from rewire.logs import timed
 from rewire.passes.checks import check_choices, check_model, check_not_cut
 from rewire.passes.choose import choose, chosen_topologies
-from rewire.passes.find import find, prepared_copy, trunks_of
+from rewire.passes.find import Way, find, prepared_copy, trunks_of
 from rewire.passes.inputs import inputs_for, known_inputs
 from rewire.passes.rewrite import restore, rewrite
 from rewire.passes.validate import STARTS, check, compare
@@ -58,7 +58,7 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
         return Report((), (LeftAlone("", f"it already has learned depth connections: {learned}"),))
     prepared, inputs = prepared_copy(model, found), known_inputs(model, found, example_inputs)
     if example_inputs is None:
-        return find(prepared, found, inputs, run=False)[0].report
+        return find(prepared, found, inputs, "trace")[0].report
     try:
         report = find(prepared, found, inputs)[0].report
         if report.trunks:
@@ -94,12 +94,13 @@ def compile(
         granularity: what the topology connects: whole ``"block"``s, each ``"sublayer"`` (residual add) by itself, or
             what the topology's paper does (``"auto"``).
         start: ``"preserve"``: start as the original network, up to rounding; ``"paper"``: start as published.
-        example_inputs: what to validate on: a tuple of args, a dict of kwargs, or a pair of both. Without it, inputs
-            that the pattern registry knows how to make are used; where it knows none, a warning is logged.
+        example_inputs: what copies of the model are run on, to find its residual adds and to validate: a tuple of args,
+            a dict of kwargs, or a pair of both. Without it, inputs that the pattern registry knows how to make are
+            used; where it knows none, the model is traced, and a warning is logged.
         trunks: names of the trunks to rewire (`rewire.inspect` shows them); default: all.
-        validate: compare outputs and gradients with the original's before returning. With a start that is not the
-            original network, the same rewrite is compared with plain residual connections in it. On the meta device a
-            small model of the same classes takes the model's place, where the registry can make one; the log says so.
+        validate: compare outputs, gradients and graphs with the original's before returning. With a start that is not
+            the original network, the same rewrite is compared with plain residual connections in it. On the meta device
+            a small model of the same classes takes the model's place, where the registry can make one; the log says so.
         options: options of the named topology.
 
     Returns:
@@ -136,10 +137,11 @@ def compile(
     inputs = known_inputs(model, patterns, example_inputs)
     prepared = prepared_copy(model, patterns)
     everything = any(topology.reads_qkv for topology in topologies.values())
+    how: Way = "run" if validate and not _on_meta(model) else "trace" if example_inputs is None else "meta"
 
     name = type(model).__name__
     with timed(logs.find, f"looked for residual streams in {name}"):
-        found = find(prepared, patterns, inputs, run=validate, everything=everything)
+        found = find(prepared, patterns, inputs, how, everything)
     logs.find.info("found:\n%s", found[0].report)
     found_trunks = trunks_of(found, name)
     if trunks is None:
@@ -154,7 +156,7 @@ def compile(
             if _on_meta(model):
                 _validate_twin(model, patterns, topologies, granularity, start)
             else:
-                check(model, rewired, inputs, start)
+                check(model, rewired, [one.flow for one in found], inputs, start)
     return rewired if initializer is None else _initialized(rewired, initializer)
 
 

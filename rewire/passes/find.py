@@ -6,6 +6,7 @@ import dataclasses
 import linecache
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FunctionType
+from typing import Literal, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -16,7 +17,7 @@ from rewire.logs import find as log
 from rewire.passes.adds import CASTS, Add
 from rewire.passes.checks import on_meta
 from rewire.passes.copies import own_inputs, private, seeded, shared
-from rewire.passes.flow import Flow, Op
+from rewire.passes.flow import Flow, Op, Place
 from rewire.passes.follow import follow
 from rewire.passes.functions import define
 from rewire.passes.names import channels_of, named
@@ -64,19 +65,22 @@ class Found:
         self.left.append(LeftAlone(name, why))
 
 
+#: How a model is looked at: see `find`.
+Way: TypeAlias = Literal["run", "meta", "trace"]
+
+
 def find(
-    prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, run: bool = True, everything: bool = False
+    prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, how: Way = "run", everything: bool = False
 ) -> list[Found]:
     """The trunks of a model, which is not changed.
-
-    Copies of it are run on ``inputs``, in evaluation and in training mode; or, without ``run``, the model is traced,
-    and copies are run only where that leaves doubts: on the meta device, where nothing is computed, else on its own.
 
     Args:
         prepared: what `prepared_copy` returned.
         patterns: those that match the model.
-        inputs: positional and keyword arguments; None if there are none.
-        run: whether to run copies rather than to trace.
+        inputs: positional and keyword arguments; None if there are none: then the model is traced.
+        how: ``"run"``: copies are run, in evaluation and in training mode. ``"meta"``: they are run on the meta device,
+            where nothing is computed, and really only where that fails. ``"trace"``: the model is traced, and copies
+            are run as for ``"meta"`` where that leaves doubts.
         everything: look into all modules, not only into those that may hold residual adds.
 
     Returns:
@@ -86,30 +90,37 @@ def find(
         BadExampleInputs: the model does not run on the inputs.
     """
     with progress(f"looking at {type(prepared).__name__}"):
-        return _find(prepared, patterns, inputs, run, everything)
+        return _find(prepared, patterns, inputs, how, everything)
 
 
 def _find(
-    prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, run: bool, everything: bool
+    prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, how: Way, everything: bool
 ) -> list[Found]:
-    runs = not on_meta(prepared)
-    if inputs is not None and run and runs:
+    if inputs is not None and how == "run" and not on_meta(prepared):
         return _recorded(prepared, patterns, inputs)
+    if inputs is not None and how != "trace":
+        recorded = _recorded_cheaply(prepared, patterns, inputs)
+        if recorded:
+            return recorded
     found = trunks_in(follow(prepared, definitions(patterns), everything), patterns)
     picked, mixed = _picks(found), any(len(trunk.widths) > 1 for trunk in found.trunks.values())
     if inputs is None or (found.trunks and not found.flow.unread and not picked and not mixed):
         return [found]
-    for device in ("meta", None) if runs else ("meta",):
+    recorded = _recorded_cheaply(prepared, patterns, inputs)
+    return recorded if recorded and (mixed or recorded[0].adds >= found.adds - picked) else [found]
+
+
+def _recorded_cheaply(prepared: nn.Module, patterns: list[Pattern], inputs: Inputs) -> list[Found]:
+    """What runs on the meta device show, or else, of a model that is not there, real ones; empty if none works."""
+    found: list[Found] = []
+    for device in ("meta",) if on_meta(prepared) else ("meta", None):
         try:
-            recorded = _recorded(prepared, patterns, inputs, device)
+            found = _recorded(prepared, patterns, inputs, device)
         except BadExampleInputs as error:
             log.info("%s", error)
-            continue
-        if mixed or recorded[0].adds > found.adds - picked:
-            return recorded
-        if found.trunks:
+        if found and found[0].trunks:
             break
-    return [found]
+    return found
 
 
 def trunks_of(found: Sequence[Found], name: str) -> list[Trunk]:
@@ -208,14 +219,14 @@ def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:
     log.debug("the graph:\n%s", flow)
     linked, rejected = chains(flow)
     left = [LeftAlone(path, why) for path, why in flow.unread.items()]
-    left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op)) for add, why in rejected.items()]
+    left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op.place)) for add, why in rejected.items()]
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
         for piece in _of_one_width(chain):
             sites = _of_one_mind(piece, [_site(flow, add, patterns) for add in piece.adds])
             if len(sites) == 1:
-                left.append(LeftAlone(sites[0].name, SINGLE, *written_at(piece.adds[0].op)))
+                left.append(LeftAlone(sites[0].name, SINGLE, *written_at(piece.adds[0].op.place)))
             else:
                 rows.append((piece, sites))
     found = Found(flow, {}, {}, left)
@@ -235,11 +246,11 @@ def _same_code(chain: Chain, other: Chain) -> bool:
     return one == two and all(place is not None for _, _, place in one)
 
 
-def written_at(op: Op) -> tuple[str, str]:
-    """File and line of an operation, and what stands there; empty if they are not known."""
-    if op.place is None:
+def written_at(at: Place | None) -> tuple[str, str]:
+    """File and line of an instruction, and what stands there; empty if they are not known."""
+    if at is None:
         return "", ""
-    code, place = op.place[0], place_of(*op.place)
+    code, place = at[0], place_of(*at)
     line, end_line, start, end = place
     if line is None:
         return code.co_filename, ""

@@ -130,8 +130,11 @@ class Op:
     @property
     def weighted(self) -> bool:
         """Whether what passes it goes through weights, or is mixed across positions."""
-        kind = type(self.leaf).__name__.lower() if self.leaf is not None else self.name
-        return self.matrices > 0 or any(word in kind for word in MIXING)
+        if self.matrices:
+            return True
+        if self.leaf is None:
+            return any(word in self.name for word in MIXING)
+        return any(_mixes(type(module)) for module in self.leaf.modules())
 
     def calls(self) -> list[Scope]:
         """The calls of modules that it runs in, outermost first."""
@@ -181,6 +184,13 @@ class Flow:
             for source in dict.fromkeys(op.inputs):
                 users[source].append(op)
         return users
+
+
+def _mixes(cls: type[nn.Module]) -> bool:
+    """Whether the name of a module's class, or what its forward calls, is that of an operation that mixes positions."""
+    code = getattr(cls.forward, "__code__", None)
+    names = (cls.__name__.lower(), *(code.co_names if isinstance(code, CodeType) else ()))
+    return any(word in name for name in names for word in MIXING)
 
 
 def kind_of(module: nn.Module | None) -> str:

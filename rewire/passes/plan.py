@@ -128,6 +128,11 @@ class _Planner:
             if value is None or not scope.holds(value.scope):
                 raise EditError(f"the residual stream does not come into {function.text.where()} as an argument")
             at = self.sources.span(scope, value)
+            if any((op.scope, op.place) == (value.scope, value.place) for add in self.adds for op in add.post):
+                raise EditError(
+                    f"the residual stream starts in an expression of {function.text.where()} that a loop runs again "
+                    "between two residual adds"
+                )
             norm = self._norm(scope, start, value)
             function.put(("value", at), Value(at, number, norm, self._number_made(value, scope)))
 

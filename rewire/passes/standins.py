@@ -45,11 +45,11 @@ class Proxy(fx.Proxy):
     def __iter__(self) -> Iterator[Any]:
         itself: Any = self
         frame = sys._getframe(1)
-        current = _instructions(frame).get(frame.f_lasti)
-        if current is not None and current.opname == "UNPACK_SEQUENCE":
-            return iter([itself[index] for index in range(current.argval)])
+        operation, number = _instruction(frame)
+        if operation == "UNPACK_SEQUENCE":
+            return iter([itself[index] for index in range(number)])
         count = self._count()
-        if current is not None and current.opname in ("LIST_EXTEND", "CALL_FUNCTION_EX"):
+        if operation in ("LIST_EXTEND", "CALL_FUNCTION_EX"):
             return iter([self])  # (*shape, -1): how many sizes there are does not matter here
         if not count:
             raise TraceError("it loops over a traced value")
@@ -88,8 +88,10 @@ class Weight(Proxy):
         return len(self._tensor)
 
 
-def _instructions(frame: FrameType) -> dict[int, dis.Instruction]:
-    return {instruction.offset: instruction for instruction in dis.get_instructions(frame.f_code)}
+def _instruction(frame: FrameType) -> tuple[str, int]:
+    """What a frame is at, and its argument (under 256)."""
+    code = frame.f_code.co_code
+    return dis.opname[code[frame.f_lasti]], code[frame.f_lasti + 1]
 
 
 class Globals(dict[str, Any]):

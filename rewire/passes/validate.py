@@ -1,4 +1,4 @@
-"""Pass: compare the rewritten model with the original, outputs and gradients.
+"""Pass: compare the rewritten model with the original: outputs, gradients and graphs.
 
 Both run on the same inputs with the same random numbers: in evaluation mode; with perturbed weights, since branches
 that are zero at the start would hide everything behind them; and in training mode. Copies are compared (`copies`), so
@@ -21,6 +21,8 @@ from rewire.errors import BadExampleInputs, OutOfOrder, RewireError, ValidationM
 from rewire.logs import validate as log
 from rewire.passes.connect import drop_copies
 from rewire.passes.copies import ByPlace, own_inputs, private, seeded, shared
+from rewire.passes.flow import Flow
+from rewire.passes.same_graph import compare_graphs
 from rewire.patterns.pattern import Inputs
 from rewire.runtime.layout import Layout
 from rewire.stream import Stream
@@ -91,11 +93,17 @@ class Comparison:
         return f"{self.outputs} outputs and {self.gradients} gradients agree (within {self.error:.1e}) in: {runs}"
 
 
-def check(model: nn.Module, rewired: nn.Module, inputs: Inputs | None, start: Start) -> None:
+def check(model: nn.Module, rewired: nn.Module, found: Sequence[Flow], inputs: Inputs | None, start: Start) -> None:
     """Compare the same rewrite with plain connections in it; and at a preserving start the learned ones, too.
 
+    Args:
+        model, rewired: the original, and what was made of it; neither changes.
+        found: what runs of the original showed, in evaluation and in training mode.
+        inputs: what to run them on; None if there is nothing.
+        start: of the learned connections.
+
     Raises:
-        ValidationMismatch, BadExampleInputs, OutOfOrder: see `compare`.
+        ValidationMismatch, BadExampleInputs, OutOfOrder: see `compare` and `compare_graphs`.
     """
     name = type(model).__name__
     if inputs is None:
@@ -104,8 +112,12 @@ def check(model: nn.Module, rewired: nn.Module, inputs: Inputs | None, start: St
     rewired = shared(rewired)
     drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
     starts = STARTS if start == "preserve" else ()
-    with progress(f"validating {name}", len(SETTINGS) + len(starts)) as step:
-        compare(model, with_plain_connections(rewired), inputs, step=step)
+    plain = with_plain_connections(rewired)
+    with progress(f"validating {name}", len(SETTINGS) + len(starts) + 1) as step:
+        compare(model, plain, inputs, step=step)
+        same = compare_graphs(found, plain, inputs)
+        log.info("%s: the graphs agree in %d operations with weights", name, same)
+        step()
         if starts:
             compare(model, rewired, inputs, starts, step)
 

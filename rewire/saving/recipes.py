@@ -97,7 +97,7 @@ def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start, example_
     inputs = known_inputs(model, patterns, example_inputs)
     prepared = prepared_copy(model, patterns)
     everything = any(recipe["attention"] for recipe in recipes.values())
-    found = find(prepared, patterns, inputs, run=example_inputs is not None, everything=everything)
+    found = find(prepared, patterns, inputs, "trace" if example_inputs is None else "run", everything)
     if inputs is not None and not _fits(recipes, found[0].report.trunks):
         found = find(prepared, patterns, inputs)
     here = {place(trunk): trunk for trunk in trunks_of(found, type(model).__name__)}

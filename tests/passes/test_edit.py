@@ -313,3 +313,42 @@ def test_methods_that_call_super(block: Any) -> None:
         for weight in connection.parameters():
             weight.add_(0.3)
     assert not torch.allclose(rewired(x), model(x), atol=1e-3)
+
+
+class Mixes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(torch.fft.fft(x, dim=-1), dim=-2).real
+
+
+class MixesBetween(nn.Module):
+    """FNet: every second branch has no weights, and its operation stands in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mixes = (nn.Sequential(nn.LayerNorm(8), Mixes()) for _ in range(3))
+        linear = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3))
+        self.layers = nn.ModuleList(nn.ModuleList(pair) for pair in zip(mixes, linear, strict=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mix, linear in self.layers:
+            x = mix(x) + x
+            x = linear(x) + x
+        return x
+
+
+class Doubles(MixesBetween):
+    """The first add of each turn is none of a branch; the trunk starts behind that of the first turn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _, linear in self.layers:
+            x = x.tanh() + x
+            x = linear(x) + x
+        return x
+
+
+def test_a_branch_that_mixes_positions_in_a_module_of_its_own() -> None:
+    rewired = rewire.compile(MixesBetween(), "denseformer", granularity="sublayer", validate=False)
+    (connection,) = rewire.connections(rewired).values()
+    assert len(connection.layout.units) == 6
+    with pytest.raises(rewire.RewireError, match=r"starts in an expression of .*that a loop runs again"):
+        rewire.compile(Doubles(), "denseformer", example_inputs=(vectors(),))

@@ -197,3 +197,42 @@ def test_the_report_prints_as_tables() -> None:
 def test_blocks_are_linked_in_the_order_in_which_their_parent_calls_them() -> None:
     (trunk,) = rewire.inspect(Backwards()).trunks
     assert list(dict.fromkeys(site.block for site in trunk.sites)) == ["blocks.2", "blocks.1", "blocks.0"]
+
+
+class Joint(nn.Module):
+    """Two streams; they are returned in another order than that in which they come, as in Flux."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = PreNorm(), PreNorm()
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        mean = image.mean(1, keepdim=True)
+        image = image + self.image.attn(self.image.ln_1(image))
+        image = image + self.image.mlp(self.image.ln_2(image))
+        text = text + self.text.attn(self.text.ln_1(text + mean))
+        text = text + self.text.mlp(self.text.ln_2(text))
+        return text, image
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Joint() for _ in range(3))
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        for layer in self.layers[: sum(1 for _ in image)]:  # no trace knows how many
+            text, image = layer(image, text)
+        return torch.cat([text, image], dim=1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_inputs_that_were_given_count_more_than_a_trace(device: str) -> None:
+    """Without validation, or on the meta device, copies are run there, where nothing is computed."""
+    inputs = torch.randn(3, 5, WIDTH), torch.randn(3, 4, WIDTH)
+    model = Untraceable()
+    rewired = rewire.compile(model.to(device), "residual", validate=False, example_inputs=inputs)
+    assert [len(connection.layout.units) for connection in rewire.connections(rewired).values()] == [6, 6]
+    rewired, model = rewired.to_empty(device="cpu"), Untraceable()
+    rewired.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(rewired(*inputs), model(*inputs))
