@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,6 +43,15 @@ class _Commands(TyperGroup):
         except RewireError as error:
             _console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
             raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def _as_messages(*kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds are shown as those of rewire, too."""
+    try:
+        yield
+    except kinds as error:
+        raise RewireError(str(error)) from error
 
 
 app = typer.Typer(
@@ -166,10 +177,8 @@ def plot_command(
     target = out or checkpoint.with_suffix(f".{kind}.png")
     if target.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise typer.BadParameter(f"'{target}' has to end in .png, .pdf or .svg.", param_hint="--out")
-    try:
+    with _as_messages(ImportError, OSError):
         rewire.plot(checkpoint, target, kind)
-    except (ImportError, OSError) as error:
-        raise RewireError(str(error)) from error
     typer.echo(f"wrote {target}")
 
 
@@ -193,10 +202,8 @@ def diagnose_command(
     found = rewire.diagnose(loaded, _bench_inputs(loaded, batch, length), probes=probes, seed=seed)
     _console().print(found)
     if out:
-        try:
+        with _as_messages(ImportError, OSError, ValueError):
             found.plot(out)
-        except (ImportError, OSError, ValueError) as error:
-            raise RewireError(str(error)) from error
         typer.echo(f"wrote {out}")
 
 
@@ -236,12 +243,10 @@ def study_command(
     budget: dict[str, Any] = {"steps": steps, "seconds": seconds}
     if steps is None and seconds is None:
         raise RewireError("how long is a run? Give --steps or --seconds.")
-    try:
+    with _as_messages(ImportError, ValueError):
         found = rewire.study(
             _task(task), names, **budget, trials=trials, seeds=seeds, out=out, storage=storage, device=device or None
         )
-    except (ImportError, ValueError) as error:
-        raise RewireError(str(error)) from error
     console = _console()
     console.print(found.table())
     for sentence in [*found.findings(), found.limits()]:
@@ -263,12 +268,10 @@ def kernels_command(
     backward: Annotated[bool, typer.Option("--backward", help="The kernel of the gradients.")] = False,
 ) -> None:
     """Print the Triton source that is generated for a mix."""
-    try:
-        follows: Any = None if norm == "none" else norm
+    follows: Any = None if norm == "none" else norm
+    with _as_messages(ValueError):
         spec = MixSpec(sources, weights, scores, added, outputs, follows, keep_mix=bool(follows), probe=probe)
         text = source(spec, backward)
-    except ValueError as error:
-        raise RewireError(str(error)) from error
     _print_code(text, "python")
 
 
@@ -377,10 +380,8 @@ def _load(spec: str) -> nn.Module:
     if kind in ("hf", "timm"):
         from rewire.patterns import tiny
 
-        try:
+        with _as_messages(ImportError):
             return tiny.tiny_model(name) if kind == "hf" else tiny.timm_model(name)
-        except ImportError as error:
-            raise RewireError(str(error)) from error
     make = _imported(kind, name)
     if isinstance(make, nn.Module):
         return make

@@ -15,7 +15,8 @@ from rewire.errors import RewireError
 from rewire.kernels.history import History
 from rewire.kernels.tokens import outside_autocast
 from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
-from rewire.stream import Layout, Settled, Stream, Weights
+from rewire.runtime.layout import Layout
+from rewire.stream import Settled, Stream, Weights
 from rewire.topologies.base import Start, States
 from rewire.topologies.registry import name_and_options, named_topology
 
@@ -292,6 +293,21 @@ def connections(model: nn.Module) -> dict[str, Connection]:
     return {module.layout.trunk: module for module in model.modules() if isinstance(module, Connection)}
 
 
+def learned_connections(model: nn.Module, nothing: str = "it has no connection weights") -> dict[str, Connection]:
+    """`connections` of a model that has some.
+
+    Args:
+        nothing: what there is not, if it has none.
+
+    Raises:
+        RewireError: the model was not rewired.
+    """
+    found = connections(model)
+    if not found:
+        raise RewireError(f"{type(model).__name__} was not rewired: {nothing}.")
+    return found
+
+
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
     """Say how the hidden states of a rewired model lie on the ranks of a mesh, where they are plain tensors.
 
@@ -333,7 +349,4 @@ def coefficients(model: nn.Module) -> dict[str, Tensor]:
         >>> rewire.coefficients(rewired)["blocks"].shape  # [destination, source]
         torch.Size([6, 6])
     """
-    found = connections(model)
-    if not found:
-        raise RewireError(f"{type(model).__name__} was not rewired: it has no connection weights.")
-    return {name: connection.matrix().detach() for name, connection in found.items()}
+    return {name: connection.matrix().detach() for name, connection in learned_connections(model).items()}

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from rewire.connection import connections
+from rewire.connection import connections, learned_connections
 from rewire.errors import RewireError, UnknownName
 from rewire.gate import HelperGate
 from rewire.passes.apply import is_opened
@@ -46,10 +46,7 @@ def diff(model: nn.Module) -> str:
         >>> print(rewire.diff(rewired))  # doctest: +ELLIPSIS
         --- a/...
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-    if not connections(model):
-        raise RewireError(f"{type(model).__name__} was not rewired: it has no connection weights.")
+    learned_connections(model)
     files: dict[str, list[_Rewritten]] = {}
     for rewritten in _rewritten(model):
         files.setdefault(rewritten.text.file, []).append(rewritten)

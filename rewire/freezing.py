@@ -13,16 +13,16 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rewire.connection import Connection, connections
+from rewire.connection import Connection, connections, learned_connections
 from rewire.console import Shown
-from rewire.errors import BadExampleInputs, RewireError, UnsupportedTopology
+from rewire.errors import BadExampleInputs, UnsupportedTopology
 from rewire.kernels.history import History
-from rewire.passes.checks import check_whole
+from rewire.passes.checks import check_loaded, check_whole
 from rewire.passes.copies import shared
 from rewire.passes.inputs import inputs_for
 from rewire.passes.validate import outputs, relative_error
 from rewire.patterns import Pattern, patterns_for
-from rewire.stream import Layout
+from rewire.runtime.layout import Layout
 from rewire.topologies import Topology
 from rewire.topologies.base import Dims, States
 from rewire.topologies.frozen import frozen
@@ -118,14 +118,11 @@ def freeze(model: nn.Module, threshold: float = 1e-3, example_inputs: Any = None
         >>> print(report)  # doctest: +ELLIPSIS
         Frozen at threshold 0.05; change of the outputs: ...
     """
-    learned = connections(model)
-    if not learned:
-        raise RewireError(f"{type(model).__name__} was not rewired: there is nothing to freeze.")
+    learned = learned_connections(model, "there is nothing to freeze")
     if not threshold >= 0:
         raise ValueError(f"threshold={threshold!r}: it has to be 0 or a positive number, like 1e-3.")
     check_whole(model)
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise RewireError(f"{type(model).__name__} is on the meta device: load its weights before it is frozen.")
+    check_loaded(model, "frozen")
     results = {name: _frozen(connection, threshold) for name, connection in learned.items()}
     constant = shared(model)
     for name, connection in connections(constant).items():

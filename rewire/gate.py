@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
-from rewire.depth import Depth, Entry, mapped
+from rewire.depth import Depth
 from rewire.errors import OutOfOrder
 from rewire.passes.functions import clone, function_of
 from rewire.passes.install import edited_function
+from rewire.runtime.live import Entry
+from rewire.runtime.nested import mapped
 from rewire.stream import Stream
 
 

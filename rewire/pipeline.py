@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rewire.connection import Connection
-from rewire.depth import Entry
 from rewire.errors import RewireError, UnsupportedCall
 from rewire.gate import Gate
 from rewire.kernels.history import History
 from rewire.passes.connect import register
 from rewire.placement import Placement, is_dtensor
+from rewire.runtime.live import Entry
 from rewire.stream import Stream
 
 H = TypeVar("H")
@@ -185,11 +185,11 @@ def _home(stage: nn.Module, part: Part) -> str:
     return next(path for path, module in stage.named_modules() if any(entry.adds for entry in entries_of(module)))
 
 
-class _Leaves:
-    """Forward hook: a stream that goes on to the next stage leaves as tensors, in place.
+class _Crossing:
+    """Hook at one end of a stage, where a stream crosses.
 
     Attributes:
-        kept: what later stages of this rank take up, if they do: one entry for each micro-batch.
+        kept: what later stages of this rank take up of the stream, if they do: one entry for each micro-batch.
     """
 
     def __init__(self, boundary: Boundary) -> None:
@@ -199,6 +199,10 @@ class _Leaves:
     @property
     def place(self) -> tuple[str, int]:
         return self.boundary.name, self.boundary.position
+
+
+class _Leaves(_Crossing):
+    """Forward hook: a stream that goes on to the next stage leaves as tensors, in place."""
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         items = output if isinstance(output, (tuple, list)) else (output,)
@@ -214,20 +218,8 @@ class _Leaves:
         return tuple(packed)
 
 
-class _Enters:
-    """Forward pre-hook: the tensors of a stream that comes from the stage before, the first arguments, become one.
-
-    Attributes:
-        kept: what this rank has of the stream from an earlier stage, if it keeps it.
-    """
-
-    def __init__(self, boundary: Boundary) -> None:
-        self.boundary = boundary
-        self.kept: deque[Kept] | None = None
-
-    @property
-    def place(self) -> tuple[str, int]:
-        return self.boundary.name, self.boundary.position
+class _Enters(_Crossing):
+    """Forward pre-hook: the tensors of a stream that comes from the stage before, the first arguments, become one."""
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         count = self.boundary.count

@@ -8,11 +8,11 @@ disturb each other.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
@@ -20,78 +20,9 @@ from rewire.kernels.history import History
 from rewire.kernels.mix import Mix
 from rewire.kernels.operators import uses_kernels
 from rewire.placement import Placement, check_whole
-from rewire.topologies.base import Dims, QKVInputs, Recurrence, States, materialize, total
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from rewire.topologies.base import Topology
-
-
-class Layout:
-    """What is fixed about a trunk: its topology, and which unit of the topology each residual add belongs to.
-
-    A *site* is one residual add; a *unit* is what the topology connects: one site each at sublayer granularity, all
-    sites of a block at block granularity. A plain class rather than a dataclass: FSDP2 rebuilds every dataclass that
-    it meets in a block's inputs, and this object is shared by all streams of a trunk.
-
-    Args:
-        trunk: name of the trunk, for error messages.
-        topology: the formulas.
-        units: unit number (1-based, non-decreasing) of each site.
-        width: channels of the hidden states, 0 if unknown.
-        attention: units that have separate q/k/v inputs.
-        channel_dim: dimension of the hidden states' channels; topologies with weights per channel see it last.
-        posts: sites whose sum passes a norm or another operation before it is the new state.
-    """
-
-    def __init__(
-        self,
-        trunk: str,
-        topology: Topology,
-        units: Sequence[int],
-        width: int = 0,
-        attention: Collection[int] = (),
-        channel_dim: int = -1,
-        posts: Collection[int] = (),
-    ) -> None:
-        self.trunk = trunk
-        self.topology = topology
-        self.units = tuple(units)
-        self.posts = frozenset(posts)
-        self.dims = Dims(self.units[-1], width, frozenset(attention))
-        # weights of one number per state do not care, and moving would change the order of sums in the backward pass
-        self.channel_dim = channel_dim if topology.needs_width else -1
-
-    @property
-    def recurrence(self) -> Recurrence:
-        """The topology, where the model makes states of its sums, or a sum waits for a norm."""
-        assert isinstance(self.topology, Recurrence)
-        return self.topology
-
-    def opens_unit(self, site: int) -> bool:
-        return site == 0 or self.units[site - 1] != self.units[site]
-
-    def closes_unit(self, site: int) -> bool:
-        return site + 1 == len(self.units) or self.units[site + 1] != self.units[site]
-
-    def reads_qkv(self, site: int) -> bool:
-        """Whether the branch of ``site`` begins with an attention that has separate q/k/v inputs."""
-        return self.opens_unit(site) and self.units[site] in self.dims.attention
-
-    def token(self, device: torch.device | str) -> Tensor:
-        """A hidden state of a single token, whose values mean nothing."""
-        sizes = [1] * max(3, -self.channel_dim + 1)
-        sizes[self.channel_dim] = self.dims.width or 1
-        return torch.zeros(sizes, device=device)
-
-    def channels_last(self, x: Tensor) -> Tensor:
-        """A view of a hidden state as topologies see it, [..., D]."""
-        return x if self.channel_dim == -1 else x.movedim(self.channel_dim, -1)
-
-    def restored(self, x: Tensor) -> Tensor:
-        """A view of [..., D] as the model's blocks see it."""
-        return x if self.channel_dim == -1 else x.movedim(-1, self.channel_dim)
+from rewire.runtime.layout import Layout
+from rewire.runtime.tensorlike import TensorLike
+from rewire.topologies.base import QKVInputs, Recurrence, States, materialize, total
 
 
 class Weights:
@@ -154,7 +85,7 @@ class Awaiting:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stream:
+class Stream(TensorLike):
     """The state of the residual stream after ``position`` residual adds.
 
     Attributes:
@@ -229,48 +160,6 @@ class Stream:
     def shape(self) -> torch.Size:
         return self._out(self.template).shape
 
-    # -- read as a tensor, a stream is its value -----------------------------------------------------------------------
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What a torch function makes of the value, where a model reads its hidden states between the blocks."""
-        kwargs = kwargs or {}
-        if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile's form of activation checkpointing
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        streams = [leaf for leaf in pytree.tree_leaves((args, kwargs), is_leaf=_is_stream) if _is_stream(leaf)]
-        name = getattr(func, "__name__", str(func))
-        if name.endswith("_") or kwargs.get("inplace") or "out" in kwargs:
-            raise streams[0]._written_to(name)
-        args, kwargs = pytree.tree_map(_value_of, (args, kwargs), is_leaf=_is_stream)
-        return func(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name.endswith("_"):
-            raise self._written_to(name)
-        return getattr(self.value(), name)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.value()[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        raise self._written_to("an assignment to its elements")
-
-    def __len__(self) -> int:
-        return len(self.value())
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.value())
-
-    def _written_to(self, how: str) -> OutOfOrder:
-        return OutOfOrder(
-            f"the hidden states of trunk '{self.layout.trunk}' were written to in place ({how}) after {self.position} "
-            f"of its {len(self.layout.units)} residual adds, outside its blocks, where a stream stands for them. Make "
-            "a new tensor, or leave the trunk out with trunks=[...]."
-        )
-
     def read(self) -> tuple[Tensor | QKVInputs, Stream]:
         """What the next branch sees, and the stream to `write` to.
 
@@ -334,6 +223,13 @@ class Stream:
         value, _ = self.read()
         return value.residual if isinstance(value, QKVInputs) else value
 
+    def written_to(self, how: str) -> OutOfOrder:
+        return OutOfOrder(
+            f"the hidden states of trunk '{self.layout.trunk}' were written to in place ({how}) after {self.position} "
+            f"of its {len(self.layout.units)} residual adds, outside its blocks, where a stream stands for them. Make "
+            "a new tensor, or leave the trunk out with trunks=[...]."
+        )
+
     def write(self, *branches: Tensor) -> Stream:
         """The stream after one residual add of ``branches`` (several when branches run in parallel).
 
@@ -396,10 +292,6 @@ class Stream:
             )
         states = tuple(s.viewed(view) if isinstance(s, History) else view(s) for s in self.states)
         return self._with(states, pytree.tree_map(view, self.held))
-
-    def leave(self) -> Tensor | Stream:
-        """What a block returns: the stream, or after the trunk's last residual add the plain tensor."""
-        return self.finish() if self.complete else self
 
     def finish(self) -> Tensor:
         """The trunk's output.
@@ -468,45 +360,6 @@ class Stream:
                     "need one shape; pass trunks=[...] to leave this trunk out."
                 )
         return tuple(branch if branch.shape == expected else branch.expand(expected) for branch in branches)
-
-
-def _is_stream(value: Any) -> bool:
-    return isinstance(value, Stream)
-
-
-def _value_of(value: Any) -> Any:
-    return value.value() if isinstance(value, Stream) else value
-
-
-def _operator(name: str) -> Any:
-    def apply(self: Stream, *others: Any) -> Any:
-        return getattr(torch.Tensor, name)(self.value(), *map(_value_of, others))
-
-    return apply
-
-
-for _name in [
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-    "pow",
-    "matmul",
-    "rmatmul",
-    "neg",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "abs",
-]:
-    setattr(Stream, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:

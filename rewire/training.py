@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.connection import connections
-from rewire.errors import RewireError, UnsupportedTopology
+from rewire.connection import connections, learned_connections
+from rewire.errors import UnsupportedTopology
 
 
 def parameter_groups(
@@ -86,10 +86,7 @@ def sparsity_penalty(model: nn.Module, q: float = 2.0) -> Tensor:
     """
     if not q > 0:
         raise ValueError(f"q={q!r}: the entropic index has to be above 0.")
-    found = connections(model)
-    if not found:
-        raise RewireError(f"{type(model).__name__} was not rewired: it has no connection weights.")
-    entropies = []
+    found, entropies = learned_connections(model), []
     for connection in found.values():
         layout = connection.layout
         for p in layout.topology.distributions(connection.effective(), layout.dims):

@@ -55,12 +55,27 @@ class Trunk:
     @property
     def post_norm(self) -> bool:
         """Whether states pass a norm or an activation between the residual adds."""
-        return any(site.post for site in self.sites)
+        return bool(self.posts)
 
     @property
     def widths(self) -> set[int]:
         """What is known of the channels of its states; several only where no run has shown their shapes."""
         return {site.width for site in self.sites if site.width is not None}
+
+    @property
+    def width(self) -> int:
+        """Channels of its states; 0 if unknown."""
+        return next((site.width for site in self.sites if site.width), 0)
+
+    @property
+    def channel_dim(self) -> int:
+        """Dimension of the channels, as for a `Site`."""
+        return next((site.channel_dim for site in self.sites if site.width), -1)
+
+    @property
+    def posts(self) -> tuple[int, ...]:
+        """Numbers, from 0, of the residual adds whose sum passes a norm or another operation."""
+        return tuple(number for number, site in enumerate(self.sites) if site.post)
 
     @property
     def blocks(self) -> int:
@@ -132,8 +147,7 @@ class Report(Shown):
 
     @staticmethod
     def _headline(trunk: Trunk) -> Text:
-        width = next((str(site.width) for site in trunk.sites if site.width), "unknown")
-        norm = "post-norm" if trunk.post_norm else "pre-norm"
+        width, norm = trunk.width or "unknown", "post-norm" if trunk.post_norm else "pre-norm"
         text = f"{trunk.name}: {len(trunk.sites)} residual adds in {trunk.blocks} blocks, width {width}, {norm}"
         return Text(text, style="bold", overflow="fold")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -169,3 +170,9 @@ def test_restore(model_type: str) -> None:
     assert rewire.connections(rewired)  # untouched
     again = rewire.compile(plain, "residual", validate=False)
     assert_bitwise(evaluate(model, args, kwargs), evaluate(again, args, kwargs))
+
+
+@pytest.mark.parametrize("name", ["rewire.stream Layout", "rewire.depth Entry"])
+def test_whole_models_find_classes_where_they_were_when_they_were_pickled(name: str) -> None:
+    module, cls = name.split()
+    assert pickle.loads(f"c{module}\n{cls}\n.".encode()).__name__ == cls

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, WidthMismatch
-from rewire.stream import Layout, Reading, Settled, Stream
+from rewire.runtime.layout import Layout
+from rewire.stream import Reading, Settled, Stream
 from rewire.topologies import ANCRe, DenseFormer, Residual, Topology
 from rewire.topologies.ancre import ANCReCascaded
 from rewire.topologies.base import Dims, QKVInputs
@@ -133,12 +134,10 @@ def test_writes_count_in_order() -> None:
     assert (stream.position, stream.complete) == (0, False)
     stream = stream.write(f)
     assert (stream.position, stream.complete) == (1, False)
-    assert stream.leave() is stream
     stream = stream.write(g)
     assert (stream.position, stream.complete) == (2, True)
     want = 5 * (2 * x + f) + g
     torch.testing.assert_close(stream.finish(), want)
-    torch.testing.assert_close(stream.leave(), want)
     torch.testing.assert_close(stream.value(), want)
 
 
@@ -230,13 +229,6 @@ def test_looks_like_its_hidden_states() -> None:
     x = torch.randn(2, 3, 8).bfloat16()
     stream = open_stream(ANCRe(), x, (1, 2)).write(x)
     assert (stream.shape, stream.dtype, stream.device) == (x.shape, x.dtype, x.device)
-
-
-def test_layout_opens_and_closes_units() -> None:
-    layout = Layout("trunk", Residual(), (1, 2, 2, 3))
-    assert layout.dims == Dims(3)
-    assert [layout.opens_unit(site) for site in range(4)] == [True, True, False, True]
-    assert [layout.closes_unit(site) for site in range(4)] == [True, False, True, True]
 
 
 def test_gradients_reach_every_weight_through_a_stream() -> None:

@@ -59,26 +59,18 @@ def run(workloads: Iterable[Workload], rounds: int, compiled: bool = True) -> It
     """
     for workload in workloads:
         torch._dynamo.reset()  # the functions of many workloads share one code, whose compilations are limited
-        statuses = {
-            name: _status(implementation, compiled) for name, implementation in workload.implementations.items()
-        }
-        errors = _errors(
-            workload,
-            {name: implementation for name, implementation in workload.implementations.items() if not statuses[name]},
-        )
+        statuses = {name: _status(one, compiled) for name, one in workload.implementations.items()}
+        todo = {name: one for name, one in workload.implementations.items() if not statuses[name]}
+        errors = _errors(workload, todo)
         statuses |= {name: error for name, error in errors.items() if isinstance(error, str)}
         passes = _time(workload, statuses, rounds)
         numbers = {name: error for name, error in errors.items() if isinstance(error, float)}
-        yield [
-            Row(workload, name, statuses[name], numbers.get(name), passes.get(name))
-            for name in workload.implementations
-        ]
+        yield [Row(workload, name, statuses[name], numbers.get(name), passes.get(name)) for name in statuses]
 
 
 def _status(implementation: Implementation, compiled: bool) -> str:
-    return implementation.status or (
-        "" if compiled or not implementation.compiled else "not run: without torch.compile"
-    )
+    skipped = implementation.compiled and not compiled
+    return implementation.status or ("not run: without torch.compile" if skipped else "")
 
 
 def _errors(workload: Workload, implementations: Mapping[str, Implementation]) -> dict[str, float | str]:
@@ -192,10 +184,8 @@ def _cells(row: Row, rows: Sequence[Row], bandwidth: float, counted: bool) -> li
         return [name, *[""] * (8 if counted else 7), row.status]
     cells = [name]
     for timing, rate in ((row.passes.forward, row.rate("forward")), (row.passes.backward, row.rate("backward"))):
-        cells += [
-            _spread(timing),
-            *(["", ""] if implementation.other_work else [f"{rate / 1e9:.3g}", f"{rate / bandwidth:.0%}"]),
-        ]
+        rates = ["", ""] if implementation.other_work else [f"{rate / 1e9:.3g}", f"{rate / bandwidth:.0%}"]
+        cells += [_spread(timing), *rates]
     ratio = over_ours(row, rows)
     cells.append("" if ratio is None else f"{ratio:.2f}")
     if counted:
@@ -210,9 +200,8 @@ def _spread(timing: Timing) -> str:
 
 def over_ours(row: Row, rows: Iterable[Row]) -> float | None:
     """Time of both passes over that of "ours" in the same workload; None if one of the two was not measured."""
-    ours = next(
-        (other.passes for other in rows if other.workload is row.workload and other.implementation == OURS), None
-    )
+    same = (other for other in rows if other.workload is row.workload)
+    ours = next((other.passes for other in same if other.implementation == OURS), None)
     return row.passes.both.ratio(ours.both) if row.passes and ours else None
 
 

@@ -141,17 +141,11 @@ def make_workloads(sizes: Sizes, small: bool) -> list[Workload]:
 
 def _only_eager(workload: Workload) -> Workload:
     """Without what takes a CPU half a minute to compile; those implementations are listed as not run."""
-    late = {
-        name: dataclasses.replace(implementation, status="not run: compiles too long")
-        for name, implementation in workload.implementations.items()
-    }
-    return dataclasses.replace(
-        workload,
-        implementations={
-            n: late[n] if implementation.compiled else implementation
-            for n, implementation in workload.implementations.items()
-        },
-    )
+    implementations = dict(workload.implementations)
+    for name, one in implementations.items():
+        if one.compiled:
+            implementations[name] = dataclasses.replace(one, status="not run: compiles too long")
+    return dataclasses.replace(workload, implementations=implementations)
 
 
 def weighted_sum(sizes: Sizes, n: int, kind: Kind) -> Workload:
@@ -241,12 +235,10 @@ def three_reads(sizes: Sizes, n: int) -> Workload:
 
     def plain(*given: Tensor) -> Results:
         *xs, weights, scores = given
-        implementations = [
-            zip(w.unbind(), s.unbind(-1), xs, strict=True) for w, s in zip(weights, scores.unbind(-2), strict=True)
-        ]
+        per_token = scores.unsqueeze(-1).unbind(-3)  # for each mix, [..., n, 1]
         return tuple(
-            sum((w + s.unsqueeze(-1)) * x for w, s, x in implementation).to(xs[0].dtype)
-            for implementation in implementations
+            sum((w + s) * x for w, s, x in zip(of_all.unbind(), of_one.unbind(-2), xs, strict=True)).to(xs[0].dtype)
+            for of_all, of_one in zip(weights, per_token, strict=True)
         )
 
     weight = 4 * 3 * n * (sizes.width + sizes.tokens)

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from rewire.compiler import compile
 from rewire.connection import connections
-from rewire.errors import RewireError
-from rewire.passes.checks import check_whole
+from rewire.passes.checks import check_loaded, check_whole
 from rewire.passes.copies import shared
 from rewire.patterns.pattern import Inputs
-from rewire.stream import Layout
+from rewire.runtime.layout import Layout
 from rewire.topologies.base import Dims, QKVInputs, Recurrence, Start, States, materialize, total
 from rewire.topologies.residual import Residual
 from rewire.trunk import Trunk
@@ -61,7 +60,7 @@ class Record:
         """Dimension of the channels in what `runs` hold."""
         if self.layout.topology.needs_width:
             return -1  # the stream has moved them
-        return next((site.channel_dim for site in self.trunk.sites if site.width), -1)
+        return self.trunk.channel_dim
 
     def begin(self, x: Tensor) -> Run:
         if self.given is not None:
@@ -86,8 +85,7 @@ def observed(model: nn.Module, inputs: Inputs | None = None) -> tuple[nn.Module,
         NoResidualAdds: the model has no residual stream.
         AlreadyConnected, ShardedModel, RewireError: it cannot be rewritten as it is.
     """
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise RewireError(f"{type(model).__name__} is on the meta device: load its weights before it is diagnosed.")
+    check_loaded(model, "diagnosed")
     if connections(model):
         check_whole(model)
         copy = shared(model)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from rewire.connection import CONNECTIONS, Connection, SeparateNorms
-from rewire.depth import Entry
 from rewire.errors import RewireError
 from rewire.gate import Gate
 from rewire.passes.connect import StreamsToTensors
-from rewire.stream import Layout
+from rewire.runtime.layout import Layout
+from rewire.runtime.live import Entry
 
 
 class Function(NamedTuple):

@@ -10,11 +10,11 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rewire.connection import connections
+from rewire.connection import learned_connections
 from rewire.ejecting.modules import RUNTIME, Module, is_cut
 from rewire.ejecting.runtime import ROOTS, Runtime
 from rewire.errors import EditError, RewireError
-from rewire.passes.checks import check_whole
+from rewire.passes.checks import check_loaded, check_whole
 from rewire.passes.install import is_edited, original_class
 from rewire.patterns import first_given, is_pretrained, patterns_for
 from rewire.saving.folder import own_memory, ties_of
@@ -55,12 +55,9 @@ def eject(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         >>> print(rewire.eject(rewired, "ejected"))  # doctest: +ELLIPSIS
         ejected/rewired_...py
     """
-    found = connections(model)
-    if not found:
-        raise RewireError(f"{type(model).__name__} was not rewired: there is nothing to eject.")
+    found = learned_connections(model, "there is nothing to eject")
     check_whole(model)
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise RewireError(f"{type(model).__name__} is on the meta device: load its weights before it is ejected.")
+    check_loaded(model, "ejected")
     if is_cut(model):
         raise RewireError(f"{type(model).__name__} is one part of a pipeline: eject the whole model.")
     roots = [(type(c.layout.topology).__module__, type(c.layout.topology).__name__) for c in found.values()]

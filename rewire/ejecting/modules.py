@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from rewire.connection import CONNECTIONS, SeparateNorms, connections
-from rewire.depth import Entry
 from rewire.ejecting.names import Binding, Lines, Replacement, bindings, import_statements, replaced
 from rewire.ejecting.runtime import Runtime
 from rewire.errors import EditError
@@ -25,7 +24,8 @@ from rewire.passes.connect import StreamsToTensors
 from rewire.passes.functions import undecorated
 from rewire.passes.install import Edited, edits_of, is_edited, original_class
 from rewire.patterns import is_pretrained
-from rewire.stream import Layout
+from rewire.runtime.layout import Layout
+from rewire.runtime.live import Entry
 
 RUNTIME = "rewire_runtime"
 _IMPORTED = ("Function", "Layout", "connect")

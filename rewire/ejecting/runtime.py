@@ -29,7 +29,7 @@ from rewire.ejecting.names import (
 
 #: What ejected modules import.
 ROOTS = (
-    ("rewire.stream", "Layout"),
+    ("rewire.runtime.layout", "Layout"),
     ("rewire.connection", "coefficients"),
     ("rewire.ejecting.connecting", "Function"),
     ("rewire.ejecting.connecting", "connect"),

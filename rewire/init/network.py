@@ -17,6 +17,7 @@ from rewire.passes.adds import Add, between
 from rewire.passes.find import definitions, prepared_copy, residual_sites
 from rewire.passes.flow import Op
 from rewire.passes.follow import follow
+from rewire.passes.graphs import attribute_at
 from rewire.passes.projections import find_projections
 from rewire.patterns import Pattern, patterns_for
 from rewire.trunk import Site
@@ -169,7 +170,7 @@ class Network:
         """Names of parameters, or paths of modules; of a shared one the first. Buffers are left out."""
         found = set()
         for name in names:
-            value = _attribute(self.model, name)
+            value = attribute_at(self.model, name)
             if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
                 found.add(self.first_name.get(id(value), name))
         return frozenset(found)
@@ -248,13 +249,6 @@ def _parts(paths: tuple[str, ...], fused: Fused | None, block: nn.Module) -> Ite
     elif len(paths) == 3:
         for role, path in zip("qkv", paths, strict=True):
             yield f"{path}.weight", [(role, Layout())]
-
-
-def _attribute(root: nn.Module, path: str) -> Any:
-    found: Any = root
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return found
 
 
 def _called(getter: Any) -> Any:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from rewire.connection import Connection
-from rewire.depth import Entry
 from rewire.errors import EditError
 from rewire.gate import Gate, HelperGate
 from rewire.kernels.norms import copy_mark, unmark
 from rewire.passes.edits import FunctionPlan
 from rewire.passes.fusions import NORMS
 from rewire.passes.install import Edited, install, is_edited, uninstall
+from rewire.runtime.live import Entry
 
 
 def apply(

@@ -47,6 +47,21 @@ def check_whole(model: nn.Module) -> None:
         raise ShardedModel("the model's parameters are already sharded: rewire the model first, then shard it.")
 
 
+def on_meta(model: nn.Module) -> bool:
+    """Whether any of its tensors is on the meta device."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def check_loaded(model: nn.Module, done: str) -> None:
+    """Refuse models without values; ``done`` says what would be done to them.
+
+    Raises:
+        RewireError: it is on the meta device.
+    """
+    if on_meta(model):
+        raise RewireError(f"{type(model).__name__} is on the meta device: load its weights before it is {done}.")
+
+
 def check_not_cut(model: nn.Module, trunks: Iterable[Trunk]) -> None:
     """Refuse one stage of a pipeline: what its trunk had before and after would be missing from its streams.
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rewire.errors import UnknownName, UnsupportedTopology, WidthMismatch
-from rewire.stream import Layout
+from rewire.runtime.layout import Layout
 from rewire.topologies import Recurrence, Topology, make_topology
 from rewire.topologies.base import Start
 from rewire.trunk import Trunk
@@ -112,10 +112,8 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
     resolved = topology.granularity if granularity == "auto" else granularity
     separate = resolved == "sublayer" or trunk.post_norm or trunk.blocks == 1
     units = tuple(range(1, len(trunk.sites) + 1)) if separate else trunk.units
-    channel_dim = next((site.channel_dim for site in trunk.sites if site.width), -1)
     attention = _attention_units(trunk, topology, units)
-    posts = [number for number, site in enumerate(trunk.sites) if site.post]
-    return Layout(trunk.name, topology, units, next(iter(widths), 0), attention, channel_dim, posts)
+    return Layout(trunk.name, topology, units, trunk.width, attention, trunk.channel_dim, trunk.posts)
 
 
 def _attention_units(trunk: Trunk, topology: Topology, units: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ from torch import nn
 from rewire.connection import CONNECTIONS, Connection, SeparateNorms
 from rewire.errors import RewireError
 from rewire.patterns import is_pretrained
+from rewire.runtime.nested import mapped
 from rewire.stream import Stream
 from rewire.trunk import Trunk
 
@@ -54,7 +55,10 @@ class StreamsToTensors:
         self.trunks: set[str] = set()
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        return _without_streams(output, self.trunks)
+        return mapped(output, self._tensor_of)
+
+    def _tensor_of(self, item: Any) -> Any:
+        return item.value() if isinstance(item, Stream) and item.layout.trunk in self.trunks else item
 
 
 def convert_collected(model: nn.Module, trunk: Trunk) -> None:
@@ -75,17 +79,3 @@ def convert_collected(model: nn.Module, trunk: Trunk) -> None:
             hook = StreamsToTensors()
             module.register_forward_hook(hook)
         hook.trunks.add(trunk.name)
-
-
-def _without_streams(value: Any, trunks: Collection[str]) -> Any:
-    if isinstance(value, Stream):
-        return value.value() if value.layout.trunk in trunks else value
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if isinstance(item, (Stream, tuple, list, dict)):
-                value[key] = _without_streams(item, trunks)
-        return value
-    if isinstance(value, (tuple, list)) and any(isinstance(item, (Stream, tuple, list)) for item in value):
-        items = [_without_streams(item, trunks) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value

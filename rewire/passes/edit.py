@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 from rewire.errors import EditError
+from rewire.passes.additions import Addition, addition_in
+from rewire.passes.changes import Change, Render, rendered
 from rewire.passes.edits import (
     Carry,
     Each,
     Ended,
     FunctionPlan,
+    Made,
     Normed,
     Parameter,
     Part,
@@ -28,25 +30,6 @@ from rewire.passes.edits import (
 )
 from rewire.passes.text import Place, is_call_of_one
 from rewire.passes.variables import assigned, on_one_way
-
-#: Writes the text between two characters, with the changes inside it.
-Render = Callable[[int, int], str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A stretch of the text, and what to write in its place.
-
-    Attributes:
-        start, end: its first character, and the one behind its last.
-        write: makes the new text, from a function that renders what is inside.
-        argument: whether it is around an argument of a call.
-    """
-
-    start: int
-    end: int
-    write: Callable[[Render], str]
-    argument: bool = False
 
 
 def edited(plan: FunctionPlan) -> str:
@@ -87,7 +70,7 @@ class _Editor:
         changes += sorted(own, key=lambda change: not change.argument)
         if not self.plan.method:
             changes += [self._gate_parameter(), *self._supers()]
-        return _rendered(self.text.text, changes)
+        return rendered(self.text.text, changes)
 
     @property
     def _gate(self) -> str:
@@ -119,7 +102,7 @@ class _Editor:
         values = [other for other in self.plan.edits.values() if isinstance(other, Value)]
         return any(value.trunk == edit.trunk for value in values)
 
-    def _how(self, edit: Parameter | Value | Push | Carry | Sum | Through) -> list[str]:
+    def _how(self, edit: Parameter | Made | Sum | Through) -> list[str]:
         """Keyword arguments of a read."""
         norm = getattr(edit, "norm", None)
         how = [] if norm is None else [f"norm={norm}"]
@@ -185,7 +168,7 @@ class _Editor:
     def _carry(self, edit: Carry) -> list[Change]:
         return self._made("carry", edit)
 
-    def _settled(self, edit: Value | Push) -> list[Change]:
+    def _settled(self, edit: Made) -> list[Change]:
         """A line behind an ``if`` in which the state is made: on the other ways it is what it was before."""
         node = next(iter(self.text.nodes.get(edit.at, [])), None)
         name = None if node is None else assigned(self.text, node)
@@ -197,7 +180,7 @@ class _Editor:
         method = "start" if isinstance(edit, Value) else "settle"
         return self._line_behind(around, f"{name} = {self.depth}.{method}({', '.join([name, *trunk])})")
 
-    def _made(self, method: str, edit: Value | Push | Carry) -> list[Change]:
+    def _made(self, method: str, edit: Made) -> list[Change]:
         """A method of `Depth` around an expression; what an in-place operation has changed gets its result."""
         nodes = self.text.nodes.get(edit.at, [])
         element = next((node for node in nodes if _is_stored(node)), None)
@@ -208,7 +191,7 @@ class _Editor:
             node = self._expression(edit.at)
             while isinstance(self.parents[node], ast.IfExp) and not isinstance(edit, Carry):  # on both ways
                 node = self.parents[node]  # type: ignore[assignment]
-            if getattr(edit, "item", None) is None:
+            if edit.item is None:
                 self._check_one_value(node)
             return [self._wrapped(node, method, self._how(edit), self._written_to(node))]
         how = "".join(f", {argument}" for argument in self._how(edit))
@@ -359,85 +342,49 @@ class _Editor:
     # -- residual adds -------------------------------------------------------------------------------------------------
 
     def _sum(self, edit: Sum) -> list[Change]:
-        node = self._addition(edit.at)
-        shortcut, branches, options = self._operands(node, edit.first)
-        for at, first in reversed(edit.inner):
-            inner = self._addition(at)
-            assert shortcut is inner
-            shortcut, more, _ = self._operands(inner, first)
-            branches = [*more, *branches]
-        method = "write" if edit.last else "add"
-        how = [*options, *self._how(edit)]
-
-        def write(render: Render) -> str:
-            operands = [render(*self.text.span(operand)) for operand in (shortcut, *branches)]
-            call = f"{self.depth}.{method}({', '.join([*operands, *how])})"
-            return self._assigned(node, call, render)
-
-        return [Change(*self.text.span(node), write)]
+        return self._added(edit, "write" if edit.last else "add", self._how(edit), edit.inner)
 
     def _part(self, edit: Part) -> list[Change]:
-        node = self._addition(edit.at)
-        shortcut, branches, options = self._operands(node, edit.first)
+        return self._added(edit, "part")
+
+    def _added(
+        self, edit: Sum | Part, method: str, how: Sequence[str] = (), inner: Sequence[tuple[Place, bool]] = ()
+    ) -> list[Change]:
+        """A method of `Depth` in place of an addition, and of those inside it that add parallel branches."""
+        addition = self._addition(edit.at)
+        shortcut, *branches = addition.operands(edit.first)
+        for at, first in reversed(inner):
+            nested = self._addition(at)
+            assert shortcut is nested.node
+            shortcut, branch = nested.operands(first)
+            branches.insert(0, branch)
+        options = [self.text.text[slice(*self.text.span(option))] for option in addition.options]
 
         def write(render: Render) -> str:
             operands = [render(*self.text.span(operand)) for operand in (shortcut, *branches)]
-            return self._assigned(node, f"{self.depth}.part({', '.join([*operands, *options])})", render)
+            call = f"{self.depth}.{method}({', '.join([*operands, *options, *how])})"
+            return self._assigned(addition, call, render)
 
-        return [Change(*self.text.span(node), write)]
+        return [Change(*self.text.span(addition.node), write)]
 
-    def _addition(self, at: Place) -> ast.AST:
+    def _addition(self, at: Place) -> Addition:
         nodes = self.text.nodes.get(at, [])
-        for node in nodes:
-            if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.Add):
-                return node
-            if isinstance(node, ast.Call) and self._added(node) is not None:
-                return node
-        written = ast.unparse(nodes[-1]) if nodes else "?"
-        raise EditError(f"the residual add at {self.text.file}:{at[0]} is written as `{written}`: write it as `x + f`")
+        found = next(filter(None, map(addition_in, nodes)), None)
+        if found is None:
+            written = ast.unparse(nodes[-1]) if nodes else "?"
+            raise EditError(
+                f"the residual add at {self.text.file}:{at[0]} is written as `{written}`: write it as `x + f`"
+            )
+        return found
 
-    def _added(self, call: ast.Call) -> list[ast.expr] | None:
-        """The operands of ``torch.add(a, b)`` and ``a.add(b)``; None if the call is another."""
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        arguments = [*call.args, *(k.value for k in call.keywords if k.arg in ("input", "other"))]
-        if name in ("add", "add_", "iadd", "__add__") and len(arguments) == 2:
-            return arguments
-        if name in ("add", "add_", "__add__") and len(arguments) == 1 and isinstance(call.func, ast.Attribute):
-            return [call.func.value, *arguments]
-        return None
-
-    def _operands(self, node: ast.AST, first: bool) -> tuple[ast.expr, list[ast.expr], list[str]]:
-        """Shortcut, branch and options of an addition."""
-        options: list[str] = []
-        if isinstance(node, ast.BinOp):
-            pair = [node.left, node.right]
-        elif isinstance(node, ast.AugAssign):
-            pair = [node.target, node.value]
-        else:
-            assert isinstance(node, ast.Call)
-            pair = self._added(node) or []
-            for keyword in node.keywords:
-                if keyword.arg == "alpha":
-                    options.append(self.text.text[slice(*self.text.span(keyword))])
-        return (pair[0], [pair[1]], options) if first else (pair[1], [pair[0]], options)
-
-    def _assigned(self, node: ast.AST, call: str, render: Render) -> str:
-        """The call in place of ``node``; what an in-place add has changed gets its result."""
-        if isinstance(node, ast.AugAssign):
-            return f"{render(*self.text.span(node.target))} = {call}"
-        changed = node.func.value if isinstance(node, ast.Call) and self._in_place(node) else None  # type: ignore[attr-defined]
-        if changed is None:
+    def _assigned(self, addition: Addition, call: str, render: Render) -> str:
+        """The call in place of an addition; what that changed in place gets its result."""
+        target = addition.target
+        if target is None:
             return call
-        statement = isinstance(self.parents[node], ast.Expr)
-        if isinstance(changed, ast.Name):
-            return f"{changed.id} = {call}" if statement else f"({changed.id} := {call})"
-        if statement:
-            return f"{render(*self.text.span(changed))} = {call}"
-        return call
-
-    @staticmethod
-    def _in_place(call: ast.Call) -> bool:
-        return isinstance(call.func, ast.Attribute) and call.func.attr == "add_" and len(call.args) == 1
+        if isinstance(addition.node, ast.AugAssign) or isinstance(self.parents[addition.node], ast.Expr):
+            return f"{render(*self.text.span(target))} = {call}"
+        return f"({target.id} := {call})" if isinstance(target, ast.Name) else call
 
 
 #: How each kind of edit is written.
@@ -466,30 +413,3 @@ def _is_stored(node: ast.AST) -> bool:
 
 def _symbol(operator: ast.operator) -> str:
     return ast.unparse(ast.BinOp(ast.Name("a"), operator, ast.Name("b")))[2:-2]
-
-
-def _rendered(text: str, changes: Sequence[Change]) -> str:
-    """The text with all changes, those inside others included.
-
-    Raises:
-        EditError: two changes exclude each other.
-    """
-    done: set[int] = set()
-
-    def render(start: int, end: int, among: Sequence[Change]) -> str:
-        rest = [change for change in among if start <= change.start and change.end <= end]
-        rest.sort(key=lambda change: (change.start, change.end > change.start, -change.end))
-        written, position = [], start
-        while rest:
-            change, *rest = rest
-            inside = [c for c in rest if c.end <= change.end and change.start < change.end]
-            rest = [c for c in rest if c not in inside]
-            done.add(id(change))
-            written += [text[position : change.start], change.write(functools.partial(render, among=inside))]
-            position = change.end
-        return "".join([*written, text[position:end]])
-
-    result = render(0, len(text), list(changes))
-    if len(done) != len(changes):
-        raise EditError("the residual stream passes one expression in two ways that cannot be written together")
-    return result

@@ -39,13 +39,32 @@ class Parameter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
-    """An expression whose value is where the stream starts; ``item``: which of several tensors that it makes."""
+class Made:
+    """An expression that makes a value of the stream, other than a residual add.
+
+    Attributes:
+        at: the expression.
+        trunk: number of the trunk among those of the function.
+        norm: what reads the value first.
+        item: of a call that returns several tensors, the number of the one that it is.
+    """
 
     at: Span
     trunk: int = 0
     norm: Written | None = None
     item: int | None = None
+
+
+class Value(Made):
+    """The value is where the stream starts."""
+
+
+class Push(Made):
+    """The value is the state that follows from the last add."""
+
+
+class Carry(Made):
+    """The value is on the way from a sum to the state that is made of it: other operations may follow, or not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,38 +97,6 @@ class Part:
 
     at: Span
     first: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Carry:
-    """A value on the way from a sum to the state that is made of it: other operations may follow, or not.
-
-    Attributes:
-        at: the expression that makes it.
-        trunk: number of the trunk among those of the function.
-        item: of a call that returns several tensors, the number of the one that it is.
-    """
-
-    at: Span
-    trunk: int
-    item: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Push:
-    """An expression whose value is the state that follows from the last add.
-
-    Attributes:
-        at: the expression.
-        trunk: number of the trunk among those of the function.
-        norm: what reads the state first.
-        item: of a call that returns several tensors, the number of the one that is the state.
-    """
-
-    at: Span
-    trunk: int = 0
-    norm: Written | None = None
-    item: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

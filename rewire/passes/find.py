@@ -15,6 +15,7 @@ from rewire.console import progress
 from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
 from rewire.passes.adds import CASTS, Add
+from rewire.passes.checks import on_meta
 from rewire.passes.copies import own_inputs, private, seeded, shared
 from rewire.passes.flow import Flow, Op, Place
 from rewire.passes.follow import follow
@@ -95,25 +96,24 @@ def find(
 def _find(
     prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, how: Way, everything: bool
 ) -> list[Found]:
-    on_meta = any(tensor.is_meta for tensor in (*prepared.parameters(), *prepared.buffers()))
-    if inputs is not None and how == "run" and not on_meta:
+    if inputs is not None and how == "run" and not on_meta(prepared):
         return _recorded(prepared, patterns, inputs)
     if inputs is not None and how != "trace":
-        recorded = _recorded_cheaply(prepared, patterns, inputs, on_meta)
+        recorded = _recorded_cheaply(prepared, patterns, inputs)
         if recorded:
             return recorded
     found = trunks_in(follow(prepared, definitions(patterns), everything), patterns)
     picked, mixed = _picks(found), any(len(trunk.widths) > 1 for trunk in found.trunks.values())
     if inputs is None or (found.trunks and not found.flow.unread and not picked and not mixed):
         return [found]
-    recorded = _recorded_cheaply(prepared, patterns, inputs, on_meta)
+    recorded = _recorded_cheaply(prepared, patterns, inputs)
     return recorded if recorded and (mixed or recorded[0].adds >= found.adds - picked) else [found]
 
 
-def _recorded_cheaply(prepared: nn.Module, patterns: list[Pattern], inputs: Inputs, on_meta: bool) -> list[Found]:
+def _recorded_cheaply(prepared: nn.Module, patterns: list[Pattern], inputs: Inputs) -> list[Found]:
     """What runs on the meta device show, or else, of a model that is not there, real ones; empty if none works."""
     found: list[Found] = []
-    for device in ("meta",) if on_meta else ("meta", None):
+    for device in ("meta",) if on_meta(prepared) else ("meta", None):
         try:
             found = _recorded(prepared, patterns, inputs, device)
         except BadExampleInputs as error:

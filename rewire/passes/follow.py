@@ -7,8 +7,6 @@ themselves. No class and no global is patched, so that other threads notice noth
 
 from __future__ import annotations
 
-import contextlib
-import dis
 import functools
 import inspect
 import itertools
@@ -22,22 +20,13 @@ import torch
 from torch import fx, nn
 
 from rewire.errors import TraceError
-from rewire.passes.flow import CONTAINERS, Flow, Place, Scope, is_matrix
+from rewire.passes.candidates import Candidates
+from rewire.passes.flow import CONTAINERS, Flow, Place, Scope
 from rewire.passes.frames import Frames
 from rewire.passes.functions import forward_of
 from rewire.passes.graphs import flow_of
-from rewire.passes.standins import (
-    SIZES,
-    Globals,
-    Proxy,
-    Quiet,
-    Weight,
-    attribute,
-    called,
-    keeps_values,
-    own,
-    with_globals,
-)
+from rewire.passes.standins import SIZES, Globals, Proxy, Weight, with_globals
+from rewire.passes.views import Views
 
 _ATTEMPTS = 12  # at tracing one forward
 _CHOICES = 4  # of the arguments of the model's own
@@ -72,7 +61,8 @@ def _sums(flow: Flow) -> int:
 class _Follower(fx.Tracer):
     def __init__(self, model: nn.Module, definitions: Mapping[type[nn.Module], FunctionType], everything: bool) -> None:
         super().__init__()
-        self.model, self.definitions, self.everything = model, definitions, everything
+        self.model, self.definitions = model, definitions
+        self.views, self.candidates = Views(self), Candidates(everything)
         self.root = model
         self.graph = fx.Graph(tracer_cls=_Follower)
         self.paths: dict[nn.Module, str] = {}
@@ -80,19 +70,13 @@ class _Follower(fx.Tracer):
             self.paths.setdefault(module, path)
         self.tensors = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}
         self.constants: dict[str, torch.Tensor] = {}
-        self.views: dict[nn.Module, nn.Module] = {}
-        self.classes: dict[type, type] = {}
-        self.namespaces: dict[int, Globals] = {}
         self.unread: dict[str, str] = {}
         self.result: Any = None
         self.failures: dict[type, int] = {}
-        self.known: dict[tuple[nn.Module, str], bool] = {}
-        self.adds = functools.cache(_adds)  # by class
         self.scopes: list[Scope] = []
         self.frames = Frames(self.nodes, self._module_of)
         self.decisions: list[list[bool]] = []  # of the forwards that are being traced: outcomes of tests
         self.tested: list[int] = []
-        self.objects: dict[int, tuple[Any, dict[str, Any]]] = {}  # what modules hold, and what was in it
 
     def _module_of(self, view: Any) -> tuple[str, nn.Module] | None:
         module = vars(view).get("_rewire_module") if isinstance(view, nn.Module) else None
@@ -100,7 +84,7 @@ class _Follower(fx.Tracer):
 
     def run(self, arguments: Sequence[str]) -> Flow:
         """The flow of the model's own forward, given these arguments."""
-        view = self.view(self.model)
+        view = self.views.of(self.model)
         args = {name: self.create_proxy("placeholder", name, (), {}) for name in arguments}
         try:
             self.result = self._inside(view, (), args, None)
@@ -108,7 +92,7 @@ class _Follower(fx.Tracer):
             self.unread[""] = f"its forward cannot be traced: {error}"
             self._rows(view)
         finally:
-            self._put_back()
+            self.views.put_back()
         return self._flow()
 
     def _flow(self) -> Flow:
@@ -125,42 +109,6 @@ class _Follower(fx.Tracer):
         return flow
 
     # -- modules -------------------------------------------------------------------------------------------------------
-
-    def view(self, module: nn.Module) -> nn.Module:
-        """A stand-in for a module: its own attributes, but children whose calls are traced."""
-        if module not in self.views:
-            cls = type(module)
-            if cls not in self.classes:
-                members = {**self._methods(cls), "__call__": called, "__getattr__": attribute}
-                metaclass: Any = type(cls)
-                self.classes[cls] = metaclass(cls.__name__, (Quiet, cls), members)
-            view: nn.Module = object.__new__(self.classes[cls])
-            self.views[module] = view
-            vars(view).update({k: own(v) for k, v in vars(module).items()}, _rewire_module=module, _rewire_tracer=self)
-            for value in vars(module).values():
-                if id(value) not in self.objects and keeps_values(value):  # a config is held by all modules
-                    self.objects[id(value)] = value, dict(vars(value))
-            vars(view)["_modules"] = {k: m and self.view(m) for k, m in module._modules.items()}
-        return self.views[module]
-
-    def _methods(self, cls: type) -> dict[str, Any]:
-        """The methods of a user's class, as they are traced."""
-        methods: dict[str, Any] = {}
-        for base in reversed(cls.__mro__):
-            if base.__module__.startswith("torch.") or base is object:
-                continue
-            for name, value in vars(base).items():
-                function = value.__func__ if isinstance(value, staticmethod) else value
-                if isinstance(function, FunctionType) and not name.startswith("__"):
-                    traced = with_globals(function, self._namespace(function))
-                    methods[name] = staticmethod(traced) if isinstance(value, staticmethod) else traced
-        return methods
-
-    def _namespace(self, function: FunctionType) -> Globals:
-        original = function.__globals__
-        if id(original) not in self.namespaces:
-            self.namespaces[id(original)] = Globals(original, self, frozenset())
-        return self.namespaces[id(original)]
 
     def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module: nn.Module = view._rewire_module
@@ -180,29 +128,9 @@ class _Follower(fx.Tracer):
         return self.definitions.get(type(module)) or forward_of(module).function
 
     def _enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether residual adds may stand in a module: a ``+``, and weights; or a second tensor to be added."""
-        if self.failures.get(type(module), 0) >= _FAILURES:
-            return False
-        if getattr(type(module), "forward", None) in (nn.Sequential.forward, nn.ModuleList.forward):
-            return True
-        home = type(module).__module__
-        if home.startswith("torch.nn.") and not home.endswith(".transformer"):
-            return False
-        if self.everything:
-            return True
+        """Whether to look into a module."""
         given = sum(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values()))
-        return (given > 1 or self._below(module, "weights")) and self._below(module, "adds")
-
-    def _below(self, module: nn.Module, what: str) -> bool:
-        """Whether a module, or one below it, has weight matrices, or a ``+`` in its code."""
-        key = module, what
-        if key not in self.known:
-            self.known[key] = False
-            parameters = [p for p in module._parameters.values() if p is not None]
-            cls: Any = type(module)
-            own = self.adds(cls) if what == "adds" else any(is_matrix(p.shape) for p in parameters)
-            self.known[key] = own or any(self._below(c, what) for c in module._modules.values() if c is not None)
-        return self.known[key]
+        return self.failures.get(type(module), 0) < _FAILURES and self.candidates.may_add(module, given)
 
     def _inside(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Place | None) -> Any:
         """What the forward of a module returns; its operations are recorded.
@@ -278,19 +206,11 @@ class _Follower(fx.Tracer):
 
     def _forget_since(self, last: fx.Node | None) -> None:
         """Erase the nodes behind ``last``, and what objects have kept of them."""
-        self._put_back()
+        self.views.put_back()
         for node in reversed(list(self.graph.nodes)):
             if node is last:
                 return
             self.graph.erase_node(node)
-
-    def _put_back(self) -> None:
-        """Objects that modules hold are as they were: some keep what they compute for the next call."""
-        for value, before in self.objects.values():
-            now = vars(value)
-            if now.keys() != before.keys() or any(now[name] is not before[name] for name in before):
-                now.clear()
-                now.update(before)
 
     def _rows(self, view: Any) -> None:
         """Follow the blocks of a module whose own forward cannot be traced: each takes what the one before returns."""
@@ -303,9 +223,9 @@ class _Follower(fx.Tracer):
                 if isinstance(child, CONTAINERS):
                     value: Any = None
                     for element in child._modules.values():
-                        value = element and self._first_of(self.view(element), value)
+                        value = element and self._first_of(self.views.of(element), value)
                 elif child is not None and any(isinstance(below, CONTAINERS) for below in child.modules()):
-                    self._first_of(self.view(child), None)
+                    self._first_of(self.views.of(child), None)
         finally:
             self.scopes.pop()
 
@@ -412,30 +332,6 @@ def _failed_in(function: FunctionType, view: Any, error: Exception) -> list[str]
         ):
             names.append(name)
     return names[::-1]
-
-
-@functools.lru_cache(maxsize=4096)
-def _adds(cls: type) -> bool:
-    """Whether a forward, or a method or function that it may call, has a ``+`` in it."""
-    with contextlib.suppress(Exception):
-        functions = [value for name, value in vars(cls).items() if isinstance(value, FunctionType)]
-        functions += [
-            f
-            for base in cls.__mro__[1:]
-            for f in vars(base).values()
-            if isinstance(f, FunctionType) and base.__module__ == cls.__module__
-        ]
-        return any(
-            _has_plus(inspect.unwrap(function)) for function in functions if not function.__name__.startswith("__")
-        )
-    return True
-
-
-def _has_plus(function: FunctionType) -> bool:
-    code = function.__code__
-    if {"add", "add_", "residual"} & {*code.co_names}:
-        return True
-    return any(i.opname == "BINARY_OP" and i.argrepr in ("+", "+=") for i in dis.get_instructions(code))
 
 
 def _root_arguments(model: nn.Module) -> Iterator[list[str]]:

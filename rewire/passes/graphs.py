@@ -122,7 +122,7 @@ def _is_matrix(op: Op) -> bool:
 def _is_weight(node: fx.Node, root: nn.Module) -> bool:
     """Whether ``node`` is a parameter or a buffer."""
     if node.op == "get_attr":
-        return isinstance(_attribute(root, str(node.target)), torch.Tensor)
+        return isinstance(attribute_at(root, str(node.target)), torch.Tensor)
     return node.op == "placeholder" and "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
 
 
@@ -130,11 +130,12 @@ def tensor_of(node: fx.Node, root: nn.Module) -> torch.Tensor | None:
     """A tensor like that of ``node``: as `torch.compile`, `torch.export` and `FakeTensorProp` leave it in ``meta``."""
     value = node.meta.get("example_value", node.meta.get("val"))
     if value is None and node.op == "get_attr":
-        value = _attribute(root, str(node.target))
+        value = attribute_at(root, str(node.target))
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _attribute(root: nn.Module, path: str) -> Any:
+def attribute_at(root: nn.Module, path: str) -> Any:
+    """What a module holds at a path; None if there is no such attribute."""
     value: Any = root
     for part in path.split("."):
         value = getattr(value, part, None)

@@ -252,7 +252,7 @@ class _Planner:
             elif op is add.post[-1]:
                 function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None), item))
             elif same_size(op, add.op) and not inside and not unseen:
-                function.put(("push", at), Carry(at, trunk, item))
+                function.put(("push", at), Carry(at, trunk, item=item))
 
     def _returned(self, add: Add, scope: Scope, nodes: Sequence[ast.AST]) -> bool:
         """Whether a function does nothing with the value of an add, that of these expressions, but return it."""

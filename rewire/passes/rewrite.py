@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from rewire.connection import CONNECTIONS, Connection, connections
-from rewire.errors import EditError, RewireError
+from rewire.connection import CONNECTIONS, Connection, learned_connections
+from rewire.errors import EditError
 from rewire.logs import rewrite as log
 from rewire.passes.apply import apply, undo
 from rewire.passes.connect import StreamsToTensors, convert_collected, copy_norms, register
@@ -19,7 +20,7 @@ from rewire.passes.find import Found, definitions
 from rewire.passes.plan import plan
 from rewire.passes.projections import find_projections
 from rewire.patterns import Pattern
-from rewire.stream import Layout
+from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
 from rewire.trunk import Trunk
 
@@ -46,31 +47,17 @@ def rewrite(
     Raises:
         EditError: a trunk cannot be edited.
     """
-    trunks = found[0].trunks
-    chosen = {layout.trunk: layout for layout in layouts}
+    trunks, chosen = found[0].trunks, {layout.trunk: layout for layout in layouts}
     while True:
-        name = ""
         try:
-            opened: set[Key] = set()
-            while True:
-                plans: Plans = {}
-                handed: set[Key] = set()
-                for name, layout in chosen.items():
-                    handed |= _plan(trunks[name], layout, found, patterns, plans, opened)
-                missed = {key for key in handed & plans.keys() if plans[key].opened}
-                if not missed:
-                    break
-                opened |= missed  # one trunk is only handed through, and another one makes it hold tensors
-            texts = {}
-            for key, function in plans.items():
-                name = function.trunks[-1] if function.trunks else name
-                texts[key] = edited(function)
+            plans = _plans(trunks, chosen, found, patterns)
+            texts = _texts(plans, next(reversed(chosen), ""))
             break
-        except EditError as error:
+        except _CannotEdit as failed:
             if all_of_them or len(chosen) == 1:
-                raise EditError(f"trunk '{name}' cannot be edited: {error}") from error
-            log.warning("trunk '%s' was left as it is: %s", name, error)
-            del chosen[name]
+                raise EditError(f"trunk '{failed.trunk}' cannot be edited: {failed.why}") from failed.why
+            log.warning("trunk '%s' was left as it is: %s", failed.trunk, failed.why)
+            del chosen[failed.trunk]
     made = {}
     for name, layout in chosen.items():
         trunk = trunks[name]
@@ -80,6 +67,39 @@ def rewrite(
     apply(rewired, found[0].flow.model, [(function, texts[key]) for key, function in plans.items()], made)
     copy_norms(rewired, set().union(*(function.copied for function in plans.values())))
     return rewired
+
+
+class _CannotEdit(Exception):
+    """A trunk cannot be edited, and others may."""
+
+    def __init__(self, trunk: str, why: EditError) -> None:
+        super().__init__(trunk, why)
+        self.trunk, self.why = trunk, why
+
+
+@contextlib.contextmanager
+def _editing(trunk: str) -> Iterator[None]:
+    try:
+        yield
+    except EditError as error:
+        raise _CannotEdit(trunk, error) from error
+
+
+def _plans(
+    trunks: Mapping[str, Trunk], chosen: Mapping[str, Layout], found: list[Found], patterns: list[Pattern]
+) -> Plans:
+    """What changes in which function, for all trunks together."""
+    opened: set[Key] = set()
+    while True:
+        plans: Plans = {}
+        handed: set[Key] = set()
+        for name, layout in chosen.items():
+            with _editing(name):
+                handed |= _plan(trunks[name], layout, found, patterns, plans, opened)
+        missed = {key for key in handed & plans.keys() if plans[key].opened}
+        if not missed:
+            return plans
+        opened |= missed  # one trunk is only handed through, and another one makes it hold tensors
 
 
 def _plan(
@@ -103,6 +123,16 @@ def _plan(
     return handed
 
 
+def _texts(plans: Plans, trunk: str) -> dict[Key, str]:
+    """The new text of each function; one without a trunk (an attention's) is of the trunk of the one before it."""
+    texts = {}
+    for key, function in plans.items():
+        trunk = function.trunks[-1] if function.trunks else trunk
+        with _editing(trunk):
+            texts[key] = edited(function)
+    return texts
+
+
 def _device_of(module: nn.Module) -> torch.device | None:
     return next((parameter.device for parameter in module.parameters()), None)
 
@@ -117,8 +147,7 @@ def restore(model: nn.Module) -> nn.Module:
         >>> torch.equal(rewire.restore(rewired)(x), model(x))
         True
     """
-    if not connections(model):
-        raise RewireError(f"{type(model).__name__} was not rewired: there is nothing to restore.")
+    learned_connections(model, "there is nothing to restore")
     plain = shared(model)
     for module in plain.modules():
         undo(module)

@@ -1,7 +1,7 @@
-"""What a forward is given in place of tensors, modules and globals, while `follow` traces it.
+"""What a forward is given in place of tensors and globals, while `follow` traces it; of modules: `views`.
 
-Tensors are torch.fx proxies; modules are views whose calls are traced; globals are a table that looks names up in the
-user's own, and hands out functions that see the same table. Nothing of the user's is changed.
+Tensors are torch.fx proxies; globals are a table that looks names up in the user's own, and hands out functions that
+see the same table. Nothing of the user's is changed.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import dis
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType, FunctionType, ModuleType, SimpleNamespace
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from rewire.errors import TraceError
 
@@ -33,6 +33,10 @@ class Tracer(Protocol):
     def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy: ...
 
     def nodes(self, value: Any) -> list[Any]: ...
+
+    def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def weight(self, tensor: torch.Tensor) -> fx.Proxy: ...
 
 
 class Proxy(fx.Proxy):
@@ -88,40 +92,6 @@ def _instruction(frame: FrameType) -> tuple[str, int]:
     """What a frame is at, and its argument (under 256)."""
     code = frame.f_code.co_code
     return dis.opname[code[frame.f_lasti]], code[frame.f_lasti + 1]
-
-
-class Quiet:
-    """Keeps base classes' ``__init_subclass__`` from acting on the classes of views."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        pass
-
-
-def called(view: Any, *args: Any, **kwargs: Any) -> Any:
-    return view._rewire_tracer.call_view(view, args, kwargs)
-
-
-def attribute(view: Any, name: str) -> Any:
-    """Attribute lookup of a view: its parameters and buffers are traced values that know their sizes."""
-    for table in ("_parameters", "_buffers"):
-        tensor = view.__dict__.get(table, {}).get(name)
-        if tensor is not None:
-            return view._rewire_tracer.weight(tensor)
-    return nn.Module.__getattr__(view, name)
-
-
-def own(value: Any) -> Any:
-    """A copy of a container, so that what a forward appends stays with the view."""
-    return value.copy() if type(value) in (list, dict, set) else value
-
-
-def keeps_values(value: Any) -> bool:
-    """Whether it is an object of a user's class, which may keep what a forward computes."""
-    if type(value).__module__.partition(".")[0] in ("builtins", "collections", "torch"):
-        return False
-    return hasattr(value, "__dict__") and not isinstance(
-        value, (nn.Module, torch.Tensor, type, ModuleType, FunctionType)
-    )
 
 
 class Globals(dict[str, Any]):

@@ -24,7 +24,8 @@ from rewire.passes.copies import ByPlace, own_inputs, private, seeded, shared
 from rewire.passes.flow import Flow
 from rewire.passes.same_graph import compare_graphs
 from rewire.patterns.pattern import Inputs
-from rewire.stream import Layout, Stream
+from rewire.runtime.layout import Layout
+from rewire.stream import Stream
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual
 

@@ -1,4 +1,4 @@
-"""Registry of architectures: one short declarative file each. Importing this package registers all of them."""
+"""Registry of architectures, as short declarations. Importing this package registers all of them."""
 
 import importlib
 import pkgutil

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rewire.plotting.style import BLUE, INK, MUTED, RED, STYLE, TEAL, Path, matplotlib_parts, ticks
+from rewire.plotting.style import BLUE, INK, MUTED, RED, TEAL, Path, saved_figure, ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,18 +38,15 @@ def plot_bars(weights: dict[str, dict[str, Tensor]], path: Path) -> None:
         ValueError: no weights, or some of another shape.
     """
     trunks = _checked(weights)
-    rc_context, new_figure = matplotlib_parts()
-    with rc_context(STYLE):
-        columns = [_columns(len(panels)) for panels in trunks.values()]
-        rows = [math.ceil(len(panels) / n) for panels, n in zip(trunks.values(), columns, strict=True)]
-        heights = [1.25 * n + 0.75 for n in rows]
-        figure = new_figure(figsize=(1.7 * max(columns) + 0.7, sum(heights)), layout="constrained")
+    columns = [_columns(len(panels)) for panels in trunks.values()]
+    rows = [math.ceil(len(panels) / n) for panels, n in zip(trunks.values(), columns, strict=True)]
+    heights = [1.25 * n + 0.75 for n in rows]
+    with saved_figure(path, 1.7 * max(columns) + 0.7, sum(heights)) as figure:
         parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
         for part, (trunk, panels), n in zip(parts, trunks.items(), columns, strict=True):
             _panels(part, trunk, panels, n)
         if any(len(values) > 1 for panels in trunks.values() for values in panels.values()):
             _legend(figure)
-        figure.savefig(path, dpi=200)
 
 
 def _checked(weights: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rewire.plotting.style import BLUE, FAINT, INK, MUTED, STYLE, Path, matplotlib_parts
+from rewire.plotting.style import BLUE, FAINT, INK, MUTED, Path, open_axes, saved_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,9 +29,7 @@ def plot_times(seconds: dict[str, tuple[float, ...]], path: Path) -> None:
     """
     if not seconds or not all(seconds.values()):
         raise ValueError("there is nothing to plot: no rounds were measured.")
-    rc_context, new_figure = matplotlib_parts()
-    with rc_context(STYLE):
-        figure = new_figure(figsize=(6.5, 0.45 * len(seconds) + 0.9), layout="constrained")
+    with saved_figure(path, 6.5, 0.45 * len(seconds) + 0.9) as figure:
         ax = figure.subplots()
         for row, rounds in enumerate(seconds.values()):
             times = [1e3 * value for value in rounds]
@@ -44,8 +42,7 @@ def plot_times(seconds: dict[str, tuple[float, ...]], path: Path) -> None:
         ax.invert_yaxis()
         ax.set_xlabel("milliseconds per training step (bar: median, line: quartiles, dots: rounds)")
         ax.set_xlim(left=0)
-        ax.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, dpi=200)
+        open_axes(ax)
 
 
 def plot_rates(rates: dict[str, dict[str, tuple[float, float]]], limit: float, path: Path) -> None:
@@ -62,31 +59,17 @@ def plot_rates(rates: dict[str, dict[str, tuple[float, float]]], limit: float, p
     """
     if not any(rates.values()):
         raise ValueError("there is nothing to plot: no rates were measured.")
-    rc_context, new_figure = matplotlib_parts()
-    with rc_context(STYLE):
-        implementations = list(
-            dict.fromkeys(implementation for workload in rates.values() for implementation in workload)
-        )
-        colors = dict(zip(implementations, _colors_of(implementations), strict=True))
-        bars = sum(len(workload) + 1 for workload in rates.values())
-        figure = new_figure(figsize=(9.0, 0.15 * bars + 1.1), layout="constrained")
+    bars = sum(len(workload) + 1 for workload in rates.values())
+    with saved_figure(path, 9.0, 0.15 * bars + 1.1) as figure:
+        colors = _colors_of([*dict.fromkeys(name for workload in rates.values() for name in workload)])
         for index, (ax, title) in enumerate(zip(figure.subplots(1, 2, sharey=True), _PASSES, strict=True)):
-            _rate_bars(
-                ax,
-                {
-                    workload: {implementation: pair[index] for implementation, pair in of.items()}
-                    for workload, of in rates.items()
-                },
-                colors,
-            )
-            ax.set_xlim(
-                0, 1.05e-9 * max(limit, *(pair[index] for workload in rates.values() for pair in workload.values()))
-            )
+            shown = {workload: {name: pair[index] for name, pair in of.items()} for workload, of in rates.items()}
+            _rate_bars(ax, shown, colors)
+            ax.set_xlim(0, 1.05e-9 * max(limit, *(rate for of in shown.values() for rate in of.values())))
             ax.axvline(limit / 1e9, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
             ax.set_title(title, color=INK, loc="left")
             ax.set_xlabel("GB/s")
         _rate_legend(figure, colors)
-        figure.savefig(path, dpi=200)
 
 
 def plot_curves(
@@ -108,9 +91,7 @@ def plot_curves(
     empty = [name for name, points in curves.items() if not points]
     if not curves or empty:
         raise ValueError(f"there is nothing to plot in {', '.join(map(repr, empty)) or 'an empty dict'}.")
-    rc_context, new_figure = matplotlib_parts()
-    with rc_context(STYLE):
-        figure = new_figure(figsize=(6.0, 3.8), layout="constrained")
+    with saved_figure(path, 6.0, 3.8) as figure:
         ax = figure.subplots()
         for name, points in curves.items():
             marker = "o" if len(points) <= 30 else ""
@@ -121,13 +102,10 @@ def plot_curves(
             ax.set_yscale("log")
             ax.yaxis.set_major_formatter("{x:g}")
             ax.yaxis.set_minor_formatter("{x:g}")
-        ax.grid(color=FAINT, linewidth=0.5)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
+        open_axes(ax, "both")
         outside = len(curves) > 6  # beside the axes, where it cannot cover lines
         place: dict[str, Any] = {"loc": "outside right upper"} if outside else {"loc": "best"}
         (figure if outside else ax).legend(frameon=False, fontsize=8, **place)
-        figure.savefig(path, dpi=200)
 
 
 def plot_differences(differences: dict[str, list[float]], path: Path, xlabel: str) -> None:
@@ -146,9 +124,7 @@ def plot_differences(differences: dict[str, list[float]], path: Path, xlabel: st
     ordered = sorted(abs(value) for values in shown.values() for value in values)
     if not ordered:
         raise ValueError("there is nothing to plot: no difference is finite.")
-    rc_context, new_figure = matplotlib_parts()
-    with rc_context(STYLE):
-        figure = new_figure(figsize=(6.5, 0.28 * len(shown) + 0.9), layout="constrained")
+    with saved_figure(path, 6.5, 0.28 * len(shown) + 0.9) as figure:
         ax = figure.subplots()
         ax.axvline(0, color=MUTED, linewidth=1, zorder=1)
         for row, values in enumerate(shown.values()):
@@ -161,23 +137,17 @@ def plot_differences(differences: dict[str, list[float]], path: Path, xlabel: st
         limit = min(ordered[-1], 3 * ordered[len(ordered) // 2] or ordered[-1]) or 1.0
         ax.set_xlim(-1.05 * limit, 1.05 * limit)
         ax.set_xlabel(xlabel)
-        ax.grid(axis="x", color=FAINT, linewidth=0.5)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, dpi=200)
+        open_axes(ax, "x")
 
 
-def _colors_of(implementations: Sequence[str]) -> list[Any]:
+def _colors_of(implementations: Sequence[str]) -> dict[str, Any]:
     """Reds for ours, greys for plain torch, blues for peers."""
     from matplotlib import colormaps
 
-    families = [
-        implementation.startswith("ours") + 2 * (implementation.split(",")[0] in ("eager", "stack"))
-        for implementation in implementations
-    ]
+    families = [name.startswith("ours") + 2 * (name.split(",")[0] in ("eager", "stack")) for name in implementations]
     maps = [colormaps[name] for name in ("Blues", "Reds", "Greys")]
     shades = [(0.75, 0.45, 0.6, 0.9)[families[:index].count(kind) % 4] for index, kind in enumerate(families)]
-    return [maps[kind](shade) for kind, shade in zip(families, shades, strict=True)]
+    return {name: maps[kind](shade) for name, kind, shade in zip(implementations, families, shades, strict=True)}
 
 
 def _rate_bars(ax: Axes, rates: dict[str, dict[str, float]], colors: dict[str, Any]) -> None:
@@ -191,9 +161,8 @@ def _rate_bars(ax: Axes, rates: dict[str, dict[str, float]], colors: dict[str, A
     ax.set_yticks(middles, labels=list(rates))
     ax.set_ylim(row - 1, -1)
     ax.tick_params(axis="y", length=0)
-    ax.grid(axis="x", color=FAINT, linewidth=0.5)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right", "left"]].set_visible(False)
+    open_axes(ax, "x")
+    ax.spines["left"].set_visible(False)
 
 
 def _rate_legend(figure: Figure, colors: dict[str, Any]) -> None:

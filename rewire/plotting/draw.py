@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from rewire.connection import coefficients, connections
-from rewire.errors import RewireError
+from rewire.connection import coefficients, learned_connections
 from rewire.plotting import plot_arcs, plot_bars, plot_heatmap
 from rewire.saving.checkpoint import matrices
 from rewire.topologies.base import rows
@@ -49,9 +48,7 @@ def _bars(source: nn.Module | Path) -> dict[str, dict[str, Tensor]]:
     """By trunk and destination, [ways, sources] or [ways, sources, D]."""
     if not isinstance(source, nn.Module):
         return {trunk: rows(matrix) for trunk, matrix in matrices(source).items()}
-    found = connections(source)
-    if not found:
-        raise RewireError(f"{type(source).__name__} was not rewired: it has no connection weights.")
+    found = learned_connections(source)
     with torch.no_grad():
         return {
             trunk: connection.layout.topology.by_destination(connection.effective(), connection.layout.dims)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rewire.plotting.style import BLUE, FAINT, GREY, INK, RED, STYLE, TEAL, Path, matplotlib_parts, ticks
+from rewire.plotting.style import BLUE, GREY, INK, RED, TEAL, Path, open_axes, saved_figure, ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,15 +35,12 @@ def plot_signals(trunks: Sequence[TrunkSignals], path: Path) -> None:
     """
     if not trunks:
         raise ValueError("there is nothing to plot: no trunks were measured.")
-    rc_context, new_figure = matplotlib_parts()
-    with rc_context(STYLE):
-        figure = new_figure(figsize=(11.0, 2.7 * len(trunks) + 0.5), layout="constrained")
+    with saved_figure(path, 11.0, 2.7 * len(trunks) + 0.5) as figure:
         for row, trunk in zip(figure.subplots(len(trunks), 3, squeeze=False), trunks, strict=True):
             _norms(row[0], trunk)
             _gradients(row[1], trunk)
             _influences(row[2], trunk)
         _legend(figure, trunks)
-        figure.savefig(path, dpi=200)
 
 
 def _norms(ax: Axes, trunk: TrunkSignals) -> None:
@@ -95,9 +92,7 @@ def _finish(ax: Axes, title: str, count: int, xlabel: str) -> None:
     ax.set_xlabel(xlabel)
     ax.set_xlim(0.4, count + 0.6)
     ax.set_xticks(ticks(1, count))
-    ax.grid(axis="y", color=FAINT, linewidth=0.5)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
+    open_axes(ax, "y")
 
 
 def _log_scale(ax: Axes) -> None:

@@ -1,19 +1,21 @@
-"""What all pictures share: colours, fonts, ticks, and matplotlib without its global state."""
+"""What all pictures share: colours, fonts, axes, ticks, and matplotlib without its global state."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Path = str | os.PathLike[str] | IO[bytes]
 
 INK, MUTED, FAINT = "#222222", "#8a8a8a", "#d9d9d9"
 GREY, RED, BLUE, TEAL = "#6b7280", "#d1495b", "#30638e", "#2a9d8f"
-STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 10,
@@ -32,14 +34,29 @@ STYLE = {
 }
 
 
-def matplotlib_parts() -> tuple[Any, type[Figure]]:
-    """``rc_context`` and ``Figure``. No pyplot: no window system, no global state, any thread."""
+@contextlib.contextmanager
+def saved_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """A figure of this size in inches to draw on, which is then written to ``path``.
+
+    No pyplot: no window system, no global state, any thread.
+    """
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'rewire[viz]'") from error
-    return rc_context, Figure
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        figure.savefig(path, dpi=200)
+
+
+def open_axes(ax: Axes, grid: Literal["both", "x", "y"] | None = None) -> None:
+    """Axes without a line at the top and at the right; with a faint grid behind what is drawn."""
+    ax.spines[["top", "right"]].set_visible(False)
+    if grid:
+        ax.grid(axis=grid, color=FAINT, linewidth=0.5)
+        ax.set_axisbelow(True)
 
 
 def ticks(first: int, last: int) -> Sequence[int]:

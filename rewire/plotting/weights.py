@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rewire.plotting.style import GREY, INK, RED, STYLE, Path, matplotlib_parts, ticks
+from rewire.plotting.style import GREY, INK, RED, Path, open_axes, saved_figure, ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,11 +38,9 @@ def plot_heatmap(matrices: dict[str, Tensor], path: Path, floor: float = -10.0) 
     if floor >= 0:
         raise ValueError(f"floor={floor}: it has to be below 0, for example -10.")
     panels = _checked(matrices)
-    rc_context, new_figure = matplotlib_parts()
-    with rc_context(STYLE):
-        columns = min(len(panels), _COLUMNS)
-        rows = math.ceil(len(panels) / columns)
-        figure = new_figure(figsize=(2.9 * columns + 0.9, 2.9 * rows + 0.2), layout="constrained")
+    columns = min(len(panels), _COLUMNS)
+    rows = math.ceil(len(panels) / columns)
+    with saved_figure(path, 2.9 * columns + 0.9, 2.9 * rows + 0.2) as figure:
         axes = figure.subplots(rows, columns, squeeze=False).flatten()
         for ax, (title, matrix) in zip(axes, panels.items(), strict=False):
             image = _heatmap(ax, matrix, floor)
@@ -53,7 +51,6 @@ def plot_heatmap(matrices: dict[str, Tensor], path: Path, floor: float = -10.0) 
         bar = figure.colorbar(image, ax=used, extend="min", fraction=0.05, pad=0.02, aspect=24)
         bar.set_label(r"$\log\,(p_{ij}\,/\,\max_i\,p_{ij})$")
         bar.outline.set_visible(False)
-        figure.savefig(path, dpi=200)
 
 
 def plot_arcs(matrices: dict[str, Tensor], path: Path) -> None:
@@ -72,17 +69,13 @@ def plot_arcs(matrices: dict[str, Tensor], path: Path) -> None:
         ValueError: no matrices, or one that is not 2-D with 1 or more entries.
     """
     panels = _checked(matrices)
-    rc_context, new_figure = matplotlib_parts()
-    with rc_context(STYLE):
-        widest = max(matrix.shape[0] for matrix in panels.values())
-        width = min(max(0.42 * widest + 1.5, 5.0), 12.0)
-        figure = new_figure(figsize=(width, 2.5 * len(panels) + 0.4), layout="constrained")
+    widest = max(matrix.shape[0] for matrix in panels.values())
+    with saved_figure(path, min(max(0.42 * widest + 1.5, 5.0), 12.0), 2.5 * len(panels) + 0.4) as figure:
         axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
         for ax, (title, matrix) in zip(axes, panels.items(), strict=True):
             _arcs(ax, matrix)
             ax.set_title(title, color=INK, loc="left")
         _arc_legend(figure, rings=any(matrix.shape[0] < matrix.shape[1] for matrix in panels.values()))
-        figure.savefig(path, dpi=200)
 
 
 def _checked(matrices: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -117,7 +110,7 @@ def _heatmap(ax: Axes, matrix: Tensor, floor: float) -> Any:
     ax.set_yticks(ticks(1, destinations))
     ax.set_xlabel("source $i$")
     ax.set_ylabel("destination $j$")
-    ax.spines[["top", "right"]].set_visible(False)
+    open_axes(ax)
     ax.tick_params(length=2)
     return image
 

@@ -94,15 +94,14 @@ def _count(number: int, what: str) -> str:
 
 
 def _trunk(trunk: Trunk, rewired: bool) -> str:
-    width = next((str(site.width) for site in trunk.sites if site.width), "unknown")
-    norm = "post-norm" if trunk.post_norm else "pre-norm"
+    width, norm = trunk.width or "unknown", "post-norm" if trunk.post_norm else "pre-norm"
     rows = "".join(
         f"<tr>{_cells(number, site.block, site.branch, site.kind, ', '.join(site.post))}</tr>"
         for number, site in enumerate(trunk.sites, 1)
     )
     return (
         f"<h3><code>{escape(trunk.name)}</code></h3><p>{_count(len(trunk.sites), 'residual add')} in "
-        f"{_count(trunk.blocks, 'block')}, width {escape(width)}, {norm}{'' if rewired else '; left as it was'}.</p>"
+        f"{_count(trunk.blocks, 'block')}, width {width}, {norm}{'' if rewired else '; left as it was'}.</p>"
         f'<div class="wide" tabindex="0">{stream(trunk)}</div>'
         "<details><summary>All residual adds</summary>"
         f'<div class="wide"><table><thead><tr><th>#<th>block<th>branch<th>kind<th>then</tr></thead>{rows}</table></div>'

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rewire.connection import CONNECTIONS, Connection, SeparateNorms, connections, current_recipe
+from rewire.connection import CONNECTIONS, Connection, SeparateNorms, current_recipe, learned_connections
 from rewire.errors import RewireError, ShardedModel
 from rewire.saving.recipes import connections_of, described, difference, first_line, is_recipe, rewired_by
 
@@ -58,9 +58,7 @@ def save(
     _check_part(weights)
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes={max_shard_bytes!r}: it has to be a positive number.")
-    found = connections(model)
-    if not found:
-        raise RewireError(f"{type(model).__name__} was not rewired: there is no recipe to save. Save it as you did.")
+    found = learned_connections(model, "there is no recipe to save. Save it as you did")
     state = _part(model, weights)
     _check_savable(state)
     recipe = {

@@ -22,7 +22,7 @@ from rewire.passes.find import find, prepared_copy, trunks_of
 from rewire.passes.inputs import known_inputs
 from rewire.passes.rewrite import rewrite
 from rewire.patterns import patterns_for
-from rewire.stream import Layout
+from rewire.runtime.layout import Layout
 from rewire.topologies import Recurrence
 from rewire.topologies.base import Start
 from rewire.topologies.registry import named_topology
@@ -206,10 +206,8 @@ def _check_sites(model: nn.Module, recipes: dict[str, Any], here: dict[str, Trun
 
 def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
     """The layout of ``trunk`` by its recipe, which is what compiling with that topology gives."""
-    channel_dim = next((site.channel_dim for site in trunk.sites if site.width), -1)
-    posts = [number for number, site in enumerate(trunk.sites) if site.post]
-    layout = layout_of(path, recipe, trunk.name, channel_dim, posts)
-    width = next((site.width for site in trunk.sites if site.width), 0)
+    layout = layout_of(path, recipe, trunk.name, trunk.channel_dim, trunk.posts)
+    width = trunk.width
     single = tuple(range(1, len(trunk.sites) + 1))
     if layout.units not in (trunk.units, single) or layout.dims.width != width:
         raise RewireError(

@@ -15,18 +15,8 @@ from rewire.init.table import LAST
 
 #: What a study compares unless told otherwise.
 DEFAULT = (
-    "ancre-ingoing",
-    "ancre-ingoing:start=paper",
-    "denseformer",
-    "grn-v3",
-    "hc-static",
-    "hc-dynamic",
-    "mhc",
-    "laurel-rw",
-    "laurel-lr",
-    "layerscale",
-    "attnres",
-    "muddformer",
+    *("ancre-ingoing", "ancre-ingoing:start=paper", "denseformer", "grn-v3", "hc-static", "hc-dynamic", "mhc"),
+    *("laurel-rw", "laurel-lr", "layerscale", "attnres", "muddformer"),
 )
 
 

@@ -17,14 +17,8 @@ from rewire.studies.training import Cost, Point, reached
 
 #: Columns of the table, after the names.
 TITLES = (
-    "loss",
-    "seeds\nbetter",
-    "steps to\nbaseline's",
-    "the same\nin seconds",
-    "step time\n× plain",
-    "kept\nMiB",
-    "learned\nweights",
-    "rate",
+    *("loss", "seeds\nbetter", "steps to\nbaseline's", "the same\nin seconds"),
+    *("step time\n× plain", "kept\nMiB", "learned\nweights", "rate"),
 )
 
 _LIMITS = (

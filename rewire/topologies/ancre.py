@@ -15,6 +15,7 @@ from rewire.kernels.mix import Mix, pending_mix
 from rewire.topologies import groups
 from rewire.topologies.base import (
     Dims,
+    FirstOrder,
     Granularity,
     Recurrence,
     Start,
@@ -290,7 +291,7 @@ class ANCReConstant(Recurrence[None]):
 
 @register_topology("ancre-cascaded")
 @dataclasses.dataclass(frozen=True)
-class ANCReCascaded(Recurrence[Tensor]):
+class ANCReCascaded(FirstOrder[Tensor]):
     """A learned scalar on each plain shortcut, ANCRe's other ablation (arXiv 2602.09009, Table 5).
 
     ``x_t = f_t + a_t x_{t-1}``, output ``x_T`` (Section 5.4); both starts are ``a_t = 1``, the original
@@ -320,18 +321,9 @@ class ANCReCascaded(Recurrence[Tensor]):
         """a, float32 [T]."""
         return parameters["scales"].float()
 
-    def read(self, states: States, weights: Tensor, t: int) -> tuple[Tensor, States]:
-        return states[0], states
-
     def merge(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> Mix:
         kept = states if self.cascade == "keep" else ()
         return pending_mix(states, weights[t - 1 : t], added=(*kept, *branches))
-
-    def push(self, states: States, weights: Tensor, t: int, x: Tensor) -> States:
-        return (x,)
-
-    def finish(self, states: States, weights: Tensor, dims: Dims) -> Tensor:
-        return states[0]
 
     def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
         """a on the diagonal; the shortcut that ``cascade="keep"`` keeps is not part of it."""

@@ -196,6 +196,19 @@ class Recurrence(Topology[W]):
         return self.push(states, weights, t, materialize(self.merge(states, weights, t, *branches)))
 
 
+class FirstOrder(Recurrence[W]):
+    """A recurrence whose only state is the newest: unit t reads ``x_{t-1}``, and the trunk's output is ``x_T``."""
+
+    def read(self, states: States, weights: W, t: int) -> tuple[Tensor, States]:
+        return states[0], states
+
+    def push(self, states: States, weights: W, t: int, x: Tensor) -> States:
+        return (x,)
+
+    def finish(self, states: States, weights: W, dims: Dims) -> Tensor:
+        return states[0]
+
+
 def rows(matrix: Tensor) -> dict[str, Tensor]:
     """The connections that exist in [destinations, sources], by destination."""
     width = matrix.shape[1] - matrix.shape[0]

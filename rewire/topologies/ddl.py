@@ -12,8 +12,8 @@ from rewire.kernels.mix import Mix, pending_mix
 from rewire.kernels.tokens import project, project_normed
 from rewire.topologies.base import (
     Dims,
+    FirstOrder,
     Granularity,
-    Recurrence,
     Start,
     States,
     check_choice,
@@ -42,7 +42,7 @@ class Delta(NamedTuple):
 
 @register_topology("ddl")
 @dataclasses.dataclass(frozen=True)
-class DDL(Recurrence[Delta]):
+class DDL(FirstOrder[Delta]):
     """Deep Delta Learning: the branch names a direction, and the state's part along it is replaced (arXiv 2601.00417).
 
     ``x_t = (I - b_t k_t k_t^T) x_{t-1} + b_t v_t k_t`` per token, with ``k_t = f_t / |f_t|``, a gate
@@ -96,9 +96,6 @@ class DDL(Recurrence[Delta]):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Delta:
         return Delta(**parameters)
 
-    def read(self, states: States, weights: Delta, t: int) -> tuple[Tensor, States]:
-        return states[0], states
-
     def merge(self, states: States, weights: Delta, t: int, *branches: Tensor) -> Mix:
         (x,), f, unit = states, total(branches), t - 1
         gate = self._gate(project_normed(x, weights.gate[unit, :, None]) + weights.gate_bias[unit])
@@ -107,12 +104,6 @@ class DDL(Recurrence[Delta]):
         along = (f.to(gate.dtype) * x).sum(-1, keepdim=True) / size  # k . x
         share = gate * (value - along) / size  # of f, per token
         return pending_mix((f,), None, added=(x,), scores=(share if self.form == "delta" else 1 + share,))
-
-    def push(self, states: States, weights: Delta, t: int, x: Tensor) -> States:
-        return (x,)
-
-    def finish(self, states: States, weights: Delta, dims: Dims) -> Tensor:
-        return states[0]
 
     def matrix(self, weights: Delta, dims: Dims) -> Tensor:
         """float32 [T, T]: the mean diagonal of the D x D matrix that multiplies each state, with w = 0."""

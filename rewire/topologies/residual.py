@@ -8,14 +8,14 @@ from typing import ClassVar
 from torch import Tensor
 
 from rewire.kernels.mix import Mix
-from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, one_hot_previous
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, one_hot_previous
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
 
 
 @register_topology("residual")
 @dataclasses.dataclass(frozen=True)
-class Residual(Recurrence[None]):
+class Residual(FirstOrder[None]):
     """Plain residual connections, ``x_t = x_{t-1} + f_t`` (arXiv 1512.03385, Equation 1); bitwise the original model.
 
     Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. There is nothing to learn: both starts are
@@ -32,17 +32,8 @@ class Residual(Recurrence[None]):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> None:
         return None
 
-    def read(self, states: States, weights: None, t: int) -> tuple[Tensor, States]:
-        return states[0], states
-
     def merge(self, states: States, weights: None, t: int, *branches: Tensor) -> Mix:
         return Mix(added=(*states, *branches))  # in the model's own order: bitwise equality
-
-    def push(self, states: States, weights: None, t: int, x: Tensor) -> States:
-        return (x,)
-
-    def finish(self, states: States, weights: None, dims: Dims) -> Tensor:
-        return states[0]
 
     def matrix(self, weights: None, dims: Dims) -> Tensor:
         """float32 [T, T]: the identity, unit t reads ``x_{t-1}``."""

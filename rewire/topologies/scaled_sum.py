@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels.mix import Mix, pending_mix
-from rewire.topologies.base import Dims, Recurrence, States
+from rewire.topologies.base import Dims, FirstOrder, States
 from rewire.topologies.program import Program, Term, Weight, recurrence
 
 
@@ -27,14 +27,11 @@ class Scales(NamedTuple):
     shift: Tensor | None = None
 
 
-class ScaledSum(Recurrence[Scales]):
+class ScaledSum(FirstOrder[Scales]):
     """``x_t = a_t * x_{t-1} + b_t * f_t + c_t``; unit t reads ``x_{t-1}``, the only state; the output is ``x_T``.
 
     In post-norm blocks the sum passes the norm.
     """
-
-    def read(self, states: States, weights: Scales, t: int) -> tuple[Tensor, States]:
-        return states[0], states
 
     def merge(self, states: States, weights: Scales, t: int, *branches: Tensor) -> Mix:
         (x,), unit = states, t - 1
@@ -43,12 +40,6 @@ class ScaledSum(Recurrence[Scales]):
             return pending_mix(states, weights.shortcut[unit : unit + 1], added=(*branches, *shift))
         scales = (weights.shortcut[unit], *[weights.branch[unit]] * len(branches))
         return pending_mix((x, *branches), scales, added=shift)
-
-    def push(self, states: States, weights: Scales, t: int, x: Tensor) -> States:
-        return (x,)
-
-    def finish(self, states: States, weights: Scales, dims: Dims) -> Tensor:
-        return states[0]
 
     def matrix(self, weights: Scales, dims: Dims) -> Tensor:
         """float32 [T, T]: ``a_t`` on the diagonal."""

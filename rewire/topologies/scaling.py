@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from rewire.kernels.mix import mix
-from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States
 from rewire.topologies.program import Program, Term, branch_of, recurrence
 from rewire.topologies.registry import register_topology
 
 
 @dataclasses.dataclass(frozen=True)
-class BranchScale(Recurrence[Tensor]):
+class BranchScale(FirstOrder[Tensor]):
     """A learned scalar on each branch, ``x_t = x_{t-1} + alpha_t f_t``.
 
     Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. In post-norm blocks the scale is inside
@@ -39,20 +39,11 @@ class BranchScale(Recurrence[Tensor]):
         """alpha, float32, as in `parameters`."""
         return parameters["scales"].float()
 
-    def read(self, states: States, weights: Tensor, t: int) -> tuple[Tensor, States]:
-        return states[0], states
-
     def merge(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> Tensor:
         x = states[0]
         for branch in branches:  # one by one, in the model's own order: bitwise equality at alpha = 1
             x = mix((branch,), (weights[t - 1],), added=(x,))
         return x
-
-    def push(self, states: States, weights: Tensor, t: int, x: Tensor) -> States:
-        return (x,)
-
-    def finish(self, states: States, weights: Tensor, dims: Dims) -> Tensor:
-        return states[0]
 
     def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1], in terms of increments (post-norm's norms left out).

@@ -1,0 +1,53 @@
+"""The ways to write an addition: ``x + f``, ``x += f``, ``torch.add(x, f)``, ``x.add_(f)``."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Addition:
+    """An addition in a source text.
+
+    Attributes:
+        left, right: its operands.
+    """
+
+    node: ast.BinOp | ast.AugAssign | ast.Call
+    left: ast.expr
+    right: ast.expr
+
+    def operands(self, first: bool) -> tuple[ast.expr, ast.expr]:
+        """Shortcut and branch, if the shortcut is the ``first`` operand, or is not."""
+        return (self.left, self.right) if first else (self.right, self.left)
+
+    @property
+    def options(self) -> list[ast.keyword]:
+        """Its factor: ``alpha=2``."""
+        return [keyword for keyword in getattr(self.node, "keywords", ()) if keyword.arg == "alpha"]
+
+    @property
+    def target(self) -> ast.expr | None:
+        """What it changes in place."""
+        if isinstance(self.node, ast.AugAssign):
+            return self.node.target
+        function = self.node.func if isinstance(self.node, ast.Call) and len(self.node.args) == 1 else None
+        return function.value if isinstance(function, ast.Attribute) and function.attr == "add_" else None
+
+
+def addition_in(node: ast.AST) -> Addition | None:
+    """The addition that a node is, if it is one."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return Addition(node, node.left, node.right)
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+        return Addition(node, node.target, node.value)
+    if not isinstance(node, ast.Call):
+        return None
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    arguments = [*node.args, *(k.value for k in node.keywords if k.arg in ("input", "other"))]
+    if name in ("add", "add_", "iadd", "__add__") and len(arguments) == 2:
+        return Addition(node, *arguments)
+    if name in ("add", "add_", "__add__") and len(arguments) == 1 and isinstance(node.func, ast.Attribute):
+        return Addition(node, node.func.value, *arguments)
+    return None

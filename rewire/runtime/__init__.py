@@ -1,0 +1,1 @@
+"""What rewired models run, below `rewire.stream` and `rewire.depth`."""

@@ -1,0 +1,76 @@
+"""What is fixed about a trunk: its topology, and the unit of each residual add."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from rewire.topologies.base import Dims, Recurrence, Topology
+
+
+class Layout:
+    """What is fixed about a trunk: its topology, and which unit of the topology each residual add belongs to.
+
+    A *site* is one residual add; a *unit* is what the topology connects: one site each at sublayer granularity, all
+    sites of a block at block granularity. A plain class rather than a dataclass: FSDP2 rebuilds every dataclass that
+    it meets in a block's inputs, and this object is shared by all streams of a trunk.
+
+    Args:
+        trunk: name of the trunk, for error messages.
+        topology: the formulas.
+        units: unit number (1-based, non-decreasing) of each site.
+        width: channels of the hidden states, 0 if unknown.
+        attention: units that have separate q/k/v inputs.
+        channel_dim: dimension of the hidden states' channels; topologies with weights per channel see it last.
+        posts: sites whose sum passes a norm or another operation before it is the new state.
+    """
+
+    def __init__(
+        self,
+        trunk: str,
+        topology: Topology,
+        units: Sequence[int],
+        width: int = 0,
+        attention: Collection[int] = (),
+        channel_dim: int = -1,
+        posts: Collection[int] = (),
+    ) -> None:
+        self.trunk = trunk
+        self.topology = topology
+        self.units = tuple(units)
+        self.posts = frozenset(posts)
+        self.dims = Dims(self.units[-1], width, frozenset(attention))
+        # weights of one number per state do not care, and moving would change the order of sums in the backward pass
+        self.channel_dim = channel_dim if topology.needs_width else -1
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """The topology, where the model makes states of its sums, or a sum waits for a norm."""
+        assert isinstance(self.topology, Recurrence)
+        return self.topology
+
+    def opens_unit(self, site: int) -> bool:
+        return site == 0 or self.units[site - 1] != self.units[site]
+
+    def closes_unit(self, site: int) -> bool:
+        return site + 1 == len(self.units) or self.units[site + 1] != self.units[site]
+
+    def reads_qkv(self, site: int) -> bool:
+        """Whether the branch of ``site`` begins with an attention that has separate q/k/v inputs."""
+        return self.opens_unit(site) and self.units[site] in self.dims.attention
+
+    def token(self, device: torch.device | str) -> Tensor:
+        """A hidden state of a single token, whose values mean nothing."""
+        sizes = [1] * max(3, -self.channel_dim + 1)
+        sizes[self.channel_dim] = self.dims.width or 1
+        return torch.zeros(sizes, device=device)
+
+    def channels_last(self, x: Tensor) -> Tensor:
+        """A view of a hidden state as topologies see it, [..., D]."""
+        return x if self.channel_dim == -1 else x.movedim(self.channel_dim, -1)
+
+    def restored(self, x: Tensor) -> Tensor:
+        """A view of [..., D] as the model's blocks see it."""
+        return x if self.channel_dim == -1 else x.movedim(-1, self.channel_dim)

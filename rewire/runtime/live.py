@@ -1,0 +1,106 @@
+"""One residual stream inside one call of an edited forward, and what the function knows of its trunk."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rewire.connection import Connection
+from rewire.stream import Stream
+from rewire.topologies.base import QKVInputs
+
+
+@dataclasses.dataclass
+class Entry:
+    """What one function knows of one trunk.
+
+    Attributes:
+        trunk: its name.
+        connection: of this trunk.
+        opens: whether the function stands at the start of the trunk, and the connection opens the stream there.
+        adds: for each position of the stream at which the function may be called, the adds that it makes then.
+        outside: whether it is also called outside of trunks, with plain tensors.
+        cut_at: number of residual adds after which the model was cut (`rewire.pipeline_stage`).
+    """
+
+    trunk: str
+    connection: Connection
+    opens: bool
+    adds: dict[int, int]
+    outside: bool = False
+    cut_at: int | None = None
+
+
+class Live:
+    """A stream inside a function.
+
+    Attributes:
+        stream: after what was read last.
+        unread: before that.
+        values: tensors that are its value: what was read, and casts of it.
+        versions: of each of them, when it was made.
+        source: what came in: a stream, or the tensor that the trunk starts with.
+        norm, normed: a module, and what it makes of the value, if both were computed together.
+        entry: what the function knows of the trunk; None if a function that it called opened the stream.
+        start: position of the stream when it came in.
+        qkv: what an attention reads, if it has separate q/k/v inputs.
+        given: whether a function that was called has the stream now.
+        parts: sums of the value and some of the parallel branches of the next residual add, with these branches.
+    """
+
+    def __init__(self, stream: Stream, entry: Entry | None, source: Any = None) -> None:
+        self.stream = self.unread = stream
+        self.entry, self.start = entry, stream.position
+        self.source = source
+        self.values: list[Tensor] = []
+        self.versions: list[int] = []
+        self.norm: nn.Module | None = None
+        self.normed: Tensor | None = None
+        self.qkv: QKVInputs | None = None
+        self.given = False
+        self.parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+
+    @property
+    def trunk(self) -> str:
+        return self.stream.layout.trunk
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether the value was written to in place after it was read."""
+        return not self.stream.awaiting and [*map(_version, self.values)] != self.versions
+
+    def also(self, value: Tensor) -> None:
+        """A cast or a clone of the value is the stream's value, too."""
+        self.values.append(value)
+        self.versions.append(_version(value))
+
+    def normed_by(self, norm: nn.Module, value: Tensor) -> Tensor | None:
+        """What ``norm`` makes of the value, if it was computed when that was read."""
+        return self.normed if self.norm is norm and _version(value) == self.versions[0] else None
+
+    def read(self, norm: nn.Module | None = None) -> Tensor:
+        """The value; with a norm, what that makes of it is computed, too."""
+        stream = self.unread = self.stream
+        self.norm = self.normed = self.qkv = None
+        self.parts = []
+        if stream.complete or stream.awaiting:
+            value = stream.value()
+        elif norm is not None and not stream.layout.reads_qkv(stream.position):
+            value, self.normed, self.stream = stream.read_normed(norm)
+            self.norm = norm
+        else:
+            read, self.stream = stream.read()
+            self.qkv = read if isinstance(read, QKVInputs) else None
+            value = read.residual if isinstance(read, QKVInputs) else read
+        self.values, self.versions = [value], [_version(value)]
+        return value
+
+
+def _version(value: Tensor) -> int:
+    """How often a tensor was written to; always 0 where nobody counts."""
+    if torch.compiler.is_compiling() or value.is_inference():
+        return 0
+    return value._version

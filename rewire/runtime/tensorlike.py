@@ -1,0 +1,76 @@
+"""Objects that stand for a tensor: torch functions, operators and attributes work on their value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class TensorLike:
+    """An object that can be read as a tensor, its `value`, and not be written to in place."""
+
+    def value(self) -> Tensor:
+        """The tensor that it stands for."""
+        raise NotImplementedError
+
+    def written_to(self, how: str) -> Exception:
+        """The error that says that somebody tried to."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile's form of activation checkpointing
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if name.endswith("_") or kwargs.get("inplace") or "out" in kwargs:
+            leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_like)
+            raise next(leaf for leaf in leaves if _is_like(leaf)).written_to(name)
+        args, kwargs = pytree.tree_map(_value_of, (args, kwargs), is_leaf=_is_like)
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name.endswith("_"):
+            raise self.written_to(name)
+        return getattr(self.value(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.value()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise self.written_to("an assignment to its elements")
+
+    def __len__(self) -> int:
+        return len(self.value())
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.value())
+
+
+def _is_like(value: Any) -> bool:
+    return isinstance(value, TensorLike)
+
+
+def _value_of(value: Any) -> Any:
+    return value.value() if isinstance(value, TensorLike) else value
+
+
+def _operator(name: str) -> Any:
+    def apply(self: TensorLike, *others: Any) -> Any:
+        return getattr(torch.Tensor, name)(self.value(), *map(_value_of, others))
+
+    return apply
+
+
+for _name in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "matmul", "rmatmul", "neg", "abs"),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+):
+    setattr(TensorLike, f"__{_name}__", _operator(f"__{_name}__"))

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rewire.runtime.nested import mapped, with_item
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+@dataclasses.dataclass
+class Output:
+    state: Any
+    other: int = 1
+
+
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+ONE, TWO = torch.ones(1), 2 * torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("value", "want"),
+    [
+        (ONE, TWO),
+        ([ONE, 3], [TWO, 3]),
+        ((ONE, [ONE]), (TWO, [TWO])),
+        (Pair(None, ONE), Pair(None, TWO)),
+        ({"x": (ONE,)}, {"x": (TWO,)}),
+        (Output([ONE]), Output([TWO])),
+    ],
+)
+def test_tensors_in_containers_change(value: Any, want: Any) -> None:
+    got = mapped(value, doubled)
+    assert type(got) is type(want) and got == want
+
+
+@pytest.mark.parametrize("value", [[ONE, 3], (ONE,), Pair(ONE, 2), {"x": ONE}, Output(ONE), "text", None])
+def test_what_does_not_change_is_the_same_object(value: Any) -> None:
+    assert mapped(value, lambda x: x) is value
+
+
+def test_one_tensor_of_several_changes() -> None:
+    assert with_item(("a", ONE, ONE), 1, doubled) == ("a", ONE, TWO)
+    assert with_item(Pair(ONE, ONE), 0, doubled) == Pair(TWO, ONE)
+    assert with_item(ONE, None, doubled) == with_item(ONE, 3, doubled) == TWO
