@@ -16,7 +16,7 @@ from rewire.diffs import diff
 from rewire.errors import AlreadyConnected, RewireError
 from rewire.init import Initializer, initialize, make_initializer
 from rewire.logs import timed
-from rewire.passes.checks import check_choices, check_model, check_not_cut
+from rewire.passes.checks import check_choices, check_model, check_not_cut, on_meta
 from rewire.passes.choose import choose, chosen_topologies
 from rewire.passes.find import Way, find, prepared_copy, trunks_of
 from rewire.passes.inputs import inputs_for, known_inputs
@@ -137,7 +137,7 @@ def compile(
     inputs = known_inputs(model, patterns, example_inputs)
     prepared = prepared_copy(model, patterns)
     everything = any(topology.reads_qkv for topology in topologies.values())
-    how: Way = "run" if validate and not _on_meta(model) else "trace" if example_inputs is None else "meta"
+    how: Way = "run" if validate and not on_meta(model) else "trace" if example_inputs is None else "meta"
 
     name = type(model).__name__
     with timed(logs.find, f"looked for residual streams in {name}"):
@@ -153,7 +153,7 @@ def compile(
         logs.rewrite.info("changed:\n%s", diff(rewired))
     if validate:
         with timed(logs.validate, f"validated {name}"):
-            if _on_meta(model):
+            if on_meta(model):
                 _validate_twin(model, patterns, topologies, granularity, start)
             else:
                 check(model, rewired, [one.flow for one in found], inputs, start)
@@ -166,10 +166,6 @@ def _initialized(rewired: nn.Module, initializer: Initializer) -> nn.Module:
     if initialize(rewired, initializer).deferred:
         log.warning("%s was not initialised: its parameters are on the meta device.", type(rewired).__name__)
     return rewired
-
-
-def _on_meta(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _validate_twin(

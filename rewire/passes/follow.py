@@ -7,6 +7,8 @@ themselves. No class and no global is patched, so that other threads notice noth
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
 import inspect
 import itertools
@@ -19,13 +21,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rewire.errors import TraceError
+from rewire.errors import EditError, TraceError
 from rewire.passes.candidates import Candidates
 from rewire.passes.flow import CONTAINERS, Flow, Place, Scope
 from rewire.passes.frames import Frames
 from rewire.passes.functions import forward_of
 from rewire.passes.graphs import flow_of
 from rewire.passes.standins import SIZES, Globals, Proxy, Weight, with_globals
+from rewire.passes.text import text_of
 from rewire.passes.views import Views
 
 _ATTEMPTS = 12  # at tracing one forward
@@ -221,35 +224,45 @@ class _Follower(fx.Tracer):
         try:
             for child in (module,) if isinstance(module, CONTAINERS) else module._modules.values():
                 if isinstance(child, CONTAINERS):
-                    value: Any = None
+                    handed: dict[str, Any] = {}
                     for element in child._modules.values():
-                        value = element and self._first_of(self.views.of(element), value)
+                        handed = self._block(self.views.of(element), handed) if element is not None else handed
                 elif child is not None and any(isinstance(below, CONTAINERS) for below in child.modules()):
-                    self._first_of(self.views.of(child), None)
+                    self._block(self.views.of(child), {})
         finally:
             self.scopes.pop()
 
-    def _first_of(self, view: Any, value: Any) -> Any:
-        """The first value that a module returns for ``value`` and made-up other arguments."""
+    def _block(self, view: Any, handed: dict[str, Any]) -> dict[str, Any]:
+        """What a module hands on, called with what the one before did and made-up other arguments.
+
+        Two streams have the names that they are returned by (``return text, image``), for the next one's parameters;
+        else it is the first value, for the next one's first parameter, and its name is empty.
+        """
         module: nn.Module = view._rewire_module
         function = self._function(module)
         if function is None or not self._enters(module, (), {}):
             self._rows(view)
-            return None
+            return {}
         names = [p.name for p in list(inspect.signature(function).parameters.values())[1:] if p.default is p.empty
-                 and p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]  # fmt: skip
-        if value is None:
-            value = self.create_proxy("placeholder", names[0] if names else "x", (), {})
-        others = [self.create_proxy("placeholder", name, (), {}) for name in names[1:]]
+                 and p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)] or ["x"]  # fmt: skip
+        given = {names[0]: handed[""]} if "" in handed else handed
+        values = [given[name] if name in given else self.create_proxy("placeholder", name, (), {}) for name in names]
         try:
-            result = self._inside(view, (value, *others), {}, None)
+            result = self._inside(view, tuple(values), {}, None)
         except TraceError as error:
             self.unread[self.paths[module]] = f"its forward cannot be traced: {error}"
             self._rows(view)
-            return None
+            return {}
+        streams = {
+            name: value
+            for name, value in zip(_returned_names(function), result if isinstance(result, tuple) else (), strict=False)
+            if name in names and isinstance(value, fx.Proxy)
+        }
+        if len(streams) > 1:
+            return streams
         while isinstance(result, (tuple, list)) and result:
             result = result[0]
-        return result if isinstance(result, fx.Proxy) else None
+        return {"": result} if isinstance(result, fx.Proxy) else {}
 
     # -- torch.fx ------------------------------------------------------------------------------------------------------
 
@@ -350,3 +363,12 @@ def _root_arguments(model: nn.Module) -> Iterator[list[str]]:
         also = [n for n in ("decoder_input_ids",) if n in optional]
         choices.insert(0, [*required, main, *also])
     yield from (list(choice) for n, choice in enumerate(choices) if choice not in choices[:n])
+
+
+def _returned_names(function: FunctionType) -> list[str]:
+    """The variables that a function returns as a tuple; none if its source does not say so."""
+    with contextlib.suppress(EditError):
+        returns = [node.value for node in ast.walk(text_of(function).tree) if isinstance(node, ast.Return)]
+        if returns and isinstance(returns[-1], ast.Tuple):
+            return [node.id if isinstance(node, ast.Name) else "" for node in returns[-1].elts]
+    return []

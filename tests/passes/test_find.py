@@ -226,6 +226,14 @@ class Untraceable(nn.Module):
         return torch.cat([text, image], dim=1)
 
 
+def test_two_streams_through_blocks_whose_parent_cannot_be_traced() -> None:
+    """They are told by the names of what a block returns and of what the next one takes."""
+    model, inputs = Untraceable(), (torch.randn(3, 5, WIDTH), torch.randn(3, 4, WIDTH))
+    rewired = rewire.compile(model, "residual", validate=False)
+    assert [len(connection.layout.units) for connection in rewire.connections(rewired).values()] == [6, 6]
+    assert torch.equal(rewired(*inputs), model(*inputs))
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_inputs_that_were_given_count_more_than_a_trace(device: str) -> None:
     """Without validation, or on the meta device, copies are run there, where nothing is computed."""
