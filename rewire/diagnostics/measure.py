@@ -37,7 +37,8 @@ class Diagnosis(Shown):
     Attributes:
         trunks: the residual streams that the batch reached.
         loss: the scalar whose gradients were taken.
-        unreached: names of trunks that the batch did not reach.
+        unreached: names of a rewired model's trunks that the batch did not reach; of a plain model's, the batch shows
+            those alone that it reaches.
     """
 
     trunks: tuple[TrunkSignals, ...]

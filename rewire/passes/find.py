@@ -190,7 +190,8 @@ def _recorded(prepared: nn.Module, patterns: list[Pattern], inputs: Inputs, devi
                 log.info("%s does not run in training mode: %s", name, error)
                 break
             raise BadExampleInputs(
-                f"{name} does not run on the example inputs: {type(error).__name__}: {error}"
+                f"{name} does not run on the example inputs: {type(error).__name__}: {error}. Pass example_inputs that "
+                "it takes; where none are given, they are those that the pattern registry makes."
             ) from error
         found.append(trunks_in(flow, patterns))
     if len(found) > 1:

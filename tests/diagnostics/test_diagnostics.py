@@ -367,7 +367,10 @@ class TwoTowers(nn.Module):
 
 
 def test_trunks_that_the_batch_does_not_reach() -> None:
-    found = diagnose(TwoTowers(), (vectors(), "left"), probes=0)
+    batch = (vectors(), "left")
+    plain = diagnose(TwoTowers(), batch, probes=0)
+    assert only(plain).name == "left.layers" and not plain.unreached  # what there is, the batch shows
+    found = diagnose(rewire.compile(TwoTowers(), validate=False), batch, probes=0)
     assert only(found).name == "left.layers" and found.unreached == ("right.layers",)
     assert "Not reached by the batch: right.layers" in str(found)
 
