@@ -295,7 +295,7 @@ class Depth(SeparateInputs):
 
         def carried(part: Any) -> Any:
             assert live is not None
-            live.stream = live.stream.carrying(part)
+            live.stream = live.stream.carrying(self._tensor(part))
             live.read()
             return part
 
@@ -307,10 +307,18 @@ class Depth(SeparateInputs):
 
         def pushed(part: Any) -> Tensor:
             assert live is not None
-            live.stream = live.stream.push(part)
+            live.stream = live.stream.push(self._tensor(part))
             return live.read(norm)
 
         return state if live is None else with_item(state, item, pushed)
+
+    def _tensor(self, state: Any) -> Tensor:
+        if not isinstance(state, Tensor):
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) makes a {type(state).__name__} of a residual add's sum, where a "
+                "tensor was found when it was rewired. If that was done without example_inputs, pass them."
+            )
+        return state
 
     def start(self, value: Any, trunk: int = 0) -> Any:
         """The value at which a trunk starts, behind an ``if`` on one way of which it was made."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import torchvision_stub  # noqa: F401
 from comparing import assert_close, evaluate
-from models import WIDTH, PreNorm, Stack, vectors
+from models import WIDTH, PostNorm, PreNorm, Stack, vectors
 from torch import Tensor, nn
 
 import rewire
@@ -352,3 +352,15 @@ def test_a_branch_that_mixes_positions_in_a_module_of_its_own() -> None:
     assert len(connection.layout.units) == 6
     with pytest.raises(rewire.RewireError, match=r"starts in an expression of .*that a loop runs again"):
         rewire.compile(Doubles(), "denseformer", example_inputs=(vectors(),))
+
+
+class Wraps(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"state": x}
+
+
+def test_an_object_where_a_state_was_expected() -> None:
+    rewired: Any = rewire.compile(Stack(PostNorm), "residual", example_inputs=(vectors(),))
+    rewired.layers[1].ln_1 = Wraps()
+    with pytest.raises(rewire.OutOfOrder, match=r"'layers\.1' \(.*models.py:\d+\) makes a dict"):
+        rewired(vectors())
