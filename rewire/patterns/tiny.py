@@ -32,10 +32,11 @@ _LIMITS: dict[str, int] = {
               encoder_num_layers decoder_num_layers encoder_n_layers decoder_n_layers""",
         4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads
               swa_num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts
-              num_conv_pos_embedding_groups window_size mm_tokens_per_image""",
+              num_conv_pos_embedding_groups window_size mm_tokens_per_image linear_num_heads""",
         8: """qk_rope_head_dim qk_nope_head_dim rotary_dim patch_size num_mel_bins num_conv_pos_embeddings laurel_rank
               num_queries""",
         16: """head_dim v_head_dim d_kv kv_lora_rank q_lora_rank o_lora_rank index_head_dim embedding_size embed_dim
+               chunk_size mamba_chunk_size linear_head_dim
                hidden_size_per_layer_input max_source_positions swa_head_dim d_rel""",
         32: "image_size moe_intermediate_size shared_expert_intermediate_size",
         64: """hidden_size d_model n_embd dim word_embed_proj_dim projection_dim out_hidden_size
