@@ -224,12 +224,11 @@ def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
-        for piece in _of_one_width(chain):
-            sites = _of_one_mind(piece, [_site(flow, add, patterns) for add in piece.adds])
-            if len(sites) == 1:
-                left.append(LeftAlone(sites[0].name, SINGLE, *written_at(piece.adds[0].op.place)))
-            else:
-                rows.append((piece, sites))
+        sites = _of_one_mind(chain, [_site(flow, add, patterns) for add in chain.adds])
+        if len(sites) == 1:
+            left.append(LeftAlone(sites[0].name, SINGLE, *written_at(chain.adds[0].op.place)))
+        else:
+            rows.append((chain, sites))
     found = Found(flow, {}, {}, left)
     for chain, sites in sorted(rows, key=lambda row: position.get(row[1][0].block, 0)):
         same = (name for name, known in found.trunks.items() if known.sites == tuple(sites))
@@ -282,20 +281,6 @@ def _of_one_mind(chain: Chain, sites: list[Site]) -> list[Site]:
         dim = next((dim for dim in said if shape[dim] == width), said[0])  # type: ignore[index]
         agreed.append(dataclasses.replace(site, width=int(shape[dim]), channel_dim=dim))  # type: ignore[index]
     return agreed
-
-
-def _of_one_width(chain: Chain) -> list[Chain]:
-    """The chain, cut where its states change their size."""
-    pieces, start = [], 0
-    for number in range(1, len(chain.adds) + 1):
-        if number == len(chain.adds) or _size(chain.adds[number].op) != _size(chain.adds[number - 1].op):
-            pieces.append(Chain(chain.adds[start:number], [[], *chain.passages[start + 1 : number]]))
-            start = number
-    return pieces
-
-
-def _size(op: Op) -> int:
-    return -1 if op.shape is None else op.shape.numel()
 
 
 def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:

@@ -16,6 +16,8 @@ from rewire.passes.flow import Flow, Op, Scope, common
 LONG = "a shortcut around a whole trunk"
 #: Operations that make a larger tensor of several, which a trace without shapes does not tell.
 _JOINS = ("cat", "concat", "stack")
+#: Views that change the order of values.
+_TURNS = frozenset(["transpose", "permute", "movedim", "t", "swapaxes"])
 NESTED = "inside the branch of another residual add"
 
 
@@ -60,7 +62,7 @@ def chains(flow: Flow) -> tuple[list[Chain], dict[Add, str]]:
         while (following := _next(row[-1], adds, follows, lengths)) is not None:
             row.append(following)
         taken.update(row)
-        linked.append(_chain(row))
+        linked += _rows(row)
     for chain in linked:
         _close(flow, chain)
     return linked, rejected
@@ -130,12 +132,31 @@ def _continues(add: Add, follows: dict[Add, Add], lengths: dict[Add, int]) -> bo
     return _next(before, list(lengths), follows, lengths) is add
 
 
-def _chain(adds: list[Add]) -> Chain:
-    passages: list[list[Op]] = [[]]
+def _rows(adds: list[Add]) -> list[Chain]:
+    """The chain of ``adds``, cut where states before could not be mixed with those behind.
+
+    Views behind what changes values go with all states. Before it they go with one: then states differ in their order.
+    """
+    rows = [Chain(adds[:1], [[]])]
     for add, following in itertools.pairwise(adds):
-        add.post, passage = _split(between(add.op, following.state) - {add.op})
-        passages.append(passage)
-    return Chain(adds, passages)
+        post, passage = _split(between(add.op, following.state) - {add.op})
+        if _size(add.op) != _size(following.op) or _rearranged(post, add.op, following.op):
+            rows.append(Chain([following], [[]]))
+        else:
+            add.post = post
+            rows[-1].adds.append(following)
+            rows[-1].passages.append(passage)
+    return rows
+
+
+def _size(op: Op) -> int:
+    return -1 if op.shape is None else op.shape.numel()
+
+
+def _rearranged(post: Sequence[Op], before: Op, behind: Op) -> bool:
+    """Whether a state is in another order behind ``post``: turned, and not turned back, or of another shape."""
+    turns = sum(op.name in _TURNS for op in post)
+    return turns % 2 == 1 or (before.shape != behind.shape and any(op.name in VIEWS for op in post))
 
 
 def _split(way: Iterable[Op]) -> tuple[list[Op], list[Op]]:

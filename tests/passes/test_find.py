@@ -103,6 +103,38 @@ def test_a_map_between_stages_splits_them() -> None:
     assert ({site.width for site in narrow.sites}, {site.width for site in wide.sites}) == ({16}, {WIDTH})
 
 
+class Video(nn.Module):
+    """Blocks over the patches of each frame, then over the frames of each patch, behind a norm and positions."""
+
+    def __init__(self, frames: int) -> None:
+        super().__init__()
+        self.frames, self.norm = frames, nn.LayerNorm(WIDTH)
+        self.spatial, self.temporal = (nn.ModuleList([PreNorm(), PreNorm()]) for _ in range(2))
+        self.times = nn.Parameter(torch.randn(1, frames, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.spatial:
+            x = block(x)
+        x = self.norm(x).view(-1, self.frames, *x.shape[1:]).transpose(1, 2)
+        x = x.reshape(-1, self.frames, WIDTH) + self.times
+        for block in self.temporal:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("frames", [2, 4])
+def test_states_in_another_order_are_another_trunk(frames: int) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(2 * frames, 4, WIDTH), Video(frames)
+    rewired = rewire.compile(model, "ancre-ingoing", start="paper", example_inputs=(x,))
+    assert list(rewire.connections(rewired)) == ["spatial", "temporal"]
+    before = rewired(x)
+    with torch.no_grad():
+        for weight in rewire.connections(rewired)["temporal"].parameters():
+            weight.add_(torch.randn_like(weight))
+    assert not torch.equal(before, rewired(x))
+
+
 class CastNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
