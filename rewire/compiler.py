@@ -13,7 +13,7 @@ from torch import nn
 from rewire import logs
 from rewire.connection import connections
 from rewire.diffs import diff
-from rewire.errors import AlreadyConnected, RewireError
+from rewire.errors import AlreadyConnected, OutOfOrder, RewireError
 from rewire.init import Initializer, initialize, make_initializer
 from rewire.logs import timed
 from rewire.passes.checks import check_choices, check_model, check_not_cut, on_meta
@@ -25,7 +25,7 @@ from rewire.passes.validate import STARTS, check, compare
 from rewire.patterns import Pattern, first_given, patterns_for
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
-from rewire.trunk import LeftAlone, Report
+from rewire.trunk import LeftAlone, Report, Trunk
 
 log = logging.getLogger("rewire")
 
@@ -59,12 +59,13 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
     prepared, inputs = prepared_copy(model, found), known_inputs(model, found, example_inputs)
     if example_inputs is None:
         return find(prepared, found, inputs, "trace")[0].report
+    report = None
     try:
         report = find(prepared, found, inputs)[0].report
         if report.trunks:
             compile(model, "residual", example_inputs=example_inputs)
     except RewireError as error:
-        report = find(prepared, found, None)[0].report
+        report = report or find(prepared, found, None)[0].report
         return dataclasses.replace(report, left=(*report.left, LeftAlone("", str(error))))
     return report
 
@@ -156,8 +157,19 @@ def compile(
             if on_meta(model):
                 _validate_twin(model, patterns, topologies, granularity, start)
             else:
-                check(model, rewired, [one.flow for one in found], inputs, start)
+                try:
+                    check(model, rewired, [one.flow for one in found], inputs, start)
+                except OutOfOrder as error:
+                    if len(found_trunks) == 1:
+                        raise
+                    raise OutOfOrder(f"{error} {_others(found_trunks)}") from error
     return rewired if initializer is None else _initialized(rewired, initializer)
+
+
+def _others(found: Sequence[Trunk]) -> str:
+    """What may be done with a model of several trunks, one of which cannot be connected."""
+    names = ", ".join(repr(trunk.name) for trunk in found)
+    return f"Or leave this trunk out: pass trunks=[...] with others of {names}."
 
 
 def _initialized(rewired: nn.Module, initializer: Initializer) -> nn.Module:

@@ -11,6 +11,7 @@ import torch
 from false_friends import Gated
 from models import (
     EDSR,
+    WIDTH,
     Interrupted,
     LayerDrop,
     NanoGPT,
@@ -365,6 +366,54 @@ def test_a_stream_of_another_trunk() -> None:
     stream = model.narrow[0](torch.randn(2, 9, 16))
     with pytest.raises(rewire.OutOfOrder, match=r"'wide\.1' was called out of order.*at 2 of trunk 'narrow'"):
         model.wide[1](stream)
+
+
+class KeepsStates(nn.Module):
+    """An encoder that shortens its states half-way, and returns all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([PreNorm() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        kept: tuple[Tensor, ...] = ()
+        for number, block in enumerate(self.blocks):
+            x = block(x[:, ::2] if number == 2 else x)
+            kept = (*kept, x)
+        return x, kept
+
+
+class TakesStates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([PreNorm(), PreNorm()])
+
+    def forward(self, last: Tensor, first: Tensor) -> Tensor:
+        x = last.repeat_interleave(2, 1) + first
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class TakesKept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = KeepsStates(), TakesStates()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, kept = self.encoder(x)
+        return self.decoder(x, kept[1])
+
+
+def test_of_several_trunks_the_others_are_named() -> None:
+    x = torch.randn(2, 8, WIDTH)
+    with pytest.raises(rewire.OutOfOrder, match=r"leave this trunk out.*'encoder\.blocks'"):
+        rewire.compile(TakesKept(), "residual", example_inputs=(x,))
+    report = rewire.inspect(TakesKept(), example_inputs=(x,))
+    assert [trunk.name for trunk in report.trunks] == ["TakesKept", "encoder.blocks"]
+    assert "leave this trunk out" in report.left[-1].why
+    rewired = rewire.compile(TakesKept(), "residual", trunks=["encoder.blocks"], example_inputs=(x,))
+    assert list(rewire.connections(rewired)) == ["encoder.blocks"]
 
 
 def test_an_early_exit_says_what_to_do() -> None:

@@ -259,11 +259,18 @@ class FunctionPlan:
             merged = _merged(known, edit)
             if merged is None:
                 raise EditError(
-                    f"the expression at {self.text.file}:{key[1][0]} takes part in the residual stream in two ways "
-                    f"({type(known).__name__.lower()}: {known}, and {edit})"
+                    f"the expression at {self.text.file}:{key[1][0]} takes part in {self._parts(known, edit)}"
                 )
             edit = merged
         self.edits[key] = edit
+
+    def _parts(self, one: Edit, other: Edit) -> str:
+        """What an expression would have to be, in words."""
+        streams = {self.trunks[edit.trunk] for edit in (one, other) if hasattr(edit, "trunk")}
+        if len(streams) > 1:
+            return f"two residual streams, those of trunks {' and '.join(map(repr, sorted(streams)))}"
+        kinds = " and ".join(type(edit).__name__.lower() for edit in (one, other))
+        return f"the residual stream in two ways ({kinds})"
 
 
 def _merged(a: Any, b: Any) -> Any:
