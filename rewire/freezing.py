@@ -20,7 +20,8 @@ from rewire.kernels.history import History
 from rewire.passes.checks import check_loaded, check_whole
 from rewire.passes.copies import shared
 from rewire.passes.inputs import inputs_for
-from rewire.passes.validate import outputs, relative_error
+from rewire.passes.tensors import relative_error
+from rewire.passes.validate import outputs
 from rewire.patterns import Pattern, patterns_for
 from rewire.runtime.layout import Layout
 from rewire.topologies import Topology

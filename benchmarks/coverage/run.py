@@ -42,7 +42,7 @@ import rewire
 from rewire.passes.find import find, prepared_copy
 from rewire.passes.inputs import normalise_inputs
 from rewire.passes.streams import chains
-from rewire.passes.validate import tensors_in
+from rewire.passes.tensors import tensors_in
 from rewire.patterns import first_given, patterns_for
 from rewire.patterns.tiny import timm_model
 

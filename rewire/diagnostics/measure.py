@@ -24,7 +24,7 @@ from rewire.diagnostics.signals import BlockSignals, SiteSignals, TrunkSignals
 from rewire.errors import BadExampleInputs, RewireError
 from rewire.passes.copies import seeded
 from rewire.passes.inputs import inputs_for
-from rewire.passes.validate import tensors_in
+from rewire.passes.tensors import tensors_in
 from rewire.patterns import patterns_for
 from rewire.patterns.pattern import Inputs
 from rewire.topologies.base import total

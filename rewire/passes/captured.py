@@ -14,7 +14,8 @@ from rewire.console import progress
 from rewire.errors import BadExampleInputs, ValidationMismatch
 from rewire.logs import validate as log
 from rewire.passes.copies import shared
-from rewire.passes.validate import Setting, compare, with_plain_connections
+from rewire.passes.runs import Setting
+from rewire.passes.validate import compare, with_plain_connections
 from rewire.patterns.pattern import Inputs
 from rewire.topologies.base import Start
 

@@ -17,46 +17,18 @@ from torch.utils._pytree import tree_map
 
 from rewire.connection import connections
 from rewire.console import progress
-from rewire.errors import BadExampleInputs, OutOfOrder, RewireError, ValidationMismatch
+from rewire.errors import BadExampleInputs, RewireError, ValidationMismatch
 from rewire.logs import validate as log
 from rewire.passes.connect import drop_copies
 from rewire.passes.copies import ByPlace, own_inputs, private, seeded, shared
 from rewire.passes.flow import Flow
+from rewire.passes.runs import Run, Setting, block_outputs, noise_for, run, strided
 from rewire.passes.same_graph import compare_graphs
+from rewire.passes.tensors import described, finite, relative_error, tensors_in, tolerance
 from rewire.patterns.pattern import Inputs
 from rewire.runtime.layout import Layout
-from rewire.stream import Stream
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual
-
-#: Relative tolerance (norm of the difference over norm of the original) by dtype.
-TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-#: Gradients pass through more roundings than outputs.
-_GRADIENT_SLACK = 5.0
-#: Models with more parameters have only those perturbed that are constant: a second set would not fit everywhere.
-_ALL_PERTURBED = 200_000_000
-_DEPTH = 6  # of objects inside objects that are looked into for tensors
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """How both models are run.
-
-    Attributes:
-        name: in words.
-        training: in training mode.
-        perturbed: with weights that are not the model's own.
-        strided: with inputs that are not contiguous, if the original takes such.
-        rounding: outputs may differ by rounding; then gradients may differ by what a ReLU makes of that, and are not
-            compared.
-    """
-
-    name: str
-    training: bool = False
-    perturbed: bool = False
-    strided: bool = False
-    rounding: bool = False
-
 
 #: Where the same rewrite with plain connections in it has to be the original.
 SETTINGS = (
@@ -164,12 +136,12 @@ def compare(
 
 
 def _compare_in(setting: Setting, original: nn.Module, rewired: nn.Module, inputs: Inputs, done: Comparison) -> None:
-    noise = _noise(original) if setting.perturbed else {}
+    noise = noise_for(original) if setting.perturbed else {}
     given, expected = _original_run(setting, original, inputs, noise)
-    if expected is None or not any(_finite(output) for output in expected.outputs):
+    if expected is None or not any(finite(output) for output in expected.outputs):
         return  # perturbed weights, or this mode, make nothing that could be compared
     try:
-        actual = _run(setting, rewired, given, noise, expected.gradients)
+        actual = run(setting, rewired, given, noise, expected.gradients)
     except RewireError:
         raise
     except Exception as error:
@@ -181,7 +153,7 @@ def _compare_in(setting: Setting, original: nn.Module, rewired: nn.Module, input
     if problem and not _is_noise(setting, original, rewired, given, noise):
         raise _mismatch(problem, setting, original, rewired, given, noise)
     if problem:
-        done.outputs += sum(map(_finite, expected.outputs))
+        done.outputs += sum(map(finite, expected.outputs))
         log.info("%s: %s, in %s: no more than the original by itself", type(original).__name__, problem, setting.name)
     log.info("%s: %d outputs, %d gradients agree", setting.name, len(expected.outputs), actual.compared)
     done.settings.append(setting.name)
@@ -199,28 +171,18 @@ def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class _Run:
-    """Outputs of a model, and gradients: all of them, or the first that differ from those expected."""
-
-    outputs: list[Tensor]
-    gradients: dict[str, Tensor]
-    wrong: list[str] = dataclasses.field(default_factory=list)
-    compared: int = 0
-
-
 def _original_run(
     setting: Setting, original: nn.Module, inputs: Inputs, noise: dict[str, Tensor]
-) -> tuple[Inputs, _Run | None]:
+) -> tuple[Inputs, Run | None]:
     """The inputs that were used, and the run; None if only the model's own weights and mode work."""
     if setting.strided:
-        given = _strided(inputs)
+        given = strided(inputs)
         try:
-            return given, _run(setting, original, given, noise)
+            return given, run(setting, original, given, noise)
         except Exception as error:  # not every model takes them
             log.debug("%s does not run on strided inputs: %s", type(original).__name__, error)
     try:
-        return inputs, _run(setting, original, inputs, noise)
+        return inputs, run(setting, original, inputs, noise)
     except Exception as error:
         if setting.perturbed or setting.training:
             log.info("%s does not run in %s: %s", type(original).__name__, setting.name, error)
@@ -230,129 +192,22 @@ def _original_run(
         ) from error
 
 
-def _run(
-    setting: Setting,
-    model: nn.Module,
-    inputs: Inputs,
-    noise: dict[str, Tensor],
-    expected: dict[str, Tensor] | None = None,
-) -> _Run:
-    """One forward and backward pass of a copy of ``model``.
-
-    Args:
-        setting: how.
-        model: it is not changed.
-        inputs: they are not changed.
-        noise: added to the parameters of these names.
-        expected: gradients that those of this run are compared with as they arrive; None: they are kept.
-    """
-    bench = private(model).train(setting.training)
-    parameters = dict(bench.named_parameters())
-    for name, difference in noise.items():
-        parameters[name].data = parameters[name].data + difference
-    run = _Run([], {})
-    largest = max((float(g.float().norm()) for g in (expected or {}).values()), default=0.0)
-
-    def arrived(name: str) -> Any:
-        def hook(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            if expected is None:
-                run.gradients[name] = gradient.detach()
-            elif name in expected:
-                run.compared += 1
-                reference = expected.pop(name)
-                error = _gradient_error(reference, gradient, largest)
-                if error:
-                    run.wrong.append(f"the gradient of '{name}' differs from the original's by {error:.1e} (relative)")
-            elif float(gradient.float().norm()) > 0 and name not in _added(bench):
-                run.wrong.append(f"parameter '{name}' has a gradient in the rewritten model only")
-
-        return hook
-
-    handles = [
-        parameter.register_post_accumulate_grad_hook(arrived(name))
-        for name, parameter in parameters.items()
-        if parameter.requires_grad and not parameter.is_meta
-    ]
-    try:
-        with torch.enable_grad(), seeded(0, bench):
-            args, kwargs = own_inputs(inputs)
-            outputs = [t for t in tensors_in(bench(*args, **kwargs)) if t.is_floating_point() or t.is_complex()]
-            differentiable = [t for t in outputs if t.requires_grad and t.numel()]
-            if differentiable and handles:
-                torch.default_generator.manual_seed(1)
-                # weights that differ per element: a plain sum would hide what a final norm cancels
-                loss = sum((_weights(t) * _real(t)).sum() / t.numel() for t in differentiable)
-                loss.backward()  # type: ignore[union-attr]
-    finally:
-        for handle in handles:
-            handle.remove()
-    run.outputs = [t.detach() for t in outputs]
-    for name in expected or ():
-        run.wrong.append(f"parameter '{name}' has a gradient in the original only")
-    return run
-
-
-def _added(bench: nn.Module) -> set[str]:
-    """Names of connection weights."""
-    return {name for name, _ in bench.named_parameters() if "depth_connections" in name}
-
-
-def _real(output: Tensor) -> Tensor:
-    real = torch.view_as_real(output) if output.is_complex() else output
-    return real.to(torch.promote_types(real.dtype, torch.float32))
-
-
-def _weights(output: Tensor) -> Tensor:
-    """Random weights of the shape of ``output``. Not by `rand_like`, whose values depend on strides, too."""
-    shape = (*output.shape, 2) if output.is_complex() else output.shape
-    return torch.rand(shape).to(output.device)
-
-
-def _noise(model: nn.Module) -> dict[str, Tensor]:
-    """What to add to each parameter, so that no branch is zero."""
-    generator = torch.Generator().manual_seed(2)
-    parameters = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point() and not p.is_meta}
-    if sum(p.numel() for p in parameters.values()) > _ALL_PERTURBED:
-        parameters = {name: p for name, p in parameters.items() if p.numel() and bool((p == p.flatten()[0]).all())}
-    return {
-        name: (0.02 * torch.randn(p.shape, generator=generator)).to(p)
-        for name, p in parameters.items()
-        if type(p) is Tensor and p.numel()
-    }
-
-
-def _strided(inputs: Inputs) -> Inputs:
-    """The inputs in memory with gaps."""
-
-    def spread(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0 or type(value) is not Tensor:
-            return value
-        wide = value.new_zeros((*value.shape[:-1], 2 * value.shape[-1]))
-        wide[..., ::2] = value.detach()
-        return wide[..., ::2].requires_grad_(value.requires_grad)
-
-    args, kwargs = tree_map(spread, inputs)
-    return args, kwargs
-
-
 # -- differences -------------------------------------------------------------------------------------------------------
 
 
-def _difference(setting: Setting, expected: _Run, actual: _Run, done: Comparison) -> str:
+def _difference(setting: Setting, expected: Run, actual: Run, done: Comparison) -> str:
     """What differs first, in words; empty if nothing does."""
     equal = True
     if len(expected.outputs) != len(actual.outputs):
         return f"the rewritten model returns {len(actual.outputs)} tensors, not {len(expected.outputs)}"
     for number, (a, b) in enumerate(zip(expected.outputs, actual.outputs, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
-            return f"output {number} is {_described(b)} in the rewritten model, and {_described(a)} in the original"
+            return f"output {number} is {described(b)} in the rewritten model, and {described(a)} in the original"
         error = relative_error(a, b)
-        if error > TOLERANCES.get(_real(a).dtype if a.is_complex() else a.dtype, 1e-5):
+        if error > tolerance(a):
             return f"output {number} of the rewritten model differs from the original's by {error:.1e} (relative)"
         equal = equal and error == 0
-        done.outputs += _finite(a)
+        done.outputs += finite(a)
         done.error = max(done.error, error)
     return "" if setting.rounding and not equal else next(iter(actual.wrong), "")
 
@@ -370,47 +225,27 @@ def _is_noise(
     inputs64, noise64 = tree_map(_exact, inputs), tree_map(_exact, noise)
     try:
         with ByPlace():
-            expected = _run(setting, original, inputs, noise)
+            expected = run(setting, original, inputs, noise)
             if not _problem(setting, expected, rewired, inputs, noise):
                 return True
             if not _problem(strict, expected, original64, inputs64, noise64):
                 return False
-            return not _problem(setting, _run(setting, original64, inputs64, noise64), rewired64, inputs64, noise64)
+            return not _problem(setting, run(setting, original64, inputs64, noise64), rewired64, inputs64, noise64)
     except Exception as error:  # not every model runs in float64
         log.debug("%s in float64: %s", type(original).__name__, error)
         return False
 
 
-def _problem(setting: Setting, expected: _Run, model: nn.Module, inputs: Inputs, noise: dict[str, Tensor]) -> str:
+def _problem(setting: Setting, expected: Run, model: nn.Module, inputs: Inputs, noise: dict[str, Tensor]) -> str:
     """What differs first in a run of ``model``, in the precision of what is expected; empty if nothing does."""
-    run = _run(setting, model, inputs, noise, dict(expected.gradients))
-    if len(run.outputs) == len(expected.outputs):
-        run.outputs = [b.to(a.dtype) for a, b in zip(expected.outputs, run.outputs, strict=True)]
-    return _difference(setting, expected, run, Comparison())
+    actual = run(setting, model, inputs, noise, dict(expected.gradients))
+    if len(actual.outputs) == len(expected.outputs):
+        actual.outputs = [b.to(a.dtype) for a, b in zip(expected.outputs, actual.outputs, strict=True)]
+    return _difference(setting, expected, actual, Comparison())
 
 
 def _exact(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _gradient_error(reference: Tensor, gradient: Tensor, largest: float) -> float:
-    """Relative error of a gradient if it is too large, else 0.
-
-    A gradient that is zero in exact arithmetic (a key bias, say) is rounding noise in both.
-    """
-    tolerance = _GRADIENT_SLACK * TOLERANCES.get(reference.dtype, 1e-5)
-    difference = float((reference.float() - gradient.float()).norm())
-    if difference > tolerance * max(float(reference.float().norm()), 1e-3 * largest):
-        return relative_error(reference, gradient)
-    return 0.0
-
-
-def _finite(output: Tensor) -> bool:
-    return output.numel() > 0 and bool(torch.isfinite(output).any())
 
 
 def _mismatch(
@@ -422,7 +257,7 @@ def _mismatch(
     noise: dict[str, Tensor],
 ) -> RewireError:
     """The error, with the first block that differs; another one if the original differs from itself."""
-    expected, again, actual = (_blocks(setting, m, inputs, noise) for m in (original, original, rewired))
+    expected, again, actual = (block_outputs(setting, m, inputs, noise) for m in (original, original, rewired))
     unsteady = _first(expected, again)
     if unsteady:
         return BadExampleInputs(
@@ -432,33 +267,6 @@ def _mismatch(
     first = _first(expected, actual)
     where = f"the first block that differs is '{first}'" if first else "no single block differs by that much"
     return ValidationMismatch(f"{problem}, in {setting.name}; {where}.")
-
-
-def _blocks(setting: Setting, model: nn.Module, inputs: Inputs, noise: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """What modules with children return, in order; streams as what the next block would read."""
-    bench = private(model).train(setting.training)
-    parameters = dict(bench.named_parameters())
-    for name, difference in noise.items():
-        parameters[name].data = parameters[name].data + difference
-    blocks: list[tuple[str, Tensor]] = []
-
-    def record(path: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            value = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(value, Stream):
-                value = value.value()
-            if isinstance(value, Tensor) and value.is_floating_point():
-                blocks.append((path, value.detach().clone()))
-
-        return hook
-
-    for path, module in bench.named_modules():
-        if len(module._modules):
-            module.register_forward_hook(record(path))
-    with torch.enable_grad(), seeded(0, bench):
-        args, kwargs = own_inputs(inputs)
-        bench(*args, **kwargs)
-    return blocks
 
 
 def _first(expected: Iterable[tuple[str, Tensor]], actual: Iterable[tuple[str, Tensor]]) -> str:
@@ -471,38 +279,6 @@ def _first(expected: Iterable[tuple[str, Tensor]], actual: Iterable[tuple[str, T
         if not calls:
             continue
         reference = calls.pop(0)
-        if reference.shape != value.shape or relative_error(reference, value) > TOLERANCES.get(value.dtype, 1e-5):
+        if reference.shape != value.shape or relative_error(reference, value) > tolerance(value):
             return path
     return ""
-
-
-def relative_error(reference: Tensor, other: Tensor) -> float:
-    """Norm of the difference over the norm of ``reference``, in float32 or better."""
-    a, b = _real(reference), _real(other)
-    finite = torch.isfinite(a)
-    if not torch.equal(finite, torch.isfinite(b)):
-        return float("inf")
-    a, b = a[finite], b[finite]
-    return float((a - b).norm() / a.norm().clamp_min(torch.finfo(a.dtype).tiny))
-
-
-def tensors_in(value: Any, depth: int = 0) -> list[Tensor]:
-    """All tensors in a model's output, in order: in containers, dataclasses and plain objects."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Stream):
-        raise OutOfOrder(
-            f"the model returns the residual stream of trunk '{value.layout.trunk}' itself: a block of it was not "
-            "called, or something keeps hidden states between the blocks."
-        )
-    if depth > _DEPTH:
-        return []
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in tensors_in(item, depth + 1)]
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return [t for item in value for t in tensors_in(item, depth + 1)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [t for field in dataclasses.fields(value) for t in tensors_in(getattr(value, field.name), depth + 1)]
-    if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
-        return [t for item in vars(value).values() for t in tensors_in(item, depth + 1)]
-    return []

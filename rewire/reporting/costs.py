@@ -16,7 +16,7 @@ from rewire.connection import Connection
 from rewire.freezing import most_held
 from rewire.passes.inputs import normalise_inputs
 from rewire.passes.rewrite import restore
-from rewire.passes.validate import tensors_in
+from rewire.passes.tensors import tensors_in
 
 _ROUNDS = 7
 
