@@ -84,8 +84,8 @@ class Depth(SeparateInputs):
         if isinstance(value, Stream):
             return self._enter(value if awaiting else value.settled(), norm)
         entry = self.entries[trunk]
-        if entry.outside and not entry.opens:
-            return value
+        if (entry.outside and not entry.opens) or (awaiting and self._of_trunk(entry.trunk) is not None):
+            return value  # in the second case something that was made of the sum
         if isinstance(value, Tensor) and begin and not any(live.entry is entry and live.start for live in self.live):
             return self._begin(value, norm, entry)
         return value

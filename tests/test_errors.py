@@ -368,17 +368,23 @@ def test_a_stream_of_another_trunk() -> None:
         model.wide[1](stream)
 
 
+class WithMemory(PreNorm):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:  # type: ignore[override]
+        x = x + self.attn(self.ln_1(x)) + memory.mean(1, keepdim=True)
+        return x + self.mlp(self.ln_2(x))
+
+
 class KeepsStates(nn.Module):
     """An encoder that shortens its states half-way, and returns all of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([PreNorm() for _ in range(4)])
+        self.blocks = nn.ModuleList([WithMemory() for _ in range(4)])
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         kept: tuple[Tensor, ...] = ()
         for number, block in enumerate(self.blocks):
-            x = block(x[:, ::2] if number == 2 else x)
+            x = block(x[:, ::2] if number == 2 else x, x)
             kept = (*kept, x)
         return x, kept
 

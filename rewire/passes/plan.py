@@ -116,7 +116,8 @@ class _Planner:
         names = self.carriers.brought(scope, value, start)
         if value is not None and not self._starts(function, self._place_of_start(scope, value, names)):
             return  # another place comes after it
-        for name in names:
+        sums = {add.op for add in self.adds}
+        for name in sorted(names, key=lambda name: sums.isdisjoint(scope.arguments[name])):  # the stream itself first
             awaiting = not self.carriers.unfinished.isdisjoint(scope.arguments[name])
             norm = None if awaiting else self._norm(scope, start, value)
             brought = scope.arguments[name]
