@@ -433,6 +433,45 @@ class TwoWidths(nn.Module):
         return x
 
 
+class KeepsStates(nn.Module):
+    """An encoder that shortens its states half-way, and returns all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([PreNorm() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        kept: tuple[Tensor, ...] = ()
+        for number, block in enumerate(self.blocks):
+            x = block(x[:, ::2] if number == 2 else x)
+            kept = (*kept, x)
+        return x, kept
+
+
+class TakesStates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([PreNorm(), PreNorm()])
+
+    def forward(self, last: Tensor, first: Tensor) -> Tensor:
+        x = last.repeat_interleave(2, 1) + first
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class TakesKept(nn.Module):
+    """A long skip around blocks at half the length, from a module that keeps its states to one that takes them."""
+
+    def __init__(self, encoder: type[nn.Module] = KeepsStates) -> None:
+        super().__init__()
+        self.encoder, self.decoder = encoder(), TakesStates()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, kept = self.encoder(x)
+        return self.decoder(x, kept[1])
+
+
 class CrossBlock(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()

@@ -1652,45 +1652,8 @@ def test_blocks_that_return_a_list() -> None:
     assert_connected(ListStack(ReturnsList), {"layers": 2 * DEPTH}, vectors())
 
 
-class KeepsStates(nn.Module):
-    """An encoder that shortens its states half-way, and returns all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([PreNorm() for _ in range(4)])
-
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        kept: tuple[Tensor, ...] = ()
-        for number, block in enumerate(self.blocks):
-            x = block(x[:, ::2] if number == 2 else x)
-            kept = (*kept, x)
-        return x, kept
-
-
-class TakesStates(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([PreNorm(), PreNorm()])
-
-    def forward(self, last: Tensor, first: Tensor) -> Tensor:
-        x = last.repeat_interleave(2, 1) + first
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class TakesKept(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = KeepsStates(), TakesStates()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, kept = self.encoder(x)
-        return self.decoder(x, kept[1])
-
-
 def test_states_that_are_handed_on_beside_what_is_made_of_them() -> None:
-    assert_connected(TakesKept(), {"encoder.blocks": 4, "TakesKept": 8}, torch.randn(2, 8, WIDTH))
+    assert_connected(models.TakesKept(), {"encoder.blocks": 4, "TakesKept": 8}, torch.randn(2, 8, WIDTH))
 
 
 class SmallUNet(nn.Module):
