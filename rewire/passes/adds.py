@@ -58,9 +58,8 @@ class Add:
     def block(self) -> list[Scope]:
         """The calls of modules around the addition and all that its branches do with weights."""
         scopes = self.op.calls()
-        for op in self.region:
-            if op.weighted:
-                scopes = common(scopes, op.calls())
+        for scope in {op.scope for op in self.region if op.weighted}:
+            scopes = common(scopes, scope.modules())
         return scopes
 
 
@@ -252,16 +251,16 @@ def _inside(op: Op, add: Op) -> bool:
 
 def _false_friend(add: Add) -> str:
     depth = len(add.block())
-    names = {called(op, depth) for op in add.region}
+    names = {called(scope, depth) for scope in {op.scope for op in add.region}}
     named = [name for name in names if name]
     if named and all(_POSITIONAL.search(name) for name in named):
         return "adds a position embedding"
     return ""
 
 
-def called(op: Op, depth: int) -> str:
-    """Path, below the module call number ``depth`` around ``op``, of the child in which it runs; empty if in none."""
-    scopes = op.calls()
+def called(scope: Scope, depth: int) -> str:
+    """Path, below the module call number ``depth`` around ``scope``, of the child that it is in; empty if in none."""
+    scopes = scope.modules()
     if len(scopes) < depth:
         return ""
     above = scopes[depth - 1].path if depth else ""

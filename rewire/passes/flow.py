@@ -63,6 +63,7 @@ class Scope:
     results: list[Op] = dataclasses.field(default_factory=list)
     namespace: dict[str, Any] = dataclasses.field(default_factory=dict)
     key: Any = None
+    _modules: list[Scope] | None = dataclasses.field(default=None, init=False, repr=False)
 
     def chain(self) -> list[Scope]:
         """This call and those around it, outermost first."""
@@ -75,7 +76,9 @@ class Scope:
 
     def modules(self) -> list[Scope]:
         """The calls of modules among `chain`."""
-        return [scope for scope in self.chain() if not scope.helper]
+        if self._modules is None:
+            self._modules = [scope for scope in self.chain() if not scope.helper]
+        return self._modules
 
     def holds(self, other: Scope) -> bool:
         """Whether ``other`` is this call, or was made from within it."""
@@ -133,7 +136,7 @@ class Op:
         if self.matrices:
             return True
         if self.leaf is None:
-            return any(word in self.name for word in MIXING)
+            return _names_mixing(self.name)
         return any(_mixes(type(module)) for module in self.leaf.modules())
 
     def calls(self) -> list[Scope]:
@@ -184,6 +187,11 @@ class Flow:
             for source in dict.fromkeys(op.inputs):
                 users[source].append(op)
         return users
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_mixing(name: str) -> bool:
+    return any(word in name for word in MIXING)
 
 
 def _mixes(cls: type[nn.Module]) -> bool:

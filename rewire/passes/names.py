@@ -30,9 +30,9 @@ def branch_calls(add: Add, depth: int) -> dict[str, str]:
         depth: number of the module calls around it that its block is in.
     """
     calls: dict[str, str] = {}
-    for op in sorted(add.region, key=lambda op: op.index):
-        path = called(op, depth)
-        if path and op.weighted:
+    for op in sorted((op for op in add.region if op.weighted), key=lambda op: op.index):
+        path = called(op.scope, depth)
+        if path:
             calls.setdefault(path, f"{path} {_class_name(op, depth)}".strip())
     return calls
 
