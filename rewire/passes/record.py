@@ -58,12 +58,13 @@ class Recorder(TorchFunctionMode):
         self.model = model
         self.ops: list[Op] = []
         self.known: dict[int, Op] = {}  # by the tensor's id
-        self.kept: list[Tensor] = []  # so that ids are not used again
         self.paths: dict[nn.Module, str] = {}
         for path, module in model.named_modules():
             self.paths.setdefault(module, path)
-        weights = (*model.named_parameters(), *model.named_buffers())
+        weights = [*model.named_parameters(), *model.named_buffers()]
         self.weights = {id(tensor): name for name, tensor in weights}
+        #: So that no id is used again; some forwards replace a buffer.
+        self.kept: list[Tensor] = [tensor for _, tensor in weights]
         self.stack: list[Scope] = []
         self.frames = Frames(self._ops, self._module_of)
 
