@@ -28,7 +28,7 @@ from rewire.passes.edits import (
     Through,
     Value,
 )
-from rewire.passes.text import Place, is_call_of_one
+from rewire.passes.text import Place, is_call_of_one, parsed
 from rewire.passes.variables import assigned, on_one_way
 
 
@@ -40,7 +40,7 @@ def edited(plan: FunctionPlan) -> str:
     """
     source = _Editor(plan).run()
     try:
-        ast.parse(f"if 1:\n{source}" if source[:1].isspace() else source)
+        parsed(f"if 1:\n{source}" if source[:1].isspace() else source)
     except SyntaxError as error:
         raise EditError(
             f"the residual stream passes {plan.text.where()} in a way that cannot be written: {error}"

@@ -9,6 +9,7 @@ import dis
 import functools
 import inspect
 import linecache
+import threading
 import weakref
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
@@ -175,7 +176,7 @@ def _read(function: FunctionType) -> Text:
         ) from error
     source, file = "".join(lines), function.__code__.co_filename
     try:
-        tree = _parsed(source, first)
+        tree = _definition(source, first)
     except SyntaxError as error:
         raise EditError(f"the source of {name} at {file}:{first} does not parse by itself: {error}") from error
     text = Text(file, first, source, tree)
@@ -193,10 +194,20 @@ def span_of(node: Any) -> tuple[int, int, int, int]:
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
-def _parsed(source: str, first: int) -> ast.FunctionDef | ast.AsyncFunctionDef:
+#: Python 3.11 counts the depth of all trees that are being made together, and fails where two threads make one at once.
+_PARSING = threading.RLock()
+
+
+def parsed(source: str) -> ast.Module:
+    """The tree of a text."""
+    with _PARSING:
+        return ast.parse(source)
+
+
+def _definition(source: str, first: int) -> ast.FunctionDef | ast.AsyncFunctionDef:
     """The definition in ``source``, which may be indented; with line numbers that start at ``first``."""
     indented = source[:1].isspace()
-    module = ast.parse(f"if 1:\n{source}" if indented else source)
+    module = parsed(f"if 1:\n{source}" if indented else source)
     node = module.body[0]
     definition = node.body[0] if isinstance(node, ast.If) else node
     if not isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -214,7 +225,7 @@ def compiled(function: FunctionType, source: str, first: int, file: str = "") ->
     free variables are free.
     """
     code, qualname = function.__code__, function.__qualname__.split(".")
-    definition = _parsed(source, first)
+    definition = _definition(source, first)
     definition.decorator_list = []
     cls = qualname[-2] if len(qualname) > 1 and qualname[-2] != "<locals>" else None
     body: list[ast.stmt] = [definition]
@@ -222,7 +233,7 @@ def compiled(function: FunctionType, source: str, first: int, file: str = "") ->
         body = [ast.ClassDef(cls, [], [], body, [], **_NO_TYPE_PARAMETERS)]
     free = [name for name in code.co_freevars if cls is None or name != "__class__"]
     if free:  # a function around it that has them as its own variables
-        outer = ast.parse(f"def _outer({', '.join(free)}): pass").body[0]
+        outer = parsed(f"def _outer({', '.join(free)}): pass").body[0]
         assert isinstance(outer, ast.FunctionDef)
         outer.body = body
         body = [outer]

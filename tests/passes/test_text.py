@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
+import inspect
 import linecache
+import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ import pytest
 
 from rewire.errors import EditError
 from rewire.passes.functions import undecorated
-from rewire.passes.text import compiled, place_of, text_of, within
+from rewire.passes.text import compiled, parsed, place_of, text_of, within
 
 OFFSET = 3
 
@@ -135,3 +139,42 @@ def test_columns_are_counted_in_bytes(tmp_path: Path) -> None:
 )
 def test_within(inner: Any, outer: Any, expected: bool) -> None:
     assert within(inner, outer) is expected
+
+
+class _Finalised:
+    """Python code runs when the collector finds it: then threads take turns, in the middle of a tree, too."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        for _ in range(20):
+            pass
+
+
+def test_threads_that_parse_at_once() -> None:
+    """`ast.parse` by itself fails here in Python 3.11 (SystemError: AST constructor recursion depth mismatch)."""
+    source, errors = inspect.getsource(threading), list[BaseException]()
+
+    def parse() -> None:
+        for _ in range(8):
+            waste = [_Finalised() for _ in range(20)]
+            del waste
+            try:
+                parsed(source)
+            except SystemError as error:
+                errors.append(error)
+
+    threshold, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.set_threshold(50)
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=parse) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.set_threshold(*threshold)
+        sys.setswitchinterval(interval)
+    assert not errors
