@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rewire.kernels.attended import EPS, AttendedTable, _first, softmax
 from rewire.kernels.history import parts
 from rewire.kernels.mix import _by_autograd, mix
 from rewire.kernels.scored import ScoredTable
-from rewire.kernels.tokens import _Project, _ProjectNormed, outside_autocast, project
+from rewire.kernels.tokens import _Project, _ProjectNormed, outside_autocast, project, project_normed
 
 
 def uses_kernels(x: Tensor) -> bool:
@@ -133,6 +134,38 @@ class ScoredHistory(History):
     def viewed(self, view: Callable[[Tensor], Tensor]) -> ScoredHistory:
         """The history in other dimensions."""
         history = ScoredHistory(self.table)
+        for x in self.states:
+            history = history.push(view(x))
+        return history
+
+
+class AttendedHistory(History):
+    """The states of a trunk so far, each with the scores of its later reads. Immutable."""
+
+    __slots__ = ("scores",)
+
+    table: AttendedTable  # type: ignore[assignment]
+
+    def __init__(self, table: Any, states: tuple[Tensor, ...] = (), scores: tuple[Tensor, ...] = ()) -> None:
+        super().__init__(table, states)
+        self.scores = scores
+
+    def push(self, x: Tensor) -> AttendedHistory:
+        """The history with a further state."""
+        scores = project_normed(x, self.table.queries[len(self.states)].T, EPS)
+        return AttendedHistory(self.table, (*self.states, x), (*self.scores, scores))
+
+    def read(self, number: int) -> Tensor | Mix:
+        """The sum of read ``number``, from 0."""
+        if number == 0:
+            return self.states[0]
+        own = [scores.select(-1, number - 1 - _first(i)) for i, scores in enumerate(self.scores)]
+        shares, _ = softmax(own, self.table.scaled)
+        return Mix(self.states, None, shares.unsqueeze(-1).unbind())
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> AttendedHistory:
+        """The history in other dimensions."""
+        history = AttendedHistory(self.table)
         for x in self.states:
             history = history.push(view(x))
         return history

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from rewire.kernels import operators, plain
 from rewire.kernels.norms import Norm, norm_of, normed
 from rewire.kernels.spec import MAX_ADDED
 from rewire.kernels.spec import Norm as NormKind
+
+if TYPE_CHECKING:
+    from rewire.kernels.attended import Attended
 
 
 def mix(
@@ -75,6 +78,8 @@ class Mix:
         claims: tensors that get the sum's gradient, whatever their values, in place of sources and weights: see
             `history`.
         accumulator: with claims, a part of the sum that was computed before, float32 [..., D].
+        attended: with claims, what the sum is, if its scores are a softmax.
+        tallies: then, tensors [3, ...] that get, whatever their values, what `attended` makes of the sum's gradient.
     """
 
     sources: tuple[Tensor, ...] = ()
@@ -83,6 +88,8 @@ class Mix:
     added: tuple[Tensor, ...] = ()
     claims: tuple[Tensor, ...] = ()
     accumulator: Tensor | None = None
+    attended: Attended | None = None
+    tallies: tuple[Tensor, ...] = ()
 
     def value(self) -> Tensor:
         """The sum, [..., D]."""
@@ -111,12 +118,12 @@ class Mix:
         scale = () if norm is None else (norm.weight,) if norm.bias is None else (norm.weight, norm.bias)
         kind = None if norm is None else (norm.kind, norm.eps)
         if len(self.claims) > 0:
-            counts = (0, 0, len(self.scores), len(added), len(self.claims), len(scale))
-            fixed = (self.sources, self.weights, self.accumulator)
-            return _Sum.apply(counts, kind, fixed, *self.scores, *added, *self.claims, *scale)
+            counts = (0, 0, len(self.scores), len(added), len(self.claims), len(scale), len(self.tallies))
+            fixed = (self.sources, self.weights, self.accumulator, self.attended)
+            return _Sum.apply(counts, kind, fixed, *self.scores, *added, *self.claims, *scale, *self.tallies)
         weights = () if self.weights is None else (self.weights,)
-        counts = (len(self.sources), len(weights), len(self.scores), len(added), 0, len(scale))
-        return _Sum.apply(counts, kind, ((), None, None), *self.sources, *weights, *self.scores, *added, *scale)
+        counts = (len(self.sources), len(weights), len(self.scores), len(added), 0, len(scale), 0)
+        return _Sum.apply(counts, kind, ((), None, None, None), *self.sources, *weights, *self.scores, *added, *scale)
 
     @property
     def _like(self) -> Tensor:
@@ -213,8 +220,9 @@ class _Sum(torch.autograd.Function):
     def forward(
         ctx: Any, counts: tuple[int, ...], kind: tuple[NormKind, float] | None, fixed: tuple[Any, ...], *tensors: Tensor
     ) -> Any:
-        sources, weights, scores, added, claims, scale = _groups(counts, tensors)
-        constants, weight, accumulator = fixed
+        sources, weights, scores, added, claims, scale, _ = _groups(counts, tensors)
+        constants, weight, accumulator, ctx.attended = fixed
+        statistics = () if ctx.attended is None else (ctx.attended.statistics,)
         sources, weight = constants or sources, weights[0] if weights else weight
         dtype = _plain_dtype(*sources, *added, *claims)
         ctx.counts, ctx.kind = counts, kind
@@ -227,19 +235,24 @@ class _Sum(torch.autograd.Function):
             total, after, rstd = operators.mix_norm(
                 sources, weight, scores, added, accumulator, dtype, kind[0], scale[0], bias, kind[1]
             )
-            ctx.save_for_backward(*kept, *scale, total, rstd)
+            ctx.save_for_backward(*kept, *scale, total, rstd, *statistics)
             return total, after
-        if kept:
-            ctx.save_for_backward(*kept)
         if operators.uses_kernels((sources or added or claims)[0]):
-            return operators.mix(sources, weight, scores, added, accumulator, dtype)
-        return plain.combine(sources, weight, added, scores)
+            total = operators.mix(sources, weight, scores, added, accumulator, dtype)
+        else:
+            total = plain.combine(sources, weight, added, scores)
+        if kept or statistics:
+            ctx.save_for_backward(*kept, *([total] if statistics else []), *statistics)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_normed: Tensor | None = None) -> tuple[Any, ...]:
-        n, w, s, added, claims, scale = ctx.counts
-        kept, saved = ctx.weighted, ctx.saved_tensors  # once: a checkpoint unpacks each tensor only once
+        n, w, s, added, claims, scale, tallies = ctx.counts
+        kept, saved = ctx.weighted, _saved(ctx)
         sources, weights, scores, rest = _groups((n * kept, w * kept, s * kept, len(saved)), saved)
+        if tallies:
+            *rest, statistics = rest
+            value = rest[-1 if ctx.kind is None else -2]
         (weight,) = weights or (None,)
         total = grad
         of_norm: Sequence[Tensor | None] = [None] * scale
@@ -257,7 +270,18 @@ class _Sum(torch.autograd.Function):
             of_terms = _apart(operators.mix_backward(grad, sources, weight, scores), s)
         elif grad is not None and kept:
             of_terms = plain.combine_backward(grad, sources, weight, scores)
-        return (None, None, None, *of_terms, *[total] * added, *[total] * claims, *of_norm)
+        of_tally = ctx.attended.tally(total, value, statistics) if tallies and total is not None else None
+        return (None, None, None, *of_terms, *[total] * added, *[total] * claims, *of_norm, *[of_tally] * tallies)
+
+
+def _saved(ctx: Any) -> Any:
+    """What `_Sum` has saved; once: a checkpoint unpacks each tensor only once."""
+    if ctx.attended is None or ctx.kind is not None or torch.compiler.is_compiling():
+        return ctx.saved_tensors
+    try:
+        return ctx.saved_tensors
+    except RuntimeError:  # of all sums only this one saves its value, which who reads it may write to
+        return ctx.attended.again()
 
 
 def _apart(found: Sequence[Tensor], scores: int) -> list[Tensor]:

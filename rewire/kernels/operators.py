@@ -215,27 +215,26 @@ def _gather_fake(grads: Any, states: Any, weights: Any, added: Any, scores: Any 
 
 
 @_operator(
-    "(Tensor[] grads, Tensor[] states, Tensor weights, Tensor[] added, Tensor? scores=None) -> Tensor[]", _gather_fake
+    "(Tensor[] grads, Tensor[] states, Tensor? weights, Tensor[] added, Tensor? scores=None) -> Tensor[]", _gather_fake
 )
 def gather(
     grads: Sequence[Tensor],
     states: Sequence[Tensor],
-    weights: Tensor,
+    weights: Tensor | None,
     added: Sequence[Tensor],
     scores: Tensor | None = None,
 ) -> list[Tensor]:
     """What N mixes send back to M states that they read: ``dx_m = sum_n w_mn g_n + sum_j a_j``, ``dw_mn = <x_m, g_n>``.
 
     Weights are [M, N] or [M, N, D]; gradients a_j that came other ways are for a single state, as are weights per
-    token, scores [..., N]. Returns gradients of the states, then of the weights and of the scores.
+    token, scores [..., N]. One of both may be missing. Returns gradients of the states, of the weights, of the scores.
     """
     of_scores = [] if scores is None else scores.split(1, -1)
     kind, outputs = _kind(weights, 2), len(states)
     spec = spec_of(len(grads), kind, scores is not None, added=len(added), outputs=outputs, probe=True)
     done = launch_forward(spec, MixInputs(grads, weights, of_scores, added, probes=states), states[0].dtype)
-    assert done.weight_dots is not None
-    dots = [done.weight_dots] if done.score_dots is None else [done.weight_dots, done.score_dots.squeeze(-2)]
-    return [*done.apart, *dots]
+    of_scores = None if done.score_dots is None else done.score_dots.squeeze(-2)
+    return [*done.apart, *(dots for dots in (done.weight_dots, of_scores) if dots is not None)]
 
 
 def _several_fake(streams: Any, sources: Any, weights: Any, scores: Any) -> list[Tensor]:
@@ -332,3 +331,40 @@ def project_backward(
     from rewire.kernels import projection
 
     return projection.backward(grad, x, weight, scores, inverse, carried)
+
+
+@_operator(
+    "(Tensor grad, Tensor total, Tensor statistics, int count) -> Tensor",
+    lambda grad, total, statistics, count: statistics.new_empty((3, *statistics.shape[1:])),
+)
+def tally(grad: Tensor, total: Tensor, statistics: Tensor, count: int) -> Tensor:
+    """``statistics``, float32 [2, ...], and ``<total, grad> / count``, [...], in one tensor."""
+    from rewire.kernels import softmax
+
+    return softmax.tally(grad, total, statistics, count)
+
+
+@_operator(
+    "(Tensor scores, int count) -> (Tensor, Tensor)",
+    lambda scores, count: (torch.empty_like(scores), scores.new_empty((2, *scores.shape[1:]))),
+)
+def softmax(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Weights that add up to ``count``, [n, ...], of scores, float32 [n, ...]; and what `tally` takes of them."""
+    from rewire.kernels import softmax
+
+    return softmax.forward(scores, count)
+
+
+@_operator(
+    "(Tensor[] grads, Tensor x, Tensor scores, Tensor tallies, Tensor[] added) -> (Tensor, Tensor)",
+    lambda grads, x, scores, tallies, added: (_like(x, x.dtype), scores.new_empty(scores.shape)),
+)
+def gather_attended(
+    grads: Sequence[Tensor], x: Tensor, scores: Tensor, tallies: Tensor, added: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`gather` of one state, whose scores in N reads are [..., N] and their tallies [N, 3, ...]."""
+    from rewire.kernels import softmax
+
+    weights = softmax.shares(scores.movedim(-1, 0).contiguous(), tallies)
+    dx, dots = gather(grads, [x], None, added, weights.movedim(0, -1))
+    return dx, softmax.score_gradients(dots.contiguous(), weights, tallies)

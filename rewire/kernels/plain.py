@@ -100,6 +100,39 @@ def combine_with_dots(
 
 
 @torch.no_grad()
+def combine_with_token_dots(
+    grads: Sequence[Tensor], x: Tensor, weights: Tensor | None, scores: Tensor, added: Sequence[Tensor] = ()
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`combine_with_dots` of one state x, whose mixes have weights per token, too.
+
+    Args:
+        grads, added: as there.
+        weights: float32 [n] or [n, D]; None: zero.
+        scores: weights per token, [..., n].
+
+    Returns:
+        The gradient of the state; that of the weights, if given; that of the scores, in their dtype.
+    """
+    per_channel = weights is not None and weights.dim() == 2
+    columns = None if weights is None else weights.unsqueeze(0)
+    compiled = native.sums(grads, columns, per_channel, added, [x], scores.unsqueeze(-2))
+    if compiled is not None:
+        dx, *by_channel, by_token = compiled
+        by_token = by_token.squeeze(-2)
+        of_weights = by_channel[0].squeeze(0) if per_channel else by_token.flatten(0, -2).sum(0)
+        return dx, None if weights is None else of_weights.to(weights.dtype), by_token
+    dx = combine(grads, weights, added, scores.split(1, -1))
+    of_channels, of_tokens = list[Tensor](), list[Tensor]()
+    for g in grads:  # one at a time: a product is as large as a state
+        product = g.to(scores.dtype) * x
+        of_tokens.append(product.sum(-1, keepdim=True))
+        if weights is not None:
+            of_channels.append(product.flatten(0, -2).sum(0) if per_channel else of_tokens[-1].sum())
+    of_all = None if weights is None else torch.stack(of_channels).to(weights.dtype)
+    return dx, of_all, torch.cat(of_tokens, -1)
+
+
+@torch.no_grad()
 def combine_backward(
     grad: Tensor, sources: Sequence[Tensor], weights: Tensor | None, scores: Sequence[Tensor]
 ) -> list[Tensor]:

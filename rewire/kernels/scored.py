@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.kernels import native, operators, plain
+from rewire.kernels import operators, plain
 from rewire.kernels.history import History, parts
 from rewire.kernels.mix import Mix, gradients, left_to_autograd, pending_mix
 from rewire.kernels.several import mixes
@@ -172,10 +172,12 @@ class _Claims(torch.autograd.Function):
             return _differentiable(given, x, column, queries, added)
         scores = _clamped(products)
         by_kernels = operators.uses_kernels(x)
-        if by_kernels:
-            dx, dots, of_scores = operators.gather(given, [x], column.unsqueeze(0), added, scores)
-        else:
-            dx, dots, of_scores = _gathered(given, x, column, scores, added)
+        found: Any = (
+            operators.gather(given, [x], column.unsqueeze(0), added, scores)
+            if by_kernels
+            else plain.combine_with_token_dots(given, x, column, scores, added)
+        )
+        dx, dots, of_scores = found
         of_scores = torch.where(products >= 0, of_scores, 0.0)
         if by_kernels:
             dx, of_queries = operators.project_backward(of_scores, x, queries, products, products.new_empty(0), dx)
@@ -184,26 +186,6 @@ class _Claims(torch.autograd.Function):
         dx = (dx + of_scores @ queries.to(of_scores.dtype).T).to(x.dtype)
         of_queries = precise.flatten(0, -2).T @ of_scores.flatten(0, -2)
         return dots, of_queries.to(queries.dtype), dx
-
-
-def _gathered(
-    grads: Sequence[Tensor], x: Tensor, column: Tensor, scores: Tensor, added: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the operator `gather` computes for one state, in plain torch."""
-    per_channel = column.dim() == 2
-    compiled = native.sums(grads, column.unsqueeze(0), per_channel, added, [x], scores.unsqueeze(-2))
-    if compiled is not None:
-        dx, *by_weight, by_score = compiled
-        by_score = by_score.squeeze(-2)
-        of_column = by_weight[0].squeeze(0) if per_channel else by_score.flatten(0, -2).sum(0)
-        return dx, of_column.to(column.dtype), by_score
-    dx = plain.combine(grads, column, added, scores.split(1, -1))
-    by_channel, by_token = list[Tensor](), list[Tensor]()
-    for g in grads:
-        product = g.to(scores.dtype) * x
-        by_token.append(product.sum(-1, keepdim=True))
-        by_channel.append(product.flatten(0, -2).sum(0) if column.dim() == 2 else by_token[-1].sum())
-    return dx, torch.stack(by_channel).to(column.dtype), torch.cat(by_token, -1)
 
 
 def _differentiable(

@@ -74,8 +74,9 @@ void add_terms(F* __restrict total, const T* __restrict x, const T* const* terms
     for (; i < count; ++i) add(i, 0);
     if (!summed) return;
     for (int k = 0; k < K; ++k) {
-        double of_tile = 0;
-        for (F value : sum[k]) of_tile += value;
+        for (int half = LANES / 2; half > 0; half /= 2)  // in pairs: as vectors, and not one after the other
+            for (int lane = 0; lane < half; ++lane) sum[k][lane] += sum[k][lane + half];
+        const double of_tile = sum[k][0];
         if (row_dots) row_dots[k] += F(of_tile);
         else dots[k] += of_tile;
     }

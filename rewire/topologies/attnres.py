@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
+from rewire.kernels.attended import AttendedHistory, AttendedTable
+from rewire.kernels.mix import Mix
 from rewire.kernels.several import mixes
 from rewire.kernels.tokens import inverse_rms, read_off
 from rewire.topologies import groups
@@ -22,6 +24,7 @@ from rewire.topologies.base import (
     Topology,
     check_choice,
     check_count,
+    materialize,
     no_attention,
     no_preserving_start,
     total,
@@ -39,10 +42,12 @@ class Queries(NamedTuple):
         w: float32 [rows, D], those of reads 2, 3, .. in turn: for each of its ways, one for each head, which is zero in
             the channels of other heads.
         rows: for each of these reads, how many there are.
+        table: the same for a history of states, where one softmax weighs all sources as they are.
     """
 
     w: Tensor
     rows: tuple[int, ...]
+    table: AttendedTable | None = None
 
 
 @register_topology("attnres")
@@ -57,8 +62,10 @@ class AttnRes(Topology[Queries]):
     With ``block=S``, Block AttnRes, every S units form a group whose increments are summed: the sources of a read are
     ``x_0``, the sums of the finished groups and, if it has an increment yet, that of the current one (see `groups`).
 
-    The states are the sources and then the scores ``w_t . rmsnorm(f_i)`` of later reads: a source is normed and
-    projected when it is first read, once for all queries, and each read takes its own.
+    A source is normed and projected when it is first read, once for all queries, and each read takes its own of these
+    scores ``w_t . rmsnorm(f_i)``. One softmax over all sources as they are is that of `rewire.kernels.attended`; with
+    ``block``, ``qkv``, ``heads``, ``normed`` or another form the states are the sources, and then the scores of later
+    reads.
 
     - ``qkv=True``: a unit that begins with an attention has three queries, for its queries, keys and values. The
       shortcut inside the unit, if there is one, takes the read of the queries.
@@ -156,10 +163,18 @@ class AttnRes(Topology[Queries]):
         if self.heads > 1:
             own = torch.eye(self.heads, device=w.device).repeat_interleave(dims.width // self.heads, dim=1)  # [H, D]
             w = (w.unsqueeze(1) * own).flatten(0, 1)
-        return Queries(w, rows)
+        return Queries(w, rows, AttendedTable(w, self.scaled) if self._one_softmax() else None)
 
-    def read(self, states: States, weights: Queries, t: int) -> tuple[Tensor | QKVInputs, States]:
+    def start(self, x: Tensor, weights: Queries) -> States:
+        """The sources; with a table, the newest and the history of those that have been read."""
+        return (x,) if weights.table is None else (x, AttendedHistory(weights.table))
+
+    def read(self, states: States, weights: Queries, t: int) -> tuple[Tensor | Mix | QKVInputs, States]:
         """``r_t``, and the states with the scores of the sources that had none yet."""
+        if weights.table is not None:
+            f, history = states
+            history = history.push(f)
+            return history.read(t - 1), (f, history)
         sources, scores = self._split(states, t)
         if t == 1:
             return sources[0], states
@@ -179,6 +194,8 @@ class AttnRes(Topology[Queries]):
         return QKVInputs(q, k, v, residual=q), states
 
     def write(self, states: States, weights: Queries, t: int, *branches: Tensor) -> States:
+        if weights.table is not None:
+            return total(branches), states[1]
         sources, scores = self._split(states, t)
         sources = groups.with_increment(sources, t, self.block, total(branches))
         return (*sources, *scores[: len(sources) - 1])  # the last is new, or another than before
@@ -186,9 +203,7 @@ class AttnRes(Topology[Queries]):
     def finish(self, states: States, weights: Queries, dims: Dims) -> Tensor:
         if self.additive:
             return total(self._split(states, dims.depth + 1)[0])
-        read, _ = self.read(states, weights, dims.depth + 1)
-        assert isinstance(read, Tensor)
-        return read
+        return materialize(self.read(states, weights, dims.depth + 1)[0])  # type: ignore[arg-type]
 
     def matrix(self, weights: Queries, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: the weights where all scores are equal, as at the start."""
@@ -200,6 +215,10 @@ class AttnRes(Topology[Queries]):
             return table / counts[:, None]
         table[1:-1] += table[1:-1] / counts[1:-1, None]  # unit 1 and the output take the plain stream
         return table
+
+    def _one_softmax(self) -> bool:
+        plain = self.block in (None, 1) and self.heads == 1 and self.form == "softmax"
+        return plain and not (self.qkv or self.normed or self.additive)
 
     def _split(self, states: States, t: int) -> tuple[States, States]:
         """Sources of read t, and the scores of those that have been read."""

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from rewire.kernels import MixSpec, grid, projection, sinkhorn, traffic
+from rewire.kernels import MixSpec, grid, projection, sinkhorn, softmax, traffic
 from rewire.kernels.grid import Launch
 
 pytestmark = pytest.mark.slow
@@ -195,6 +195,18 @@ def test_sinkhorn_is_in_registers(n: int, started: list[tuple[Any, dict[str, Any
         found = usage(done, TARGETS["sm_90"])
         assert found.spilled == 0 and found.registers <= 64
         assert "bar.sync" not in done.asm["ptx"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_softmax_is_in_registers(target: str, started: list[tuple[Any, dict[str, Any]]]) -> None:
+    scores, state = torch.empty(49, 8192), torch.empty(8192, 4096, dtype=BF16)
+    _, statistics = softmax.forward(scores, 49)
+    softmax.tally(state, state, statistics, 49)
+    tallies = torch.empty(49, 3, 8192)
+    softmax.score_gradients(torch.empty(8192, 49), softmax.shares(scores, tallies), tallies)
+    assert len(started) == 4
+    for kernel, arguments in started:
+        assert usage(specialised(kernel, arguments, TARGETS[target]), TARGETS[target]).spilled == 0
 
 
 def main() -> None:

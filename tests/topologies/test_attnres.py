@@ -5,6 +5,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from toy_nets import WIDTH, begin, net, plain, run
 from x_transformers.x_transformers import AttentionResidual
 
 from rewire.errors import UnsupportedTopology
-from rewire.topologies import Recurrence, attnres, list_topologies, make_topology
+from rewire.kernels import attended
+from rewire.kernels.attended import AttendedHistory
+from rewire.topologies import Recurrence, list_topologies, make_topology
 from rewire.topologies.attnres import AttnRes, Queries
 from rewire.topologies.base import Dims, Start, materialize
 
@@ -30,6 +33,12 @@ ATTENTION = frozenset({1, 2, 5})
 def weights_of(topology: AttnRes, queries: Tensor, depth: int | None = None) -> Queries:
     attention = ATTENTION if topology.qkv else frozenset[int]()
     return topology.weights({"queries": queries}, Dims(depth or len(queries), WIDTH, attention))
+
+
+def read_of(topology: AttnRes, sources: Sequence[Tensor], weights: Queries, t: int) -> Tensor:
+    """Read t of the given sources."""
+    history = AttendedHistory(weights.table).after(sources[:-1])
+    return materialize(topology.read((sources[-1], history), weights, t)[0])
 
 
 def naive(topology: AttnRes, x: Tensor, blocks: list[nn.Module], queries: Tensor) -> Tensor:
@@ -119,7 +128,7 @@ def test_any_leading_shape() -> None:
 def test_large_scores_pick_one_source() -> None:
     sources, queries = torch.randn(4, 50, WIDTH), 1e4 * torch.randn(3, WIDTH)
     largest = (nn.functional.normalize(sources, dim=-1) @ queries[2]).argmax(0)  # [tokens]
-    read = materialize(AttnRes().read(tuple(sources), weights_of(AttnRes(), queries), 4)[0])
+    read = read_of(AttnRes(), tuple(sources), weights_of(AttnRes(), queries), 4)
     torch.testing.assert_close(read, sources[largest, torch.arange(50)])
 
 
@@ -129,7 +138,8 @@ def test_a_group_of_one_unit_is_no_group() -> None:
 
 
 def test_sources_of_the_block_variant() -> None:
-    topology, x, queries = AttnRes(block=3), torch.zeros(WIDTH), weights_of(AttnRes(), torch.zeros(8, WIDTH))
+    topology, x = AttnRes(block=3), torch.zeros(WIDTH)
+    queries = weights_of(topology, torch.zeros(8, WIDTH))
     fs = [torch.full((WIDTH,), 10.0**t) for t in range(8)]
     want = ["0", "0 1", "0 11", "0 111", "0 111 1000", "0 111 11000", "0 111 111000", "0 111 111000 1000000"]
     states = begin(topology, x, queries)
@@ -171,7 +181,7 @@ def test_bf16_states(block: int | None) -> None:
 def test_paper_start_averages() -> None:
     topology, x, f, g = AttnRes(), *torch.randn(3, 2, WIDTH)
     weights = topology.weights(topology.parameters(Dims(2, WIDTH), "paper"), Dims(2, WIDTH))
-    torch.testing.assert_close(materialize(topology.read((x, f, g), weights, 3)[0]), (x + f + g) / 3)
+    torch.testing.assert_close(read_of(topology, (x, f, g), weights, 3), (x + f + g) / 3)
     with pytest.raises(UnsupportedTopology, match=r"attnres.*scaled=True.*start='paper'"):
         topology.parameters(Dims(2, WIDTH), "preserve")
 
@@ -222,8 +232,8 @@ def test_every_query_learns_at_once(topology: AttnRes, zero: bool, optimizer: ty
 
 def test_each_source_is_normed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Tensor] = []
-    scored = attnres.read_off
-    monkeypatch.setattr(attnres, "read_off", lambda x, w, eps: calls.append(x) or scored(x, w, eps))
+    project = attended.project
+    monkeypatch.setattr(attended, "project", lambda x, w: calls.append(x) or project(x, w))
     run(AttnRes(), weights_of(AttnRes(), torch.randn(6, WIDTH)), torch.randn(2, WIDTH), net(6))
     assert len(calls) == 7
 
@@ -246,7 +256,7 @@ def test_liger_kernel(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
     want, sources_grad, w_grad = torch.load(tmp_path / "outputs.pt")
-    got = materialize(topology.read(tuple(sources), weights_of(topology, queries), t)[0])
+    got = read_of(topology, tuple(sources), weights_of(topology, queries), t)
     torch.testing.assert_close(got, want)
     *got_grads, queries_grad = torch.autograd.grad(got, (*sources, queries), upstream)
     torch.testing.assert_close(torch.stack(got_grads), sources_grad)
@@ -261,7 +271,7 @@ def test_x_transformers() -> None:
     sources = torch.randn(4, 1, WIDTH)
     queries = torch.zeros(3, WIDTH)
     queries[2] = nn.functional.normalize(sources[-1, 0], dim=-1)  # rmsnorm / sqrt(D)
-    got = materialize(AttnRes().read(tuple(sources), weights_of(AttnRes(), queries), 4)[0])
+    got = read_of(AttnRes(), tuple(sources), weights_of(AttnRes(), queries), 4)
     torch.testing.assert_close(got, theirs(sources), rtol=1e-5, atol=1e-5)
 
 
@@ -279,16 +289,17 @@ def test_matrix() -> None:
 
 def test_scores_are_float32_under_autocast() -> None:
     queries, sources = torch.randn(3, WIDTH), tuple(torch.randn(4, 2, WIDTH))
-    want = materialize(AttnRes().read(sources, weights_of(AttnRes(), queries), 4)[0])
+    want = read_of(AttnRes(), sources, weights_of(AttnRes(), queries), 4)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(materialize(AttnRes().read(sources, weights_of(AttnRes(), queries), 4)[0]), want)
+        assert torch.equal(read_of(AttnRes(), sources, weights_of(AttnRes(), queries), 4), want)
         assert run(AttnRes(), weights_of(AttnRes(), queries), sources[0], net(3)).dtype == torch.float32
 
 
 def test_parallel_branches_are_one_increment() -> None:
     x, f, g = torch.randn(3, 2, WIDTH)
-    states = AttnRes().write((x,), weights_of(AttnRes(), torch.zeros(2, WIDTH)), 1, f, g)
-    torch.testing.assert_close(states, (x, f + g))
+    weights = weights_of(AttnRes(), torch.zeros(2, WIDTH))
+    states = AttnRes().write(AttnRes().start(x, weights), weights, 1, f, g)
+    torch.testing.assert_close(read_of(AttnRes(), (x, states[0]), weights, 2), (x + f + g) / 2)
 
 
 @pytest.mark.slow

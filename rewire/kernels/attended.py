@@ -1,0 +1,268 @@
+"""States that all later reads attend over, with weights that a softmax makes of a score of each (Attention Residuals).
+
+Read t is ``r_t = sum_i a_ti x_i`` with ``a_ti = exp(s_ti - m_t) / d_t`` and ``s_ti = w_t . rmsnorm(x_i)``: m_t is the
+largest of these scores, d_t the sum of the numerators, or their mean where the weights of n states are to add up to n.
+Of the other states' part in a gradient one number is enough for each token, as in FlashAttention-2 (arXiv 2307.08691,
+section 3.1.2). With g_t, the gradient of r_t,
+
+    dx_i = sum_t a_ti g_t + what the norm and the products make of ds_ti
+    ds_ti = a_ti (<x_i, g_t> - e_t)
+    e_t = sum_j a_tj <x_j, g_t> / n_t = <r_t, g_t> / n_t
+
+where n_t is what the weights add up to. So a state's gradient, like that of `history`, is one pass over the state and
+the gradients of its reads, once these are done, and a read's own backward sees ``r_t`` and ``g_t`` alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.kernels import operators, plain
+from rewire.kernels.history import History
+from rewire.kernels.mix import Mix, gradients, left_to_autograd, pending_mix
+from rewire.kernels.tokens import inverse_rms, outside_autocast, project, project_normed
+
+EPS = 1e-6  # of the norm
+
+
+class AttendedTable:
+    """Queries of reads in turn: read t = 1, 2, .. is of the t states so far, the first of one state, without a query.
+
+    Args:
+        queries: w, float32 [T, D], of the reads 2 to T + 1.
+        scaled: whether the weights of n states add up to n, not to 1.
+
+    Attributes:
+        queries: of each state those of the reads that have it, [m, D].
+        scaled: as above.
+        sources: that a read has, on average.
+        block: reads that kernels begin together: none.
+    """
+
+    block = 0
+
+    def __init__(self, queries: Tensor, scaled: bool) -> None:
+        self.queries = [queries[_first(state) :] for state in range(len(queries) + 1)]
+        self.scaled, self.sources = scaled, (len(queries) + 3) / 2
+
+
+def _first(state: int) -> int:
+    """The first query of a state's: the first two states are read together."""
+    return max(0, state - 1)
+
+
+class AttendedHistory(History):
+    """The states of a trunk so far, each with the scores of its later reads. Immutable.
+
+    Attributes:
+        scores: of each state those of its reads, [..., m].
+        tallies: of each state, where it has claims, for each of its reads a tensor [..., 3] whose values mean nothing,
+            and whose gradient is what the state's gradient needs to know of the read, ``(m_t, d_t, e_t)``.
+    """
+
+    __slots__ = ("scores", "tallies")
+
+    table: AttendedTable  # type: ignore[assignment]
+    claims: tuple[tuple[Tensor, ...], ...] | None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        table: Any,
+        states: tuple[Tensor, ...] = (),
+        values: tuple[Tensor, ...] = (),
+        claims: tuple[Any, ...] | None = (),
+        scores: tuple[Tensor, ...] = (),
+        tallies: tuple[tuple[Tensor, ...], ...] = (),
+    ) -> None:
+        super().__init__(table, states, values, claims)
+        self.scores, self.tallies = scores, tallies
+
+    def push(self, x: Tensor, begin: bool = True) -> AttendedHistory:
+        """The history with a further state: see `History.push`. No sums are begun."""
+        table, number = self.table, len(self.states)
+        if self.claims is None or left_to_autograd(x, table.sources) or x.shape != (*self.states, x)[0].shape:
+            states, known = (*self.states, x), self.scores if self.claims is None else ()
+            scores = (*known, *(self._scores(i, states[i]) for i in range(len(known), len(states))))
+            return AttendedHistory(table, states, (), None, scores)
+        reads = len(table.queries[number])
+        with outside_autocast(x.device):
+            *found, x, scores = _Claims.apply(table.queries[number].T, x)
+        claims, tallies = (*self.claims, tuple(found[:reads])), (*self.tallies, tuple(found[reads:]))
+        return AttendedHistory(
+            table, (*self.states, x), (*self.values, x.detach()), claims, (*self.scores, scores), tallies
+        )
+
+    def read(self, number: int) -> Tensor | Mix:
+        """The sum of read ``number``, from 0."""
+        if number == 0:
+            return self.states[0]
+        places = [number - 1 - _first(i) for i in range(number + 1)]
+        own = tuple([s.select(-1, k) for s, k in zip(self.scores, places, strict=True)])
+        if self.claims is None:
+            shares, _ = softmax(own, self.table.scaled)
+            return pending_mix(self.states, None, scores=shares.unsqueeze(-1).unbind())
+        with torch.no_grad():
+            if operators.uses_kernels(self.values[0]):
+                shares, statistics = operators.softmax(torch.stack(own), len(own) if self.table.scaled else 1)
+            else:
+                shares, statistics = softmax(own, self.table.scaled)
+        return Mix(
+            self.values,
+            None,
+            shares.unsqueeze(-1).unbind(),
+            claims=tuple([of[k] for of, k in zip(self.claims, places, strict=True)]),
+            attended=Attended(statistics, self.values, own, self.table.scaled),
+            tallies=tuple([of[k] for of, k in zip(self.tallies, places, strict=True)]),
+        )
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> AttendedHistory:
+        states = tuple(map(view, self.states))
+        return AttendedHistory(self.table, states, (), None, tuple(itertools.starmap(self._scores, enumerate(states))))
+
+    def _scores(self, number: int, x: Tensor) -> Tensor:
+        return project_normed(x, self.table.queries[number].T, EPS)
+
+
+class Attended(NamedTuple):
+    """What a `Mix` of states has to know for its tallies.
+
+    Attributes:
+        statistics: m_t and d_t, [2, ...].
+        states: x_i, without their history of gradients.
+        scores: s_ti, n of [...], with theirs.
+        scaled: see `AttendedTable`.
+    """
+
+    statistics: Tensor
+    states: tuple[Tensor, ...]
+    scores: tuple[Tensor, ...]
+    scaled: bool
+
+    def tally(self, grad: Tensor, total: Tensor, statistics: Tensor) -> Tensor:
+        """``(m_t, d_t, e_t)``, [3, ...], of the read's gradient and value, [..., D]."""
+        count = len(self.states) if self.scaled else 1
+        if torch.is_grad_enabled():  # with create_graph=True: d_t depends on the scores
+            statistics = softmax(self.scores, self.scaled)[1]
+        elif operators.uses_kernels(grad):
+            return operators.tally(grad, total, statistics, count)
+        mean = (grad.to(statistics.dtype) * total).sum(-1) / count
+        return torch.cat([statistics, mean.unsqueeze(0)])
+
+    def again(self) -> tuple[Tensor, Tensor]:
+        """The read's value and its statistics, where who has read the value wrote to it."""
+        shares, statistics = softmax(self.scores, self.scaled)
+        return Mix(self.states, None, shares.unsqueeze(-1).unbind()).value(), statistics
+
+
+def softmax(scores: Sequence[Tensor], scaled: bool) -> tuple[Tensor, Tensor]:
+    """Weights of n states, [n, ...], from n scores [...]; and m_t and d_t, [2, ...].
+
+    Where all scores are equal, weights that add up to n are exactly 1.
+    """
+    logits, count = torch.stack(list(scores)), len(scores) if scaled else 1
+    largest = logits.detach().amax(0)
+    numerators = (logits - largest).exp()
+    divisor = numerators.sum(0) / count
+    return numerators / divisor, torch.stack([largest, divisor])
+
+
+class _Claims(torch.autograd.Function):
+    """Claims of m later reads on a state, their tallies, the state, whose gradient joins the sum, and its scores.
+
+    ``queries`` is [D, m]. Reads take the scores as constants; only gradients of gradients come back for them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        if operators.uses_kernels(x):
+            scores, inverse = operators.project(x, queries, EPS)
+        else:
+            inverse = inverse_rms(x, EPS)
+            scores = project(x, queries) * inverse
+        ctx.save_for_backward(queries, x, scores, inverse)
+        ctx.set_materialize_grads(False)
+        reads, lead = queries.shape[1], x.shape[:-1]
+        claims = x.new_empty_strided((reads, *x.shape), [0] * (1 + x.dim())).unbind()  # one element
+        tallies = scores.new_empty_strided((reads, 3, *lead), [0] * (1 + x.dim())).unbind()
+        return (*claims, *tallies, x.view_as(x), scores)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        queries, x, scores, inverse = ctx.saved_tensors
+        reads = queries.shape[1]
+        of_reads, of_tallies, other, of_scores = grads[:reads], grads[reads : 2 * reads], *grads[2 * reads :]
+        added = [] if other is None else [other]
+        like = next((grad for grad in of_reads if grad is not None), None)
+        if like is None and of_scores is None:
+            return None, other
+        by_kernels = operators.uses_kernels(x)
+        if like is not None:
+            given = [torch.zeros_like(like) if grad is None else grad for grad in of_reads]
+            tallies = _stacked(of_tallies)
+            if torch.is_grad_enabled():  # with create_graph=True
+                return _differentiable(given, tallies, x, queries, of_scores, added)
+            if by_kernels:
+                dx, found = operators.gather_attended(given, x, scores, tallies, added)
+            else:
+                shares, mean = _shares(scores, tallies)
+                dx, _, dots = plain.combine_with_token_dots(given, x, None, shares, added)
+                found = shares * (dots - mean)
+            of_scores, added = found if of_scores is None else found + of_scores, [dx]
+        assert of_scores is not None
+        if by_kernels:
+            carried = added[0] if added else None
+            dx, of_queries = operators.project_backward(of_scores, x, queries, scores, inverse, carried)
+            return of_queries.T, dx
+        return _gradients_of_scores(of_scores, x, queries, scores, inverse, added)
+
+
+def _gradients_of_scores(
+    grad: Tensor, x: Tensor, queries: Tensor, scores: Tensor, inverse: Tensor, added: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Of the queries, and of x with what is ``added``: with r = ``inverse``, ``r g W^T - r^2 <g, s> / D x``."""
+    precise, scaled = x.to(grad.dtype), inverse * grad
+    dx = functools.reduce(torch.add, added).to(grad.dtype) if added else torch.zeros_like(precise)
+    dx = dx.addcmul(precise, inverse.square() * (grad * scores).sum(-1, keepdim=True), value=-1 / x.shape[-1])
+    dx = torch.addmm(dx.flatten(0, -2), scaled.flatten(0, -2), queries.to(grad.dtype).T).view(x.shape)
+    of_queries = precise.flatten(0, -2).T @ scaled.flatten(0, -2)
+    return of_queries.to(queries.dtype), dx.to(x.dtype)
+
+
+def _stacked(tallies: Sequence[Tensor | None]) -> Tensor:
+    """[m, 3, ...]; of a read that has no gradient, one that makes its weight 0."""
+    like = next(tally for tally in tallies if tally is not None)
+    if None in tallies:
+        none = like.new_tensor([torch.inf, 1, 0]).view(3, *[1] * (like.dim() - 1)).expand_as(like)
+        tallies = [none if tally is None else tally for tally in tallies]
+    return torch.stack(tallies)  # type: ignore[arg-type]
+
+
+def _shares(scores: Tensor, tallies: Tensor) -> tuple[Tensor, Tensor]:
+    """``a_ti`` and ``e_t`` of a state's m reads, [..., m]."""
+    largest, divisor, mean = tallies.unbind(1)  # [m, ...]
+    shares = (scores.movedim(-1, 0) - largest).exp() / divisor
+    return shares.movedim(0, -1), mean.movedim(0, -1)
+
+
+def _differentiable(
+    grads: Sequence[Tensor],
+    tallies: Tensor,
+    x: Tensor,
+    queries: Tensor,
+    of_scores: Tensor | None,
+    added: Sequence[Tensor],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients by operations that autograd knows."""
+    shares, mean = _shares(project_normed(x, queries, EPS), tallies)
+    given = torch.stack(list(grads), -2).to(shares.dtype)  # [..., m, D]
+    found = shares * ((given * x.unsqueeze(-2)).sum(-1) - mean)
+    found = found if of_scores is None else found + of_scores
+    of_x, of_queries = gradients(lambda x, queries: project_normed(x, queries, EPS), (x, queries), found)
+    direct = (shares.unsqueeze(-1) * given).sum(-2).to(x.dtype)
+    return of_queries, functools.reduce(torch.add, [*added, *([] if of_x is None else [of_x])], direct)
