@@ -137,8 +137,8 @@ def plain_adds(units: int) -> Callable[[Tensor], Tensor]:
 def trunk(case: str, units: int) -> Callable[[Tensor], Tensor]:
     """A trunk with a topology."""
     name, options, depth = CASES[case]
-    dims = Dims(units * depth // 24, COLS, frozenset(range(1, units * depth // 24 + 1)))
-    topology = named_topology(name, options).for_start("preserve")
+    topology, depth = named_topology(name, options).for_start("preserve"), units * depth // 24
+    dims = Dims(depth, COLS, frozenset(range(1, depth + 1) if topology.reads_qkv else ()))
     parameters = {key: value.requires_grad_() for key, value in topology.parameters(dims, "preserve").items()}
     known = parameters | topology.constants(dims)
     return lambda x: run(topology, topology.weights(known, dims), dims, x)

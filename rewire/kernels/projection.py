@@ -23,6 +23,8 @@ from rewire.kernels.launch import MOST_PLANS
 
 #: Of matrix products in the kernels: as exact as float32, by three products of tensor cores where there are such.
 PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
+#: Columns of the weight that one kernel takes.
+MOST = 128
 #: Rows and columns of a tile, and warps, by the columns of the weight: what registers hold.
 FORWARD = {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 8), 128: (64, 32, 8)}
 BACKWARD = {16: (32, 64, 4), 32: (32, 64, 4), 64: (16, 32, 8), 128: (16, 32, 8)}
@@ -141,9 +143,12 @@ def forward(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tenso
 
     Args:
         x: [..., D], float32, bfloat16 or float16.
-        weight: float32 [D, K], K up to 128.
+        weight: float32 [D, K].
         eps: of the norm; None: x is not normed.
     """
+    if weight.shape[1] > MOST:
+        found = [forward(x, columns, eps) for columns in weight.split(MOST, dim=1)]
+        return torch.cat([scores.movedim(-1, 0) for scores, _ in found]).movedim(0, -1), found[0][1]
     plan = _plan_forward(layout(x), layout(weight), eps)
     lead, most = x.shape[:-1], weight.shape[1]
     scores = torch.empty(most, *lead, dtype=torch.float32, device=x.device)
@@ -180,6 +185,13 @@ def backward(
         scores, inverse: as forward returned them.
         carried: [..., D], what is added to the gradient of x.
     """
+    if weight.shape[1] > MOST:
+        of_weight = []
+        for g, columns, known in zip(grad.split(MOST, -1), weight.split(MOST, 1), scores.split(MOST, -1), strict=True):
+            carried, found = backward(g, x, columns, known, inverse, carried)
+            of_weight.append(found)
+        assert carried is not None
+        return carried, torch.cat(of_weight)
     rows, most, cols = x.shape[:-1].numel(), weight.shape[1], x.shape[-1]
     given, normed = grad.reshape(rows, most), inverse.numel() > 0
     by_column = scores.reshape(rows, most).t() if normed else inverse

@@ -131,7 +131,8 @@ class _Several(torch.autograd.Function):
         if torch.is_grad_enabled():  # with create_graph=True
             of_tensors, of_weights, of_scores = _differentiable(given, ctx.stacked, weights, scores, tensors)
             return (None, of_weights, of_scores, *map(_sum, of_tensors, carried))
-        joined = [x for x in carried if x is not None] if None not in carried else []
+        known = [x for x in carried if x is not None]
+        joined = known if len(known) == len(carried) else []
         found = operators.several_backward(given, *_apart(ctx.stacked, tensors), weights, scores, joined)
         dots = iter(found[len(tensors) :])
         of_weights = None if weights is None else next(dots)

@@ -162,3 +162,15 @@ def test_in_the_interpreter(tmp_path: Path) -> None:
 
 class TestByKernels(Cases):
     __test__ = INTERPRETED
+
+    @pytest.mark.parametrize("eps", [None, 1e-2])
+    def test_more_columns_than_one_kernel_takes(self, eps: float | None) -> None:
+        """As of the first state of a deep trunk with separate queries, keys and values."""
+        x, weight, grad, other = torch.randn(7, 20), torch.randn(20, 130), torch.randn(7, 130), torch.randn(7, 20)
+        exact = [t.double().requires_grad_() for t in (x, weight)]
+        want = (exact[0] if eps is None else rms_norm(exact[0], eps)) @ exact[1]
+        scores, inverse = operators.project(x, weight, eps)
+        close([scores], [want.detach()], 1e-6)
+        of_x, of_weight = operators.project_backward(grad, x, weight, scores, inverse, other)
+        wanted = torch.autograd.grad((want, exact[0]), exact, (grad.double(), other.double()))
+        close([of_x, of_weight.T], list(wanted), 1e-6)
