@@ -76,6 +76,37 @@ BY_HAND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"input_ids": IDS, "pixel_values": (2, 3, 64, 64)},
     ),
+    "pp_formulanet": (
+        {
+            "text_config": {
+                **{"d_model": 64, "encoder_layers": 3, "decoder_layers": 3, "decoder_ffn_dim": 64, "vocab_size": 97},
+                **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 64},
+            },
+            "vision_config": {
+                **_SAM["vision_config"],
+                **{"mlp_dim": 64, "decoder_hidden_size": 64},
+                **{f"post_conv_{part}_channels": 32 for part in ("in", "out", "mid")},
+            },
+        },
+        {"pixel_values": (2, 3, 64, 64), "decoder_input_ids": IDS},
+    ),
+    "sam2_hiera_det_model": (
+        {
+            **{"hidden_size": 32, "image_size": [64, 64], "blocks_per_stage": [1, 2, 2, 1]},
+            **{"embed_dim_per_stage": [32, 64, 128, 256], "num_attention_heads_per_stage": [1, 2, 4, 8]},
+            **{"window_size_per_stage": [8, 4, 4, 4], "global_attention_blocks": [4]},
+            "window_positional_embedding_background_size": [4, 4],
+        },
+        {"pixel_values": (2, 3, 64, 64)},
+    ),
+    "qwen2_5_omni_bigvgan": (
+        {"mel_dim": 16, "upsample_initial_channel": 128, "upsample_rates": [2, 2], "upsample_kernel_sizes": [4, 4]},
+        {"mel_spectrogram": (2, 16, 12)},
+    ),
+    "vibevoice_acoustic_tokenizer_decoder": (
+        {"hidden_size": 16, "num_filters": 16, "downsampling_ratios": [2, 2], "depths": [2, 2, 3]},
+        {"hidden_states": (2, 16, 12)},
+    ),
     "efficientnet": (
         {"depth_coefficient": 1.0, "width_coefficient": 0.3, "hidden_dim": 384},
         {"pixel_values": (2, 3, 64, 64)},

@@ -301,7 +301,7 @@ def page(results: Iterable[Result]) -> str:
         counted = [r for r in found if r.status in ("connected", "refused", "crashed")]
         if counted:
             numbers = [sum(r.status == status for r in counted) for status in ("connected", "refused", "crashed")]
-            share = f"{numbers[0]} ({numbers[0] / len(counted):.0%})"
+            share = f"{numbers[0]} ({100 * numbers[0] // len(counted)}%)"
             adds = f"{sum(r.adds for r in counted)} of {sum(max(r.shown, r.adds) for r in counted)}"
             slowest = max((r for r in counted if r.seconds), key=lambda r: r.seconds, default=Result(row, "", ""))
             cells = [row, f"{len(found)} of {len(names(row))}", share, *map(str, numbers[1:]), str(len(counted)), adds]
