@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -116,13 +116,12 @@ class ScoredHistory(History):
         super().__init__(table, states)
         self.scores = scores
 
-    def push(self, x: Tensor) -> ScoredHistory:
+    def push(self, x: Tensor) -> Self:
         """The history with a further state."""
-        # Not relu: the derivative of clamp is 1 at 0, where all scores start.
-        scores = project(x, self.table.queries[len(self.states)].T).clamp(min=0)
-        return ScoredHistory(self.table, (*self.states, x), (*self.scores, scores))
+        scores = self._scores(x, self.table.queries[len(self.states)].T)
+        return type(self)(self.table, (*self.states, x), (*self.scores, scores))
 
-    def read(self, number: int) -> list[Mix]:
+    def read(self, number: int) -> list[Tensor | Mix]:
         """The mixes of read ``number``, from 0."""
         rows, first = self.table.rows[number], self.table.first
         ways = [
@@ -131,44 +130,34 @@ class ScoredHistory(History):
         ]
         return [Mix(self.states, row, scores) for row, scores in zip(rows, ways, strict=True)]
 
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> ScoredHistory:
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
         """The history in other dimensions."""
-        history = ScoredHistory(self.table)
+        history = type(self)(self.table)
         for x in self.states:
             history = history.push(view(x))
         return history
 
+    def _scores(self, x: Tensor, queries: Tensor) -> Tensor:
+        return project(x, queries).clamp(min=0)  # not relu: the derivative of clamp is 1 at 0, where all scores start
 
-class AttendedHistory(History):
+
+class AttendedHistory(ScoredHistory):
     """The states of a trunk so far, each with the scores of its later reads. Immutable."""
 
-    __slots__ = ("scores",)
+    __slots__ = ()
 
     table: AttendedTable  # type: ignore[assignment]
 
-    def __init__(self, table: Any, states: tuple[Tensor, ...] = (), scores: tuple[Tensor, ...] = ()) -> None:
-        super().__init__(table, states)
-        self.scores = scores
-
-    def push(self, x: Tensor) -> AttendedHistory:
-        """The history with a further state."""
-        scores = project_normed(x, self.table.queries[len(self.states)].T, EPS)
-        return AttendedHistory(self.table, (*self.states, x), (*self.scores, scores))
-
-    def read(self, number: int) -> Tensor | Mix:
+    def read(self, number: int) -> list[Tensor | Mix]:
         """The sum of read ``number``, from 0."""
         if number == 0:
-            return self.states[0]
+            return [self.states[0]]
         own = [scores.select(-1, number - 1 - _first(i)) for i, scores in enumerate(self.scores)]
         shares, _ = softmax(own, self.table.scaled)
-        return Mix(self.states, None, shares.unsqueeze(-1).unbind())
+        return [Mix(self.states, None, shares.unsqueeze(-1).unbind())]
 
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> AttendedHistory:
-        """The history in other dimensions."""
-        history = AttendedHistory(self.table)
-        for x in self.states:
-            history = history.push(view(x))
-        return history
+    def _scores(self, x: Tensor, queries: Tensor) -> Tensor:
+        return project_normed(x, queries, EPS)
 
 
 def mixes(

@@ -16,17 +16,16 @@ the gradients of its reads, once these are done, and a read's own backward sees 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rewire.kernels import operators, plain
-from rewire.kernels.history import History
-from rewire.kernels.mix import Mix, gradients, left_to_autograd, pending_mix
-from rewire.kernels.tokens import inverse_rms, outside_autocast, project, project_normed
+from rewire.kernels.mix import Mix, gradients, pending_mix
+from rewire.kernels.scored import ScoredHistory
+from rewire.kernels.tokens import inverse_rms, project, project_normed
 
 EPS = 1e-6  # of the norm
 
@@ -57,73 +56,56 @@ def _first(state: int) -> int:
     return max(0, state - 1)
 
 
-class AttendedHistory(History):
+class AttendedHistory(ScoredHistory):
     """The states of a trunk so far, each with the scores of its later reads. Immutable.
 
     Attributes:
-        scores: of each state those of its reads, [..., m].
-        tallies: of each state, where it has claims, for each of its reads a tensor [..., 3] whose values mean nothing,
+        tallies: of each state, where it has claims, for each of its reads a tensor [3, ...] whose values mean nothing,
             and whose gradient is what the state's gradient needs to know of the read, ``(m_t, d_t, e_t)``.
     """
 
-    __slots__ = ("scores", "tallies")
+    __slots__ = ("tallies",)
 
     table: AttendedTable  # type: ignore[assignment]
-    claims: tuple[tuple[Tensor, ...], ...] | None  # type: ignore[assignment]
 
-    def __init__(
-        self,
-        table: Any,
-        states: tuple[Tensor, ...] = (),
-        values: tuple[Tensor, ...] = (),
-        claims: tuple[Any, ...] | None = (),
-        scores: tuple[Tensor, ...] = (),
-        tallies: tuple[tuple[Tensor, ...], ...] = (),
-    ) -> None:
-        super().__init__(table, states, values, claims)
-        self.scores, self.tallies = scores, tallies
+    def __init__(self, *fields: Any, tallies: tuple[tuple[Tensor, ...], ...] = (), **others: Any) -> None:
+        super().__init__(*fields, **others)
+        self.tallies = tallies
 
-    def push(self, x: Tensor, begin: bool = True) -> AttendedHistory:
-        """The history with a further state: see `History.push`. No sums are begun."""
-        table, number = self.table, len(self.states)
-        if self.claims is None or left_to_autograd(x, table.sources) or x.shape != (*self.states, x)[0].shape:
-            states, known = (*self.states, x), self.scores if self.claims is None else ()
-            scores = (*known, *(self._scores(i, states[i]) for i in range(len(known), len(states))))
-            return AttendedHistory(table, states, (), None, scores)
-        reads = len(table.queries[number])
-        with outside_autocast(x.device):
-            *found, x, scores = _Claims.apply(table.queries[number].T, x)
-        claims, tallies = (*self.claims, tuple(found[:reads])), (*self.tallies, tuple(found[reads:]))
+    def _claimed(self, x: Tensor) -> AttendedHistory:
+        assert self.claims is not None
+        queries = self.table.queries[len(self.states)]
+        *found, x, scores = _Claims.apply(queries.T, x)
+        claims, tallies = found[: len(queries)], found[len(queries) :]
         return AttendedHistory(
-            table, (*self.states, x), (*self.values, x.detach()), claims, (*self.scores, scores), tallies
+            self.table,
+            (*self.states, x),
+            (*self.values, x.detach()),
+            (*self.claims, tuple(claims)),
+            (*self.scores, scores),
+            tallies=(*self.tallies, tuple(tallies)),
         )
 
-    def read(self, number: int) -> Tensor | Mix:
+    def read(self, number: int) -> Sequence[Tensor | Mix]:
         """The sum of read ``number``, from 0."""
         if number == 0:
-            return self.states[0]
+            return [self.states[0]]
         places = [number - 1 - _first(i) for i in range(number + 1)]
         own = tuple([s.select(-1, k) for s, k in zip(self.scores, places, strict=True)])
         if self.claims is None:
             shares, _ = softmax(own, self.table.scaled)
-            return pending_mix(self.states, None, scores=shares.unsqueeze(-1).unbind())
+            return [pending_mix(self.states, None, scores=shares.unsqueeze(-1).unbind())]
         with torch.no_grad():
             if operators.uses_kernels(self.values[0]):
                 shares, statistics = operators.softmax(torch.stack(own), len(own) if self.table.scaled else 1)
             else:
                 shares, statistics = softmax(own, self.table.scaled)
-        return Mix(
-            self.values,
-            None,
-            shares.unsqueeze(-1).unbind(),
-            claims=tuple([of[k] for of, k in zip(self.claims, places, strict=True)]),
-            attended=Attended(statistics, self.values, own, self.table.scaled),
-            tallies=tuple([of[k] for of, k in zip(self.tallies, places, strict=True)]),
+        claims, tallies = (
+            tuple([of[k] for of, k in zip(each, places, strict=True)]) for each in (self.claims, self.tallies)
         )
-
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> AttendedHistory:
-        states = tuple(map(view, self.states))
-        return AttendedHistory(self.table, states, (), None, tuple(itertools.starmap(self._scores, enumerate(states))))
+        attended = Attended(statistics, self.values, own, self.table.scaled)
+        weights = shares.unsqueeze(-1).unbind()
+        return [Mix(self.values, None, weights, claims=claims, attended=attended, tallies=tallies)]
 
     def _scores(self, number: int, x: Tensor) -> Tensor:
         return project_normed(x, self.table.queries[number].T, EPS)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -98,19 +98,24 @@ class ScoredHistory(History):
         super().__init__(table, states, values, claims)
         self.scores = scores
 
-    def push(self, x: Tensor, begin: bool = True) -> ScoredHistory:
+    def push(self, x: Tensor, begin: bool = True) -> Self:
         """The history with a further state: see `History.push`. No sums are begun."""
-        table, number = self.table, len(self.states)
         states = (*self.states, x)
-        if self.claims is None or left_to_autograd(x, table.sources) or x.shape != states[0].shape:
-            known = self.scores if self.claims is None else ()
-            scores = (*known, *(self._scores(i, states[i]) for i in range(len(known), len(states))))
-            return ScoredHistory(table, states, (), None, scores)
+        if self.claims is None or left_to_autograd(x, self.table.sources) or x.shape != states[0].shape:
+            return self._without_claims(states)
         with outside_autocast(x.device):
-            *claims, x, scores = _Claims.apply(table.columns[number], table.queries[number].T, x)
-        return ScoredHistory(
-            table, (*self.states, x), (*self.values, x.detach()), (*self.claims, tuple(claims)), (*self.scores, scores)
-        )
+            return self._claimed(x)
+
+    def _claimed(self, x: Tensor) -> Self:
+        table, number = self.table, len(self.states)
+        *claims, x, scores = _Claims.apply(table.columns[number], table.queries[number].T, x)
+        states, values = (*self.states, x), (*self.values, x.detach())
+        return type(self)(table, states, values, (*self.claims, tuple(claims)), (*self.scores, scores))  # type: ignore[misc]
+
+    def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
+        known = self.scores if self.claims is None else ()
+        scores = (*known, *(self._scores(i, states[i]) for i in range(len(known), len(states))))
+        return type(self)(self.table, states, (), None, scores)
 
     def read(self, number: int) -> Sequence[Tensor | Mix]:
         """The mixes of read ``number``, from 0."""
@@ -130,9 +135,8 @@ class ScoredHistory(History):
         of_all = torch.stack([torch.cat(way, -1) for way in scores], -2)
         return _Claiming.apply(self.values, rows, of_all, len(claims[0]), *itertools.chain.from_iterable(claims))
 
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> ScoredHistory:
-        states = tuple(map(view, self.states))
-        return ScoredHistory(self.table, states, (), None, tuple(itertools.starmap(self._scores, enumerate(states))))
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)(self.table, claims=None)._without_claims(tuple(map(view, self.states)))
 
     def _scores(self, number: int, x: Tensor) -> Tensor:
         return _clamped(project(x, self.table.queries[number].T))

@@ -174,7 +174,7 @@ class AttnRes(Topology[Queries]):
         if weights.table is not None:
             f, history = states
             history = history.push(f)
-            return history.read(t - 1), (f, history)
+            return history.read(t - 1)[0], (f, history)
         sources, scores = self._split(states, t)
         if t == 1:
             return sources[0], states

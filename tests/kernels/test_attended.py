@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rewire.kernels import attended, plain
+from rewire.kernels import attended, plain, scored
 from rewire.kernels.attended import AttendedHistory, AttendedTable
 from rewire.topologies.base import materialize
 
@@ -20,7 +20,7 @@ def chain(x: Tensor, queries: Tensor, scaled: bool, in_place: bool = False, igno
     history, state = AttendedHistory(AttendedTable(queries, scaled)), x
     for number in range(len(queries) + 1):
         history = history.push(state)
-        value = materialize(history.read(number))
+        value = materialize(history.read(number)[0])
         state = torch.sin_(value) if in_place and number else torch.sin(value)
         state = state.detach() if number == ignored else state * 2
     return state
@@ -40,7 +40,7 @@ def leaves() -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(attended, "left_to_autograd", lambda x, sources: True)
+    monkeypatch.setattr(scored, "left_to_autograd", lambda x, sources: True)
     return monkeypatch
 
 
