@@ -109,6 +109,7 @@ def test_every_kind_of_topology(tmp_path: Path) -> None:
     [
         ("ancre-ingoing", 3, 4 * 5 // 2),  # b + 1 after b = 2 of T = 4 blocks; T (T + 1) / 2 logits
         ("grn-v3", 3, (5 * 6 // 2 + 5) * worker.WIDTH),
+        ("attnres", 5, 8 * worker.WIDTH),  # two units in a block
         ("muddformer", 3, None),
         ("hc-dynamic", 4, None),  # n streams
         ("x0-lambdas", 2, 2 * 4),
@@ -126,10 +127,11 @@ def test_what_crosses(key: str, states: int, weights: int | None) -> None:
 
 
 def test_scores_of_attention_residuals_cross() -> None:
-    model = worker.make("attnres", dtype=torch.float32)
+    """Where they are states: those of a history are computed again from its states."""
+    model = worker.make("attnres-additive", dtype=torch.float32)
     first, _ = parts_of(model, 2)
     tokens, width = worker.BATCH * worker.LENGTH, worker.WIDTH
-    reads, done = 8, 3  # those of units 2..8 and the output's; two units a block
+    reads, done = 7, 3  # those of units 2..8; two units a block
     sources = 2 * 2 + 1
     scores = (sources - 1) * (reads - done)  # of the last source there is none yet
     sent = sum(tensor.numel() for tensor in first(worker.tokens()))

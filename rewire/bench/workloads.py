@@ -310,7 +310,7 @@ def attention_residuals(sizes: Sizes, n: int) -> Workload:
         *xs, query = given
         dims = Dims(n - 1, len(query))
         weights = AttnRes().weights({"queries": query.expand(n - 1, -1)}, dims)
-        return (AttnRes().finish(tuple(xs), weights, dims),)
+        return (AttnRes().finish(tuple(xs), weights._replace(table=None), dims),)  # of given states, not of a trunk's
 
     def plain(*given: Tensor) -> Results:
         *xs, query = given

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from rewire.kernels.attended import EPS, AttendedTable, _first, softmax
+from rewire.kernels.attended import EPS, AttendedTable, _first
 from rewire.kernels.history import parts
-from rewire.kernels.mix import _by_autograd, mix
+from rewire.kernels.mix import _by_autograd, mix, softmax
 from rewire.kernels.scored import ScoredTable
 from rewire.kernels.tokens import _Project, _ProjectNormed, outside_autocast, project, project_normed
 

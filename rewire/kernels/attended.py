@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rewire.kernels import operators, plain
-from rewire.kernels.mix import Mix, gradients, pending_mix
+from rewire.kernels.mix import Attended, Mix, gradients, pending_mix, softmax
 from rewire.kernels.scored import ScoredHistory
 from rewire.kernels.tokens import inverse_rms, project, project_normed
 
@@ -109,49 +109,6 @@ class AttendedHistory(ScoredHistory):
 
     def _scores(self, number: int, x: Tensor) -> Tensor:
         return project_normed(x, self.table.queries[number].T, EPS)
-
-
-class Attended(NamedTuple):
-    """What a `Mix` of states has to know for its tallies.
-
-    Attributes:
-        statistics: m_t and d_t, [2, ...].
-        states: x_i, without their history of gradients.
-        scores: s_ti, n of [...], with theirs.
-        scaled: see `AttendedTable`.
-    """
-
-    statistics: Tensor
-    states: tuple[Tensor, ...]
-    scores: tuple[Tensor, ...]
-    scaled: bool
-
-    def tally(self, grad: Tensor, total: Tensor, statistics: Tensor) -> Tensor:
-        """``(m_t, d_t, e_t)``, [3, ...], of the read's gradient and value, [..., D]."""
-        count = len(self.states) if self.scaled else 1
-        if torch.is_grad_enabled():  # with create_graph=True: d_t depends on the scores
-            statistics = softmax(self.scores, self.scaled)[1]
-        elif operators.uses_kernels(grad):
-            return operators.tally(grad, total, statistics, count)
-        mean = (grad.to(statistics.dtype) * total).sum(-1) / count
-        return torch.cat([statistics, mean.unsqueeze(0)])
-
-    def again(self) -> tuple[Tensor, Tensor]:
-        """The read's value and its statistics, where who has read the value wrote to it."""
-        shares, statistics = softmax(self.scores, self.scaled)
-        return Mix(self.states, None, shares.unsqueeze(-1).unbind()).value(), statistics
-
-
-def softmax(scores: Sequence[Tensor], scaled: bool) -> tuple[Tensor, Tensor]:
-    """Weights of n states, [n, ...], from n scores [...]; and m_t and d_t, [2, ...].
-
-    Where all scores are equal, weights that add up to n are exactly 1.
-    """
-    logits, count = torch.stack(list(scores)), len(scores) if scaled else 1
-    largest = logits.detach().amax(0)
-    numerators = (logits - largest).exp()
-    divisor = numerators.sum(0) / count
-    return numerators / divisor, torch.stack([largest, divisor])
 
 
 class _Claims(torch.autograd.Function):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from rewire.kernels import operators, plain
 from rewire.kernels.norms import Norm, norm_of, normed
 from rewire.kernels.spec import MAX_ADDED
 from rewire.kernels.spec import Norm as NormKind
-
-if TYPE_CHECKING:
-    from rewire.kernels.attended import Attended
 
 
 def mix(
@@ -139,6 +136,49 @@ class Mix:
             or len({x.shape for x in self.sources}) > 1
             or any(s.shape != (*self._like.shape[:-1], 1) for s in self.scores)
         )
+
+
+class Attended(NamedTuple):
+    """What a `Mix` of states whose weights are a softmax has to know for its tallies: see `attended`.
+
+    Attributes:
+        statistics: m_t and d_t, [2, ...].
+        states: x_i, without their history of gradients.
+        scores: s_ti, n of [...], with theirs.
+        scaled: whether the weights of n states add up to n, not to 1.
+    """
+
+    statistics: Tensor
+    states: tuple[Tensor, ...]
+    scores: tuple[Tensor, ...]
+    scaled: bool
+
+    def tally(self, grad: Tensor, total: Tensor, statistics: Tensor) -> Tensor:
+        """``(m_t, d_t, e_t)``, [3, ...], of the read's gradient and value, [..., D]."""
+        count = len(self.states) if self.scaled else 1
+        if torch.is_grad_enabled():  # with create_graph=True: d_t depends on the scores
+            statistics = softmax(self.scores, self.scaled)[1]
+        elif operators.uses_kernels(grad):
+            return operators.tally(grad, total, statistics, count)
+        mean = (grad.to(statistics.dtype) * total).sum(-1) / count
+        return torch.cat([statistics, mean.unsqueeze(0)])
+
+    def again(self) -> tuple[Tensor, Tensor]:
+        """The read's value and its statistics, where who has read the value wrote to it."""
+        shares, statistics = softmax(self.scores, self.scaled)
+        return Mix(self.states, None, shares.unsqueeze(-1).unbind()).value(), statistics
+
+
+def softmax(scores: Sequence[Tensor], scaled: bool) -> tuple[Tensor, Tensor]:
+    """Weights of n states, [n, ...], from n scores [...]; and m_t and d_t, [2, ...].
+
+    Where all scores are equal, weights that add up to n are exactly 1.
+    """
+    logits, count = torch.stack(list(scores)), len(scores) if scaled else 1
+    largest = logits.detach().amax(0)
+    numerators = (logits - largest).exp()
+    divisor = numerators.sum(0) / count
+    return numerators / divisor, torch.stack([largest, divisor])
 
 
 def under_transforms() -> bool:

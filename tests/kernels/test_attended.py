@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rewire.kernels import attended, plain, scored
+from rewire.kernels import plain, scored
 from rewire.kernels.attended import AttendedHistory, AttendedTable
+from rewire.kernels.mix import softmax
 from rewire.topologies.base import materialize
 
 WIDTH, READS = 6, 5
@@ -71,7 +72,7 @@ def test_backward_reads_each_state_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_equal_scores_weigh_exactly_one() -> None:
     for count in range(2, 130):
-        shares, (largest, divisor) = attended.softmax([torch.full((3,), 1.7)] * count, True)
+        shares, (largest, divisor) = softmax([torch.full((3,), 1.7)] * count, True)
         assert (shares == 1).all() and (divisor == 1).all() and (largest == torch.tensor(1.7)).all()
 
 
