@@ -111,6 +111,8 @@ def plot_curves(
 def plot_differences(differences: dict[str, list[float]], path: Path, xlabel: str) -> None:
     """Write differences to something at 0: a row for each name, a dot for each value, a tick at their mean.
 
+    Those that are far from most would squeeze all others into one spot: they are arrows at the edge.
+
     Args:
         differences: by name, at least one that is finite; what is not finite is left out.
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
@@ -124,17 +126,19 @@ def plot_differences(differences: dict[str, list[float]], path: Path, xlabel: st
     ordered = sorted(abs(value) for values in shown.values() for value in values)
     if not ordered:
         raise ValueError("there is nothing to plot: no difference is finite.")
+    limit = min(ordered[-1], 2 * ordered[len(ordered) * 9 // 10]) or 1.0
     with saved_figure(path, 6.5, 0.28 * len(shown) + 0.9) as figure:
         ax = figure.subplots()
         ax.axvline(0, color=MUTED, linewidth=1, zorder=1)
         for row, values in enumerate(shown.values()):
-            ax.plot(values, [row] * len(values), linestyle="", marker="o", markersize=4, alpha=0.6, color=BLUE)
+            dots: dict[str, Any] = {"linestyle": "", "markersize": 4, "alpha": 0.6, "color": BLUE}
+            for value in values:
+                marker = "o" if abs(value) <= limit else "<" if value < 0 else ">"
+                ax.plot([max(-limit, min(value, limit))], [row], marker=marker, **dots)
             if values:
                 ax.plot([statistics.fmean(values)], [row], marker="|", markersize=12, color=INK)
         ax.set_yticks(range(len(shown)), labels=list(shown))
         ax.invert_yaxis()
-        # Some that are far off may lie outside: they would squeeze all others into one spot.
-        limit = min(ordered[-1], 3 * ordered[len(ordered) // 2] or ordered[-1]) or 1.0
         ax.set_xlim(-1.05 * limit, 1.05 * limit)
         ax.set_xlabel(xlabel)
         open_axes(ax, "x")

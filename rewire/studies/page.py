@@ -23,7 +23,7 @@ img { max-width: 100%; background: white; }
 
 
 _PICTURES = {
-    "differences.png": "Every run's final loss beside the best plain model's with the same seed. Far ones lie outside.",
+    "differences.png": "Every run's final loss beside the best plain model's of the same seed; arrows lie further out.",
     "curves.png": "Validation loss of the best five and of the plain models; not from the start, which is steep.",
 }
 

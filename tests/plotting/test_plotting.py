@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import rewire
 from rewire import plotting
 from rewire.diagnostics.jacobian import Chi
 from rewire.diagnostics.signals import BlockSignals, SiteSignals, TrunkSignals
-from rewire.plotting import plot_arcs, plot_bars, plot_curves, plot_heatmap, plot_signals
+from rewire.plotting import charts, plot_arcs, plot_bars, plot_curves, plot_heatmap, plot_signals
 from rewire.topologies import ANCRe, DenseFormer
 from rewire.topologies.base import Dims
 
@@ -324,3 +326,20 @@ def test_plots_of_what_has_no_weights(tmp_path: Path) -> None:
             rewire.plot(nn.Linear(2, 2), tmp_path / "x.png", kind)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kind must be 'heatmap', 'arcs' or 'bars', not 'pie'"):
         rewire.plot(nn.Linear(2, 2), tmp_path / "x.png", "pie")  # type: ignore[arg-type]
+
+
+def test_differences_that_are_far_off_are_arrows_at_the_edge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figures: list[Figure] = []
+
+    @contextlib.contextmanager
+    def kept(path: Path, width: float, height: float) -> Iterator[Figure]:
+        figures.append(Figure((width, height)))
+        yield figures[-1]
+
+    monkeypatch.setattr(charts, "saved_figure", kept)
+    charts.plot_differences({"near": [0.01, -0.02] * 10, "far": [5.0, -0.01], "none": []}, tmp_path / "x.png", "loss")
+    (axes,) = figures[0].axes
+    left, right = axes.get_xlim()
+    marks = [(line.get_marker(), float(line.get_xdata()[0])) for line in axes.lines if line.get_marker() in "o<>"]
+    assert [marker for marker, _ in marks].count("o") == 21 and ("<" not in dict(marks))
+    assert dict(marks)[">"] < right < 0.1 and all(left < x < right for _, x in marks)
