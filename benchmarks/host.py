@@ -37,9 +37,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.backends.nvidia import driver as nvidia
 
-from passes import CASES, Branch, run
+from passes import CASES, Branch, dims_of, run
 from rewire.kernels import MixSpec, grid, operators, traffic
-from rewire.topologies.base import Dims
 from rewire.topologies.registry import named_topology
 
 ROWS, COLS, DTYPE = 4, 128, torch.bfloat16
@@ -138,7 +137,7 @@ def trunk(case: str, units: int) -> Callable[[Tensor], Tensor]:
     """A trunk with a topology."""
     name, options, depth = CASES[case]
     topology, depth = named_topology(name, options).for_start("preserve"), units * depth // 24
-    dims = Dims(depth, COLS, frozenset(range(1, depth + 1) if topology.reads_qkv else ()))
+    dims = dims_of(topology, depth, COLS)
     parameters = {key: value.requires_grad_() for key, value in topology.parameters(dims, "preserve").items()}
     known = parameters | topology.constants(dims)
     return lambda x: run(topology, topology.weights(known, dims), dims, x)

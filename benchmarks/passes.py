@@ -131,9 +131,14 @@ def run(topology: Topology[Any], weights: Any, dims: Dims, x: Tensor) -> Tensor:
     return topology.finish(states, weights, dims)
 
 
+def dims_of(topology: Topology[Any], depth: int, width: int) -> Dims:
+    """Of a trunk whose units all begin with an attention, where the topology asks."""
+    return Dims(depth, width, frozenset(range(1, depth + 1) if topology.reads_qkv else ()))
+
+
 def measure(topology: Topology[Any], depth: int) -> dict[str, Any]:
     """Forward, backward and what is saved between them, for each unit; the learned weights are made once a step."""
-    dims = Dims(depth, COLS, frozenset(range(1, depth + 1) if topology.reads_qkv else ()))
+    dims = dims_of(topology, depth, COLS)
     start = "preserve"
     topology = topology.for_start(start)
     parameters = {name: value.to("meta").requires_grad_() for name, value in topology.parameters(dims, start).items()}

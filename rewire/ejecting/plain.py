@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from rewire.kernels.attended import EPS, AttendedTable, _first
@@ -152,7 +153,7 @@ class AttendedHistory(ScoredHistory):
         """The sum of read ``number``, from 0."""
         if number == 0:
             return [self.states[0]]
-        own = [scores.select(-1, number - 1 - _first(i)) for i, scores in enumerate(self.scores)]
+        own = torch.stack([scores.select(-1, number - 1 - _first(i)) for i, scores in enumerate(self.scores)])
         shares, _ = softmax(own, self.table.scaled)
         return [Mix(self.states, None, shares.unsqueeze(-1).unbind())]
 

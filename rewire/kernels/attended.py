@@ -93,13 +93,14 @@ class AttendedHistory(ScoredHistory):
         places = [number - 1 - _first(i) for i in range(number + 1)]
         own = tuple([s.select(-1, k) for s, k in zip(self.scores, places, strict=True)])
         if self.claims is None:
-            shares, _ = softmax(own, self.table.scaled)
+            shares, _ = softmax(torch.stack(own), self.table.scaled)
             return [pending_mix(self.states, None, scores=shares.unsqueeze(-1).unbind())]
         with torch.no_grad():
+            logits = torch.stack(own)
             if operators.uses_kernels(self.values[0]):
-                shares, statistics = operators.softmax(torch.stack(own), len(own) if self.table.scaled else 1)
+                shares, statistics = operators.softmax(logits, len(own) if self.table.scaled else 1)
             else:
-                shares, statistics = softmax(own, self.table.scaled)
+                shares, statistics = softmax(logits, self.table.scaled)
         claims, tallies = (
             tuple([of[k] for of, k in zip(each, places, strict=True)]) for each in (self.claims, self.tallies)
         )
@@ -140,12 +141,12 @@ class _Claims(torch.autograd.Function):
         like = next((grad for grad in of_reads if grad is not None), None)
         if like is None and of_scores is None:
             return None, other
+        given = [] if like is None else [torch.zeros_like(like) if grad is None else grad for grad in of_reads]
+        tallies = _stacked(of_tallies) if given else None
+        if torch.is_grad_enabled():  # with create_graph=True
+            return _differentiable(given, tallies, x, queries, of_scores, added)
         by_kernels = operators.uses_kernels(x)
-        if like is not None:
-            given = [torch.zeros_like(like) if grad is None else grad for grad in of_reads]
-            tallies = _stacked(of_tallies)
-            if torch.is_grad_enabled():  # with create_graph=True
-                return _differentiable(given, tallies, x, queries, of_scores, added)
+        if tallies is not None:
             if by_kernels:
                 dx, found = operators.gather_attended(given, x, scores, tallies, added)
             else:
@@ -191,17 +192,20 @@ def _shares(scores: Tensor, tallies: Tensor) -> tuple[Tensor, Tensor]:
 
 def _differentiable(
     grads: Sequence[Tensor],
-    tallies: Tensor,
+    tallies: Tensor | None,
     x: Tensor,
     queries: Tensor,
     of_scores: Tensor | None,
     added: Sequence[Tensor],
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients by operations that autograd knows."""
-    shares, mean = _shares(project_normed(x, queries, EPS), tallies)
-    given = torch.stack(list(grads), -2).to(shares.dtype)  # [..., m, D]
-    found = shares * ((given * x.unsqueeze(-2)).sum(-1) - mean)
-    found = found if of_scores is None else found + of_scores
+    of_all, terms = [] if of_scores is None else [of_scores], list(added)
+    if tallies is not None:
+        shares, mean = _shares(project_normed(x, queries, EPS), tallies)
+        given = torch.stack(list(grads), -2).to(shares.dtype)  # [..., m, D]
+        of_all.append(shares * ((given * x.unsqueeze(-2)).sum(-1) - mean))
+        terms.append((shares.unsqueeze(-1) * given).sum(-2).to(x.dtype))
+    found = functools.reduce(torch.add, of_all)
     of_x, of_queries = gradients(lambda x, queries: project_normed(x, queries, EPS), (x, queries), found)
-    direct = (shares.unsqueeze(-1) * given).sum(-2).to(x.dtype)
-    return of_queries, functools.reduce(torch.add, [*added, *([] if of_x is None else [of_x])], direct)
+    terms += [] if of_x is None else [of_x]
+    return of_queries, functools.reduce(torch.add, terms) if terms else None

@@ -157,7 +157,7 @@ class Attended(NamedTuple):
         """``(m_t, d_t, e_t)``, [3, ...], of the read's gradient and value, [..., D]."""
         count = len(self.states) if self.scaled else 1
         if torch.is_grad_enabled():  # with create_graph=True: d_t depends on the scores
-            statistics = softmax(self.scores, self.scaled)[1]
+            statistics = softmax(torch.stack(self.scores), self.scaled)[1]
         elif operators.uses_kernels(grad):
             return operators.tally(grad, total, statistics, count)
         mean = (grad.to(statistics.dtype) * total).sum(-1) / count
@@ -165,19 +165,20 @@ class Attended(NamedTuple):
 
     def again(self) -> tuple[Tensor, Tensor]:
         """The read's value and its statistics, where who has read the value wrote to it."""
-        shares, statistics = softmax(self.scores, self.scaled)
+        shares, statistics = softmax(torch.stack(self.scores), self.scaled)
         return Mix(self.states, None, shares.unsqueeze(-1).unbind()).value(), statistics
 
 
-def softmax(scores: Sequence[Tensor], scaled: bool) -> tuple[Tensor, Tensor]:
-    """Weights of n states, [n, ...], from n scores [...]; and m_t and d_t, [2, ...].
+def softmax(scores: Tensor, scaled: bool) -> tuple[Tensor, Tensor]:
+    """Weights of n states, [n, ...], from their scores [n, ...]; and m_t and d_t, [2, ...].
 
     Where all scores are equal, weights that add up to n are exactly 1.
     """
-    logits, count = torch.stack(list(scores)), len(scores) if scaled else 1
-    largest = logits.detach().amax(0)
-    numerators = (logits - largest).exp()
-    divisor = numerators.sum(0) / count
+    largest = scores.detach().amax(0)
+    numerators = (scores - largest).exp()
+    divisor = numerators.sum(0) / (
+        len(scores) if scaled else 1
+    )  # in this order: n / n is exactly 1, n * (1 / n) is not
     return numerators / divisor, torch.stack([largest, divisor])
 
 
@@ -316,7 +317,8 @@ class _Sum(torch.autograd.Function):
 
 def _saved(ctx: Any) -> Any:
     """What `_Sum` has saved; once: a checkpoint unpacks each tensor only once."""
-    if ctx.attended is None or ctx.kind is not None or torch.compiler.is_compiling():
+    only_values = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    if ctx.attended is None or ctx.kind is not None or not only_values:
         return ctx.saved_tensors
     try:
         return ctx.saved_tensors

@@ -18,6 +18,10 @@ from rewire.kernels.launch import MOST_PLANS
 
 #: Rows of a program that holds a few numbers for each, and elements of these.
 ROWS, ELEMENTS = 128, 2048
+#: Rows of a program that holds one number for each.
+ROWS_OF_STATE = 256
+#: Rows and columns of a tile of states.
+TILE = (16, 128)
 
 
 @triton.jit(do_not_specialize=["rows", "N", "count"])
@@ -72,13 +76,12 @@ def tally_kernel(
     tl.store(result + (2 * rows + row), tl.sum(products, 1, keep_dims=True) / count, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["rows", "N"])
+@triton.jit(do_not_specialize=["rows"])
 def shares_kernel(
     scores,  # float32 [N, rows]
     tallies,  # float32 [N, 3, rows]
     shares,  # float32 [N, rows]
     rows,
-    N,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -156,8 +159,8 @@ def _plan_tally(grad: Layout, total: Layout, count: int) -> tuple[Kernel, bool, 
     strides = [row_stride(x.shape, x.strides) for x in (grad, total)]
     along = [cols if stride is None else stride for stride in strides]
     numbers = {"grad_stride": along[0], "total_stride": along[1], "rows": rows, "count": count}
-    constants = {"COLS": cols, "BLOCK_ROWS": 16, "BLOCK_COLS": 128, "num_warps": 4}
-    code = Code(lambda: tally_kernel, (-(-rows // 16), 1, 1), constants, backward=True)
+    constants = {"COLS": cols, "BLOCK_ROWS": TILE[0], "BLOCK_COLS": TILE[1], "num_warps": 4}
+    code = Code(lambda: tally_kernel, (-(-rows // TILE[0]), 1, 1), constants, backward=True)
     places = {"grad": 0, "total": 1, "statistics": 2, "result": 3}
     return Kernel(code, grad.device, places, numbers), strides[0] is None, strides[1] is None
 
@@ -190,9 +193,10 @@ def score_gradients(dots: Tensor, weights: Tensor, tallies: Tensor) -> Tensor:
 @functools.lru_cache(MOST_PLANS)
 def _plan_of_state(scores: Layout, gradients: bool) -> Kernel:
     reads, rows = scores.shape[0], math.prod(scores.shape[1:])
-    jit, places = shares_kernel, {"scores": 0, "tallies": 1, "shares": 2}
+    jit, places, numbers = shares_kernel, {"scores": 0, "tallies": 1, "shares": 2}, {"rows": rows}
     if gradients:
         jit, places = score_gradients_kernel, {"dots": 0, "shares": 1, "tallies": 2, "result": 3}
-    programs = (-(-rows // 256), reads, 1)
-    code = Code(lambda: jit, programs, {"BLOCK": 256, "num_warps": 4}, backward=True)
-    return Kernel(code, scores.device, places, {"rows": rows, "N": reads})
+        numbers["N"] = reads
+    programs = (-(-rows // ROWS_OF_STATE), reads, 1)
+    code = Code(lambda: jit, programs, {"BLOCK": ROWS_OF_STATE, "num_warps": 4}, backward=True)
+    return Kernel(code, scores.device, places, numbers)

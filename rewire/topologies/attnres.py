@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.kernels.attended import AttendedHistory, AttendedTable
-from rewire.kernels.mix import Mix
+from rewire.kernels.attended import EPS, AttendedHistory, AttendedTable
+from rewire.kernels.mix import Mix, softmax
 from rewire.kernels.several import mixes
 from rewire.kernels.tokens import inverse_rms, read_off
 from rewire.topologies import groups
@@ -32,7 +32,6 @@ from rewire.topologies.base import (
 from rewire.topologies.registry import register_topology
 
 Form = Literal["softmax", "difference"]
-_EPS = 1e-6  # of the norm
 
 
 class Queries(NamedTuple):
@@ -232,16 +231,15 @@ class AttnRes(Topology[Queries]):
 
     def _scores(self, source: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """[..., rows of w], and at the end what norms the source if sources are summed ``normed``; and the source."""
-        scores, source = read_off(source, w.T, _EPS)
-        return (torch.cat([scores, inverse_rms(source, _EPS)], dim=-1) if self.normed else scores), source
+        scores, source = read_off(source, w.T, EPS)
+        return (torch.cat([scores, inverse_rms(source, EPS)], dim=-1) if self.normed else scores), source
 
     def _shares(self, logits: Tensor) -> Tensor:
         """Weights of n sources from [n, ...]; where all are equal, exactly those of the original network."""
-        e = (logits - logits.detach().amax(0)).exp()
         if self.form == "difference":
+            e = (logits - logits.detach().amax(0)).exp()
             return 1 + (e - e.mean(0)) / e.sum(0)
-        # in this order: n / n is exactly 1, n * (1 / n) is not
-        shares = e * (len(logits) if self.scaled else 1) / e.sum(0)
+        shares, _ = softmax(logits, self.scaled)
         return 1 + shares if self.additive else shares
 
     def _mixes(self, sources: Sequence[Tensor], shares: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

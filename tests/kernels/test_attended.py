@@ -70,9 +70,29 @@ def test_backward_reads_each_state_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert sorted(calls) == [1, 2, 3, 4, 5, 5]
 
 
+def test_a_value_that_was_written_to_has_no_second_derivative() -> None:
+    """Its own gradient is no longer known: autograd says so."""
+    x, queries = leaves()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(chain(x, queries, True, in_place=True).sum(), (x, queries), create_graph=True)
+
+
+def test_third_derivatives(left_to_autograd: pytest.MonkeyPatch) -> None:
+    def third() -> tuple[Tensor, ...]:
+        x, queries = (leaf.detach().double().requires_grad_() for leaf in leaves())
+        total = chain(x, queries, True).sum()
+        for _ in range(2):
+            total = sum(g.square().sum() for g in torch.autograd.grad(total, (x, queries), create_graph=True))
+        return torch.autograd.grad(total, (x, queries))
+
+    wanted = third()
+    left_to_autograd.undo()
+    torch.testing.assert_close(third(), wanted)
+
+
 def test_equal_scores_weigh_exactly_one() -> None:
     for count in range(2, 130):
-        shares, (largest, divisor) = softmax([torch.full((3,), 1.7)] * count, True)
+        shares, (largest, divisor) = softmax(torch.full((count, 3), 1.7), True)
         assert (shares == 1).all() and (divisor == 1).all() and (largest == torch.tensor(1.7)).all()
 
 

@@ -116,6 +116,17 @@ class TestOperators:
                 given = (states(N, dtype=dtype), states(count, dtype=dtype), weights_of(kind, count, N), added)
                 checked(operators.gather, *given)
 
+    @pytest.mark.parametrize("lead", LEADS)
+    def test_reads_that_attend(self, lead: tuple[int, ...]) -> None:
+        for dtype in (F32, BF16):
+            xs, (x, grad) = states(N, lead, dtype), states(2, lead, dtype)
+            shares, statistics = checked(operators.softmax, drawn(N, *lead), N)
+            torch.testing.assert_close(shares.sum(0), torch.full(lead, float(N)))
+            tally = checked(operators.tally, grad, x, statistics, N)
+            torch.testing.assert_close(tally[2], (grad.float() * x.float()).sum(-1) / N)
+            scores = drawn(N, *lead).movedim(0, -1)
+            checked(operators.gather_attended, xs, x, scores, torch.stack([tally] * N), [grad])
+
     @pytest.mark.parametrize("stacked", [0, 2, N])
     @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)
     def test_several_and_its_backward(self, kind: str, scored: bool, stacked: int) -> None:
