@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rewire.kernels import plain, scored
+from rewire.kernels import attended, plain, scored
 from rewire.kernels.attended import AttendedHistory, AttendedTable
 from rewire.kernels.mix import softmax
+from rewire.kernels.tokens import rms_norm
 from rewire.topologies.base import materialize
 
 WIDTH, READS = 6, 5
@@ -88,6 +89,18 @@ def test_third_derivatives(left_to_autograd: pytest.MonkeyPatch) -> None:
     wanted = third()
     left_to_autograd.undo()
     torch.testing.assert_close(third(), wanted)
+
+
+def test_scores_by_themselves_can_be_differentiated_twice() -> None:
+    """As where the gradient of a gradient comes back for them, and for no read."""
+
+    def second(scores_of: Any) -> tuple[Tensor, ...]:
+        x, queries = (leaf.detach().double().requires_grad_() for leaf in leaves())
+        first = torch.autograd.grad(scores_of(x, queries).sin().sum(), (x, queries), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), (x, queries))
+
+    wanted = second(lambda x, queries: rms_norm(x) @ queries.T)
+    torch.testing.assert_close(second(lambda x, queries: attended._Claims.apply(queries.T, x)[-1]), wanted)
 
 
 def test_equal_scores_weigh_exactly_one() -> None:
