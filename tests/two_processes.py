@@ -5,7 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+import pytest
 
 TESTS = Path(__file__).parent
 
@@ -13,22 +19,45 @@ TESTS = Path(__file__).parent
 def run(script: Path, *arguments: str | Path, ranks: int = 2) -> list[str]:
     """Run ``script RANK ARGUMENTS...`` as each rank; what each printed. All must end well, within five minutes."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks)}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), *map(str, arguments)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        printed = [worker.communicate(timeout=300)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0] * ranks, "\n".join(printed)
+    environment |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks), "PYTHONFAULTHANDLER": "1"}
+    with ExitStack() as stack:
+        # Files: a pipe that nobody reads is full at some point, and its process waits.
+        outputs = [stack.enter_context(TemporaryFile("w+")) for _ in range(ranks)]
+        workers = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(rank), *map(str, arguments)],
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        end = time.monotonic() + 300
+        try:
+            for worker in workers:
+                worker.wait(max(0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass  # what it printed is shown below; its code is then that of the signal, -9
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        printed = [_read(output) for output in outputs]
+    codes = [worker.returncode for worker in workers]
+    if any(codes):  # of one that ends badly the others complain at length: the end of each, where reports are cut off
+        ends = [
+            f"rank {rank} ended with {code}:\n{_end(text)}"
+            for rank, (code, text) in enumerate(zip(codes, printed, strict=True))
+        ]
+        pytest.fail("\n".join(ends), pytrace=False)
     return printed
+
+
+def _read(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def _end(text: str) -> str:
+    lines = [line for line in text.splitlines() if "Warning" not in line and "_register_pre_backward_hook" not in line]
+    return "\n".join(lines[-30:])
