@@ -73,9 +73,9 @@ def eject(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     heading = f'{_LICENCE}"""What {stem}.py needs of rewire, gathered from its modules; sums are plain PyTorch."""\n'
-    (target / f"{RUNTIME}.py").write_text(runtime.text(heading), encoding="utf-8")
-    path = target / f"{stem}.py"
-    path.write_text(module.text(), encoding="utf-8")
+    path, text = target / f"{stem}.py", module.text()
+    (target / f"{RUNTIME}.py").write_text(runtime.text(heading, callers=text), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     if is_pretrained(model):
         _save_pretrained(model, cls, target, f"{stem}.{module.root}")
     else:

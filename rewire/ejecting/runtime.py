@@ -2,7 +2,8 @@
 
 It is gathered from rewire's own text, definition by definition: from `ROOTS` and the model's topologies, over all names
 that these read. So there is no second form of streams and formulas that could differ from the first. Left out are
-`OMITTED` methods; sums are those of `rewire.ejecting.plain`, in place of `rewire.kernels`.
+methods whose names no gathered text reads, and those in `OMITTED`; sums are those of `rewire.ejecting.plain`, in place
+of `rewire.kernels`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import builtins
 import dataclasses
 import functools
 import graphlib
+import importlib
 from collections.abc import Iterable, Sequence
 
 from rewire.ejecting import plain
@@ -35,11 +37,8 @@ ROOTS = (
     ("rewire.ejecting.connecting", "connect"),
 )
 
-#: What ejected models have no use for: recipes (their text says what they are), pipelines, freezing, plots.
-OMITTED = {
-    "Connection": {"become", "receiving", "resume", "recipe", "get_extra_state", "set_extra_state"},
-    "Topology": {"for_start", "program", "by_destination", "distributions", "options"},
-}
+#: What torch would call, and ejected models have no use for: recipes. Their text says what the weights are.
+OMITTED = {"get_extra_state", "set_extra_state"}
 
 _PLAIN = plain.__name__
 
@@ -60,42 +59,78 @@ class Runtime:
     """
 
     def __init__(self, roots: Sequence[tuple[str, str]]) -> None:
+        self._roots = [Definition(*root) for root in roots]
         self._own = {module for module, _ in roots}
-        self._found: dict[Definition, ast.stmt] = {}
-        self._imports: dict[Binding, str] = {}  # and under which name
         self._attributes: set[Definition] = set()  # read as attributes of their modules
-        for module, name in roots:
-            self._gather(Definition(module, name))
+        self._gather_all(None)
         self._names = self._given_names()
 
     def name_of(self, module: str, name: str) -> str:
         """The name that a gathered definition has in the file."""
         return self._names[Definition(module, name)]
 
-    def text(self, heading: str) -> str:
+    def text(self, heading: str, callers: str) -> str:
         """The file.
 
         Args:
             heading: its docstring and what else stands at its top.
+            callers: text of the modules that import it. Methods that neither they nor the file itself read are left
+                out.
         """
+        self._gather_all(_attributes_in([ast.parse(callers)]))
         parts = [part for module in self._ordered() for part in self._parts(module)]  # may import more
         imports = import_statements({name: binding for binding, name in self._imports.items()})
         return "\n".join([heading, "from __future__ import annotations\n", *imports, *parts])
 
     # -- what is needed ------------------------------------------------------------------------------------------------
 
+    def _gather_all(self, read: set[str] | None) -> None:
+        """Gather what the roots need, with those methods that have a name among ``read``, or in gathered text."""
+        self._found: dict[Definition, ast.stmt] = {}
+        self._imports: dict[Binding, str] = {}  # and under which name
+        self._read = read  # None: all
+        self._unread: dict[str, list[tuple[str, ast.stmt]]] = {}  # methods that nothing gathered reads, by their names
+        for root in self._roots:
+            self._gather(root)
+
     def _gather(self, definition: Definition) -> None:
         if definition in self._found:
             return
-        node = bindings(definition.module)[definition.name].node
+        module, node = definition.module, bindings(definition.module)[definition.name].node
         assert node is not None
         self._found[definition] = node
-        for used in _names_in(self._kept(definition.module, node)):
-            self._need(definition.module, used)
-        for statement in self._statements(definition.module):
+        for part in ast.iter_child_nodes(node):
+            if part in getattr(node, "decorator_list", ()) and _registers(part):
+                continue
+            if (
+                isinstance(node, ast.ClassDef)
+                and isinstance(part, ast.FunctionDef)
+                and not self._is_read(part, definition)
+            ):
+                self._unread.setdefault(part.name, []).append((module, part))
+            else:
+                self._visit(module, part)
+        for statement in self._statements(module):
             if definition.name in _names_in([statement]):
-                for used in _names_in([statement]):
-                    self._need(definition.module, used)
+                self._visit(module, statement)
+
+    def _visit(self, module: str, part: ast.AST) -> None:
+        for used in _names_in([part]):
+            self._need(module, used)
+        if self._read is not None:
+            self._read |= _attributes_in([part])
+            for name in self._read.intersection(self._unread):
+                for method in self._unread.pop(name, ()):
+                    self._visit(*method)
+
+    def _is_read(self, method: ast.FunctionDef, owner: Definition) -> bool:
+        """Whether gathered text, Python or torch reads a method of a class."""
+        if method.name in OMITTED:
+            return False
+        if self._read is None or method.name in self._read or method.name.startswith("__"):
+            return True
+        bases = getattr(importlib.import_module(owner.module), owner.name).__mro__
+        return any(method.name in vars(base) for base in bases if not self._is_own(base.__module__))
 
     def _need(self, module: str, used: str) -> None:
         """Gather, or import, what the text ``used`` of ``module`` reads: a name, or an attribute of a module."""
@@ -184,9 +219,10 @@ class Runtime:
         lines = Lines(text)
         start, end = lines.whole(node)
         changes = self._renamed(module, node)
+        unread = [method for methods in self._unread.values() for _, method in methods]
         for inner in ast.walk(node):
-            for dropped in _omitted(inner):
-                changes.append(Replacement(*lines.whole(dropped), ""))
+            if inner in unread:
+                changes.append(Replacement(*lines.whole(inner), ""))
             for decorator in getattr(inner, "decorator_list", ()):
                 if _registers(decorator):
                     first, last = lines.span(decorator)
@@ -234,15 +270,6 @@ class Runtime:
             and not (isinstance(node, ast.Expr) and (isinstance(node.value, ast.Constant) or _registers(node.value)))
         ]
 
-    @staticmethod
-    def _kept(module: str, node: ast.stmt) -> list[ast.AST]:
-        """The parts of a definition that are in the file."""
-        if not isinstance(node, ast.ClassDef):
-            decorators = [d for d in getattr(node, "decorator_list", ()) if _registers(d)]
-            return [child for child in ast.iter_child_nodes(node) if child not in decorators]
-        dropped = {id(one) for one in _omitted(node)} | {id(d) for d in node.decorator_list if _registers(d)}
-        return [child for child in ast.iter_child_nodes(node) if id(child) not in dropped]
-
 
 def _names_in(nodes: Iterable[ast.AST]) -> list[str]:
     """Names that nodes read, each once, in order; attributes of names as ``name.attribute``, too."""
@@ -256,6 +283,17 @@ def _names_in(nodes: Iterable[ast.AST]) -> list[str]:
     return list(found)
 
 
+def _attributes_in(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names of attributes that nodes read, or might: strings may be given to ``getattr``."""
+    found = set()
+    for inner in (inner for node in nodes for inner in ast.walk(node)):
+        if isinstance(inner, ast.Attribute):
+            found.add(inner.attr)
+        elif isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+            found.add(inner.value)
+    return found
+
+
 def _run_at_once(node: ast.stmt) -> list[ast.AST]:
     """The parts of a definition that run where it stands, and not when it is called."""
     if isinstance(node, ast.ClassDef):
@@ -264,14 +302,6 @@ def _run_at_once(node: ast.stmt) -> list[ast.AST]:
     if isinstance(node, ast.FunctionDef):
         return [*node.decorator_list, *node.args.defaults, *(d for d in node.args.kw_defaults if d)]
     return [node.value] if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value else []
-
-
-def _omitted(node: ast.AST) -> list[ast.stmt]:
-    """Methods of a class that are left out; those of a topology's base in all classes."""
-    if not isinstance(node, ast.ClassDef):
-        return []
-    names = OMITTED.get(node.name, OMITTED["Topology"])
-    return [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name in names]
 
 
 def _annotations(node: ast.AST) -> list[ast.expr]:
@@ -284,7 +314,7 @@ def _annotations(node: ast.AST) -> list[ast.expr]:
     return found
 
 
-def _registers(node: ast.expr) -> bool:
+def _registers(node: ast.AST) -> bool:
     """Whether an expression registers a name for a topology."""
     inner = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
     inner |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}

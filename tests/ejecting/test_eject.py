@@ -175,7 +175,7 @@ def test_training_with_checkpointing_and_in_bfloat16(tmp_path: Path) -> None:
 def test_the_runtime_holds_all_that_every_topology_needs(tmp_path: Path) -> None:
     made = [make_topology(name, options) for name, options in EVERY.values()]
     roots = dict.fromkeys((type(topology).__module__, type(topology).__name__) for topology in made)
-    text = Runtime([*ROOTS, *roots, ("rewire.topologies.frozen", "Frozen")]).text('"""All of them."""\n')
+    text = Runtime([*ROOTS, *roots, ("rewire.topologies.frozen", "Frozen")]).text('"""All of them."""\n', callers="")
     path = tmp_path / "everything.py"
     path.write_text(text)
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F,E9", str(path)]
@@ -193,7 +193,7 @@ def test_files_are_small_and_keep_licences(tmp_path: Path) -> None:
     assert text.startswith("# Copyright 2022 EleutherAI and the HuggingFace Inc. team.")
     assert "class LlamaAttention" not in text  # it was not edited
     assert len(text.splitlines()) < 250
-    assert len(runtime.splitlines()) < 2400
+    assert len(runtime.splitlines()) < 2150
     assert max(map(len, runtime.splitlines())) <= 120
     assert str(Path(models.__file__).parent) not in text + runtime
 
