@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,19 @@ import two_processes
 
 
 def run(tmp_path: Path, *scenarios: str, ranks: int = 2) -> None:
-    """Functions of distributed_worker.py, one after the other in the same processes."""
+    """Functions of distributed_worker.py, one after the other in the same processes.
+
+    `test_every_topology` was seen to lose a process, once in about fifty runs with torch 2.13. Gloo's threads drop
+    tensors that have Python objects when they like (github.com/pytorch/pytorch/pull/179291), and it makes thousands of
+    them; valgrind finds no fault of rewire's in it. So the first crash is a warning, and the second one an error.
+    """
     worker = Path(__file__).with_name("distributed_worker.py")
-    for text in two_processes.run(worker, tmp_path / "meeting_point", *scenarios, ranks=ranks):
+    try:
+        printed = two_processes.run(worker, tmp_path / "first", *scenarios, ranks=ranks)
+    except two_processes.Crashed as crash:
+        warnings.warn(f"a process crashed, and all ran once more: {crash}", stacklevel=2)
+        printed = two_processes.run(worker, tmp_path / "second", *scenarios, ranks=ranks)
+    for text in printed:
         assert [f"{scenario} passed" for scenario in scenarios if f"{scenario} passed" not in text] == []
 
 

@@ -140,7 +140,7 @@ def test_wheels_are_reproducible_and_whole(tmp_path: Path) -> None:
     wheel, again = built("wheel", tmp_path / "one"), built("wheel", tmp_path / "two")
     assert wheel.read_bytes() == again.read_bytes()
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"rewire/py.typed", "rewire/kernels/sums.cpp"} <= set(names)
+    assert {"rewire/py.typed", "rewire/kernels/sums.cpp", "rewire/kernels/sinkhorn.cpp"} <= set(names)
     assert not [name for name in names if not name.startswith("rewire")]
 
 

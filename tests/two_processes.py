@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,8 +17,16 @@ import pytest
 TESTS = Path(__file__).parent
 
 
+class Crashed(Exception):
+    """A process was ended by a signal of its own."""
+
+
 def run(script: Path, *arguments: str | Path, ranks: int = 2) -> list[str]:
-    """Run ``script RANK ARGUMENTS...`` as each rank; what each printed. All must end well, within five minutes."""
+    """Run ``script RANK ARGUMENTS...`` as each rank; what each printed. All must end well, within five minutes.
+
+    Raises:
+        Crashed: one did, by SIGSEGV or SIGABRT.
+    """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     environment |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks), "PYTHONFAULTHANDLER": "1"}
     with ExitStack() as stack:
@@ -44,18 +53,24 @@ def run(script: Path, *arguments: str | Path, ranks: int = 2) -> list[str]:
                 worker.wait()
         printed = [_read(output) for output in outputs]
     codes = [worker.returncode for worker in workers]
-    if any(codes):  # of one that ends badly the others complain at length: the end of each, where reports are cut off
-        ends = [
-            f"rank {rank} ended with {code}:\n{_end(text)}"
-            for rank, (code, text) in enumerate(zip(codes, printed, strict=True))
-        ]
-        pytest.fail("\n".join(ends), pytrace=False)
+    if {-signal.SIGABRT, -signal.SIGSEGV}.intersection(codes):
+        raise Crashed(_ends(codes, printed))
+    if any(codes):
+        pytest.fail(_ends(codes, printed), pytrace=False)
     return printed
 
 
 def _read(file: IO[str]) -> str:
     file.seek(0)
     return file.read()
+
+
+def _ends(codes: list[int], printed: list[str]) -> str:
+    """The last lines of each: where one ends badly, the others complain at length, and reports are cut off."""
+    return "\n".join(
+        f"rank {rank} ended with {code}:\n{_end(text)}"
+        for rank, (code, text) in enumerate(zip(codes, printed, strict=True))
+    )
 
 
 def _end(text: str) -> str:

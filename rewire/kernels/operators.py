@@ -39,11 +39,13 @@ def uses_kernels(x: Tensor) -> bool:
 
 def sinkhorn_kernels(logits: Tensor, iterations: int) -> Any:
     """The module of the kernels of Sinkhorn-Knopp, where they run and take such matrices; else None."""
-    if not uses_kernels(logits):
-        return None
-    from rewire.kernels import sinkhorn  # only where there is Triton
+    if uses_kernels(logits):
+        from rewire.kernels import sinkhorn  # only where there is Triton
 
-    return sinkhorn if sinkhorn.fits(logits, iterations) else None
+        return sinkhorn if sinkhorn.fits(logits, iterations) else None
+    from rewire.kernels import sinkhorn_cpu  # which asks this module
+
+    return sinkhorn_cpu if sinkhorn_cpu.fits(logits) else None
 
 
 def fits_norm(x: Tensor) -> bool:

@@ -160,6 +160,48 @@ def combine_backward(
     return [*dx, *([torch.stack(of_weights)] if of_weights else []), *of_scores]
 
 
+@torch.no_grad()
+def project(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
+    """``x @ weight``, [..., K], or with eps that of ``rms_norm(x)``; and the norm's factor for each row, [rows].
+
+    Args:
+        x: [..., D].
+        weight: float32 [D, K].
+        eps: of the norm; None: x is not normed.
+    """
+    precision = torch.promote_types(x.dtype, weight.dtype)
+    x, weight = x.to(precision), weight.to(precision)
+    found = x @ weight
+    if eps is None:
+        return found, found.new_empty(0)
+    inverse = torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps)
+    return found.mul_(inverse), inverse.flatten()
+
+
+@torch.no_grad()
+def project_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scores: Tensor, inverse: Tensor, carried: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `project`: of x, to which ``carried`` is added, and of the weight, [K, D].
+
+    For scores ``s = r x W``: ``dx = r g W^T - r^2 mean(g s) x``, the mean being the sum over s divided by D.
+    """
+    rows, precision = x.reshape(-1, x.shape[-1]).to(grad.dtype), grad.dtype
+    given, weight = grad.reshape(-1, grad.shape[-1]), weight.to(precision)
+    factor = None
+    if inverse.numel() > 0:
+        r = inverse.unsqueeze(1)
+        factor = r.square() * (given * scores.reshape(given.shape)).sum(1, keepdim=True) / -rows.shape[1]
+        given = given * r
+    if carried is None:
+        found = given @ weight.T
+    else:
+        found = torch.addmm(carried.reshape(rows.shape).to(precision), given, weight.T)
+    if factor is not None:
+        found.addcmul_(rows, factor)
+    return found.view(x.shape).to(x.dtype), given.T @ rows
+
+
 def _in_one_pass(
     terms: Sequence[Tensor],
     weights: Tensor | None,

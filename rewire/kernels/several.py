@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators
+from rewire.kernels import native, operators
 from rewire.kernels.mix import gradients, left_to_autograd, mix
 from rewire.kernels.spec import MAX_OUTPUTS
 from rewire.kernels.tokens import outside_autocast
@@ -30,8 +31,8 @@ def mixes(
         them: where this is a kernel, gradients from there join its pass over memory.
     """
     outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
-    if _by_kernels(sources[0], outputs):
-        found = _Several.apply(False, weights, scores, *sources)
+    if (by := _lowering(sources, outputs)) is not None:
+        found = _Several.apply(by, False, weights, scores, *sources)
         return list(found[:outputs]), found[outputs:]
     per_token = [None] * outputs if scores is None else [way.split(1, dim=-1) for way in scores.unbind(-2)]
     of_all = [None] * outputs if weights is None else weights
@@ -40,9 +41,10 @@ def mixes(
 
 def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """`combine` without branches, and the streams, as who reads them next is to take them: see `mixes`."""
-    if _by_kernels(streams, weights.shape[-1]):
+    lowering = _lowering([streams], weights.shape[-1])
+    if lowering is not None:
         static = weights.dim() == 2
-        result, streams = _Several.apply(True, *(weights.mT, None) if static else (None, weights.mT), streams)
+        result, streams = _Several.apply(lowering, True, *(weights.mT, None) if static else (None, weights.mT), streams)
         return result, streams
     return combine(streams, weights), streams
 
@@ -50,8 +52,8 @@ def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), write: Tensor | None = None) -> Tensor:
     """``H'_j = sum_i w_ij H_i + sum_f b_j f_j``, in float32 (float64 for float64), rounded once.
 
-    In eager mode on a CPU it is a matrix product for each token, and so are its gradients. Nowhere else: autocast or
-    TF32 would round them.
+    Without a kernel, in eager mode on a CPU, it is a matrix product for each token, and so are its gradients. Nowhere
+    else: autocast or TF32 would round them.
 
     Args:
         streams: H [..., n, C].
@@ -62,11 +64,12 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
     Returns:
         [..., k, C]
     """
-    if _by_kernels(streams, weights.shape[-1]) and all(f.shape[-2] == 1 for f in branches):
+    lowering = _lowering([streams, *branches], weights.shape[-1])
+    if lowering is not None and all(f.shape[-2] == 1 for f in branches):
         table = weights.mT if write is None else torch.cat([weights.mT, *[write.unsqueeze(-1)] * len(branches)], -1)
         static = table.dim() == 2
         given = (table if static else None, None if static else table, streams, *(f.squeeze(-2) for f in branches))
-        result: Tensor = _Several.apply(True, *given)[0]
+        result: Tensor = _Several.apply(lowering, True, *given)[0]
         return result
     if _exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
         return _products(streams, weights, branches, write)
@@ -101,23 +104,31 @@ def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor], writ
         return functools.reduce(torch.add, others, total)
 
 
-def _by_kernels(x: Tensor, outputs: int) -> bool:
-    return operators.uses_kernels(x) and not left_to_autograd(x, 1) and outputs <= MAX_OUTPUTS
+def _lowering(tensors: Sequence[Tensor], outputs: int) -> ModuleType | None:
+    """What makes several sums of such tensors in one pass: kernels, the compiled loop of a CPU, or nothing."""
+    first = tensors[0]
+    if left_to_autograd(first, 1):
+        return None
+    if operators.uses_kernels(first):
+        return operators if outputs <= MAX_OUTPUTS else None
+    return native if native.knows(first) and all(x.dtype == first.dtype for x in tensors) else None
 
 
 class _Several(torch.autograd.Function):
-    """`mixes` by kernels; ``stacked``: the first tensor [..., n, D] is n sources, and so is the result.
+    """`mixes` in one pass; ``stacked``: the first tensor [..., n, D] is n sources, and so is the result.
 
     All tensors are handed on. What comes back for them joins their gradients in one pass, which autograd would add in
     three: a unit that reads n states, one after the other, would move 3n states for that.
     """
 
     @staticmethod
-    def forward(ctx: Any, stacked: bool, weights: Tensor | None, scores: Tensor | None, *tensors: Tensor) -> Any:
-        ctx.stacked = stacked
+    def forward(
+        ctx: Any, by: ModuleType, stacked: bool, weights: Tensor | None, scores: Tensor | None, *tensors: Tensor
+    ) -> Any:
+        ctx.by, ctx.stacked = by, stacked
         ctx.save_for_backward(weights, scores, *tensors)
         ctx.set_materialize_grads(False)
-        done = operators.several(*_apart(stacked, tensors), weights, scores)
+        done = by.several(*_apart(stacked, tensors), weights, scores)
         return (*done, *[x.view_as(x) for x in tensors])
 
     @staticmethod
@@ -126,20 +137,20 @@ class _Several(torch.autograd.Function):
         of_mixes, carried = grads[: -len(tensors)], grads[-len(tensors) :]
         like = next((g for g in of_mixes if g is not None), None)
         if like is None:
-            return (None, None, None, *carried)
+            return (None, None, None, None, *carried)
         given = [torch.zeros_like(like) if g is None else g for g in of_mixes]
-        if torch.is_grad_enabled():  # with create_graph=True
-            of_tensors, of_weights, of_scores = _differentiable(given, ctx.stacked, weights, scores, tensors)
-            return (None, of_weights, of_scores, *map(_sum, of_tensors, carried))
         known = [x for x in carried if x is not None]
         joined = known if len(known) == len(carried) else []
-        found = operators.several_backward(given, *_apart(ctx.stacked, tensors), weights, scores, joined)
+        if torch.is_grad_enabled():  # with create_graph=True
+            of_tensors, of_weights, of_scores = _differentiable(given, ctx.stacked, weights, scores, tensors)
+            return (None, None, of_weights, of_scores, *map(_sum, of_tensors, carried))
+        found = ctx.by.several_backward(given, *_apart(ctx.stacked, tensors), weights, scores, joined)
         dots = iter(found[len(tensors) :])
         of_weights = None if weights is None else next(dots)
         of_scores = None if scores is None else next(dots)
         if not joined:
-            return (None, of_weights, of_scores, *map(_sum, found, carried))
-        return (None, of_weights, of_scores, *found[: len(tensors)])
+            return (None, None, of_weights, of_scores, *map(_sum, found, carried))
+        return (None, None, of_weights, of_scores, *found[: len(tensors)])
 
 
 def _apart(stacked: bool, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:
@@ -164,10 +175,11 @@ def _differentiable(
 ) -> tuple[Sequence[Tensor | None], Tensor | None, Tensor | None]:
     """Gradients of `_Several` by operations that autograd knows."""
     factors = [x for x in (weights, scores) if x is not None]
-    upstream = (grads[0] if stacked else torch.stack(list(grads), -2)).float()
+    precision = torch.promote_types(grads[0].dtype, torch.float32)
+    upstream = (grads[0] if stacked else torch.stack(list(grads), -2)).to(precision)
 
     def total(*inputs: Tensor) -> Tensor:
-        sources = torch.stack(_sources(stacked, inputs[len(factors) :]), -2).float()  # [..., N, D]
+        sources = torch.stack(_sources(stacked, inputs[len(factors) :]), -2).to(precision)  # [..., N, D]
         by_channel = weights is not None and weights.dim() == 3
         parts = [x if by_channel and n == 0 else x.unsqueeze(-1) for n, x in enumerate(inputs[: len(factors)])]
         return (functools.reduce(torch.add, parts) * sources.unsqueeze(-3)).sum(-2)  # [..., M, D]

@@ -1,8 +1,8 @@
 // Weighted sums of tensors on a CPU: each tensor is read once. Compiled, loaded and called by native.py.
 //
-// For M results and N terms, all contiguous and of one shape,
+// For M results and N terms, of one shape, whose rows are contiguous and may lie apart,
 //
-//     out_m = sum_j a_j + sum_n (w_mn + s_mn) g_n        dots_mn = <x_m, g_n>, where states x_m are given,
+//     out_m = c_m + sum_j a_j + sum_n (w_mn + s_mn) g_n        dots_mn = <x_m, g_n>, where states x_m are given,
 //
 // with one weight w for each pair, or one for each pair and channel, and perhaps one s for each pair and row (token),
 // and then as many dots; those of w by pair alone are not computed beside those of s, whose sum they are. A tile of a
@@ -45,16 +45,23 @@ inline void store(float x, BFloat16* to) {  // to the nearest, ties to even
     to->bits = x != x ? uint16_t(0x7fc0) : uint16_t(rounded);
 }
 
+// The rows of a tensor, by the elements from one to the next.
+template <typename T> struct Rows {
+    T* data;
+    int64_t stride;
+    T* at(int64_t row, int64_t column) const { return data + row * stride + column; }
+};
+
 // Adds K terms to a tile, and to their dots the products with the state x: each for itself, summed, or both.
 template <int K, bool by_channel, bool dots_by_channel, bool summed, typename T, typename F>
-void add_terms(F* __restrict total, const T* __restrict x, const T* const* terms, const F* weights, const F* scores,
-               double* dots, F* row_dots, int64_t stride, int64_t start, int64_t count) {
+void add_terms(F* __restrict total, const T* __restrict x, const Rows<T>* terms, const F* weights, const F* scores,
+               double* dots, F* row_dots, int64_t stride, int64_t row, int64_t column, int64_t count) {
     constexpr int LANES = 16;  // sums of products side by side, or the compiler could not use vectors
     const T* g[K];
     const F* w[K];
     F factor[K], sum[K][LANES] = {};
     for (int k = 0; k < K; ++k) {
-        g[k] = terms[k] + start;
+        g[k] = terms[k].at(row, column);
         w[k] = weights + k * stride;
         factor[k] = (by_channel ? F(0) : w[k][0]) + (scores ? scores[k] : F(0));
     }
@@ -83,17 +90,16 @@ void add_terms(F* __restrict total, const T* __restrict x, const T* const* terms
 }
 
 template <typename T, typename F = typename Precise<T>::type> struct Task {
-    int64_t results;
-    T* const* outs;           // M of [rows, width]
-    const T* const* states;   // M, or none
-    int64_t terms;
-    const T* const* grads;    // N
+    int64_t results, terms, branches;
+    const Rows<T>* outs;      // M
+    const Rows<T>* states;    // M, or null
+    const Rows<T>* carried;   // M, or null
+    const Rows<T>* grads;     // N
+    const Rows<T>* added;     // of the branches
     const F* weights;         // [M, N] or, by channel, [M, N, width]
     const F* scores;          // [rows, M, N]
     F* dots;                  // as the weights
     F* row_dots;              // as the scores, zeros
-    int64_t branches;
-    const T* const* added;
     int64_t rows, width, parts;
 };
 
@@ -113,13 +119,16 @@ void sums(const Task<T, F>& task) {
     for (int64_t part = 0; part < task.parts; ++part) {
         F total[TILE];
         for (int64_t tile = first_of(part); tile < first_of(part + 1); ++tile) {
-            const int64_t row = tile / across, column = tile % across * TILE, start = row * width + column;
+            const int64_t row = tile / across, column = tile % across * TILE;
             const int64_t count = std::min(TILE, width - column), channel = by_channel ? column : 0;
             for (int64_t m = 0; m < results; ++m) {
-                for (int64_t i = 0; i < count; ++i) total[i] = task.branches ? load(task.added[0][start + i]) : F(0);
-                for (int64_t j = 1; j < task.branches; ++j)
-                    for (int64_t i = 0; i < count; ++i) total[i] += load(task.added[j][start + i]);
-                const T* x = with_dots ? task.states[m] + start : nullptr;
+                std::fill(total, total + count, F(0));
+                const auto add_all = [&](const T* f) {
+                    for (int64_t i = 0; i < count; ++i) total[i] += load(f[i]);
+                };
+                if (task.carried) add_all(task.carried[m].at(row, column));
+                for (int64_t j = 0; j < task.branches; ++j) add_all(task.added[j].at(row, column));
+                const T* x = with_dots ? task.states[m].at(row, column) : nullptr;
                 const F* w = task.weights + m * terms * stride + channel;
                 double* d = partial.data() + (pairs ? part * pairs + m * terms * stride + channel : 0);
                 const int64_t step = pairs ? stride : 0, of_row = by_row ? (row * results + m) * terms : 0;
@@ -129,12 +138,12 @@ void sums(const Task<T, F>& task) {
                     constexpr int K = decltype(count_of_terms)::value;
                     add_terms<K, by_channel, dots_by_channel, summed>(total, x, task.grads + n, w + n * stride,
                                                                       s ? s + n : s, d + n * step, r ? r + n : r,
-                                                                      stride, start, count);
+                                                                      stride, row, column, count);
                 };
                 int64_t n = 0;
                 for (; n + 4 <= terms; n += 4) add(std::integral_constant<int, 4>(), n);
                 for (; n < terms; ++n) add(std::integral_constant<int, 1>(), n);
-                T* out = task.outs[m] + start;
+                T* out = task.outs[m].at(row, column);
                 for (int64_t i = 0; i < count; ++i) store(total[i], out + i);
             }
         }
@@ -153,13 +162,18 @@ template <typename T, typename F> void run(bool by_channel, const Task<T, F>& ta
 }
 }  // namespace
 
-// See Task. Without states there are no dots, without scores none by row.
-#define EXPORT(NAME, T, F)                                                                                          \
-    extern "C" void NAME(int64_t by_channel, int64_t results, T* const* outs, const T* const* states, int64_t terms, \
-                         const T* const* grads, const F* weights, const F* scores, F* dots, F* row_dots,            \
-                         int64_t branches, const T* const* added, int64_t rows, int64_t width, int64_t parts) {     \
-        run(by_channel, Task<T>{results, outs, states, terms, grads, weights, scores, dots, row_dots, branches,     \
-                                added, rows, width, parts});                                                        \
+// See Task; tensors are outs, states and carried if there, grads, added. Without states there are no dots, without
+// scores none by row.
+#define EXPORT(NAME, T, F)                                                                                            \
+    extern "C" void NAME(int64_t by_channel, int64_t results, int64_t terms, int64_t branches, int64_t with_states,   \
+                         int64_t with_carried, const Rows<T>* tensors, const F* weights, const F* scores, F* dots,    \
+                         F* row_dots, int64_t rows, int64_t width, int64_t parts) {                                   \
+        const Rows<T>* states = tensors + results;                                                                    \
+        const Rows<T>* carried = states + (with_states ? results : 0);                                                \
+        const Rows<T>* grads = carried + (with_carried ? results : 0);                                                \
+        run(by_channel, Task<T>{results, terms, branches, tensors, with_states ? states : nullptr,                    \
+                                with_carried ? carried : nullptr, grads, grads + terms, weights, scores, dots,        \
+                                row_dots, rows, width, parts});                                                       \
     }
 
 EXPORT(sums_float32, float, float)

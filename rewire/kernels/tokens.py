@@ -1,6 +1,6 @@
 """What input-dependent connection weights are computed with: in float32, whatever autocast says.
 
-On GPUs a projection is one kernel each way (`projection`); elsewhere matrix products of torch.
+On GPUs a projection is one kernel each way (`projection`); elsewhere matrix products of torch (`plain`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators
+from rewire.kernels import operators, plain
 from rewire.kernels.mix import gradients, left_to_autograd, under_transforms
 
 
@@ -48,10 +48,10 @@ def project_normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 def read_off(x: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tensor, Tensor]:
     """`project`, or with ``eps`` `project_normed`; and ``x``, as who reads it next is to take it.
 
-    Gradients from there join the pass over memory that this one's backward makes, where it is a kernel.
+    Gradients from there join the pass over memory that this one's backward makes.
     """
     with outside_autocast(x.device):
-        if _fits_kernel(x, weight):
+        if x.dim() > 1 and weight.shape[1] > 0 and not left_to_autograd(x, 1):
             scores, x = _ReadOff.apply(x, weight, eps)
             return scores, x
         if under_transforms():
@@ -61,17 +61,13 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tenso
         return scores, x
 
 
-def _fits_kernel(x: Tensor, weight: Tensor) -> bool:
-    fits = weight.dtype == torch.float32 and weight.shape[1] > 0 and x.dim() > 1 and x.numel() > 0
-    return fits and operators.uses_kernels(x) and not left_to_autograd(x, 1)
-
-
 class _ReadOff(torch.autograd.Function):
     """Keeps for backward ``x`` as it is, and of a norm the scores and a number for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
-        scores, inverse = operators.project(x, weight, eps)
+        ctx.by = operators if weight.dtype == torch.float32 and operators.uses_kernels(x) else plain
+        scores, inverse = ctx.by.project(x, weight, eps)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, scores, inverse) if eps is not None else ctx.save_for_backward(x, weight)
@@ -88,7 +84,7 @@ class _ReadOff(torch.autograd.Function):
             joined = [t for t in (of_x, carried) if t is not None]
             return (functools.reduce(torch.add, joined) if joined else None), of_weight, None
         scores, inverse = of_norm or (grad, grad.new_empty(0))
-        of_x, of_weight = operators.project_backward(grad, x, weight, scores, inverse, carried)
+        of_x, of_weight = ctx.by.project_backward(grad, x, weight, scores, inverse, carried)
         return of_x, of_weight.T, None
 
 
@@ -120,9 +116,8 @@ class _ProjectNormed(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed = rms_norm(x, eps)
-        precision = torch.promote_types(normed.dtype, weight.dtype)
-        return normed.to(precision) @ weight.to(precision)
+        precision = torch.promote_types(x.dtype, weight.dtype)
+        return (x.to(precision) @ weight.to(precision)).mul_(inverse_rms(x, eps))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:

@@ -10,7 +10,7 @@ from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rewire.kernels import operators
+from rewire.kernels import native, operators
 from rewire.kernels.history import History, Table
 from rewire.kernels.mix import pending_mix
 from rewire.kernels.norms import mark
@@ -176,6 +176,15 @@ class TestPlain(Cases):
             return combine(streams, weights, branches, write)
 
         assert torch.autograd.gradgradcheck(function, (streams, weights, write, *branches))
+
+
+class TestWithoutCompiler(Cases):
+    __test__ = not INTERPRETED
+    dtypes = (F32, F64)
+
+    @pytest.fixture(autouse=True)
+    def without(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "knows", lambda x: False)
 
 
 class Products(TorchDispatchMode):
