@@ -37,17 +37,6 @@ def uses_kernels(x: Tensor) -> bool:
     return SWITCHED_ON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu")) and x.dtype in _DTYPES
 
 
-def sinkhorn_kernels(logits: Tensor, iterations: int) -> Any:
-    """The module of the kernels of Sinkhorn-Knopp, where they run and take such matrices; else None."""
-    if uses_kernels(logits):
-        from rewire.kernels import sinkhorn  # only where there is Triton
-
-        return sinkhorn if sinkhorn.fits(logits, iterations) else None
-    from rewire.kernels import sinkhorn_cpu  # which asks this module
-
-    return sinkhorn_cpu if sinkhorn_cpu.fits(logits) else None
-
-
 def fits_norm(x: Tensor) -> bool:
     """Whether a kernel can hold the rows of ``x`` [..., D] for a norm."""
     return x.dim() > 0 and 0 < x.shape[-1] <= MAX_NORM_WIDTH

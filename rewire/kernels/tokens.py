@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators, plain
+from rewire.kernels import operators, plain, sinkhorn_cpu
 from rewire.kernels.mix import gradients, left_to_autograd, under_transforms
 
 
@@ -133,6 +133,15 @@ class _ProjectNormed(torch.autograd.Function):
         grad_x = (scaled @ w.T).addcmul_(like, -(r**3) * along)
         grad_weight = like.reshape(-1, x.shape[-1]).T @ scaled.reshape(-1, grad.shape[-1])
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def sinkhorn_kernels(logits: Tensor, iterations: int) -> Any:
+    """The module of the kernels of Sinkhorn-Knopp, where they run and take such matrices; else None."""
+    if operators.uses_kernels(logits):
+        from rewire.kernels import sinkhorn  # only where there is Triton
+
+        return sinkhorn if sinkhorn.fits(logits, iterations) else None
+    return sinkhorn_cpu if sinkhorn_cpu.fits(logits) else None
 
 
 def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators
-from rewire.kernels.tokens import project
+from rewire.kernels.tokens import project, sinkhorn_kernels
 
 
 def permutations(n: int, device: torch.device) -> Tensor:
@@ -62,8 +61,8 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     The first of them in the logarithmic domain, where no logits overflow or leave a row that is all zero. From there on
     sums stay between 1/n and n: columns that sum to 1 are divided by at most n. It is an operator of its own,
     so that the backward recomputes the steps instead of keeping them, and because torch.compile takes several times as
-    long for a model with the unrolled loop in each unit. On GPUs it is one kernel each way (`rewire.kernels.sinkhorn`);
-    derivatives of gradients are operations of torch everywhere.
+    long for a model with the unrolled loop in each unit. On GPUs it is one kernel each way (`rewire.kernels.sinkhorn`),
+    on CPUs a compiled loop; derivatives of gradients are operations of torch everywhere.
 
     Args:
         logits: [..., n, n], float32 or float64.
@@ -73,7 +72,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     Returns:
         [..., n, n]: rows sum to 1, exactly for ``eps=0``; columns in the limit.
     """
-    kernels = operators.sinkhorn_kernels(logits, iterations)
+    kernels = sinkhorn_kernels(logits, iterations)
     return sinkhorn_steps(logits, iterations, eps) if kernels is None else kernels.forward(logits, iterations, eps)
 
 
@@ -86,7 +85,7 @@ def sinkhorn_steps(logits: Tensor, iterations: int, eps: float) -> Tensor:
 @torch.library.custom_op("rewire::sinkhorn_backward", mutates_args=())
 def sinkhorn_backward(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
     """Gradient of the logits of `sinkhorn` from that of its result."""
-    kernels = operators.sinkhorn_kernels(logits, iterations)
+    kernels = sinkhorn_kernels(logits, iterations)
     if kernels is not None:
         return kernels.backward(grad, logits, iterations, eps)
     return _gradient(grad, logits, iterations, eps)
