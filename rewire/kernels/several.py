@@ -31,7 +31,9 @@ def mixes(
         them: where this is a kernel, gradients from there join its pass over memory.
     """
     outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
-    if (by := _lowering(sources, outputs)) is not None:
+    lead = sources[0].shape[:-1]
+    even = len({x.shape for x in sources}) == 1 and (scores is None or scores.shape[:-2] == lead)
+    if even and (by := _lowering(sources, outputs)) is not None:
         found = _Several.apply(by, False, weights, scores, *sources)
         return list(found[:outputs]), found[outputs:]
     per_token = [None] * outputs if scores is None else [way.split(1, dim=-1) for way in scores.unbind(-2)]
@@ -42,7 +44,7 @@ def mixes(
 def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """`combine` without branches, and the streams, as who reads them next is to take them: see `mixes`."""
     lowering = _lowering([streams], weights.shape[-1])
-    if lowering is not None:
+    if lowering is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
         static = weights.dim() == 2
         result, streams = _Several.apply(lowering, True, *(weights.mT, None) if static else (None, weights.mT), streams)
         return result, streams
@@ -65,7 +67,8 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
         [..., k, C]
     """
     lowering = _lowering([streams, *branches], weights.shape[-1])
-    if lowering is not None and all(f.shape[-2] == 1 for f in branches):
+    even = weights.shape[:-2] in ((), streams.shape[:-2]) and all(f.shape[-2] == 1 for f in branches)
+    if lowering is not None and even:
         table = weights.mT if write is None else torch.cat([weights.mT, *[write.unsqueeze(-1)] * len(branches)], -1)
         static = table.dim() == 2
         given = (table if static else None, None if static else table, streams, *(f.squeeze(-2) for f in branches))

@@ -117,7 +117,7 @@ class _ProjectNormed(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         precision = torch.promote_types(x.dtype, weight.dtype)
-        return (x.to(precision) @ weight.to(precision)).mul_(inverse_rms(x, eps))
+        return (x.to(precision) @ weight.to(precision)) * inverse_rms(x, eps)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:

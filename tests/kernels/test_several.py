@@ -14,7 +14,7 @@ from rewire.kernels import native, operators
 from rewire.kernels.history import History, Table
 from rewire.kernels.mix import pending_mix
 from rewire.kernels.norms import mark
-from rewire.kernels.several import combine, mixes
+from rewire.kernels.several import combine, mixes, read
 from rewire.kernels.spec import MAX_OUTPUTS
 
 F32, F64 = torch.float32, torch.float64
@@ -34,6 +34,10 @@ def twin_of_mixes(sources: Sequence[Tensor], weights: Tensor | None, scores: Ten
 def twin_of_combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor], write: Tensor | None) -> Tensor:
     total = torch.einsum("...nk,...nc->...kc", weights, streams)
     return total + sum(write.unsqueeze(-1) * f for f in branches) if write is not None else total
+
+
+def twin_of_read(streams: Tensor, weights: Tensor) -> Tensor:
+    return twin_of_combine(streams, weights, (), None)
 
 
 def drawn(*shape: int, dtype: torch.dtype = F32) -> Tensor:
@@ -118,6 +122,21 @@ class Cases:
             return lambda x, *others: function(x.unsqueeze(-2).expand(2, 3, N, WIDTH), *others)
 
         compare(expanded(combine), expanded(twin_of_combine), (x, *rest), 1e-5)
+
+    def test_shapes_that_broadcast(self) -> None:
+        first, second, weights = drawn(2, 3, WIDTH), drawn(1, 3, WIDTH), drawn(M, 2)
+
+        def broadcast(*given: Tensor) -> Tensor:
+            *sources, w = given
+            return twin_of_mixes(torch.broadcast_tensors(*sources), w, None)
+
+        def several(*given: Tensor) -> Tensor:
+            return stacked_mixes(given[:2], given[2])
+
+        compare(several, broadcast, (first, second, weights), 1e-5)
+        streams = drawn(2, 3, N, WIDTH)
+        compare(combine, twin_of_combine, (streams, drawn(1, 3, N, M), [], None), 1e-5)
+        compare(lambda *a: read(*a)[0], twin_of_read, (streams, drawn(1, 3, N, 1)), 1e-5)
 
     def test_only_some_results_are_used(self) -> None:
         arguments = arguments_of_mixes("scalar", True, F32)
