@@ -110,7 +110,7 @@ def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor], writ
 def _lowering(tensors: Sequence[Tensor], outputs: int) -> ModuleType | None:
     """What makes several sums of such tensors in one pass: kernels, the compiled loop of a CPU, or nothing."""
     first = tensors[0]
-    if left_to_autograd(first, 1):
+    if left_to_autograd(first, len(tensors)):
         return None
     if operators.uses_kernels(first):
         return operators if outputs <= MAX_OUTPUTS else None
