@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,8 +32,9 @@ def mixes(
     outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
     lead = sources[0].shape[:-1]
     even = len({x.shape for x in sources}) == 1 and (scores is None or scores.shape[:-2] == lead)
-    if even and (by := _lowering(sources, outputs)) is not None:
-        found = _Several.apply(by, False, weights, scores, *sources)
+    by_kernels = _by_kernels(sources, outputs)
+    if even and by_kernels is not None:
+        found = _Several.apply(by_kernels, False, weights, scores, *sources)
         return list(found[:outputs]), found[outputs:]
     per_token = [None] * outputs if scores is None else [way.split(1, dim=-1) for way in scores.unbind(-2)]
     of_all = [None] * outputs if weights is None else weights
@@ -43,10 +43,11 @@ def mixes(
 
 def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """`combine` without branches, and the streams, as who reads them next is to take them: see `mixes`."""
-    lowering = _lowering([streams], weights.shape[-1])
-    if lowering is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
+    by_kernels = _by_kernels([streams], weights.shape[-1])
+    if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
         static = weights.dim() == 2
-        result, streams = _Several.apply(lowering, True, *(weights.mT, None) if static else (None, weights.mT), streams)
+        table = (weights.mT, None) if static else (None, weights.mT)
+        result, streams = _Several.apply(by_kernels, True, *table, streams)
         return result, streams
     return combine(streams, weights), streams
 
@@ -66,13 +67,13 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
     Returns:
         [..., k, C]
     """
-    lowering = _lowering([streams, *branches], weights.shape[-1])
+    by_kernels = _by_kernels([streams, *branches], weights.shape[-1])
     even = weights.shape[:-2] in ((), streams.shape[:-2]) and all(f.shape[-2] == 1 for f in branches)
-    if lowering is not None and even:
+    if by_kernels is not None and even:
         table = weights.mT if write is None else torch.cat([weights.mT, *[write.unsqueeze(-1)] * len(branches)], -1)
         static = table.dim() == 2
         given = (table if static else None, None if static else table, streams, *(f.squeeze(-2) for f in branches))
-        result: Tensor = _Several.apply(lowering, True, *given)[0]
+        result: Tensor = _Several.apply(by_kernels, True, *given)[0]
         return result
     if _exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
         return _products(streams, weights, branches, write)
@@ -107,14 +108,14 @@ def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor], writ
         return functools.reduce(torch.add, others, total)
 
 
-def _lowering(tensors: Sequence[Tensor], outputs: int) -> ModuleType | None:
-    """What makes several sums of such tensors in one pass: kernels, the compiled loop of a CPU, or nothing."""
+def _by_kernels(tensors: Sequence[Tensor], outputs: int) -> bool | None:
+    """What makes several sums of such tensors in one pass: kernels, or the compiled loop of a CPU; None: nothing."""
     first = tensors[0]
     if left_to_autograd(first, len(tensors)):
         return None
     if operators.uses_kernels(first):
-        return operators if outputs <= MAX_OUTPUTS else None
-    return native if native.knows(first) and all(x.dtype == first.dtype for x in tensors) else None
+        return True if outputs <= MAX_OUTPUTS else None
+    return False if native.knows(first) and all(x.dtype == first.dtype for x in tensors) else None
 
 
 class _Several(torch.autograd.Function):
@@ -126,12 +127,13 @@ class _Several(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, by: ModuleType, stacked: bool, weights: Tensor | None, scores: Tensor | None, *tensors: Tensor
+        ctx: Any, by_kernels: bool, stacked: bool, weights: Tensor | None, scores: Tensor | None, *tensors: Tensor
     ) -> Any:
-        ctx.by, ctx.stacked = by, stacked
+        ctx.by_kernels, ctx.stacked = by_kernels, stacked
         ctx.save_for_backward(weights, scores, *tensors)
         ctx.set_materialize_grads(False)
-        done = by.several(*_apart(stacked, tensors), weights, scores)
+        several = operators.several if by_kernels else native.several
+        done = several(*_apart(stacked, tensors), weights, scores)
         return (*done, *[x.view_as(x) for x in tensors])
 
     @staticmethod
@@ -147,7 +149,8 @@ class _Several(torch.autograd.Function):
         if torch.is_grad_enabled():  # with create_graph=True
             of_tensors, of_weights, of_scores = _differentiable(given, ctx.stacked, weights, scores, tensors)
             return (None, None, of_weights, of_scores, *map(_sum, of_tensors, carried))
-        found = ctx.by.several_backward(given, *_apart(ctx.stacked, tensors), weights, scores, joined)
+        backward = operators.several_backward if ctx.by_kernels else native.several_backward
+        found = backward(given, *_apart(ctx.stacked, tensors), weights, scores, joined)
         dots = iter(found[len(tensors) :])
         of_weights = None if weights is None else next(dots)
         of_scores = None if scores is None else next(dots)

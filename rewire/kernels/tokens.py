@@ -66,9 +66,9 @@ class _ReadOff(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
-        ctx.by = operators if weight.dtype == torch.float32 and operators.uses_kernels(x) else plain
-        scores, inverse = ctx.by.project(x, weight, eps)
-        ctx.eps = eps
+        ctx.eps, ctx.by_kernels = eps, weight.dtype == torch.float32 and x.numel() > 0 and operators.uses_kernels(x)
+        forward = operators.project if ctx.by_kernels else plain.project
+        scores, inverse = forward(x, weight, eps)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, scores, inverse) if eps is not None else ctx.save_for_backward(x, weight)
         return scores, x.view_as(x)
@@ -84,7 +84,8 @@ class _ReadOff(torch.autograd.Function):
             joined = [t for t in (of_x, carried) if t is not None]
             return (functools.reduce(torch.add, joined) if joined else None), of_weight, None
         scores, inverse = of_norm or (grad, grad.new_empty(0))
-        of_x, of_weight = ctx.by.project_backward(grad, x, weight, scores, inverse, carried)
+        backward = operators.project_backward if ctx.by_kernels else plain.project_backward
+        of_x, of_weight = backward(grad, x, weight, scores, inverse, carried)
         return of_x, of_weight.T, None
 
 
