@@ -12,8 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
-import pytest
-
 TESTS = Path(__file__).parent
 
 
@@ -25,7 +23,8 @@ def run(script: Path, *arguments: str | Path, ranks: int = 2) -> list[str]:
     """Run ``script RANK ARGUMENTS...`` as each rank; what each printed. All must end well, within five minutes.
 
     Raises:
-        Crashed: one did, by SIGSEGV or SIGABRT.
+        Crashed: one was ended by SIGSEGV or SIGABRT.
+        AssertionError: one ended badly otherwise.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     environment |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks), "PYTHONFAULTHANDLER": "1"}
@@ -56,7 +55,7 @@ def run(script: Path, *arguments: str | Path, ranks: int = 2) -> list[str]:
     if {-signal.SIGABRT, -signal.SIGSEGV}.intersection(codes):
         raise Crashed(_ends(codes, printed))
     if any(codes):
-        pytest.fail(_ends(codes, printed), pytrace=False)
+        raise AssertionError(_ends(codes, printed))
     return printed
 
 
