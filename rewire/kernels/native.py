@@ -196,17 +196,17 @@ def _exact(weights: Tensor, precision: torch.dtype) -> Tensor:
 @functools.cache
 def _function(dtype: torch.dtype) -> tuple[Callable[..., None] | None, torch.dtype]:
     """The kernel for such tensors, if there is one, and the dtype it sums in."""
-    loaded = library() if dtype in _FUNCTIONS else None
+    loops = loaded() if dtype in _FUNCTIONS else None
     precision = torch.promote_types(dtype, torch.float32)
-    if loaded is None:
+    if loops is None:
         return None, precision
-    function = loaded[_FUNCTIONS[dtype]]
+    function = loops[_FUNCTIONS[dtype]]
     function.argtypes, function.restype = _ARGUMENTS, None
     return function, precision
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def loaded() -> ctypes.CDLL | None:
     """What `SOURCES` are compiled to; None where that fails, which is said once."""
     if not operators.SWITCHED_ON or sys.platform != "linux":  # compilers elsewhere bring no OpenMP, or another
         return None

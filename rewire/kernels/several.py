@@ -27,7 +27,7 @@ def mixes(
 
     Returns:
         M of [..., D], rounded once, in the dtype of plain adds; and the sources, as who reads them next is to take
-        them: where this is a kernel, gradients from there join its pass over memory.
+        them: where this is one pass over memory, gradients from there join it.
     """
     outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
     lead = sources[0].shape[:-1]
@@ -144,11 +144,11 @@ class _Several(torch.autograd.Function):
         if like is None:
             return (None, None, None, None, *carried)
         given = [torch.zeros_like(like) if g is None else g for g in of_mixes]
-        known = [x for x in carried if x is not None]
-        joined = known if len(known) == len(carried) else []
         if torch.is_grad_enabled():  # with create_graph=True
             of_tensors, of_weights, of_scores = _differentiable(given, ctx.stacked, weights, scores, tensors)
             return (None, None, of_weights, of_scores, *map(_sum, of_tensors, carried))
+        known = [x for x in carried if x is not None]
+        joined = known if len(known) == len(carried) else []
         backward = operators.several_backward if ctx.by_kernels else native.several_backward
         found = backward(given, *_apart(ctx.stacked, tensors), weights, scores, joined)
         dots = iter(found[len(tensors) :])

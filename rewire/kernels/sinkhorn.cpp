@@ -1,5 +1,5 @@
 // Sinkhorn-Knopp of small matrices on a CPU; the formulas are those of rewire/topologies/manifolds.py. Compiled with
-// sums.cpp, called by native.py.
+// sums.cpp by native.py, called by sinkhorn_cpu.py.
 //
 // Entry e of LANES matrices stands in a row, so that all they do is done to vectors; the steps of a block stay in the
 // cache for backward, which runs them again.

@@ -37,7 +37,7 @@ def _run(logits: Tensor, grad: Tensor | None, iterations: int, eps: float) -> Te
     n, pointers = logits.shape[-1], [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in (given, up, result)]
     counts = [ctypes.c_int64(number) for number in (logits.shape[:-2].numel(), n, iterations)]
     parts = min(torch.get_num_threads(), 1 + iterations * logits.numel() // native.GRAIN)
-    function = native.library()[_FUNCTIONS[logits.dtype]]  # type: ignore[index]
+    function = native.loaded()[_FUNCTIONS[logits.dtype]]  # type: ignore[index]
     function.restype = None
     function(*counts, ctypes.c_double(eps), *pointers, ctypes.c_int64(parts))
     return result

@@ -187,7 +187,7 @@ def test_those_who_follow_torch_see_every_operation() -> None:
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """What was compiled is forgotten, before and after."""
-    caches = (native.library, native._function)
+    caches = (native.loaded, native._function)
     for cache in caches:
         cache.cache_clear()
     yield
