@@ -25,7 +25,7 @@ from torch import Tensor
 from rewire.kernels import operators, plain
 from rewire.kernels.mix import Attended, Mix, gradients, pending_mix, softmax
 from rewire.kernels.scored import ScoredHistory
-from rewire.kernels.tokens import inverse_rms, project, project_normed
+from rewire.kernels.tokens import project_normed
 
 EPS = 1e-6  # of the norm
 
@@ -120,11 +120,8 @@ class _Claims(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        if operators.uses_kernels(x):
-            scores, inverse = operators.project(x, queries, EPS)
-        else:
-            inverse = inverse_rms(x, EPS)
-            scores = project(x, queries) * inverse
+        project = operators.project if operators.uses_kernels(x) else plain.project
+        scores, inverse = project(x, queries, EPS)
         ctx.save_for_backward(queries, x, scores, inverse)
         ctx.set_materialize_grads(False)
         reads, lead = queries.shape[1], x.shape[:-1]
@@ -155,23 +152,9 @@ class _Claims(torch.autograd.Function):
                 found = shares * (dots - mean)
             of_scores, added = found if of_scores is None else found + of_scores, [dx]
         assert of_scores is not None
-        if by_kernels:
-            carried = added[0] if added else None
-            dx, of_queries = operators.project_backward(of_scores, x, queries, scores, inverse, carried)
-            return of_queries.T, dx
-        return _gradients_of_scores(of_scores, x, queries, scores, inverse, added)
-
-
-def _gradients_of_scores(
-    grad: Tensor, x: Tensor, queries: Tensor, scores: Tensor, inverse: Tensor, added: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Of the queries, and of x with what is ``added``: with r = ``inverse``, ``r g W^T - r^2 <g, s> / D x``."""
-    precise, scaled = x.to(grad.dtype), inverse * grad
-    dx = functools.reduce(torch.add, added).to(grad.dtype) if added else torch.zeros_like(precise)
-    dx = dx.addcmul(precise, inverse.square() * (grad * scores).sum(-1, keepdim=True), value=-1 / x.shape[-1])
-    dx = torch.addmm(dx.flatten(0, -2), scaled.flatten(0, -2), queries.to(grad.dtype).T).view(x.shape)
-    of_queries = precise.flatten(0, -2).T @ scaled.flatten(0, -2)
-    return of_queries.to(queries.dtype), dx.to(x.dtype)
+        backward = operators.project_backward if by_kernels else plain.project_backward
+        dx, of_queries = backward(of_scores, x, queries, scores, inverse, added[0] if added else None)
+        return of_queries.T, dx
 
 
 def _stacked(tallies: Sequence[Tensor | None]) -> Tensor:

@@ -154,7 +154,8 @@ class _Claims(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, column: Tensor, queries: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        products = operators.project(x, queries, None)[0] if operators.uses_kernels(x) else project(x, queries)
+        forward = operators.project if operators.uses_kernels(x) else plain.project
+        products, _ = forward(x, queries, None)
         scores = _clamped(products)
         ctx.save_for_backward(column, queries, x, products)
         ctx.set_materialize_grads(False)
@@ -183,13 +184,9 @@ class _Claims(torch.autograd.Function):
         )
         dx, dots, of_scores = found
         of_scores = torch.where(products >= 0, of_scores, 0.0)
-        if by_kernels:
-            dx, of_queries = operators.project_backward(of_scores, x, queries, products, products.new_empty(0), dx)
-            return dots.squeeze(0), of_queries.T, dx
-        precise = x.to(of_scores.dtype)
-        dx = (dx + of_scores @ queries.to(of_scores.dtype).T).to(x.dtype)
-        of_queries = precise.flatten(0, -2).T @ of_scores.flatten(0, -2)
-        return dots, of_queries.to(queries.dtype), dx
+        backward = operators.project_backward if by_kernels else plain.project_backward
+        dx, of_queries = backward(of_scores, x, queries, products, products.new_empty(0), dx)
+        return dots.squeeze(0) if by_kernels else dots, of_queries.T, dx
 
 
 def _differentiable(

@@ -12,7 +12,7 @@ from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rewire.kernels import operators
+from rewire.kernels import operators, plain
 from rewire.kernels.tokens import read_off, rms_norm
 from rewire.topologies.base import Dims, QKVInputs, materialize
 from rewire.topologies.registry import named_topology
@@ -145,11 +145,9 @@ class TestPlain(Cases):
     __test__ = not INTERPRETED
 
     def test_each_state_is_projected_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from rewire.kernels import scored
-
         calls: list[Tensor] = []
-        project = scored.project
-        monkeypatch.setattr(scored, "project", lambda x, w: calls.append(x) or project(x, w))
+        project = plain.project
+        monkeypatch.setattr(plain, "project", lambda x, w, eps: calls.append(x) or project(x, w, eps))
         results(net := Net(*CASES[0]), net.leaves(F32))
         assert len(calls) == 6
 

@@ -16,7 +16,7 @@ from toy_nets import WIDTH, begin, net, plain, run
 from x_transformers.x_transformers import AttentionResidual
 
 from rewire.errors import UnsupportedTopology
-from rewire.kernels import attended
+from rewire.kernels import plain as by_torch
 from rewire.kernels.attended import AttendedHistory
 from rewire.topologies import Recurrence, list_topologies, make_topology
 from rewire.topologies.attnres import AttnRes, Queries
@@ -232,8 +232,8 @@ def test_every_query_learns_at_once(topology: AttnRes, zero: bool, optimizer: ty
 
 def test_each_source_is_normed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Tensor] = []
-    project = attended.project
-    monkeypatch.setattr(attended, "project", lambda x, w: calls.append(x) or project(x, w))
+    project = by_torch.project
+    monkeypatch.setattr(by_torch, "project", lambda x, w, eps: calls.append(x) or project(x, w, eps))
     run(AttnRes(), weights_of(AttnRes(), torch.randn(6, WIDTH)), torch.randn(2, WIDTH), net(6))
     assert len(calls) == 7
 
