@@ -21,7 +21,7 @@ from rewire.errors import RewireError, UnsupportedCall, UnsupportedTopology
 from rewire.passes.captured import check_captured, copied
 from rewire.passes.checks import check_choices
 from rewire.passes.choose import assigned, check_names, chosen_topologies, layout_of
-from rewire.passes.find import Found, trunks_in
+from rewire.passes.find import Finding, finding_in
 from rewire.passes.flat import rewrite_chain
 from rewire.passes.flat_attention import find_attention
 from rewire.passes.graphs import flow_of
@@ -240,7 +240,7 @@ class Backend:
             if seen or reason is None:
                 check_names(self.topologies, seen)
 
-    def _connect(self, graph: fx.GraphModule, found: Found, name: str, topology: Topology) -> None:
+    def _connect(self, graph: fx.GraphModule, found: Finding, name: str, topology: Topology) -> None:
         """Let a trunk go through a stream that this backend's connection opens."""
         trunk, chain, key = found.trunks[name], found.chains[name], name.replace(".", "_")
         if key not in self._connections:
@@ -265,7 +265,7 @@ class Backend:
         graph.add_submodule(gate, self._connections[key])  # what `rewrite_chain` calls
         rewrite_chain(graph.graph, chain, gate, attentions)
 
-    def _check_whole(self, graph: fx.GraphModule, found: Found, chosen: Collection[str]) -> None:
+    def _check_whole(self, graph: fx.GraphModule, found: Finding, chosen: Collection[str]) -> None:
         """Refuse trunks that go on outside this graph, as far as one graph of Dynamo's can tell."""
         reason = getattr(graph, "compile_subgraph_reason", None)
         if reason is None:  # not Dynamo's
@@ -371,9 +371,9 @@ _ARGUMENTS = {"topology", "granularity", "start", "trunks", "inner", "inner_opti
 _KEPT = "rewire"
 
 
-def _found(graph: fx.GraphModule) -> Found:
+def _found(graph: fx.GraphModule) -> Finding:
     """The trunks of a graph, without those whose stream is reshaped on its way."""
-    found = trunks_in(flow_of(graph.graph, graph))
+    found = finding_in(flow_of(graph.graph, graph))
     for name, chain in list(found.chains.items()):
         if any(chain.passages) or any(add.shortcut is not add.state for add in chain.adds):
             found.leave(name, "its stream is cast or reshaped between the adds, which this backend does not follow")

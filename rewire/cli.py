@@ -24,7 +24,7 @@ import rewire
 from rewire.bench import comparison, harness, workloads
 from rewire.bench.shapes import batch_for, make_shape, shapes
 from rewire.console import progress
-from rewire.errors import RewireError, UnknownName
+from rewire.errors import RewireError, UnknownName, with_notes
 from rewire.kernels import MixSpec, source
 from rewire.passes.inputs import known_inputs
 from rewire.patterns import first_given, patterns_for
@@ -41,7 +41,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except RewireError as error:
-            _console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
+            _console(stderr=True).print(Text(f"error: {with_notes(error)}", style="red"), soft_wrap=True)
             raise typer.Exit(1) from None
 
 

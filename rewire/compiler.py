@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -13,19 +14,30 @@ from torch import nn
 from rewire import logs
 from rewire.connection import connections
 from rewire.diffs import diff
-from rewire.errors import AlreadyConnected, OutOfOrder, RewireError
+from rewire.errors import (
+    AlreadyConnected,
+    EditError,
+    OutOfOrder,
+    RewireError,
+    UnsupportedTopology,
+    ValidationMismatch,
+    WidthMismatch,
+    with_notes,
+)
 from rewire.init import Initializer, initialize, make_initializer
 from rewire.logs import timed
 from rewire.passes.checks import check_choices, check_model, check_not_cut, on_meta
 from rewire.passes.choose import choose, chosen_topologies
-from rewire.passes.find import Way, find, prepared_copy, trunks_of
-from rewire.passes.inputs import inputs_for, known_inputs
+from rewire.passes.find import Found, Method, check_found, find
+from rewire.passes.inputs import inputs_for
+from rewire.passes.prepare import Prepared, prepare, without_inputs
 from rewire.passes.rewrite import restore, rewrite
 from rewire.passes.validate import STARTS, check, compare
-from rewire.patterns import Pattern, first_given, patterns_for
+from rewire.patterns import Pattern, first_given
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
-from rewire.trunk import LeftAlone, Report, Trunk
+from rewire.topologies.residual import Residual
+from rewire.trunk import LeftAlone, Report
 
 log = logging.getLogger("rewire")
 
@@ -52,22 +64,28 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
     """
     if connections(model):
         model = restore(model)
-    found = patterns_for(model)
-    learned = first_given(found, "learned")
+    prepared = prepare(model, example_inputs)
+    learned = first_given(prepared.patterns, "learned")
     if learned:
         return Report((), (LeftAlone("", f"it already has learned depth connections: {learned}"),))
-    prepared, inputs = prepared_copy(model, found), known_inputs(model, found, example_inputs)
     if example_inputs is None:
-        return find(prepared, found, inputs, "trace")[0].report
-    report = None
+        return find(prepared).report
     try:
-        report = find(prepared, found, inputs)[0].report
-        if report.trunks:
-            compile(model, "residual", example_inputs=example_inputs)
-    except RewireError as error:
-        report = report or find(prepared, found, None)[0].report
-        return dataclasses.replace(report, left=(*report.left, LeftAlone("", str(error))))
-    return report
+        found = find(prepared)
+    except RewireError as error:  # it does not run on them: what a trace shows
+        return _with_reason(find(without_inputs(model)).report, error)
+    if found.trunks:
+        try:
+            check_model(model)
+            check_not_cut(model, found.trunks.values())
+            _rewired(model, prepared, found, {"": Residual()})
+        except RewireError as error:
+            return _with_reason(found.report, error)
+    return found.report
+
+
+def _with_reason(report: Report, error: RewireError) -> Report:
+    return dataclasses.replace(report, left=(*report.left, LeftAlone("", with_notes(error))))
 
 
 def compile(
@@ -128,48 +146,60 @@ def compile(
     check_choices(granularity, start)
     initializer = None if init is None else make_initializer(init, {})
     check_model(model)
-    patterns = patterns_for(model)
-    learned = first_given(patterns, "learned")
+    prepared = prepare(model, example_inputs)
+    learned = first_given(prepared.patterns, "learned")
     if learned:
         raise AlreadyConnected(
-            f"{type(model).__name__} already has learned depth connections: {learned}. Rewiring would replace the "
+            f"{prepared.name} already has learned depth connections: {learned}. Rewiring would replace the "
             "shortcuts inside them; start from a plain residual model."
         )
-    inputs = known_inputs(model, patterns, example_inputs)
-    prepared = prepared_copy(model, patterns)
+    method: Method = "run" if validate and not on_meta(model) else "meta" if prepared.given else "trace"
     everything = any(topology.reads_qkv for topology in topologies.values())
-    how: Way = "run" if validate and not on_meta(model) else "trace" if example_inputs is None else "meta"
-
-    name = type(model).__name__
-    with timed(logs.find, f"looked for residual streams in {name}"):
-        found = find(prepared, patterns, inputs, how, everything)
-    logs.find.info("found:\n%s", found[0].report)
-    found_trunks = trunks_of(found, name)
+    with timed(logs.find, f"looked for residual streams in {prepared.name}"):
+        found = find(prepared, method, everything)
+    logs.find.info("found:\n%s", found.report)
+    check_found(found, prepared.name)
     if trunks is None:
-        check_not_cut(model, found_trunks)
-    layouts = choose(found_trunks, topologies, granularity)
-    with timed(logs.rewrite, f"rewrote {name}"):
-        rewired = rewrite(prepared, patterns, found, layouts, start, all_of_them=any(topologies))
-    if logs.rewrite.isEnabledFor(logging.INFO):
-        logs.rewrite.info("changed:\n%s", diff(rewired))
-    if validate:
-        with timed(logs.validate, f"validated {name}"):
-            if on_meta(model):
-                _validate_twin(model, patterns, topologies, granularity, start)
-            else:
-                try:
-                    check(model, rewired, [one.flow for one in found], inputs, start)
-                except OutOfOrder as error:
-                    if len(found_trunks) == 1:
-                        raise
-                    raise OutOfOrder(f"{error} {_others(found_trunks)}") from error
+        check_not_cut(model, found.trunks.values())
+    rewired = _rewired(model, prepared, found, topologies, granularity, start, validate)
     return rewired if initializer is None else _initialized(rewired, initializer)
 
 
-def _others(found: Sequence[Trunk]) -> str:
-    """What may be done with a model of several trunks, one of which cannot be connected."""
-    names = ", ".join(repr(trunk.name) for trunk in found)
-    return f"Or leave this trunk out: pass trunks=[...] with others of {names}."
+def _rewired(
+    model: nn.Module,
+    prepared: Prepared,
+    found: Found,
+    topologies: Mapping[str, Topology],
+    granularity: str = "auto",
+    start: Start = "preserve",
+    validate: bool = True,
+) -> nn.Module:
+    """The prepared copy with connections in it, which is compared with the model unless ``validate`` is False."""
+    with _naming_trunks(found.trunks):
+        layouts = choose(list(found.trunks.values()), topologies, granularity)
+        with timed(logs.rewrite, f"rewrote {prepared.name}"):
+            rewired = rewrite(prepared, found, layouts, start, all_of_them=any(topologies))
+        if logs.rewrite.isEnabledFor(logging.INFO):
+            logs.rewrite.info("changed:\n%s", diff(rewired))
+        if validate:
+            with timed(logs.validate, f"validated {prepared.name}"):
+                if on_meta(model):
+                    _validate_twin(model, prepared.patterns, topologies, granularity, start)
+                else:
+                    check(model, rewired, found.flows, prepared.inputs, start)
+    return rewired
+
+
+@contextlib.contextmanager
+def _naming_trunks(trunks: Collection[str]) -> Iterator[None]:
+    """Errors about one trunk of several say which others there are."""
+    try:
+        yield
+    except (EditError, OutOfOrder, UnsupportedTopology, ValidationMismatch, WidthMismatch) as error:
+        if len(trunks) > 1:
+            names = ", ".join(map(repr, trunks))
+            error.add_note(f"The trunks are {names}. To leave one out, pass trunks=[...] with the names of the others.")
+        raise
 
 
 def _initialized(rewired: nn.Module, initializer: Initializer) -> nn.Module:

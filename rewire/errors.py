@@ -1,5 +1,7 @@
 """Every error that rewire raises on purpose: messages say what was done, where (module path), and what to do."""
 
+from types import CodeType
+
 
 class RewireError(Exception):
     """Base class of all errors of this package."""
@@ -50,11 +52,24 @@ class UnsupportedCall(RewireError):
 
 
 class TraceError(RewireError):
-    """A module's forward could not be traced."""
+    """A module's forward could not be traced.
+
+    Attributes:
+        place: the instruction at which that failed: a code object and the offset in it; None if it is not known.
+    """
+
+    def __init__(self, why: str, place: tuple[CodeType, int] | None = None) -> None:
+        super().__init__(why)
+        self.place = place
 
 
 class EditError(RewireError):
     """A forward cannot be edited: there is no source text for it, or an add is written in a way that is not known."""
+
+
+def with_notes(error: Exception) -> str:
+    """The message of an error, and what was added to it on its way."""
+    return " ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def moved_trunk(trunk: str, model: object, then: str) -> RewireError:

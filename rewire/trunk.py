@@ -92,19 +92,22 @@ class LeftAlone:
         why: in words.
         place: file and line of the user's source; empty if they are not known.
         written: what stands there.
+        remedy: what to do; empty if it is left alone for good.
     """
 
     path: str
     why: str
     place: str = ""
     written: str = ""
+    remedy: str = ""
 
 
 def told(left: Sequence[LeftAlone]) -> list[tuple[str, str, str]]:
     """Path, reason and place of what was left alone; the same said of many modules is said once."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for one in left:
-        rows.setdefault((one.why, one.place, one.written), []).append(one.path or "(the model)")
+        why = f"{one.why}; {one.remedy}" if one.remedy else one.why
+        rows.setdefault((why, one.place, one.written), []).append(one.path or "(the model)")
     return [
         (
             paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else ""),

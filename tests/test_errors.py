@@ -167,6 +167,9 @@ class Untraceable(PreNorm):
 def test_a_forward_that_cannot_be_traced_is_named() -> None:
     report = rewire.inspect(Stack(Untraceable))
     assert not report.trunks and "cannot be traced: it loops over a traced value" in report.skipped["layers.0"]
+    left = report.left[0]
+    assert left.place == f"{__file__}:{Untraceable.forward.__code__.co_firstlineno + 1}"
+    assert left.written == "for row in x:" and "pass example_inputs" in left.remedy
     with pytest.raises(rewire.NoResidualAdds, match=r"(?s)layers\.0 and \d more: its forward cannot be traced"):
         rewire.compile(Stack(Untraceable), ANCRE)
 
@@ -393,11 +396,11 @@ class KeepsWithMemory(KeepsStates):
 
 def test_of_several_trunks_the_others_are_named() -> None:
     x = torch.randn(2, 8, WIDTH)
-    with pytest.raises(rewire.OutOfOrder, match=r"leave this trunk out.*'encoder\.blocks'"):
+    with pytest.raises(rewire.OutOfOrder, match=r"'encoder\.blocks'\. To leave one out"):
         rewire.compile(TakesKept(KeepsWithMemory), "residual", example_inputs=(x,))
     report = rewire.inspect(TakesKept(KeepsWithMemory), example_inputs=(x,))
     assert [trunk.name for trunk in report.trunks] == ["TakesKept", "encoder.blocks"]
-    assert "leave this trunk out" in report.left[-1].why
+    assert "To leave one out, pass trunks=" in report.left[-1].why
     rewired = rewire.compile(TakesKept(KeepsWithMemory), "residual", trunks=["encoder.blocks"], example_inputs=(x,))
     assert list(rewire.connections(rewired)) == ["encoder.blocks"]
 

@@ -39,8 +39,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 import rewire
-from rewire.passes.find import find, prepared_copy
+from rewire.passes.find import find
 from rewire.passes.inputs import normalise_inputs
+from rewire.passes.prepare import prepare
 from rewire.passes.streams import chains
 from rewire.passes.tensors import tensors_in
 from rewire.patterns import first_given, patterns_for
@@ -185,7 +186,7 @@ def examined(row: str, name: str, ran: Callable[[], None]) -> Result:
         result.status, result.reason = "learned", learned
         return result
     try:
-        _rewired(model, found, inputs, result)
+        _rewired(model, inputs, result)
     except rewire.NoResidualAdds as error:
         result.status, result.reason = "refused" if result.shown > 1 else "no stream", _said(error)
     except rewire.RewireError as error:
@@ -195,8 +196,8 @@ def examined(row: str, name: str, ran: Callable[[], None]) -> Result:
     return result
 
 
-def _rewired(model: nn.Module, found: Any, inputs: Any, result: Result) -> None:
-    flow = find(prepared_copy(model, found), found, inputs)[0].flow
+def _rewired(model: nn.Module, inputs: Any, result: Result) -> None:
+    flow = find(prepare(model, inputs)).evaluation.flow
     lengths = [len(chain.adds) for chain in chains(flow)[0]]
     result.shown = sum(length for length in lengths if length > 1)
     plain = rewire.compile(model, "residual", example_inputs=inputs)  # validated in both modes

@@ -14,12 +14,12 @@ from rewire.init.ends import ends_of, is_conv1d, is_matrix_module, is_norm, leng
 from rewire.init.layout import Layout
 from rewire.kernels.fused_qkv import Fused
 from rewire.passes.adds import Add, between
-from rewire.passes.find import definitions, prepared_copy, residual_sites
+from rewire.passes.find import residual_sites
 from rewire.passes.flow import Op
 from rewire.passes.follow import follow
 from rewire.passes.graphs import attribute_at
+from rewire.passes.prepare import without_inputs
 from rewire.passes.projections import find_projections
-from rewire.patterns import Pattern, patterns_for
 from rewire.trunk import Site
 
 #: Names of tables that are parameters of their own.
@@ -79,9 +79,9 @@ class Network:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.found: list[Pattern] = patterns_for(model)
-        prepared = prepared_copy(model, self.found)
-        self.flow = follow(prepared, definitions(self.found), everything=True)
+        prepared = without_inputs(model)
+        self.patterns = prepared.patterns
+        self.flow = follow(prepared.model, prepared.forwards, everything=True)
         self.parameters = dict(model.named_parameters())
         self.first_name = {id(parameter): name for name, parameter in self.parameters.items()}
         self.aliases: dict[str, list[str]] = {name: [] for name in self.parameters}
@@ -90,7 +90,7 @@ class Network:
 
         self.of_branch: dict[str, Branch] = {}
 
-        adds = residual_sites(self.flow, self.found)
+        adds = residual_sites(self.flow, self.patterns)
         self.adds = len(adds)
         self._sums = {add.op for add, _ in adds}
         once = {(site.name, add.op.scope.code, add.op.place): (add, site) for add, site in adds}
@@ -184,7 +184,7 @@ class Network:
             if branch.site.kind == "ffn":
                 continue
             try:
-                projections = find_projections(self.flow, branch.site, self.found)
+                projections = find_projections(self.flow, branch.site, self.patterns)
             except UnsupportedTopology:
                 continue
             for path, parts in _parts(projections.paths, projections.fused, self.model):

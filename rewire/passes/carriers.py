@@ -13,7 +13,7 @@ from typing import Any
 from rewire.errors import EditError
 from rewire.passes.adds import Add
 from rewire.passes.edits import Key
-from rewire.passes.find import Found
+from rewire.passes.find import Finding
 from rewire.passes.flow import Op, Scope, common
 from rewire.passes.sources import Sources
 from rewire.passes.variables import hands_on
@@ -37,7 +37,7 @@ class Carriers:
         opened: those whose functions are opened.
     """
 
-    def __init__(self, found: Found, name: str, sources: Sources, others: Collection[Key]) -> None:
+    def __init__(self, found: Finding, name: str, sources: Sources, others: Collection[Key]) -> None:
         self.flow, self.chain, self.sources, self.others = found.flow, found.chains[name], sources, others
         self.adds = self.chain.adds
         self.stage: dict[Op, int] = {}

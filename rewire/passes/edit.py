@@ -28,7 +28,7 @@ from rewire.passes.edits import (
     Through,
     Value,
 )
-from rewire.passes.text import Place, is_call_of_one, parsed
+from rewire.passes.text import Span, is_call_of_one, parsed
 from rewire.passes.variables import assigned, on_one_way
 
 
@@ -253,7 +253,7 @@ class _Editor:
         ]
         return [dataclasses.replace(change, argument=True) for change in wrapped]
 
-    def _call(self, at: Place) -> ast.Call:
+    def _call(self, at: Span) -> ast.Call:
         node = self._expression(at)
         if not isinstance(node, ast.Call):
             raise EditError(f"it is not a call that stands at {self.text.where(node)}")
@@ -270,7 +270,7 @@ class _Editor:
     def _reshape(self, edit: Reshape) -> list[Change]:
         return [self._as_function(edit.at, "copy" if edit.cast else "view")]
 
-    def _as_function(self, at: Place, method: str) -> Change:
+    def _as_function(self, at: Span, method: str) -> Change:
         """``depth.view(lambda value: value.flatten(2), x)`` for ``x.flatten(2)``."""
         node = self._expression(at)
         (start, end), (first, last) = self.text.span(node), self.text.span(self._operand(node))
@@ -333,7 +333,7 @@ class _Editor:
             return ""
         return f"{method.value.id} = " if isinstance(method.value, ast.Name) else ""
 
-    def _expression(self, at: Place) -> ast.expr:
+    def _expression(self, at: Span) -> ast.expr:
         nodes = [node for node in self.text.nodes.get(at, []) if isinstance(node, ast.expr)]
         if not nodes:
             raise EditError(f"no expression stands at {self.text.file}:{at[0]}, where the residual stream passes")
@@ -348,7 +348,7 @@ class _Editor:
         return self._added(edit, "part")
 
     def _added(
-        self, edit: Sum | Part, method: str, how: Sequence[str] = (), inner: Sequence[tuple[Place, bool]] = ()
+        self, edit: Sum | Part, method: str, how: Sequence[str] = (), inner: Sequence[tuple[Span, bool]] = ()
     ) -> list[Change]:
         """A method of `Depth` in place of an addition, and of those inside it that add parallel branches."""
         addition = self._addition(edit.at)
@@ -367,7 +367,7 @@ class _Editor:
 
         return [Change(*self.text.span(addition.node), write)]
 
-    def _addition(self, at: Place) -> Addition:
+    def _addition(self, at: Span) -> Addition:
         nodes = self.text.nodes.get(at, [])
         found = next(filter(None, map(addition_in, nodes)), None)
         if found is None:

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 from rewire.errors import EditError
 from rewire.passes.functions import Decorated
-from rewire.passes.text import Place as Span
-from rewire.passes.text import Text
+from rewire.passes.text import Span, Text
 
 #: A chain of attributes of ``self``, as it is written: ``self.norm``.
 Written: TypeAlias = str

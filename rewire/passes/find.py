@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import linecache
 from collections.abc import Callable, Collection, Iterator, Sequence
-from types import FunctionType
 from typing import Literal, TypeAlias
 
 import torch
@@ -16,15 +14,16 @@ from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
 from rewire.passes.adds import CASTS, Add
 from rewire.passes.checks import on_meta
-from rewire.passes.copies import own_inputs, private, seeded, shared
-from rewire.passes.flow import Flow, Op, Place
+from rewire.passes.copies import own_inputs, private, seeded
+from rewire.passes.flow import Flow, Op
 from rewire.passes.follow import follow
 from rewire.passes.functions import define
 from rewire.passes.names import channels_of, named
+from rewire.passes.prepare import Prepared
 from rewire.passes.record import record
 from rewire.passes.streams import Chain, chains
-from rewire.passes.text import place_of
-from rewire.patterns.pattern import Inputs, Pattern
+from rewire.passes.text import written_at
+from rewire.patterns import Pattern
 from rewire.trunk import LeftAlone, Report, Site, Trunk, told
 
 _SHOWN = 12  # reasons in an error
@@ -33,13 +32,13 @@ SINGLE = "a single residual add: there is nothing to connect it with"
 
 
 @dataclasses.dataclass
-class Found:
-    """What was found in a flow.
+class Finding:
+    """What was found in one graph.
 
     Attributes:
-        flow: what was looked at.
+        flow: the graph: of a run, or a trace.
         trunks: by name.
-        chains: the residual adds of each of them in the flow.
+        chains: the residual adds of each of them in the graph.
         left: what was left alone: where, and why.
         again: streams that run through the code of a trunk once more, as in a model that encodes two inputs.
     """
@@ -65,78 +64,102 @@ class Found:
         self.left.append(LeftAlone(name, why))
 
 
-#: How a model is looked at: see `find`.
-Way: TypeAlias = Literal["run", "meta", "trace"]
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What was found in a model.
+
+    Attributes:
+        evaluation: in a run in evaluation mode, or in a trace; the trunks are those of this one.
+        training: in a run in training mode, if there was one.
+    """
+
+    evaluation: Finding
+    training: Finding | None = None
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [self.evaluation] if self.training is None else [self.evaluation, self.training]
+
+    @property
+    def flows(self) -> list[Flow]:
+        return [finding.flow for finding in self.findings]
+
+    @property
+    def trunks(self) -> dict[str, Trunk]:
+        return self.evaluation.trunks
+
+    @property
+    def report(self) -> Report:
+        return self.evaluation.report
 
 
-def find(
-    prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, how: Way = "run", everything: bool = False
-) -> list[Found]:
+#: How the graph of a model is made: see `find`.
+Method: TypeAlias = Literal["run", "meta", "trace"]
+
+
+def find(prepared: Prepared, method: Method | None = None, everything: bool = False) -> Found:
     """The trunks of a model, which is not changed.
 
     Args:
-        prepared: what `prepared_copy` returned.
-        patterns: those that match the model.
-        inputs: positional and keyword arguments; None if there are none: then the model is traced.
-        how: ``"run"``: copies are run, in evaluation and in training mode. ``"meta"``: they are run on the meta device,
-            where nothing is computed, and really only where that fails. ``"trace"``: the model is traced, and copies
-            are run as for ``"meta"`` where that leaves doubts.
+        prepared: the model. Without inputs it is traced.
+        method: ``"run"``: copies are run, in evaluation and in training mode. ``"meta"``: they are run on the meta
+            device, where nothing is computed, and really only where that fails. ``"trace"``: the model is traced, and
+            copies are run as for ``"meta"`` where that leaves doubts. None: ``"run"`` on inputs of the caller's, else
+            ``"trace"``.
         everything: look into all modules, not only into those that may hold residual adds.
-
-    Returns:
-        What was found, for each way of looking at the model that worked; the first counts.
 
     Raises:
         BadExampleInputs: the model does not run on the inputs.
     """
-    with progress(f"looking at {type(prepared).__name__}"):
-        return _find(prepared, patterns, inputs, how, everything)
+    with progress(f"looking at {prepared.name}"):
+        return _find(prepared, method or ("run" if prepared.given else "trace"), everything)
 
 
-def _find(
-    prepared: nn.Module, patterns: list[Pattern], inputs: Inputs | None, how: Way, everything: bool
-) -> list[Found]:
-    if inputs is not None and how == "run" and not on_meta(prepared):
-        return _recorded(prepared, patterns, inputs)
-    if inputs is not None and how != "trace":
-        recorded = _recorded_cheaply(prepared, patterns, inputs)
+def _find(prepared: Prepared, method: Method, everything: bool) -> Found:
+    has_inputs = prepared.inputs is not None
+    if has_inputs and method == "run" and not on_meta(prepared.model):
+        return _recorded(prepared)
+    if has_inputs and method != "trace":
+        recorded = _recorded_cheaply(prepared)
         if recorded:
             return recorded
-    found = trunks_in(follow(prepared, definitions(patterns), everything), patterns)
-    picked, mixed = _picks(found), any(len(trunk.widths) > 1 for trunk in found.trunks.values())
-    if inputs is None or (found.trunks and not found.flow.unread and not picked and not mixed):
-        return [found]
-    recorded = _recorded_cheaply(prepared, patterns, inputs)
-    return recorded if recorded and (mixed or recorded[0].adds >= found.adds - picked) else [found]
+    finding = finding_in(follow(prepared.model, prepared.forwards, everything), prepared.patterns)
+    log.info("%s was traced", prepared.name)
+    picked, mixed = _picks(finding), any(len(trunk.widths) > 1 for trunk in finding.trunks.values())
+    if not has_inputs or (finding.trunks and not finding.flow.unread and not picked and not mixed):
+        return Found(finding)
+    log.info("the trace of %s leaves doubts: it is run, too", prepared.name)
+    recorded = _recorded_cheaply(prepared)
+    certain = recorded is not None and (mixed or recorded.evaluation.adds >= finding.adds - picked)
+    return recorded if recorded is not None and certain else Found(finding)
 
 
-def _recorded_cheaply(prepared: nn.Module, patterns: list[Pattern], inputs: Inputs) -> list[Found]:
-    """What runs on the meta device show, or else, of a model that is not there, real ones; empty if none works."""
-    found: list[Found] = []
-    for device in ("meta",) if on_meta(prepared) else ("meta", None):
+def _recorded_cheaply(prepared: Prepared) -> Found | None:
+    """What runs on the meta device show, or else, of a model that is not there, real ones; None if none works."""
+    found = None
+    for device in ("meta",) if on_meta(prepared.model) else ("meta", None):
         try:
-            found = _recorded(prepared, patterns, inputs, device)
+            found = _recorded(prepared, device)
         except BadExampleInputs as error:
             log.info("%s", error)
-        if found and found[0].trunks:
+        if found and found.trunks:
             break
     return found
 
 
-def trunks_of(found: Sequence[Found], name: str) -> list[Trunk]:
-    """The trunks of a model of this name.
+def check_found(found: Found, name: str) -> None:
+    """Refuse a model of this name in which there is nothing to rewire.
 
     Raises:
-        NoResidualAdds: there are none; saying what was looked at.
+        NoResidualAdds: saying what was looked at.
     """
-    if not found[0].trunks:
-        raise NoResidualAdds(_nothing_found(name, found[0]))
-    return list(found[0].trunks.values())
+    if not found.trunks:
+        raise NoResidualAdds(_nothing_found(name, found.report))
 
 
-def _nothing_found(name: str, found: Found) -> str:
+def _nothing_found(name: str, report: Report) -> str:
     """What was looked at, and why each add in it is none that could be connected."""
-    rows = told(found.left)
+    rows = told(report.left)
     if not rows:
         return (
             f"no residual stream was found in {name}: nothing in its forwards adds to a value what is computed from it "
@@ -147,59 +170,48 @@ def _nothing_found(name: str, found: Found) -> str:
     return (
         f"no residual stream of two adds or more was found in {name}. Left alone:{''.join(lines)}{more}\nAn add is "
         "connected where the value that it makes is the shortcut of the next one; weights on the way, other than a "
-        "norm's, end the stream. If a forward could not be traced, pass example_inputs."
+        "norm's, end the stream."
     )
 
 
-def _picks(found: Found) -> bool:
+def _picks(finding: Finding) -> bool:
     """Whether a state is one of several values of a call into which the trace did not look."""
-    posts = (op for chain in found.chains.values() for add in chain.adds for op in add.post)
+    posts = (op for chain in finding.chains.values() for add in chain.adds for op in add.post)
     return any(op.name == "getitem" and op.inputs[0].leaf is not None for op in posts)
 
 
-def prepared_copy(model: nn.Module, patterns: list[Pattern]) -> nn.Module:
-    """A copy of ``model`` around the same tensors, with what patterns switch off switched off."""
-    copied = shared(model)
-    for pattern in patterns:
-        if pattern.prepare:
-            pattern.prepare(copied)
-    return copied
-
-
-def definitions(patterns: Sequence[Pattern]) -> dict[type[nn.Module], FunctionType]:
-    """Functions that take the place of the forwards of modules of some classes: see `Pattern.forwards`."""
-    return {cls: function for pattern in reversed(patterns) for cls, function in pattern.forwards.items()}
-
-
-def _recorded(prepared: nn.Module, patterns: list[Pattern], inputs: Inputs, device: str | None = None) -> list[Found]:
+def _recorded(prepared: Prepared, device: str | None = None) -> Found:
     """What runs in evaluation and in training mode show."""
-    name, found = type(prepared).__name__, list[Found]()
+    assert prepared.inputs is not None
+    findings, forwards = list[Finding](), prepared.forwards
     for training in (False, True):
-        looked_at = private(prepared, device).train(training)
-        forwards = definitions(patterns)
+        looked_at = private(prepared.model, device).train(training)
         for module in looked_at.modules():
             if type(module) in forwards:
                 define(module, forwards[type(module)])
         try:
             with seeded(0, looked_at), torch.enable_grad():
-                flow = record(looked_at, own_inputs(inputs, device))
+                flow = record(looked_at, own_inputs(prepared.inputs, device))
         except RewireError:
             raise
         except Exception as error:
             if training:
-                log.info("%s does not run in training mode: %s", name, error)
+                log.info("%s does not run in training mode: %s", prepared.name, error)
                 break
             raise BadExampleInputs(
-                f"{name} does not run on the example inputs: {type(error).__name__}: {error}. Pass example_inputs that "
-                "it takes; where none are given, they are those that the pattern registry makes."
+                f"{prepared.name} does not run on the example inputs: {type(error).__name__}: {error}. Pass "
+                "example_inputs that it takes; where none are given, they are those that the pattern registry makes."
             ) from error
-        found.append(trunks_in(flow, patterns))
-    if len(found) > 1:
-        _agree(*found)
+        findings.append(finding_in(flow, prepared.patterns))
+    modes = "evaluation and training mode" if len(findings) > 1 else "evaluation mode"
+    log.info("%s was run in %s%s", prepared.name, modes, " on the meta device" if device else "")
+    found = Found(*findings)
+    if found.training is not None:
+        _agree(found.evaluation, found.training)
     return found
 
 
-def _agree(evaluation: Found, training: Found) -> None:
+def _agree(evaluation: Finding, training: Finding) -> None:
     """Operations behind an add that run in one mode only: the state is yet to be made there in both."""
     for name in evaluation.trunks.keys() & training.trunks.keys():
         one, other = evaluation.trunks[name], training.trunks[name]
@@ -209,17 +221,17 @@ def _agree(evaluation: Found, training: Found) -> None:
         posts = [mine.post or yours.post for mine, yours in sites]
         if bool(sites[-1][0].post) != bool(sites[-1][1].post):  # no state follows: they may stand behind the stream
             posts[-1] = ()
-            for found in (evaluation, training):
-                found.chains[name].adds[-1].post = []
+            for finding in (evaluation, training):
+                finding.chains[name].adds[-1].post = []
         agreed = [dataclasses.replace(site, post=post) for (site, _), post in zip(sites, posts, strict=True)]
         evaluation.trunks[name] = dataclasses.replace(one, sites=tuple(agreed))
 
 
-def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:
+def finding_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Finding:
     """All residual streams of at least two adds, in the order of the model's modules."""
     log.debug("the graph:\n%s", flow)
     linked, rejected = chains(flow)
-    left = [LeftAlone(path, why) for path, why in flow.unread.items()]
+    left = list(flow.unread.values())
     left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op.place)) for add, why in rejected.items()]
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []
@@ -229,7 +241,7 @@ def trunks_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Found:
             left.append(LeftAlone(sites[0].name, SINGLE, *written_at(chain.adds[0].op.place)))
         else:
             rows.append((chain, sites))
-    found = Found(flow, {}, {}, left)
+    found = Finding(flow, {}, {}, left)
     for chain, sites in sorted(rows, key=lambda row: position.get(row[1][0].block, 0)):
         same = (name for name, known in found.trunks.items() if known.sites == tuple(sites))
         if any(_same_code(chain, found.chains[name]) for name in same):
@@ -244,18 +256,6 @@ def _same_code(chain: Chain, other: Chain) -> bool:
     """Whether the adds are the same expressions in the same modules, as far as these are known."""
     one, two = ([(add.op.scope.path, add.op.scope.code, add.op.place) for add in c.adds] for c in (chain, other))
     return one == two and all(place is not None for _, _, place in one)
-
-
-def written_at(at: Place | None) -> tuple[str, str]:
-    """File and line of an instruction, and what stands there; empty if they are not known."""
-    if at is None:
-        return "", ""
-    code, place = at[0], place_of(*at)
-    line, end_line, start, end = place
-    if line is None:
-        return code.co_filename, ""
-    text = linecache.getline(code.co_filename, line).encode()
-    return f"{code.co_filename}:{line}", (text[start:end] if line == end_line else text[start:]).decode().strip()
 
 
 def residual_sites(flow: Flow, patterns: Sequence[Pattern] = ()) -> list[tuple[Add, Site]]:

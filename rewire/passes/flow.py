@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from rewire.trunk import LeftAlone
+
 #: Operations on each element by itself: a table of weights that takes part in one (a position embedding, a mask) mixes
 #: nothing.
 ELEMENTWISE = frozenset(
@@ -152,14 +154,14 @@ class Flow:
         model: what was looked at.
         ops: the operations.
         outputs: what the model returns.
-        unread: module path -> why it could not be looked into.
+        unread: what could not be looked into, by module path.
         containers: whether the module at a path is a list, a dict or a sequence of modules.
     """
 
     model: nn.Module
     ops: list[Op]
     outputs: list[Op] = dataclasses.field(default_factory=list)
-    unread: dict[str, str] = dataclasses.field(default_factory=dict)
+    unread: dict[str, LeftAlone] = dataclasses.field(default_factory=dict)
     containers: Callable[[str], bool] = lambda path: False
 
     def __iter__(self) -> Iterator[Op]:

@@ -15,6 +15,7 @@ import itertools
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -28,11 +29,14 @@ from rewire.passes.frames import Frames
 from rewire.passes.functions import forward_of
 from rewire.passes.graphs import flow_of
 from rewire.passes.standins import SIZES, Globals, Proxy, Weight, with_globals
-from rewire.passes.text import text_of
+from rewire.passes.text import text_of, written_at
 from rewire.passes.views import Views
+from rewire.trunk import LeftAlone
 
 _ATTEMPTS = 12  # at tracing one forward
 _CHOICES = 4  # of the arguments of the model's own
+#: Folders of what is no code of the user's.
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _FAILURES = 2  # of modules of one class, after which others are not tried
 
 
@@ -73,7 +77,7 @@ class _Follower(fx.Tracer):
             self.paths.setdefault(module, path)
         self.tensors = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}
         self.constants: dict[str, torch.Tensor] = {}
-        self.unread: dict[str, str] = {}
+        self.unread: dict[str, LeftAlone] = {}
         self.result: Any = None
         self.failures: dict[type, int] = {}
         self.scopes: list[Scope] = []
@@ -92,7 +96,7 @@ class _Follower(fx.Tracer):
         try:
             self.result = self._inside(view, (), args, None)
         except TraceError as error:
-            self.unread[""] = f"its forward cannot be traced: {error}"
+            self._leave(self.model, error)
             self._rows(view)
         finally:
             self.views.put_back()
@@ -111,8 +115,6 @@ class _Follower(fx.Tracer):
         flow.unread = self.unread
         return flow
 
-    # -- modules -------------------------------------------------------------------------------------------------------
-
     def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module: nn.Module = view._rewire_module
         if isinstance(module, nn.Identity) or _is_empty(module):
@@ -123,9 +125,14 @@ class _Follower(fx.Tracer):
                 return self._inside(view, args, kwargs, place[1])
             except TraceError as error:
                 self.failures[type(module)] = self.failures.get(type(module), 0) + 1
-                self.unread[self.paths[module]] = f"its forward cannot be traced: {error}"
+                self._leave(module, error)
                 self._rows(view)
         return self.create_proxy("call_module", self.paths[module], args, kwargs)
+
+    def _leave(self, module: nn.Module, error: TraceError) -> None:
+        why, remedy = f"its forward cannot be traced: {error}", "pass example_inputs, on which copies are run"
+        path = self.paths[module]
+        self.unread[path] = LeftAlone(path, why, *written_at(error.place), remedy)
 
     def _function(self, module: nn.Module) -> FunctionType | None:
         return self.definitions.get(type(module)) or forward_of(module).function
@@ -161,11 +168,10 @@ class _Follower(fx.Tracer):
                     decisions.pop()
                 if not decisions:
                     first = str(error).splitlines()[0] if str(error) else ""
-                    raise TraceError(
-                        first if isinstance(error, TraceError) else f"{type(error).__name__}: {first}"
-                    ) from error
+                    why = first if isinstance(error, TraceError) else f"{type(error).__name__}: {first}"
+                    raise TraceError(why, _failed_at(function, error)) from error
                 decisions[-1] = True
-        raise TraceError("its code branches too often on traced values")
+        raise TraceError("its code branches too often on traced values", (function.__code__, 0))
 
     def _attempt(
         self,
@@ -250,7 +256,7 @@ class _Follower(fx.Tracer):
         try:
             result = self._inside(view, tuple(values), {}, None)
         except TraceError as error:
-            self.unread[self.paths[module]] = f"its forward cannot be traced: {error}"
+            self._leave(module, error)
             self._rows(view)
             return {}
         streams = {
@@ -263,8 +269,6 @@ class _Follower(fx.Tracer):
         while isinstance(result, (tuple, list)) and result:
             result = result[0]
         return {"": result} if isinstance(result, fx.Proxy) else {}
-
-    # -- torch.fx ------------------------------------------------------------------------------------------------------
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         scope, place = self._here()
@@ -325,6 +329,19 @@ class _Follower(fx.Tracer):
 def _is_empty(module: nn.Module) -> bool:
     """Whether a module is an empty sequence: an identity."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not module._modules
+
+
+def _failed_at(function: FunctionType, error: Exception) -> Place:
+    """The instruction of the user's code, of a forward or what it calls, at which tracing failed."""
+    places, entry = [], error.__traceback__
+    while entry is not None:
+        places.append((entry.tb_frame.f_code, entry.tb_lasti))
+        entry = entry.tb_next
+    own = next((n for n, (code, _) in enumerate(places) if code is function.__code__), None)
+    if own is None:
+        return function.__code__, 0
+    called = [place for place in places[own + 1 :] if not place[0].co_filename.startswith(_LIBRARIES)]
+    return called[-1] if called else places[own]
 
 
 def _failed_in(function: FunctionType, view: Any, error: Exception) -> list[str]:

@@ -30,18 +30,17 @@ from rewire.passes.edits import (
     Value,
     Written,
 )
-from rewire.passes.find import Found
+from rewire.passes.find import Finding
 from rewire.passes.flow import Op, Scope
 from rewire.passes.projections import Projections
 from rewire.passes.sources import Sources
 from rewire.passes.streams import same_size
-from rewire.passes.text import Place as Span
-from rewire.passes.text import Text, place_of, span_of, within
+from rewire.passes.text import Span, Text, place_of, span_of, within
 from rewire.passes.variables import assigned, behind, only_returned
 
 
 def plan(
-    found: Found,
+    found: Finding,
     name: str,
     plans: Plans,
     definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}),
@@ -76,7 +75,7 @@ def plan(
 
 
 class _Planner:
-    def __init__(self, found: Found, name: str, carriers: Carriers, separate: Collection[int]) -> None:
+    def __init__(self, found: Finding, name: str, carriers: Carriers, separate: Collection[int]) -> None:
         self.found, self.flow, self.name, self.separate = found, found.flow, name, separate
         self.chain, self.adds = carriers.chain, carriers.adds
         self.carriers, self.sources = carriers, carriers.sources
@@ -324,7 +323,7 @@ def _variable(text: Text, at: Span) -> str | None:
     return assigned(text, nodes[0]) if nodes else None
 
 
-def _outside(found: Found) -> set[tuple[str, CodeType | None]]:
+def _outside(found: Finding) -> set[tuple[str, CodeType | None]]:
     """Functions that also run on other values than streams: some call of theirs makes none of the adds."""
     scopes: set[Scope] = set()
     for op in found.flow:

@@ -16,28 +16,25 @@ from rewire.passes.connect import StreamsToTensors, convert_collected, copy_norm
 from rewire.passes.copies import shared
 from rewire.passes.edit import edited
 from rewire.passes.edits import Key, Plans
-from rewire.passes.find import Found, definitions
+from rewire.passes.find import Found
 from rewire.passes.plan import plan
+from rewire.passes.prepare import Prepared
 from rewire.passes.projections import find_projections
-from rewire.patterns import Pattern
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
-from rewire.trunk import Trunk
 
 
 def rewrite(
-    rewired: nn.Module,
-    patterns: list[Pattern],
-    found: list[Found],
+    prepared: Prepared,
+    found: Found,
     layouts: Sequence[Layout],
     start: Start,
     all_of_them: bool = True,
 ) -> nn.Module:
-    """Rewire a copy of a model.
+    """Rewire the prepared copy of a model, in place.
 
     Args:
-        rewired: what `prepared_copy` made; changed in place.
-        patterns: those that match the model.
+        prepared: the model.
         found: its trunks.
         layouts: of the trunks to rewire.
         start: of the connections.
@@ -47,10 +44,10 @@ def rewrite(
     Raises:
         EditError: a trunk cannot be edited.
     """
-    trunks, chosen = found[0].trunks, {layout.trunk: layout for layout in layouts}
+    rewired, trunks, chosen = prepared.model, found.trunks, {layout.trunk: layout for layout in layouts}
     while True:
         try:
-            plans = _plans(trunks, chosen, found, patterns)
+            plans = _plans(prepared, found, chosen)
             texts = _texts(plans, next(reversed(chosen), ""))
             break
         except _CannotEdit as failed:
@@ -63,8 +60,9 @@ def rewrite(
         trunk = trunks[name]
         made[name] = Connection(layout, start, _device_of(rewired.get_submodule(trunk.owner)), trunk)
         register(rewired, trunk, made[name])
+        log.info("trunk '%s': %s, %d units, start=%r", name, layout.topology, layout.dims.depth, start)
         convert_collected(rewired, trunk)
-    apply(rewired, found[0].flow.model, [(function, texts[key]) for key, function in plans.items()], made)
+    apply(rewired, found.evaluation.flow.model, [(function, texts[key]) for key, function in plans.items()], made)
     copy_norms(rewired, set().union(*(function.copied for function in plans.values())))
     return rewired
 
@@ -85,9 +83,7 @@ def _editing(trunk: str) -> Iterator[None]:
         raise _CannotEdit(trunk, error) from error
 
 
-def _plans(
-    trunks: Mapping[str, Trunk], chosen: Mapping[str, Layout], found: list[Found], patterns: list[Pattern]
-) -> Plans:
+def _plans(prepared: Prepared, found: Found, chosen: Mapping[str, Layout]) -> Plans:
     """What changes in which function, for all trunks together."""
     opened: set[Key] = set()
     while True:
@@ -95,21 +91,19 @@ def _plans(
         handed: set[Key] = set()
         for name, layout in chosen.items():
             with _editing(name):
-                handed |= _plan(trunks[name], layout, found, patterns, plans, opened)
+                handed |= _plan(prepared, found, layout, plans, opened)
         missed = {key for key in handed & plans.keys() if plans[key].opened}
         if not missed:
             return plans
         opened |= missed  # one trunk is only handed through, and another one makes it hold tensors
 
 
-def _plan(
-    trunk: Trunk, layout: Layout, found: list[Found], patterns: list[Pattern], plans: Plans, opened: set[Key]
-) -> set[Key]:
-    """Plan what changes for a trunk, in all ways of looking at the model; which functions only hand it on."""
-    handed: set[Key] = set()
+def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, opened: set[Key]) -> set[Key]:
+    """Plan what changes for a trunk, in evaluation and in training mode; which functions only hand it on."""
+    trunk, handed = found.trunks[layout.trunk], set[Key]()
     separate = [number for number in range(len(trunk.sites)) if layout.reads_qkv(number)]
-    for one in (one for one in found if trunk.name in one.trunks):
-        sites = one.trunks[trunk.name].sites
+    for finding in (finding for finding in found.findings if trunk.name in finding.trunks):
+        sites = finding.trunks[trunk.name].sites
         if len(sites) != len(trunk.sites):
             log.warning(
                 "trunk '%s' makes %d residual adds in training mode, and %d in evaluation mode: calls that skip some "
@@ -117,9 +111,9 @@ def _plan(
                 *(trunk.name, len(sites), len(trunk.sites)),
             )
             continue
-        projections = {n: find_projections(one.flow, trunk.sites[n], patterns) for n in separate}
+        projections = {n: find_projections(finding.flow, trunk.sites[n], prepared.patterns) for n in separate}
         norms = layout.topology.separate_norms
-        handed |= plan(one, trunk.name, plans, definitions(patterns), projections, opened, norms)
+        handed |= plan(finding, trunk.name, plans, prepared.forwards, projections, opened, norms)
     return handed
 
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from rewire.errors import ValidationMismatch
 from rewire.passes.copies import own_inputs, private, seeded
-from rewire.passes.find import written_at
 from rewire.passes.flow import Flow, Op
 from rewire.passes.record import record
+from rewire.passes.text import written_at
 from rewire.patterns.pattern import Inputs
 
 #: What a value was computed through: operations with weights, by their numbers, and parameters, by their names.

@@ -12,8 +12,7 @@ from rewire.errors import EditError
 from rewire.passes.edits import FunctionPlan, Plans
 from rewire.passes.flow import Op, Place, Scope
 from rewire.passes.functions import Decorated, forward_of, function_with, undecorated
-from rewire.passes.text import Place as Span
-from rewire.passes.text import Text, place_of, text_of
+from rewire.passes.text import Span, Text, place_of, text_of
 
 
 class Sources:

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 from rewire.errors import EditError
 
-#: A place in a source: first line, last line, first column, last column (in bytes).
-Place: TypeAlias = tuple[int | None, int | None, int | None, int | None]
+#: A stretch of source: first line, last line, first column, last column (in bytes).
+Span: TypeAlias = tuple[int | None, int | None, int | None, int | None]
 
 _NO_TYPE_PARAMETERS: Any = {"type_params": []} if "type_params" in ast.ClassDef._fields else {}  # from Python 3.12 on
 _FUTURE = functools.reduce(
@@ -65,13 +65,13 @@ class Text:
         return self.index(line, column), self.index(end_line, end_column)
 
     @functools.cached_property
-    def nodes(self) -> dict[Place, list[ast.AST]]:
+    def nodes(self) -> dict[Span, list[ast.AST]]:
         """Nodes by their place; the outermost first.
 
         The instruction that calls a method stands at the method's name, where that is not on the line that the
         expression begins on (``x.reshape(..`` and then ``).permute(..)``).
         """
-        found: dict[Place, list[ast.AST]] = {}
+        found: dict[Span, list[ast.AST]] = {}
         for node in ast.walk(self.tree):
             if hasattr(node, "lineno"):
                 found.setdefault(span_of(node), []).append(node)
@@ -119,12 +119,23 @@ class Text:
         return self.nodes.get(place_of(code, instruction), [])
 
 
-def place_of(code: CodeType, instruction: int) -> Place:
+def place_of(code: CodeType, instruction: int) -> Span:
     """Where the expression of an instruction stands."""
     return positions(code)[instruction // 2]
 
 
-def within(inner: Place, outer: Place) -> bool:
+def written_at(place: tuple[CodeType, int] | None) -> tuple[str, str]:
+    """File and line of an instruction, and what stands there; empty if they are not known."""
+    if place is None:
+        return "", ""
+    code, (line, end_line, start, end) = place[0], place_of(*place)
+    if line is None:
+        return code.co_filename, ""
+    text = linecache.getline(code.co_filename, line).encode()
+    return f"{code.co_filename}:{line}", (text[start:end] if line == end_line else text[start:]).decode().strip()
+
+
+def within(inner: Span, outer: Span) -> bool:
     """Whether one place is inside another."""
     if None in inner or None in outer:
         return False
@@ -142,7 +153,7 @@ def is_call_of_one(node: ast.AST) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def positions(code: CodeType) -> list[Place]:
+def positions(code: CodeType) -> list[Span]:
     return list(code.co_positions())
 
 

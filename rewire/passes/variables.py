@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence, Set
 
-from rewire.passes.text import Place as Span
-from rewire.passes.text import Text, span_of, within
+from rewire.passes.text import Span, Text, span_of, within
 
 #: Attributes that a stream has without being read.
 _FREE = {"shape", "dtype", "device", "ndim", "size", "dim"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -18,10 +18,9 @@ from rewire.connection import CONNECTIONS, Connection
 from rewire.errors import RewireError, UnknownName, moved_trunk
 from rewire.passes.checks import check_model
 from rewire.passes.connect import place
-from rewire.passes.find import find, prepared_copy, trunks_of
-from rewire.passes.inputs import known_inputs
+from rewire.passes.find import check_found, find
+from rewire.passes.prepare import prepare
 from rewire.passes.rewrite import rewrite
-from rewire.patterns import patterns_for
 from rewire.runtime.layout import Layout
 from rewire.topologies import Recurrence
 from rewire.topologies.base import Start
@@ -93,20 +92,19 @@ def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start, example_
         AlreadyRewired, ShardedModel: the model is no plain one.
     """
     check_model(model)
-    patterns = patterns_for(model)
-    inputs = known_inputs(model, patterns, example_inputs)
-    prepared = prepared_copy(model, patterns)
+    prepared = prepare(model, example_inputs)
     everything = any(recipe["attention"] for recipe in recipes.values())
-    found = find(prepared, patterns, inputs, "trace" if example_inputs is None else "run", everything)
-    if inputs is not None and not _fits(recipes, found[0].report.trunks):
-        found = find(prepared, patterns, inputs)
-    here = {place(trunk): trunk for trunk in trunks_of(found, type(model).__name__)}
+    found = find(prepared, everything=everything)
+    if prepared.inputs is not None and not _fits(recipes, found.trunks.values()):
+        found = find(prepared, "run")
+    check_found(found, prepared.name)
+    here = {place(trunk): trunk for trunk in found.trunks.values()}
     _check_sites(model, recipes, here)
     layouts = [_layout(path, recipe, here[path]) for path, recipe in recipes.items()]
-    return rewrite(prepared, patterns, found, layouts, start)
+    return rewrite(prepared, found, layouts, start)
 
 
-def _fits(recipes: dict[str, Any], trunks: Sequence[Trunk]) -> bool:
+def _fits(recipes: dict[str, Any], trunks: Iterable[Trunk]) -> bool:
     """Whether the trunks are those of the recipes, by number of residual adds."""
     here = {place(trunk): len(trunk.sites) for trunk in trunks}
     return all(here.get(path) == len(recipe["units"]) for path, recipe in recipes.items())

@@ -26,19 +26,19 @@ from models import (
 from torch import Tensor, fx, nn
 
 import rewire
-from rewire.passes.find import Found, trunks_in
+from rewire.passes.find import Finding, finding_in
 from rewire.passes.graphs import flow_of
 from rewire.patterns.tiny import tiny_model
 
 IDS = torch.arange(3, 15)[None]
 
 
-def found(model: nn.Module, *args: Any, **kwargs: Any) -> Found:
+def found(model: nn.Module, *args: Any, **kwargs: Any) -> Finding:
     """What is found in the graph that Dynamo makes of a model."""
-    results: list[Found] = []
+    results: list[Finding] = []
 
     def backend(graph: fx.GraphModule, _inputs: Any) -> Any:
-        results.append(trunks_in(flow_of(graph.graph, graph)))
+        results.append(finding_in(flow_of(graph.graph, graph)))
         return graph.forward
 
     torch.compiler.reset()

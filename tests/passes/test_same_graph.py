@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 import rewire
 from rewire.passes import validate
-from rewire.passes.find import find, prepared_copy
+from rewire.passes.find import find
 from rewire.passes.flow import Flow
+from rewire.passes.prepare import prepare
 from rewire.passes.same_graph import compare_graphs
 from rewire.patterns.pattern import Inputs
 
 
 def flows(model: nn.Module, inputs: Inputs) -> list[Flow]:
-    return [found.flow for found in find(prepared_copy(model, []), [], inputs)]
+    return find(prepare(model, inputs)).flows
 
 
 def stack_of(block: type[nn.Module]) -> nn.Module:

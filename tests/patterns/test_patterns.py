@@ -12,7 +12,8 @@ from torch import nn
 
 import rewire
 from rewire.errors import AlreadyConnected, UnknownName
-from rewire.passes.find import find, prepared_copy
+from rewire.passes.find import find
+from rewire.passes.prepare import without_inputs
 from rewire.patterns import Pattern, first_given, list_patterns, patterns_for, register_pattern
 from rewire.patterns import pattern as pattern_module
 from rewire.patterns.tiny import timm_model, tiny_config, tiny_model
@@ -84,8 +85,7 @@ TIMM = {
 
 
 def found_in(model: nn.Module) -> list[Trunk]:
-    found = patterns_for(model)
-    return list(find(prepared_copy(model, found), found, None)[0].report.trunks)
+    return list(find(without_inputs(model)).trunks.values())
 
 
 def sites_of(trunks: list[Trunk]) -> list[Site]:
