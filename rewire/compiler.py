@@ -127,7 +127,7 @@ def compile(
         named ``depth_connections``.
 
     Raises:
-        NoResidualAdds: nothing to rewire was found; the message says what was looked at.
+        NoResidualAdds: nothing to rewire was found; the message lists the adds that were left alone.
         UnknownName: no such topology, initialiser or trunk; near names are given.
         TypeError, ValueError: an argument is not one of what is said above; a trunk has two keys.
         RewireError: the initialiser has no meaning for this model; or it is one stage of a pipeline.

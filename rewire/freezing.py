@@ -85,7 +85,7 @@ class FreezeReport(Shown):
         table = Table("from", "into", "weight", "because", box=box.SIMPLE_HEAD, title=title, title_justify="left")
         strongest = sorted(trunk.dropped, key=lambda edge: -abs(edge.weight))
         for edge in strongest[:_SHOWN]:
-            because = f"nobody reads {edge.destination}" if edge.unread else "below the threshold"
+            because = f"{edge.destination} is unused" if edge.unread else "below the threshold"
             table.add_row(edge.source, edge.destination, f"{edge.weight:.1e}", because)
         if len(strongest) > _SHOWN:
             table.add_row("...", "", "", f"{len(strongest) - _SHOWN} more, see .dropped")
@@ -95,7 +95,7 @@ class FreezeReport(Shown):
 def freeze(model: nn.Module, threshold: float = 1e-3, example_inputs: Any = None) -> tuple[nn.Module, FreezeReport]:
     """Make the learned connections of a rewired model constants, and leave out those below ``threshold``.
 
-    States that nobody reads any more are freed as early as possible; `rewire.coefficients` shows the edges that are
+    States that are unused afterwards are freed as early as possible; `rewire.coefficients` shows the edges that are
     left. With ``threshold=0`` the outputs stay the same up to rounding.
 
     Args:

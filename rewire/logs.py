@@ -5,7 +5,7 @@ is too long to read every time, too: each operation of the model, where it stand
 
 | stage | shows |
 |---|---|
-| find | how the model was looked at, its trunks, what was left alone, seconds; ``+find``: the graph |
+| find | whether the model was run or traced, its trunks, what was left alone, seconds; ``+find``: the graph |
 | rewrite | what connects each trunk, and the text of each changed function, before and after, as a diff; seconds |
 | validate | what was compared in which setting, the largest difference, seconds |
 | kernels | the kernels that were generated, and which were taken from the cache |

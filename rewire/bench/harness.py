@@ -39,7 +39,7 @@ class Timing:
 
     Attributes:
         seconds: one entry for each round, in the order of the rounds.
-        peak: bytes on the accelerator; None on a CPU, where nobody counts.
+        peak: bytes on the accelerator; None on a CPU, where it is not counted.
         late: rounds in which a GPU may have waited for the host, which launched too slowly.
     """
 

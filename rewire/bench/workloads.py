@@ -86,7 +86,7 @@ class Workload:
             each.
         implementations: by name. The results of "eager" in float64 are what those of all others have to be.
         floor: bytes if each input is read once and each output written once; see docs/benchmarks.md.
-        moved: bytes that "ours" moves where the generated kernels run; None where nobody counted.
+        moved: bytes that "ours" moves where the generated kernels run; None where it was not counted.
         unblocked: of a trunk, what "ours" would move without depth blocking.
         remark: more about bytes.
     """

@@ -1,7 +1,7 @@
 """A copy of a model that keeps what its residual streams hold: what `rewire.diagnose` runs.
 
 The observer is a topology around another one. It takes that one's place in the layouts of a copy, so that the
-caller's model has no hooks at any time, and a model that nobody observes pays nothing.
+caller's model has no hooks at any time, and a model that is not observed pays nothing.
 """
 
 from __future__ import annotations

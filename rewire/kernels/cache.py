@@ -109,7 +109,7 @@ def _version(package: str) -> str:
 
 
 def _made(where: Path, make: Callable[[Path], object]) -> Path:
-    """A file that ``make`` has written, under a name that nobody looks for; renamed, it is seen whole."""
+    """A file that ``make`` has written, under a temporary name; renamed, it is seen whole."""
     handle, name = tempfile.mkstemp(dir=where, prefix="rewire", suffix=".tmp")
     os.close(handle)
     path = Path(name)

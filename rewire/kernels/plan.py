@@ -349,7 +349,7 @@ def _narrow(at: At, spec: MixSpec, part: slice, tensors: list[Tensor]) -> None:
 
 
 def _dense(layout: Layout) -> int | None:
-    """0 for a contiguous tensor, whose stride nobody asks for."""
+    """0 for a contiguous tensor, whose stride is not needed."""
     expected = 1
     for size, stride in zip(reversed(layout.shape), reversed(layout.strides), strict=True):
         if size != 1 and stride != expected:

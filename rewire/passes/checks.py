@@ -1,4 +1,4 @@
-"""What is refused before anything is looked at: wrong choices, and models that cannot be rewired as they are."""
+"""What is refused before a model is searched: wrong choices, and models that cannot be rewired as they are."""
 
 from __future__ import annotations
 

@@ -151,14 +151,14 @@ def check_found(found: Found, name: str) -> None:
     """Refuse a model of this name in which there is nothing to rewire.
 
     Raises:
-        NoResidualAdds: saying what was looked at.
+        NoResidualAdds: with the adds that were left alone, and why.
     """
     if not found.trunks:
         raise NoResidualAdds(_nothing_found(name, found.report))
 
 
 def _nothing_found(name: str, report: Report) -> str:
-    """What was looked at, and why each add in it is none that could be connected."""
+    """The message: each add that was left alone, and why."""
     rows = told(report.left)
     if not rows:
         return (

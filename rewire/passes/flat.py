@@ -72,7 +72,7 @@ def _write(graph: fx.Graph, add: Add, stream: fx.Node) -> fx.Node:
 
 
 def _sweep(graph: fx.Graph, add: Add) -> None:
-    """Erase the additions that nobody uses any more."""
+    """Erase the additions that are unused now."""
     for op in (add.op, *reversed(add.inner)):
         if not op.node.users:
             graph.erase_node(op.node)

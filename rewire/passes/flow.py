@@ -151,7 +151,7 @@ class Flow:
     """All operations of one pass through a model, in order.
 
     Attributes:
-        model: what was looked at.
+        model: that was run or traced.
         ops: the operations.
         outputs: what the model returns.
         unread: what could not be looked into, by module path.

@@ -1,6 +1,6 @@
 """Finder's front end: run a model and record what it computes.
 
-The recorder is a mode of this thread and looks at a copy of the model (`copies.private`): nobody else sees it, and
+The recorder is a mode of this thread and looks at a copy of the model (`copies.private`): no other thread sees it, and
 nothing of the caller's changes.
 """
 
@@ -33,7 +33,7 @@ def record(model: nn.Module, inputs: Inputs) -> Flow:
     """Run ``model`` on ``inputs``, in its present mode, and record its operations.
 
     Args:
-        model: a copy that nobody else uses: hooks are put on its modules.
+        model: a private copy: hooks are put on its modules.
         inputs: positional and keyword arguments; they may be written to.
     """
     recorder = Recorder(model)
@@ -106,7 +106,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         given = _tensors(args) + _tensors(kwargs)
         decided = _DECIDED.get(getattr(func, "__name__", ""))
-        if decided is not None and given and given[0].is_meta:  # a number that nobody knows
+        if decided is not None and given and given[0].is_meta:  # a number that is not known
             return decided(0)
         before = [_version(tensor) for tensor in given]
         result = func(*args, **kwargs)

@@ -75,7 +75,7 @@ def _through_weights(flow: Flow) -> tuple[list[Op], list[Sources]]:
     """The operations with weights, in order, and the sources of each one's inputs; then those of the outputs.
 
     Those that a module repeats on the same sources count once: one fused projection for queries, keys and values is
-    called for each of their inputs, where these are read apart.
+    called for each of their inputs, where they have separate ones.
     """
     ops: list[Op] = []
     read: list[Sources] = []

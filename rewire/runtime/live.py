@@ -100,7 +100,7 @@ class Live:
 
 
 def _version(value: Tensor) -> int:
-    """How often a tensor was written to; always 0 where nobody counts."""
+    """How often a tensor was written to; always 0 where it is not counted."""
     if torch.compiler.is_compiling() or value.is_inference():
         return 0
     return value._version
