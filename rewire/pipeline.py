@@ -9,6 +9,7 @@ one on which the trunk starts. There is nothing to reduce, to clip or to save tw
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -86,8 +87,9 @@ def pipeline_cache(parts: Sequence[nn.Module], group: dist.ProcessGroup | None =
     at its end, and the connection weights, are taken from there by its next one. (Cache-based pipeline communication of
     Attention Residuals, arXiv 2603.15031, Section 4.1.) It holds for topologies whose states stay as they are.
 
-    Every stage has to be called in turn for each micro-batch, as schedules do. Collective: all ranks of the group call
-    it, after `pipeline_stage`.
+    Every stage has to be called in turn for each micro-batch, as schedules do. What was kept for a training step that
+    was broken off, or of a call of one stage alone (to count its operations, say), is dropped; but not in evaluation
+    after such a call of evaluation. Collective: all ranks of the group call it, after `pipeline_stage`.
 
     Args:
         parts: the stages of this rank, in the order of the model.
@@ -296,13 +298,25 @@ class Boundary:
         """The stream of what crossed, and of what was kept."""
         inputs: list[Any] = [*tensors]
         local = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in inputs]
-        held = _Take.apply(self.known, None if kept is None else kept.popleft(), *local)
+        held = _Take.apply(self.known, None if kept is None else self._taken(kept), *local)
         states = pytree.tree_unflatten([held[n] for n in self.same], self.structure)
         placement, topology = self.connection.placement, self.connection.layout.topology
         if is_dtensor(inputs[0]):
             placement = Placement.of_tokens(inputs[0], topology.template(states).shape)
         learned = dict(zip(self.weights, held[len(self.states) :], strict=True))
         return self.connection.resume(states, learned, self.position, placement)
+
+    def _taken(self, kept: deque[Kept]) -> Kept:
+        """The oldest of the records whose micro-batch is still on its way."""
+        while kept:
+            record = kept.popleft()
+            if record.on_its_way():
+                return record
+        raise UnsupportedCall(
+            f"a stage that begins after residual add {self.position} of trunk '{self.name}' was called before the "
+            "stage of this rank before it: call all stages in turn for each micro-batch, or leave out "
+            "rewire.pipeline_cache."
+        )
 
 
 def outline(connection: Connection, positions: Sequence[int]) -> list[Stream]:
@@ -334,12 +348,22 @@ class Kept:
         tensors: of the stream, without their history of gradients.
         learn: which of them have gradients.
         grads: of the later stage, once its backward has run.
+        graph: dies with the graph that the stage made; None if it made none.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = [tensor.detach() for tensor in tensors]
         self.learn = [tensor.requires_grad for tensor in tensors]
         self.grads: list[Tensor | None] = [None] * len(tensors)
+        self.graph: weakref.ref[_Alive] | None = None
+
+    def on_its_way(self) -> bool:
+        """Whether a later stage may still get the stream: its graph is there, or it is one without."""
+        return self.graph() is not None if self.graph is not None else not (torch.is_grad_enabled() and any(self.learn))
+
+
+class _Alive:
+    """Lives as long as the graph that holds it."""
 
 
 class _Hand(torch.autograd.Function):
@@ -350,7 +374,8 @@ class _Hand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kept: Kept, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.grads = kept.grads  # and no tensors
+        ctx.grads, ctx.alive = kept.grads, _Alive()  # and no tensors
+        kept.graph = weakref.ref(ctx.alive) if any(ctx.needs_input_grad) else None
         ctx.set_materialize_grads(False)
         handed = tuple(tensor.detach().contiguous() for tensor in tensors)
         needed = ctx.needs_input_grad[1:]

@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from every_topology import FAMILIES, mixed
@@ -194,6 +195,27 @@ def cached() -> None:
     for key in ("ancre-ingoing", "attnres"):
         run(key, ScheduleInterleavedZeroBubble, 6, 1, True)
         run(key, ScheduleZBVZeroBubble, 4, 1, True)
+
+
+def out_of_turn() -> None:
+    """What one stage alone was called for, as to count its operations, is not taken for a micro-batch of a step."""
+    model = make("ancre-ingoing", 4)
+    expected = gradients(copy.deepcopy(model))
+    parts = {number: cut(model, number, 4) for number in stages_of(ScheduleInterleaved1F1B, 4)}
+    for part in parts.values():
+        rewire.pipeline_stage(part)
+    rewire.pipeline_cache(list(parts.values()))
+    step(ScheduleInterleaved1F1B, parts, 4)
+    for enabled in (False, True):
+        if 0 in parts:
+            with torch.set_grad_enabled(enabled):
+                parts[0](tokens()[:2])
+        step(ScheduleInterleaved1F1B, parts, 4)
+        check(expected, list(parts.values()), f"after an extra call, with gradients: {enabled}")
+    if 2 in parts:
+        count = next(hook for hook in parts[2]._forward_pre_hooks.values()).boundary.count
+        with pytest.raises(rewire.UnsupportedCall, match="was called before the stage of this rank before it"):
+            parts[2](*(torch.zeros(2, 3, WIDTH, dtype=torch.float64) for _ in range(count)))
 
 
 def every_kind() -> None:
