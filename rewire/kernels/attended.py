@@ -161,7 +161,7 @@ def _stacked(tallies: Sequence[Tensor | None]) -> Tensor:
     """[m, 3, ...]; of a read that has no gradient, one that makes its weight 0."""
     like = next(tally for tally in tallies if tally is not None)
     if any(tally is None for tally in tallies):
-        none = like.new_tensor([torch.inf, 1, 0]).view(3, *[1] * (like.dim() - 1)).expand_as(like)
+        none = torch.stack([like.new_full(like.shape[1:], value) for value in (torch.inf, 1.0, 0.0)])
         tallies = [none if tally is None else tally for tally in tallies]
     return torch.stack(tallies)  # type: ignore[arg-type]
 

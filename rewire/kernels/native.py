@@ -28,12 +28,15 @@ from rewire.kernels.arguments import row_stride
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("sums.cpp", "sinkhorn.cpp"))
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 #: What the processor can do, as torch names it, with the flags for it. Others (ARM, POWER) have one baseline.
-VECTORS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
+VECTORS = dict.fromkeys(("AVX2", "AVX512"), ("-mavx2", "-mfma", "-mf16c"))
 
 #: Elements for which another thread is worth waking up.
 GRAIN = 1 << 15
 
-_FUNCTIONS = {torch.float32: "sums_float32", torch.float64: "sums_float64", torch.bfloat16: "sums_bfloat16"}
+_FUNCTIONS = {
+    dtype: f"sums_{str(dtype).removeprefix('torch.')}"
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+}
 _ARGUMENTS: list[Any] = [
     {"n": ctypes.c_int64, "p": ctypes.c_void_p}[kind] for kind in "nnnnnnpppppnnn"
 ]  # numbers and pointers
@@ -70,8 +73,8 @@ def sums(
     Returns:
         M new tensors; with states also the products, in the dtype of accumulation: those for weights, in their shape,
         unless scores are given and weights are not per channel; and with scores those for them, in their shape.
-        None if the kernel does not know such tensors (it knows those of one shape and dtype, float32, float64 or
-        bfloat16, with contiguous rows as far from each other, on a CPU), a dispatch mode follows what torch does, or
+        None if the kernel does not know such tensors (it knows those of one shape and dtype, float32, float64,
+        bfloat16 or float16, with contiguous rows as far from each other, on a CPU), a dispatch mode follows what torch does, or
         there is no kernel.
     """
     first = (terms or added)[0]
@@ -127,10 +130,10 @@ def _apart(streams: Tensor | None, others: Sequence[Tensor]) -> Sequence[Tensor]
 
 
 def _evenly(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of those whose rows are unevenly far from each other, or which are zeros that torch does not store."""
+    """Copies of those whose rows are unevenly far from each other, or whose zeros or signs torch has not stored."""
     return [
         torch.zeros(x.shape, dtype=x.dtype).add_(x)
-        if not x.data_ptr() or row_stride(x.shape, x.stride()) is None
+        if not x.data_ptr() or x.is_neg() or row_stride(x.shape, x.stride()) is None
         else x
         for x in tensors
     ]
@@ -156,7 +159,7 @@ def _run(tensors: _Tensors, weights: Tensor | None, by_channel: bool, scores: Te
         stride, pointer = width, x.data_ptr()
         if not x.is_contiguous():
             apart, contiguous = row_stride(x.shape, x.stride()), False
-            if apart is None:
+            if apart is None or x.is_neg():  # of complex numbers: torch has not stored the signs
                 return None
             stride = apart
         if x.dtype != first.dtype or x.shape != first.shape or not x.is_cpu or not pointer:

@@ -194,7 +194,8 @@ def backward(
         return carried, torch.cat(of_weight)
     rows, most, cols = x.shape[:-1].numel(), weight.shape[1], x.shape[-1]
     given, normed = grad.reshape(rows, most), inverse.numel() > 0
-    by_column = scores.reshape(rows, most).t() if normed else inverse
+    # As forward made them; saved tensors may come back with other strides (`save_on_cpu`).
+    by_column = scores.reshape(rows, most).t().contiguous() if normed else inverse
     joined = None if carried is None else layout(carried)
     plan = _plan_backward(layout(x), layout(weight), given.stride(), normed, joined)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -14,6 +14,9 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -23,27 +26,72 @@ struct BFloat16 {
     uint16_t bits;
 };
 
+struct Float16 {
+    uint16_t bits;
+};
+
 // What elements are summed in.
 template <typename T> struct Precise { using type = float; };
 template <> struct Precise<double> { using type = double; };
 
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
 template <typename T> inline T load(T x) { return x; }
 
-inline float load(BFloat16 x) {
-    const uint32_t bits = uint32_t(x.bits) << 16;
-    float result;
-    std::memcpy(&result, &bits, sizeof result);
-    return result;
+inline float load(BFloat16 x) { return float_of(uint32_t(x.bits) << 16); }
+
+// Without branches, so that the compiler can use vectors; few processors compute in float16.
+inline uint32_t chosen(bool first, uint32_t a, uint32_t b) {
+    const uint32_t mask = -uint32_t(first);
+    return (a & mask) | (b & ~mask);
+}
+
+inline float load(Float16 x) {
+    const uint32_t size = x.bits & 0x7fff;
+    const uint32_t normal = (size << 13) + chosen(size >= 0x7c00, 0x70000000, 0x38000000);  // the exponent's bias
+    const uint32_t small = bits_of(float(int32_t(size)) * 0x1p-24f);                        // subnormal, or zero
+    return float_of(chosen(size < 0x400, small, normal) | uint32_t(x.bits & 0x8000) << 16);
 }
 
 template <typename T> inline void store(T x, T* to) { *to = x; }
 
+inline void store(float x, Float16* to) {  // to the nearest, ties to even
+    const uint32_t bits = bits_of(x), size = bits & 0x7fffffff, rebased = size - 0x38000000;
+    const uint32_t normal = (rebased + 0xfff + (rebased >> 13 & 1)) >> 13;
+    const uint32_t small = bits_of(float_of(size) + 0.5f) - 0x3f000000;  // the last bit of 0.5 is the smallest float16
+    const uint32_t finite = chosen(size < 0x38800000, small, normal);
+    const uint32_t other = chosen(x != x, 0x7e00, 0x7c00);
+    to->bits = uint16_t((bits >> 16 & 0x8000) | chosen(size >= 0x477ff000, other, finite));
+}
+
 inline void store(float x, BFloat16* to) {  // to the nearest, ties to even
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
+    const uint32_t bits = bits_of(x);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     to->bits = x != x ? uint16_t(0x7fc0) : uint16_t(rounded);
 }
+
+constexpr int LANES = 16;  // elements side by side: of several vectors, or their sums would wait for each other
+
+template <typename T, typename F> inline void load_lanes(const T* x, F* values) {
+    for (int lane = 0; lane < LANES; ++lane) values[lane] = load(x[lane]);
+}
+
+#ifdef __F16C__
+template <> inline void load_lanes(const Float16* x, float* values) {
+    for (int lane = 0; lane < LANES; lane += 8)
+        _mm256_storeu_ps(values + lane, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(x + lane))));
+}
+#endif
 
 // The rows of a tensor, by the elements from one to the next.
 template <typename T> struct Rows {
@@ -56,7 +104,6 @@ template <typename T> struct Rows {
 template <int K, bool by_channel, bool dots_by_channel, bool summed, typename T, typename F>
 void add_terms(F* __restrict total, const T* __restrict x, const Rows<T>* terms, const F* weights, const F* scores,
                double* dots, F* row_dots, int64_t stride, int64_t row, int64_t column, int64_t count) {
-    constexpr int LANES = 16;  // sums of products side by side, or the compiler could not use vectors
     const T* g[K];
     const F* w[K];
     F factor[K], sum[K][LANES] = {};
@@ -65,20 +112,32 @@ void add_terms(F* __restrict total, const T* __restrict x, const Rows<T>* terms,
         w[k] = weights + k * stride;
         factor[k] = (by_channel ? F(0) : w[k][0]) + (scores ? scores[k] : F(0));
     }
-    const auto add = [&](int64_t i, int lane) {
+    const auto add = [&](int64_t i, int lane, auto&& state, auto&& value_of) {
         F result = total[i];
         for (int k = 0; k < K; ++k) {
-            const F value = load(g[k][i]);
+            const F value = value_of(k);
             result += (by_channel ? w[k][i] + factor[k] : factor[k]) * value;
-            if (dots_by_channel) dots[k * stride + i] += load(x[i]) * value;
-            if (summed) sum[k][lane] += load(x[i]) * value;
+            if (dots_by_channel) dots[k * stride + i] += state() * value;
+            if (summed) sum[k][lane] += state() * value;
         }
         total[i] = result;
     };
+    const auto add_one = [&](int64_t i, int lane) {
+        add(i, lane, [&] { return load(x[i]); }, [&](int k) { return load(g[k][i]); });
+    };
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES)
-        for (int lane = 0; lane < LANES; ++lane) add(i + lane, lane);
-    for (; i < count; ++i) add(i, 0);
+    for (; i + LANES <= count; i += LANES) {
+        if constexpr (std::is_same<T, Float16>()) {  // by the instruction for several at once
+            F values[K][LANES], states[LANES];
+            for (int k = 0; k < K; ++k) load_lanes(g[k] + i, values[k]);
+            if (dots_by_channel || summed) load_lanes(x + i, states);
+            for (int lane = 0; lane < LANES; ++lane)
+                add(i + lane, lane, [&] { return states[lane]; }, [&](int k) { return values[k][lane]; });
+        } else {
+            for (int lane = 0; lane < LANES; ++lane) add_one(i + lane, lane);
+        }
+    }
+    for (; i < count; ++i) add_one(i, 0);
     if (!summed) return;
     for (int k = 0; k < K; ++k) {
         for (int half = LANES / 2; half > 0; half /= 2)  // in pairs: as vectors, and not one after the other
@@ -179,3 +238,4 @@ template <typename T, typename F> void run(bool by_channel, const Task<T, F>& ta
 EXPORT(sums_float32, float, float)
 EXPORT(sums_float64, double, double)
 EXPORT(sums_bfloat16, BFloat16, float)
+EXPORT(sums_float16, Float16, float)

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rewire.kernels import native, plain
 from rewire.kernels.mix import mix
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 #: Rows and channels; tiles are 4096 elements, and compilers take 16 at a time.
 SHAPES = [(1,), (3, 5), (2, 7, 33), (3, 4097), (2, 3, 4096), (1, 9001)]
 
@@ -141,6 +141,27 @@ def test_bfloat16_rounds_as_torch_does() -> None:
     assert found is not None and found[0].isnan().all()
 
 
+def test_float16_rounds_as_torch_does() -> None:
+    """Every float16, and float32 of all sizes, in runs of 16 elements and one by one."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16)
+    drawn = torch.randint(-(2**31), 2**31 - 1, (1 << 16,)).to(torch.int32).view(torch.float32)
+    ties = torch.tensor([65519.0, 65520.0, 2**-24, 2**-25, 3 * 2**-25, 2**-14 - 2**-26, 1 + 2**-11, 1 + 3 * 2**-11])
+    for x in (every, every.view(-1, 8)[:, :7].contiguous()):
+        (found,) = native.sums([x], torch.ones(1), False)  # type: ignore[misc]
+        torch.testing.assert_close(found, x, rtol=0, atol=0, equal_nan=True)
+    for w in (*ties, *drawn[:4096:16]):
+        (found,) = native.sums([torch.tensor([1.0, -1.0, 2**-14, 0.5]).half()], w.view(1), False)  # type: ignore[misc]
+        want = (torch.tensor([1.0, -1.0, 2**-14, 0.5]) * w).half()
+        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_signs_that_torch_has_not_stored() -> None:
+    x = torch.randn(5, 1, dtype=torch.complex64).conj().imag
+    assert x.is_neg() and native.sums([x, x], torch.ones(2), False) is None
+    (total,) = native.several(None, [x, x.clone()], torch.ones(1, 2), None)
+    torch.testing.assert_close(total, 2 * x)
+
+
 def test_rows_that_lie_apart() -> None:
     wide = torch.randn(4, 5, 3, 6)
     spread = [wide[:, :, 1], wide.mT.contiguous().mT[:, :, 2].contiguous(), torch.randn(6).expand(4, 5, 6)]
@@ -157,7 +178,7 @@ def test_what_is_left_to_torch() -> None:
     zero = torch._efficientzerotensor(4, 6)
     for other in (x.double(), x.half(), x[:, :3], torch.randn(6, 4).mT, zero):
         assert native.sums([x, other], w, False) is None
-    assert native.sums([x.half()] * 2, w, False) is None
+    assert native.sums([x.int()] * 2, w, False) is None
     assert native.sums([x[:0]] * 2, w, False) is None
     assert native.sums([x.to("meta")] * 2, w, False) is None
     assert native.sums([x, x], torch.ones(2, 1), True) is None  # broadcast

@@ -140,6 +140,15 @@ class Cases:
         close([scores.detach()], [want.detach()], 1e-6)
         close(list(found), list(wanted), 1e-2 if dtype == torch.bfloat16 else 1e-6)
 
+    def test_saved_tensors_that_come_back_with_other_strides(self) -> None:
+        """As those of `save_on_cpu` with pinned memory do."""
+        x, weight = torch.randn(70, 40, requires_grad=True), torch.randn(40, 20, requires_grad=True)
+        up = torch.randn(70, 20)
+        want = torch.autograd.grad(read_off(x, weight, 1e-2)[0], (x, weight), up)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous()):
+            found = torch.autograd.grad(read_off(x, weight, 1e-2)[0], (x, weight), up)
+        close(list(found), list(want), 1e-6)
+
 
 class TestPlain(Cases):
     __test__ = not INTERPRETED
