@@ -7,21 +7,21 @@ dropout, views, products, norms) and stops at weights and at gates like a sigmoi
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from rewire.passes.flow import Flow, Op, Scope
-
-_CONVOLUTIONS = nn.modules.conv._ConvNd
-#: Names of last weights, for modules that could not be looked into.
-_LAST = re.compile(
-    r"(^|\.)(\w*down_proj|output_linear|w2|c_proj|o_proj|out_proj|fc2|lin2|linear2|wo|proj|dense_4h_to_h|to_out|dense|"
-    r"output|out)(\.|$)"
+from rewire.conventions import (
+    LAST_LAYER,
+    NOT_ZERO_AT_ZERO,
+    is_adaptive_norm,
+    is_linear,
+    is_matrix,
+    is_norm,
+    matrices,
 )
-#: Functions and modules that do not map zero to zero.
-_GATES = re.compile(r"sigmoid|softmax|softplus|exp|cos|topk|one_hot|ones|where", re.I)
+from rewire.passes.flow import Op, Scope
+
 #: What is zero only if all operands are (sums), or as soon as one is (products).
 _ALL_OPERANDS = {"mul", "multiply", "add", "sub", "cat", "stack"}
 _MATRIX_PRODUCTS = {"matmul", "bmm", "mm"}
@@ -46,29 +46,6 @@ class Ends:
         return Ends(*(getattr(self, field.name) | getattr(other, field.name) for field in fields))
 
 
-def is_matrix_module(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear map or a convolution: its ``weight`` is [out, in, ..] or a transpose of that."""
-    return isinstance(module, (nn.Linear, _CONVOLUTIONS)) or is_conv1d(module)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` is transformers' Conv1D, a linear map whose weight is [in, out]."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether ``module`` normalises, and holds nothing but gains and shifts."""
-    named = "norm" in type(module).__name__.lower()
-    return named and all(
-        parameter.ndim == 1 or parameter.shape.numel() == max(parameter.shape) for parameter in module.parameters()
-    )
-
-
-def is_adaptive(module: nn.Module) -> bool:
-    """Whether ``module`` normalises with gains and shifts that it computes from a condition."""
-    return bool(re.match(r"Ada\w*Norm|Ada(ptive|Group|Layer|RMS)", type(module).__name__))
-
-
 def ends_of(ops: Iterable[Op], stop: Callable[[Op], bool] = lambda op: False) -> Ends:
     """What the sum of ``ops`` is linear in; the way ends before operations that ``stop`` says."""
     ends, seen, todo = Ends(), set[Op](), list(ops)
@@ -86,7 +63,7 @@ def ends_of(ops: Iterable[Op], stop: Callable[[Op], bool] = lambda op: False) ->
 def _step(op: Op) -> tuple[Ends, Sequence[Op]]:
     """What one operation says, and the operations on which the way goes on."""
     if op.parameter:
-        vector = op.shape is not None and op.shape.numel() == max(op.shape, default=1)
+        vector = op.shape is not None and not is_matrix(op.shape)
         return (Ends(scales=frozenset({op.parameter})) if vector else Ends()), ()
     if op.leaf is not None:
         return _of_module(op.scope.path, op.leaf), op.inputs[:1] if _goes_through(op.leaf) else ()
@@ -116,31 +93,27 @@ def _entering(op: Op, scope: Scope) -> list[Op]:
 
 def _of_module(path: str, module: nn.Module) -> Ends:
     """What the value that a module returns is linear in, as far as the module itself tells."""
-    if is_matrix_module(module):
+    if is_linear(module):
         return Ends(weights=frozenset({f"{path}.weight"}))
     if isinstance(module, nn.MultiheadAttention):
         return Ends(weights=frozenset({f"{path}.out_proj.weight"}))
     if is_norm(module):
         return Ends(norms=frozenset({path}))
-    parameters = dict(module.named_parameters())
-    if all(parameter.shape.numel() == max(parameter.shape, default=1) for parameter in parameters.values()):
-        return Ends(scales=frozenset(f"{path}.{name}" for name in parameters))
+    if not matrices(module):
+        return Ends(scales=frozenset(f"{path}.{name}" for name, _ in module.named_parameters()))
     return Ends(weights=frozenset(f"{path}.{name}" for name in _last_by_name(module)))
 
 
 def _goes_through(module: nn.Module) -> bool:
     """Whether a module maps zero to zero without a weight that it ends with."""
-    if is_norm(module):
-        return True
-    vectors = all(p.shape.numel() == max(p.shape, default=1) for p in module.parameters())
-    return vectors and not _GATES.search(type(module).__name__)
+    return is_norm(module) or not (matrices(module) or NOT_ZERO_AT_ZERO.search(type(module).__name__))
 
 
 def _last_by_name(module: nn.Module) -> list[str]:
     """For a module that was not looked into: the weights that are named like a last one, else the last one."""
     tables = {f"{path}.weight" for path, child in module.named_modules() if isinstance(child, nn.Embedding)}
     names = [n for n, p in module.named_parameters() if p.ndim >= 2 and not n.endswith("bias") and n not in tables]
-    named = [name for name in names if _LAST.search(name.removesuffix(".weight"))]
+    named = [name for name in names if LAST_LAYER.search(name.removesuffix(".weight"))]
     own = [name for name in named if "." not in name]
     if own:
         return own
@@ -151,7 +124,7 @@ def _last_by_name(module: nn.Module) -> list[str]:
 
 def _zero_preserving(op: Op) -> Sequence[Op]:
     """Operands of an operation without weights that have to be zero for its result to be zero."""
-    if _GATES.search(op.name):
+    if NOT_ZERO_AT_ZERO.search(op.name):
         return ()
     if op.name in _ALL_OPERANDS:
         return op.inputs
@@ -186,15 +159,15 @@ def length(region: Iterable[Op]) -> int:
 
 def _length_of(module: nn.Module) -> int:
     """Number of weights on the longest way through a module that was not looked into."""
-    if is_matrix_module(module):
+    if is_linear(module):
         return 1
     matrices = [parameter for parameter in module.parameters() if parameter.ndim >= 2]
-    if is_norm(module) or is_adaptive(module) or not matrices:
+    if is_norm(module) or is_adaptive_norm(module) or not matrices:
         return 0
     return min(len(matrices), 2)  # an attention, an MLP, experts
 
 
-def parameters_of(flow: Flow, region: Iterable[Op]) -> set[str]:
+def parameters_of(region: Iterable[Op]) -> set[str]:
     """Names of the parameters that operations use."""
     names: set[str] = set()
     for op in region:

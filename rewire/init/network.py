@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from rewire.conventions import EMBEDDING_TABLE, EXPERTS, LINEAR_CLASS, OUTPUT_LAYER, is_conv1d, is_linear, is_norm
 from rewire.errors import UnsupportedTopology
-from rewire.init.ends import ends_of, is_conv1d, is_matrix_module, is_norm, length, parameters_of
+from rewire.init.ends import ends_of, length, parameters_of
 from rewire.init.layout import Layout
 from rewire.kernels.fused_qkv import Fused
 from rewire.passes.adds import Add, between
@@ -22,12 +22,6 @@ from rewire.passes.projections import find_projections
 from rewire.patterns import Pattern, patterns_for
 from rewire.trunk import Site
 
-#: Names of tables that are parameters of their own.
-TABLE = re.compile(r"embed|token|(^|[._])pos|position|table|latents|queries", re.I)
-#: Names of output layers, for networks whose forward cannot be traced.
-_OUTPUT = re.compile(
-    r"(^|\.)(\w*head|classifier|score|qa_outputs|proj_out\w*|fc|out|output|tail|logits|to_logits)(\.|$)", re.I
-)
 #: Settings of Hugging Face configs that name the activation.
 _ACTIVATIONS = ("hidden_act", "activation_function", "dense_act_fn", "hidden_activation")
 
@@ -125,17 +119,17 @@ class Network:
         owner, parameter = self.model.get_submodule(path), self.parameters[name]
         if not parameter.is_floating_point():
             return None
-        if leaf == "weight" and is_matrix_module(owner):
+        if leaf == "weight" and is_linear(owner):
             if isinstance(owner, nn.modules.conv._ConvTransposeNd):
                 return Layout(transposed=True, groups=owner.groups)
             return Layout(transposed=is_conv1d(owner))
         if isinstance(owner, nn.MultiheadAttention) and leaf.endswith("proj_weight"):
             return Layout()
-        if leaf.endswith("bias") or is_norm(owner) or isinstance(owner, nn.Embedding) or TABLE.search(leaf):
+        if leaf.endswith("bias") or is_norm(owner) or isinstance(owner, nn.Embedding) or EMBEDDING_TABLE.search(leaf):
             return None
-        if parameter.ndim == 3 and "expert" in f"{name} {type(owner).__name__}".lower():
+        if parameter.ndim == 3 and EXPERTS.search(f"{name} {type(owner).__name__}"):
             return Layout(stacked=True, transposed=self._stacked_transposed(name, owner))
-        if parameter.ndim == 2 and leaf == "weight" and re.search("router|gate|linear", type(owner).__name__, re.I):
+        if parameter.ndim == 2 and leaf == "weight" and LINEAR_CLASS.search(type(owner).__name__):
             return Layout()
         return None
 
@@ -153,7 +147,7 @@ class Network:
 
     def _branch(self, add: Add, site: Site) -> Branch:
         ends = ends_of(add.branches, stop=lambda op: op is add.source)
-        inside = self._names(parameters_of(self.flow, add.region))
+        inside = self._names(parameters_of(add.region))
         last, scales = self._names(ends.weights), self._names(ends.scales)
         matrices = [name for name in self.parameters if name in inside and self.layout(name) is not None]
         return Branch(
@@ -162,7 +156,7 @@ class Network:
             last or frozenset(matrices[-1:]),
             self._names(ends.norms),
             scales,
-            self._names(parameters_of(self.flow, between(add.source, add.shortcut) - {add.source})),
+            self._names(parameters_of(between(add.source, add.shortcut) - {add.source})),
             max(length(add.region), 1),
         )
 
@@ -208,7 +202,7 @@ class Network:
         if (self.flow.outputs and "" not in self.flow.unread) or not outside or not self._after_branches(outside[-1]):
             return None
         is_row = type(self.model).forward is nn.Sequential.forward
-        return outside[-1] if is_row or _OUTPUT.search(outside[-1]) else None
+        return outside[-1] if is_row or OUTPUT_LAYER.search(outside[-1]) else None
 
     def _in_branch(self, op: Op) -> bool:
         leaf = op.leaf
