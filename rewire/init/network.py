@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rewire.conventions import EMBEDDING_TABLE, EXPERTS, LINEAR_CLASS, OUTPUT_LAYER, is_conv1d, is_linear, is_norm
 from rewire.errors import UnsupportedTopology
-from rewire.init.ends import ends_of, length, parameters_of
+from rewire.init.last_layers import depth_of, last_layers_of, parameters_of
 from rewire.init.layout import Layout
 from rewire.kernels.fused_qkv import Fused
 from rewire.passes.adds import Add, between
@@ -140,24 +140,22 @@ class Network:
         branch = self.of_branch.get(name)
         width = branch.site.width if branch else None
         _, rows, columns = self.parameters[name].shape
-        ends = branch is not None and name in branch.last
-        return rows != columns and width == (columns if ends else rows)
-
-    # -- branches ---------------------------------------------------------------------------------------------------
+        is_last = branch is not None and name in branch.last
+        return rows != columns and width == (columns if is_last else rows)
 
     def _branch(self, add: Add, site: Site) -> Branch:
-        ends = ends_of(add.branches, stop=lambda op: op is add.source)
+        ends_with = last_layers_of(add.branches, stop=lambda op: op is add.source)
         inside = self._names(parameters_of(add.region))
-        last, scales = self._names(ends.weights), self._names(ends.scales)
+        last, scales = self._names(ends_with.weights), self._names(ends_with.scales)
         matrices = [name for name in self.parameters if name in inside and self.layout(name) is not None]
         return Branch(
             site,
             inside | last | scales,
             last or frozenset(matrices[-1:]),
-            self._names(ends.norms),
+            self._names(ends_with.norms),
             scales,
             self._names(parameters_of(between(add.source, add.shortcut) - {add.source})),
-            max(length(add.region), 1),
+            max(depth_of(add.region), 1),
         )
 
     def _names(self, names: Iterable[str]) -> frozenset[str]:
@@ -168,8 +166,6 @@ class Network:
             if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
                 found.add(self.first_name.get(id(value), name))
         return frozenset(found)
-
-    # -- attention --------------------------------------------------------------------------------------------------
 
     def _projections(self) -> dict[str, Parts]:
         """Parameter name -> its parts q, k, v with where they lie in it."""
@@ -187,16 +183,14 @@ class Network:
                     found.setdefault(name, parts)
         return found
 
-    # -- the network's ends -----------------------------------------------------------------------------------------
-
     def _classifier(self, outside: list[str]) -> str | None:
         """Name of the weight that makes the network's output: as the model says, else its forward, else a name."""
         for getter in ("get_output_embeddings", "get_classifier"):
             weight = getattr(_called(getattr(self.model, getter, None)), "weight", None)
             if id(weight) in self.first_name:
                 return self.first_name[id(weight)]
-        ends = ends_of(self.flow.outputs[:1], stop=self._in_branch)
-        own = [name for name in outside if name in self._names(ends.weights)]
+        last = self._names(last_layers_of(self.flow.outputs[:1], stop=self._in_branch).weights)
+        own = [name for name in outside if name in last]
         if own:
             return own[-1]
         if (self.flow.outputs and "" not in self.flow.unread) or not outside or not self._after_branches(outside[-1]):

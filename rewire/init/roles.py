@@ -12,7 +12,7 @@ from torch import nn
 
 from rewire.connection import CONNECTIONS, connections
 from rewire.conventions import EMBEDDING_TABLE, EXPERTS, FUSED_GATE, MODULATION, QKV, ROUTER, is_adaptive_norm, is_norm
-from rewire.init.ends import matrix_of
+from rewire.init.last_layers import matrix_of
 from rewire.init.layout import Layout
 from rewire.init.network import Branch, Network
 from rewire.init.table import Roles, Weight
@@ -118,9 +118,9 @@ def _roles_of_matrix(network: Network, name: str, layout: Layout) -> Iterator[tu
         yield "shortcut", "projects the shortcut", layout
     elif branch is not None and _is_router(network, name):
         yield "router", f"scores the experts of {site}", layout
-    elif way := _way(network, name):
-        yield way, "by its name", layout
-    elif branch is not None and (halves := _halves(network, name, layout)):
+    elif which := _q_k_or_v(network, name):
+        yield which, "by its name", layout
+    elif branch is not None and (halves := _gate_and_gated(network, name, layout)):
         for half in halves:
             yield "branch", f"in {site}, one half of a gate", dataclasses.replace(layout, rows=half)
     elif branch is not None:
@@ -157,14 +157,14 @@ def _is_router(network: Network, name: str) -> bool:
     return bool(ROUTER.search(name)) and any(map(EXPERTS.search, below))
 
 
-def _way(network: Network, name: str) -> str:
+def _q_k_or_v(network: Network, name: str) -> str:
     """q, k or v, for one of three siblings with such names; else empty."""
     parent, _, own = name.removesuffix(".weight").rpartition(".")
     siblings = {child for child, _ in network.model.get_submodule(parent).named_children()}
     return next(("qkv"[names.index(own)] for names in QKV if own in names and siblings.issuperset(names)), "")
 
 
-def _halves(network: Network, name: str, layout: Layout) -> list[tuple[int, int, int]]:
+def _gate_and_gated(network: Network, name: str, layout: Layout) -> list[tuple[int, int, int]]:
     """Rows of the gate and of what it gates, where one weight computes both; else empty."""
     owner = network.owner(name)
     if layout.stacked:

@@ -1,7 +1,7 @@
-"""What ends a branch: the weights that its output is a linear function of, and the norms and scales after them.
+"""The last layers of a branch: the weights that its output is a linear function of, norms and scales after them.
 
-The operations are followed back from a value. The way goes through everything that maps zero to zero (activations,
-dropout, views, products, norms) and stops at weights and at gates like a sigmoid.
+The operations are followed back from the branch's output. The way goes through everything that maps zero to zero
+(activations, dropout, views, products, norms), and stops at weights and at gates like a sigmoid.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rewire.conventions import (
 )
 from rewire.passes.flow import Op, Scope
 
-#: What is zero only if all operands are (sums), or as soon as one is (products).
+#: Operations on several operands that are all followed: sums are zero if all operands are, products if one is.
 _ALL_OPERANDS = {"mul", "multiply", "add", "sub", "cat", "stack"}
 _MATRIX_PRODUCTS = {"matmul", "bmm", "mm"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Ends:
+@dataclasses.dataclass
+class LastLayers:
     """What a value is linear in.
 
     Attributes:
@@ -37,47 +37,45 @@ class Ends:
         scales: names of vectors that are multiplied on after them.
     """
 
-    weights: frozenset[str] = frozenset()
-    norms: frozenset[str] = frozenset()
-    scales: frozenset[str] = frozenset()
-
-    def __or__(self, other: Ends) -> Ends:
-        fields = dataclasses.fields(Ends)
-        return Ends(*(getattr(self, field.name) | getattr(other, field.name) for field in fields))
+    weights: set[str] = dataclasses.field(default_factory=set)
+    norms: set[str] = dataclasses.field(default_factory=set)
+    scales: set[str] = dataclasses.field(default_factory=set)
 
 
-def ends_of(ops: Iterable[Op], stop: Callable[[Op], bool] = lambda op: False) -> Ends:
-    """What the sum of ``ops`` is linear in; the way ends before operations that ``stop`` says."""
-    ends, seen, todo = Ends(), set[Op](), list(ops)
+def last_layers_of(ops: Iterable[Op], stop: Callable[[Op], bool] = lambda op: False) -> LastLayers:
+    """What the sum of ``ops`` is linear in. The search ends before operations for which ``stop`` is true."""
+    last, seen, todo = LastLayers(), set[Op](), list(ops)
     while todo:
         op = todo.pop()
         if op in seen or stop(op):
             continue
         seen.add(op)
-        found, sources = _step(op)
-        ends |= found
-        todo += sources
-    return ends
+        todo += _step(op, last)
+    return last
 
 
-def _step(op: Op) -> tuple[Ends, Sequence[Op]]:
-    """What one operation says, and the operations on which the way goes on."""
+def _step(op: Op, last: LastLayers) -> Sequence[Op]:
+    """Enter in ``last`` what ``op`` is of it. Returns the operations to go on with."""
     if op.parameter:
-        vector = op.shape is not None and not is_matrix(op.shape)
-        return (Ends(scales=frozenset({op.parameter})) if vector else Ends()), ()
+        if op.shape is not None and not is_matrix(op.shape):
+            last.scales.add(op.parameter)
+        return ()
     if op.leaf is not None:
-        return _of_module(op.scope.path, op.leaf), op.inputs[:1] if _goes_through(op.leaf) else ()
+        _enter_module(op.scope.path, op.leaf, last)
+        return op.inputs[:1] if _goes_through(op.leaf) else ()
     norm = next((scope for scope in op.calls() if scope.module is not None and is_norm(scope.module)), None)
     if norm is not None:
-        return Ends(norms=frozenset({norm.path})), _entering(op, norm)
+        last.norms.add(norm.path)
+        return _inputs_of(norm, op)
     matrix = matrix_of(op)
     if matrix is not None:
-        return Ends(weights=frozenset({matrix})), ()
-    return Ends(), _zero_preserving(op)
+        last.weights.add(matrix)
+        return ()
+    return _zero_preserving(op)
 
 
-def _entering(op: Op, scope: Scope) -> list[Op]:
-    """The values from outside ``scope`` that ``op``, inside, is made of."""
+def _inputs_of(scope: Scope, op: Op) -> list[Op]:
+    """The values from outside the call ``scope`` that ``op``, inside it, is made of."""
     found, todo, seen = list[Op](), [op], set[Op]()
     while todo:
         for source in todo.pop().inputs:
@@ -91,35 +89,32 @@ def _entering(op: Op, scope: Scope) -> list[Op]:
     return found
 
 
-def _of_module(path: str, module: nn.Module) -> Ends:
-    """What the value that a module returns is linear in, as far as the module itself tells."""
+def _enter_module(path: str, module: nn.Module, last: LastLayers) -> None:
+    """Enter in ``last`` what the value that a module returns is linear in, as far as the module itself tells."""
     if is_linear(module):
-        return Ends(weights=frozenset({f"{path}.weight"}))
-    if isinstance(module, nn.MultiheadAttention):
-        return Ends(weights=frozenset({f"{path}.out_proj.weight"}))
-    if is_norm(module):
-        return Ends(norms=frozenset({path}))
-    if not matrices(module):
-        return Ends(scales=frozenset(f"{path}.{name}" for name, _ in module.named_parameters()))
-    return Ends(weights=frozenset(f"{path}.{name}" for name in _last_by_name(module)))
+        last.weights.add(f"{path}.weight")
+    elif isinstance(module, nn.MultiheadAttention):
+        last.weights.add(f"{path}.out_proj.weight")
+    elif is_norm(module):
+        last.norms.add(path)
+    elif not matrices(module):
+        last.scales.update(f"{path}.{name}" for name, _ in module.named_parameters())
+    else:
+        last.weights.update(f"{path}.{name}" for name in _last_by_name(module))
 
 
 def _goes_through(module: nn.Module) -> bool:
-    """Whether a module maps zero to zero without a weight that it ends with."""
+    """Whether a module holds no weight matrix and maps zero to zero, so that the search goes on with its input."""
     return is_norm(module) or not (matrices(module) or NOT_ZERO_AT_ZERO.search(type(module).__name__))
 
 
 def _last_by_name(module: nn.Module) -> list[str]:
-    """For a module that was not looked into: the weights that are named like a last one, else the last one."""
+    """For a module that was not looked into: its own weights that are named like a last one, else the last weight."""
     tables = {f"{path}.weight" for path, child in module.named_modules() if isinstance(child, nn.Embedding)}
     names = [n for n, p in module.named_parameters() if p.ndim >= 2 and not n.endswith("bias") and n not in tables]
     named = [name for name in names if LAST_LAYER.search(name.removesuffix(".weight"))]
     own = [name for name in named if "." not in name]
-    if own:
-        return own
-    below = [list(child.named_parameters(prefix=path)) for path, child in module.named_children()]
-    last = [[n for n, _ in parameters if n in named][-1:] for parameters in below]
-    return [name for row in last for name in row][-1:] or named[-1:] or names[-1:]
+    return own or named[-1:] or names[-1:]
 
 
 def _zero_preserving(op: Op) -> Sequence[Op]:
@@ -137,7 +132,7 @@ def _zero_preserving(op: Op) -> Sequence[Op]:
 
 def matrix_of(op: Op) -> str | None:
     """Name of the parameter that an operation multiplies with as a matrix or a kernel."""
-    if not op.matrices or op.name in ("embedding",):
+    if not op.matrices or op.name == "embedding":
         return None
     for source in op.inputs:
         weight: Op | None = source
@@ -148,16 +143,16 @@ def matrix_of(op: Op) -> str | None:
     return None
 
 
-def length(region: Iterable[Op]) -> int:
+def depth_of(region: Iterable[Op]) -> int:
     """Number of weights on the longest way through ``region``."""
     longest: dict[Op, int] = {}
     for op in sorted(region, key=lambda op: op.index):
         before = max((longest.get(source, 0) for source in op.inputs), default=0)
-        longest[op] = before + (_length_of(op.leaf) if op.leaf is not None else int(matrix_of(op) is not None))
+        longest[op] = before + (_depth_of_module(op.leaf) if op.leaf is not None else int(matrix_of(op) is not None))
     return max(longest.values(), default=0)
 
 
-def _length_of(module: nn.Module) -> int:
+def _depth_of_module(module: nn.Module) -> int:
     """Number of weights on the longest way through a module that was not looked into."""
     if is_linear(module):
         return 1
