@@ -115,8 +115,8 @@ class Network:
 
     def layout(self, name: str) -> Layout | None:
         """How the matrix in a parameter lies; None if it is none, or nothing tells."""
-        path, _, leaf = name.rpartition(".")
-        owner, parameter = self.model.get_submodule(path), self.parameters[name]
+        leaf = name.rpartition(".")[2]
+        owner, parameter = self.owner(name), self.parameters[name]
         if not parameter.is_floating_point():
             return None
         if leaf == "weight" and is_linear(owner):
@@ -134,6 +134,7 @@ class Network:
         return None
 
     def _stacked_transposed(self, name: str, owner: nn.Module) -> bool:
+        """Whether experts are [in, out]: as their module says, else by which of the two is the stream's width."""
         told = getattr(owner, "is_transposed", None)
         if told is not None:
             return bool(told)
@@ -150,12 +151,12 @@ class Network:
         matrices = [name for name in self.parameters if name in inside and self.layout(name) is not None]
         return Branch(
             site,
-            inside | last | scales,
-            last or frozenset(matrices[-1:]),
-            self._names(ends_with.norms),
-            scales,
-            self._names(parameters_of(between(add.source, add.shortcut) - {add.source})),
-            max(depth_of(add.region), 1),
+            inside=inside | last | scales,
+            last=last or frozenset(matrices[-1:]),
+            norms=self._names(ends_with.norms),
+            scales=scales,
+            shortcut=self._names(parameters_of(between(add.source, add.shortcut) - {add.source})),
+            depth=max(depth_of(add.region), 1),
         )
 
     def _names(self, names: Iterable[str]) -> frozenset[str]:
@@ -199,12 +200,14 @@ class Network:
         return outside[-1] if is_row or OUTPUT_LAYER.search(outside[-1]) else None
 
     def _in_branch(self, op: Op) -> bool:
+        """Whether ``op`` is a residual add, or runs in a module of a branch."""
         leaf = op.leaf
         if leaf is None:
             return op in self._sums
         return any(self.first_name.get(id(parameter)) in self.of_branch for parameter in leaf.parameters())
 
     def _after_branches(self, name: str) -> bool:
+        """Whether a parameter comes after those of all branches, in the model's order."""
         order = list(self.parameters)
         return order.index(name) > max((order.index(n) for n in self.of_branch), default=-1)
 
