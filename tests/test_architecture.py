@@ -58,7 +58,7 @@ def test_no_module_of_the_root_has_the_name_of_something_public() -> None:
 
 #: What a newcomer sees first.
 ROOMS = {
-    *("__init__.py", "__main__.py", "backend.py", "cli.py", "compiler.py", "connection.py", "console.py", "depth.py"),
-    *("diffs.py", "errors.py", "freezing.py", "gate.py", "logs.py", "pipeline.py", "placement.py", "registry.py"),
-    *("stream.py", "titan.py", "training.py", "trunk.py"),
+    *("__init__.py", "__main__.py", "backend.py", "cli.py", "compiler.py", "connection.py", "console.py"),
+    *("conventions.py", "depth.py", "diffs.py", "errors.py", "freezing.py", "gate.py", "logs.py", "pipeline.py"),
+    *("placement.py", "registry.py", "stream.py", "titan.py", "training.py", "trunk.py"),
 }

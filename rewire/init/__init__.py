@@ -1,18 +1,12 @@
-"""Initialisers: rules from a weight's role in the graph to its values. One family a file; importing registers all."""
+"""Initialisers: rules from a weight's role in the graph to its values."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
 from rewire.init.apply import InitReport, initialize
-from rewire.init.idinit import IDInit
+from rewire.init.functional import identity_, idi_, idic_, idiz_, idizc_, near_identity_, zero_hadamard_
+from rewire.init.initializers.idinit import IDInit
 from rewire.init.registry import Initializer, Rule, list_initializers, make_initializer, register_initializer
 from rewire.init.table import ROLES, Roles, Weight
-from rewire.init.units import identity_, idi_, idic_, idiz_, idizc_, near_identity_, zero_hadamard_
-
-for _file in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_file.name}")
 
 __all__ = [
     "ROLES",

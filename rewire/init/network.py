@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from rewire.conventions import EMBEDDING_TABLE, EXPERTS, LINEAR_CLASS, OUTPUT_LAYER, is_conv1d, is_linear, is_norm
 from rewire.errors import UnsupportedTopology
-from rewire.init.ends import ends_of, is_conv1d, is_matrix_module, is_norm, length, parameters_of
+from rewire.init.last_layers import depth_of, last_layers_of, parameters_of
 from rewire.init.layout import Layout
 from rewire.kernels.fused_qkv import Fused
 from rewire.passes.adds import Add, between
@@ -22,12 +22,6 @@ from rewire.passes.prepare import without_inputs
 from rewire.passes.projections import find_projections
 from rewire.trunk import Site
 
-#: Names of tables that are parameters of their own.
-TABLE = re.compile(r"embed|token|(^|[._])pos|position|table|latents|queries", re.I)
-#: Names of output layers, for networks whose forward cannot be traced.
-_OUTPUT = re.compile(
-    r"(^|\.)(\w*head|classifier|score|qa_outputs|proj_out\w*|fc|out|output|tail|logits|to_logits)(\.|$)", re.I
-)
 #: Settings of Hugging Face configs that name the activation.
 _ACTIVATIONS = ("hidden_act", "activation_function", "dense_act_fn", "hidden_activation")
 
@@ -121,49 +115,48 @@ class Network:
 
     def layout(self, name: str) -> Layout | None:
         """How the matrix in a parameter lies; None if it is none, or nothing tells."""
-        path, _, leaf = name.rpartition(".")
-        owner, parameter = self.model.get_submodule(path), self.parameters[name]
+        leaf = name.rpartition(".")[2]
+        owner, parameter = self.owner(name), self.parameters[name]
         if not parameter.is_floating_point():
             return None
-        if leaf == "weight" and is_matrix_module(owner):
+        if leaf == "weight" and is_linear(owner):
             if isinstance(owner, nn.modules.conv._ConvTransposeNd):
                 return Layout(transposed=True, groups=owner.groups)
             return Layout(transposed=is_conv1d(owner))
         if isinstance(owner, nn.MultiheadAttention) and leaf.endswith("proj_weight"):
             return Layout()
-        if leaf.endswith("bias") or is_norm(owner) or isinstance(owner, nn.Embedding) or TABLE.search(leaf):
+        if leaf.endswith("bias") or is_norm(owner) or isinstance(owner, nn.Embedding) or EMBEDDING_TABLE.search(leaf):
             return None
-        if parameter.ndim == 3 and "expert" in f"{name} {type(owner).__name__}".lower():
+        if parameter.ndim == 3 and EXPERTS.search(f"{name} {type(owner).__name__}"):
             return Layout(stacked=True, transposed=self._stacked_transposed(name, owner))
-        if parameter.ndim == 2 and leaf == "weight" and re.search("router|gate|linear", type(owner).__name__, re.I):
+        if parameter.ndim == 2 and leaf == "weight" and LINEAR_CLASS.search(type(owner).__name__):
             return Layout()
         return None
 
     def _stacked_transposed(self, name: str, owner: nn.Module) -> bool:
+        """Whether experts are [in, out]: as their module says, else by which of the two is the stream's width."""
         told = getattr(owner, "is_transposed", None)
         if told is not None:
             return bool(told)
         branch = self.of_branch.get(name)
         width = branch.site.width if branch else None
         _, rows, columns = self.parameters[name].shape
-        ends = branch is not None and name in branch.last
-        return rows != columns and width == (columns if ends else rows)
-
-    # -- branches ---------------------------------------------------------------------------------------------------
+        is_last = branch is not None and name in branch.last
+        return rows != columns and width == (columns if is_last else rows)
 
     def _branch(self, add: Add, site: Site) -> Branch:
-        ends = ends_of(add.branches, stop=lambda op: op is add.source)
-        inside = self._names(parameters_of(self.flow, add.region))
-        last, scales = self._names(ends.weights), self._names(ends.scales)
+        ends_with = last_layers_of(add.branches, stop=lambda op: op is add.source)
+        inside = self._names(parameters_of(add.region))
+        last, scales = self._names(ends_with.weights), self._names(ends_with.scales)
         matrices = [name for name in self.parameters if name in inside and self.layout(name) is not None]
         return Branch(
             site,
-            inside | last | scales,
-            last or frozenset(matrices[-1:]),
-            self._names(ends.norms),
-            scales,
-            self._names(parameters_of(self.flow, between(add.source, add.shortcut) - {add.source})),
-            max(length(add.region), 1),
+            inside=inside | last | scales,
+            last=last or frozenset(matrices[-1:]),
+            norms=self._names(ends_with.norms),
+            scales=scales,
+            shortcut=self._names(parameters_of(between(add.source, add.shortcut) - {add.source})),
+            depth=max(depth_of(add.region), 1),
         )
 
     def _names(self, names: Iterable[str]) -> frozenset[str]:
@@ -174,8 +167,6 @@ class Network:
             if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
                 found.add(self.first_name.get(id(value), name))
         return frozenset(found)
-
-    # -- attention --------------------------------------------------------------------------------------------------
 
     def _projections(self) -> dict[str, Parts]:
         """Parameter name -> its parts q, k, v with where they lie in it."""
@@ -193,30 +184,30 @@ class Network:
                     found.setdefault(name, parts)
         return found
 
-    # -- the network's ends -----------------------------------------------------------------------------------------
-
     def _classifier(self, outside: list[str]) -> str | None:
         """Name of the weight that makes the network's output: as the model says, else its forward, else a name."""
         for getter in ("get_output_embeddings", "get_classifier"):
             weight = getattr(_called(getattr(self.model, getter, None)), "weight", None)
             if id(weight) in self.first_name:
                 return self.first_name[id(weight)]
-        ends = ends_of(self.flow.outputs[:1], stop=self._in_branch)
-        own = [name for name in outside if name in self._names(ends.weights)]
+        last = self._names(last_layers_of(self.flow.outputs[:1], stop=self._in_branch).weights)
+        own = [name for name in outside if name in last]
         if own:
             return own[-1]
         if (self.flow.outputs and "" not in self.flow.unread) or not outside or not self._after_branches(outside[-1]):
             return None
         is_row = type(self.model).forward is nn.Sequential.forward
-        return outside[-1] if is_row or _OUTPUT.search(outside[-1]) else None
+        return outside[-1] if is_row or OUTPUT_LAYER.search(outside[-1]) else None
 
     def _in_branch(self, op: Op) -> bool:
+        """Whether ``op`` is a residual add, or runs in a module of a branch."""
         leaf = op.leaf
         if leaf is None:
             return op in self._sums
         return any(self.first_name.get(id(parameter)) in self.of_branch for parameter in leaf.parameters())
 
     def _after_branches(self, name: str) -> bool:
+        """Whether a parameter comes after those of all branches, in the model's order."""
         order = list(self.parameters)
         return order.index(name) > max((order.index(n) for n in self.of_branch), default=-1)
 

@@ -11,24 +11,21 @@ from typing import Any
 from torch import nn
 
 from rewire.connection import CONNECTIONS, connections
-from rewire.init.ends import is_adaptive, is_norm, matrix_of
+from rewire.conventions import EMBEDDING_TABLE, EXPERTS, FUSED_GATE, MODULATION, QKV, ROUTER, is_adaptive_norm, is_norm
+from rewire.init.last_layers import matrix_of
 from rewire.init.layout import Layout
-from rewire.init.network import TABLE, Branch, Network
+from rewire.init.network import Branch, Network
 from rewire.init.table import Roles, Weight
 from rewire.passes.flow import Op
 from rewire.passes.functions import forward_of
 from rewire.passes.rewrite import restore
 
-_ROUTER = re.compile(r"(^|\.)(gate|router|wg)(\.|$)", re.I)
-_MODULATION = re.compile(r"ada_?ln|modulation|film", re.I)
-_Q_K_V = re.compile(r"^(?:to_|w)?(q|k|v)(?:_?proj|_?lin|uery|ey|alue)?(?:_proj)?$")
-
 
 def roles(model: nn.Module) -> Roles:
     """The role of every parameter of ``model``: first layer, inside a branch, last of a branch, q, k, v, and so on.
 
-    Roles come from the graphs of the forwards; nothing is run, and parameters may be on the meta device. Compute them
-    before the model is sharded or compiled, and hand them to `rewire.initialize`.
+    Roles come from the graphs of the forwards. Nothing is run but norms, each by itself, and parameters may be on the
+    meta device. Compute roles before the model is sharded or compiled, and hand them to `rewire.initialize`.
 
     Args:
         model: any module, rewired or not.
@@ -99,7 +96,7 @@ def _role_of_vector(network: Network, name: str) -> tuple[str, str]:
         return ("modulation", f"inside {modulator}") if modulator else ("bias", f"of {kind}")
     if branch is not None and name in branch.scales:
         return "scale", f"multiplies the branch {branch.site.name}"
-    if TABLE.search(leaf):
+    if EMBEDDING_TABLE.search(leaf):
         return "embedding", "by its name"
     if parameter.ndim < 2:
         return "other", f"a vector of {kind} that is no bias, gain or scale"
@@ -121,9 +118,9 @@ def _roles_of_matrix(network: Network, name: str, layout: Layout) -> Iterator[tu
         yield "shortcut", "projects the shortcut", layout
     elif branch is not None and _is_router(network, name):
         yield "router", f"scores the experts of {site}", layout
-    elif way := _way(network, name):
-        yield way, "by its name", layout
-    elif branch is not None and (halves := _halves(network, name, layout)):
+    elif which := _q_k_or_v(network, name):
+        yield which, "by its name", layout
+    elif branch is not None and (halves := _gate_and_gated(network, name, layout)):
         for half in halves:
             yield "branch", f"in {site}, one half of a gate", dataclasses.replace(layout, rows=half)
     elif branch is not None:
@@ -149,7 +146,7 @@ def _modulator(network: Network, name: str) -> str:
     for end in range(len(parts), 0, -1):
         path = ".".join(parts[:end])
         module = network.model.get_submodule(path)
-        if is_adaptive(module) or _MODULATION.search(parts[end - 1]):
+        if is_adaptive_norm(module) or MODULATION.search(parts[end - 1]):
             return f"{type(module).__name__} '{path}'"
     return ""
 
@@ -157,22 +154,21 @@ def _modulator(network: Network, name: str) -> str:
 def _is_router(network: Network, name: str) -> bool:
     parent = name.removesuffix(".weight").rpartition(".")[0]
     below = (path for path, _ in network.model.get_submodule(parent).named_modules())
-    return bool(_ROUTER.search(name)) and any("expert" in path for path in below)
+    return bool(ROUTER.search(name)) and any(map(EXPERTS.search, below))
 
 
-def _way(network: Network, name: str) -> str:
+def _q_k_or_v(network: Network, name: str) -> str:
     """q, k or v, for one of three siblings with such names; else empty."""
     parent, _, own = name.removesuffix(".weight").rpartition(".")
-    siblings = (_Q_K_V.match(child) for child, _ in network.model.get_submodule(parent).named_children())
-    match = _Q_K_V.match(own)
-    return match[1] if match and {"q", "k", "v"} <= {found[1] for found in siblings if found} else ""
+    siblings = {child for child, _ in network.model.get_submodule(parent).named_children()}
+    return next(("qkv"[names.index(own)] for names in QKV if own in names and siblings.issuperset(names)), "")
 
 
-def _halves(network: Network, name: str, layout: Layout) -> list[tuple[int, int, int]]:
+def _gate_and_gated(network: Network, name: str, layout: Layout) -> list[tuple[int, int, int]]:
     """Rows of the gate and of what it gates, where one weight computes both; else empty."""
     owner = network.owner(name)
     if layout.stacked:
-        gated, apart = "gate_up" in name, getattr(owner, "is_concatenated", True)
+        gated, apart = bool(FUSED_GATE.search(name)), getattr(owner, "is_concatenated", True)
     else:
         made = [op for op in network.flow if name in (matrix_of(op), f"{op.scope.path}.weight")]
         gated, apart = any(_takes_halves(user) for op in made for user in network.flow.users[op]), True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import nn
 
 from rewire.init.registry import Rule
@@ -35,8 +34,9 @@ def orthogonal() -> Rule:
 
 
 def kaiming_std(fan: int) -> float:
+    """He's standard deviation, of a weight with that many inputs or outputs."""
     return math.sqrt(2.0 / fan)
 
 
 def constant(value: float) -> Rule:
-    return Rule(f"constant({value:g})", lambda values, _: torch.nn.init.constant_(values, value))
+    return Rule(f"constant({value:g})", lambda values, _: values.fill_(value))

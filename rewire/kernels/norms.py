@@ -33,40 +33,60 @@ class Norm(NamedTuple):
 def mark(module: nn.Module) -> str | None:
     """Find out whether ``module`` is a norm that kernels know, and remember it.
 
-    It is run on random rows and weights and compared with the formulas: what the class is called does not matter.
-
     Returns:
         None if it is one, else the reason why not.
     """
-    parameters = dict(module.named_parameters())
+    kind, why_not = recognise(module)
+    if kind is not None:
+        module.__dict__[_MARK] = kind
+    return why_not
+
+
+def recognise(module: nn.Module) -> tuple[Kind, None] | tuple[None, str]:
+    """Which norm ``module`` computes, or None and the reason why it is none that kernels know.
+
+    Its forward, without hooks, is run on random rows and weights and compared with the formulas: what the class is
+    called does not matter. Its parameters may be on the meta device.
+    """
+    parameters = dict(module.named_parameters(recurse=False))
     if set(parameters) - {"weight", "bias"} or "weight" not in parameters or parameters["weight"].dim() != 1:
-        return "its parameters are not those of an RMSNorm or LayerNorm with a weight"
+        return None, "its parameters are not those of an RMSNorm or LayerNorm with a weight"
     if any(True for _ in module.buffers()):
-        return "it has buffers"
+        return None, "it has buffers"
     if any(True for _ in module.children()):
-        return "it calls other modules"
+        return None, "it calls other modules"
     generator = torch.Generator("cpu").manual_seed(0)
     width = parameters["weight"].shape[0]
     values = {name: torch.rand(width, generator=generator, device="cpu") + 0.5 for name in parameters}
     eps = _eps(module)
     if eps is None:
-        return "it does not say its eps"
+        return None, "it does not say its eps"
     sizes = torch.tensor([[1.0], [10.0], [eps**0.5]], device="cpu")  # in rows of the last one eps matters
     # Of three dimensions: on two, norms of the second dimension would pass.
     rows = torch.randn(2, 3, width, generator=generator, device="cpu") * sizes
     try:
         with torch.no_grad():
-            got = torch.func.functional_call(module, values, (rows,))
+            got = torch.func.functional_call(_Forward(module), {f"of.{name}": v for name, v in values.items()}, (rows,))
     except Exception as error:  # whatever a module does that is no norm
-        return f"it cannot be run on rows: {error}"
+        return None, f"it cannot be run on rows: {error}"
     kinds: tuple[Kind, ...] = ("layer",) if "bias" in parameters else ("rms", "rms+1", "layer")
     for kind in kinds:
         weight = values["weight"] + 1 if kind == "rms+1" else values["weight"]
         want = normed(rows, Norm("layer" if kind == "layer" else "rms", weight, values.get("bias"), eps))
         if isinstance(got, Tensor) and got.shape == want.shape and torch.allclose(got, want, rtol=1e-5, atol=1e-5):
-            module.__dict__[_MARK] = kind
-            return None
-    return "it computes neither an RMSNorm nor a LayerNorm"
+            return kind, None
+    return None, "it computes neither an RMSNorm nor a LayerNorm"
+
+
+class _Forward(nn.Module):
+    """The forward of a module, without the module's hooks."""
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: Tensor) -> object:
+        return self.of.forward(x)
 
 
 def copy_mark(source: nn.Module, target: nn.Module) -> None:

@@ -7,9 +7,9 @@ embeddings, masks and position embeddings fail that test, or are told by name.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable
 
+from rewire.conventions import POSITIONAL
 from rewire.passes.flow import Flow, Op, Scope, common
 from rewire.passes.text import place_of, within
 
@@ -21,9 +21,6 @@ VIEWS = frozenset(
 )
 #: Why a weighted sum of the stream and a branch is no residual add.
 SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
-_POSITIONAL = re.compile(
-    r"(^|[._])(pos|positions?|positional|rel_pos|pe|ppeg|peg|cpe)([._0-9]|$|_?emb|_?conv|_?enc)", re.I
-)
 
 
 @dataclasses.dataclass(eq=False)
@@ -253,7 +250,7 @@ def _false_friend(add: Add) -> str:
     depth = len(add.block())
     names = {called(scope, depth) for scope in {op.scope for op in add.region}}
     named = [name for name in names if name]
-    if named and all(_POSITIONAL.search(name) for name in named):
+    if named and all(POSITIONAL.search(name) for name in named):
         return "adds a position embedding"
     return ""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from rewire.passes.flow import is_matrix
+from rewire.conventions import is_matrix
 
 
 class Candidates:

@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import fx, nn
 
+from rewire.conventions import FUSED_QKV, QKV
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.fused_qkv import Fused, fused_linear
 from rewire.passes.adds import Add, between
 from rewire.passes.flow import Flow, Op
-from rewire.passes.projections import FUSED_NAME, NAMES, fused_by_use
+from rewire.passes.projections import fused_by_use
 from rewire.trunk import Site
 
 #: Operations that project, and which argument of theirs is what is projected.
@@ -66,14 +67,14 @@ def find_attention(flow: Flow, add: Add, site: Site) -> Attention:
     products = {op.scope.path: op for op in reached if _position(op) is not None}
     for parent in sorted({path.rpartition(".")[0] for path in products}, key=len, reverse=True):
         prefix = f"{parent}." if parent else ""
-        for names in NAMES:
+        for names in QKV:
             paths = [prefix + name for name in names]
             if products.keys() >= set(paths):
                 return Attention(
                     tuple(_fed(add, products[path], None, way) for path, way in zip(paths, "qkv", strict=True))
                 )
         for path, op in products.items():
-            fused = fused_by_use(flow, path, _rows(op)) if FUSED_NAME.search(path.removeprefix(prefix)) else None
+            fused = fused_by_use(flow, path, _rows(op)) if FUSED_QKV.search(path.removeprefix(prefix)) else None
             if path.startswith(prefix) and fused is not None:
                 return Attention(tuple(_fed(add, op, None, way) for way in "qkv"), fused)
     raise UnsupportedTopology(

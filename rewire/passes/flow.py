@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, TypeAlias
 
@@ -206,16 +206,6 @@ def _mixes(cls: type[nn.Module]) -> bool:
 def kind_of(module: nn.Module | None) -> str:
     """Class of a module, as text."""
     return "" if module is None else f"{type(module).__module__}.{type(module).__qualname__}"
-
-
-def matrices(module: nn.Module) -> int:
-    """Number of weight matrices and convolution kernels in a module."""
-    return sum(is_matrix(parameter.shape) for parameter in module.parameters())
-
-
-def is_matrix(shape: Sequence[int]) -> bool:
-    """Whether a weight of this shape mixes channels: more than one of its dimensions is long."""
-    return sum(size != 1 for size in shape) >= 2
 
 
 def plain_name(name: str) -> str:

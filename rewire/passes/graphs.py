@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rewire.passes.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Scope, is_matrix, matrices, plain_name
+from rewire.conventions import is_matrix, matrices
+from rewire.passes.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Scope, plain_name
 
 #: How Dynamo writes the module that it compiles: a local or a global variable.
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")

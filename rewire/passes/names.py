@@ -8,18 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from rewire.conventions import BRANCHES, NORM, is_norm
 from rewire.passes.adds import Add, called
 from rewire.passes.flow import Op
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_KINDS = {
-    "cross-attention": re.compile(r"cross_?att|enc(oder|dec)_?att|encdecatt|multihead_attn|_mha_block", re.I),
-    "attention": re.compile(r"attn|attention|self_att|msa\b|_sa_block", re.I),
-    "conv": re.compile(r"conv", re.I),
-    "ffn": re.compile(
-        r"mlp|ffn|ff\b|feed_?forward|moe|expert|fc\d?\b|intermediate|_ff_block|densere|linear\d?\b", re.I
-    ),
-}
 
 
 def branch_calls(add: Add, depth: int) -> dict[str, str]:
@@ -55,7 +48,7 @@ def named(add: Add) -> tuple[str, str]:
 
 
 def _main(calls: dict[str, str], kind: str) -> str:
-    pattern = _KINDS.get("attention" if kind == "parallel" else kind)
+    pattern = BRANCHES.get("attention" if kind == "parallel" else kind)
     alike = [path for path, text in calls.items() if pattern and pattern.search(text)]
     return next(iter([*alike, *calls]), "")
 
@@ -63,10 +56,10 @@ def _main(calls: dict[str, str], kind: str) -> str:
 def kind_of(texts: Iterable[str]) -> str:
     """``attention``, ``cross-attention``, ``ffn``, ``parallel`` (both), ``conv`` or ``branch``, from names."""
     texts = list(texts)
-    kinds = [name for name, pattern in _KINDS.items() if any(pattern.search(text) for text in texts)]
+    kinds = [name for name, pattern in BRANCHES.items() if any(pattern.search(text) for text in texts)]
     attention = [kind for kind in kinds if kind.endswith("attention")]
-    other = [text for text in texts if not _KINDS["attention"].search(text)]
-    if attention and any(_KINDS["ffn"].search(text) for text in other):
+    other = [text for text in texts if not BRANCHES["attention"].search(text)]
+    if attention and any(BRANCHES["ffn"].search(text) for text in other):
         return "parallel"
     return kinds[0] if kinds else "branch"
 
@@ -97,9 +90,8 @@ def channels_of(add: Add, readers: Sequence[Op]) -> tuple[int | None, int]:
 def _told(op: Op, module: nn.Module | None) -> tuple[int, int] | None:
     if module is None or not any(True for _ in module.parameters()):
         return None
-    if "norm" in f"{op.scope.path.rpartition('.')[-1]} {type(module).__name__}".lower():
-        return norm_channels(module)
-    return input_channels(module)
+    named = NORM.search(f"{op.scope.path.rpartition('.')[-1]} {type(module).__name__}")
+    return norm_channels(module) if named or is_norm(module) else input_channels(module)
 
 
 def norm_channels(module: nn.Module) -> tuple[int, int] | None:
@@ -108,7 +100,7 @@ def norm_channels(module: nn.Module) -> tuple[int, int] | None:
         kind, weight = type(child).__name__.lower(), getattr(child, "weight", None)
         shape: Any = getattr(child, "normalized_shape", None) or getattr(weight, "shape", ())
         shape = (shape,) if isinstance(shape, int) else shape
-        if "norm" not in kind or len(shape) != 1:
+        if not is_norm(child) or len(shape) != 1:
             continue
         if isinstance(child, nn.GroupNorm):
             return int(shape[0]), 1

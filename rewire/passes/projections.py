@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 from torch import nn
 
+from rewire.conventions import FUSED_QKV, QKV, out_features
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.fused_qkv import Fused
 from rewire.passes.flow import Flow, Op
 from rewire.patterns import Pattern
 from rewire.trunk import Site
-
-#: Usual names of the three projections.
-NAMES = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("to_q", "to_k", "to_v"),
-    ("q", "k", "v"),
-    ("wq", "wk", "wv"),
-    ("q_lin", "k_lin", "v_lin"),
-    ("query_proj", "key_proj", "value_proj"),
-)
-#: And of one that is fused.
-FUSED_NAME = re.compile(r"qkv|(^|_)(c_attn|in_proj|query_key_value)(_|$)", re.I)
 
 #: Paths from the model's root, and the layout of a fused projection where it is known.
 _Candidate: TypeAlias = tuple[tuple[str, ...], Fused | None]
@@ -134,7 +121,7 @@ def _usual(flow: Flow, site: Site) -> Iterator[_Candidate]:
     for paths in _usual_paths(flow.model, site):
         fused = None
         if _needs_layout(flow.model, paths):
-            fused = fused_by_use(flow, paths[0], _rows(flow.model.get_submodule(paths[0])))
+            fused = fused_by_use(flow, paths[0], out_features(flow.model.get_submodule(paths[0])))
         yield paths, fused
 
 
@@ -147,12 +134,12 @@ def _usual_paths(model: nn.Module, site: Site) -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = [(path,) for path in parents if isinstance(modules.get(path), nn.MultiheadAttention)]
     for parent in parents:
         prefix = f"{parent}." if parent else ""
-        for names in NAMES:
+        for names in QKV:
             paths = tuple(prefix + name for name in names)
             if set(paths).issubset(linear):
                 found.append(paths)
         children = [path for path in linear if path.startswith(prefix) and "." not in path[len(prefix) :]]
-        found += [(path,) for path in children if FUSED_NAME.search(path[len(prefix) :])]
+        found += [(path,) for path in children if FUSED_QKV.search(path[len(prefix) :])]
     return [tuple(_join(site.block, path) for path in paths) for paths in found]
 
 
@@ -180,12 +167,6 @@ def fused_by_use(flow: Flow, path: str, width: int | None) -> Fused | None:
     users = [user for op in made for user in flow.users[op] if user.scope.path != path]
     layouts = {_layout(user, width) for user in users}
     return layouts.pop() if len(layouts) == 1 else None
-
-
-def _rows(projection: nn.Module) -> int | None:
-    """Number of outputs of a linear map, nn.Linear or transformers' Conv1D."""
-    rows = getattr(projection, "out_features", getattr(projection, "nf", None))
-    return rows if isinstance(rows, int) else None
 
 
 def _layout(user: Op, width: int) -> Fused | None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from rewire.passes.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Place, Scope, is_matrix, kind_of, matrices, plain_name
+from rewire.conventions import is_matrix, matrices
+from rewire.passes.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Place, Scope, kind_of, plain_name
 from rewire.passes.frames import Frames
 from rewire.passes.functions import forward_of
 from rewire.patterns.pattern import Inputs

@@ -1,6 +1,47 @@
-"""Architectures of transformers that are known by the names of their branches and projections alone."""
+"""Architectures of transformers that are known by the names of their branches and projections alone.
 
+Where one projection makes queries, keys and values, a function says how its output is laid out.
+"""
+
+from typing import Any
+
+from rewire.kernels.fused_qkv import Fused
+from rewire.patterns.pattern import thirds
 from rewire.patterns.transformers import Q_K_V, register_transformers
+
+
+def _by_head(_projection: Any, attention: Any) -> Fused:
+    """For each head its queries, keys and values."""
+    return Fused(attention.num_heads, (attention.head_dim,) * 3)
+
+
+def _gpt_neox(_projection: Any, attention: Any) -> Fused:
+    """By head, too."""
+    return Fused(attention.config.num_attention_heads, (attention.head_size,) * 3)
+
+
+def _falcon(_projection: Any, attention: Any) -> Fused:
+    """By head, with one key-value head for all queries, or one for each group of queries."""
+    heads, size = attention.num_heads, attention.head_dim
+    if attention.new_decoder_architecture:
+        keys = attention.num_kv_heads
+        return Fused(keys, (heads // keys * size, size, size))
+    return Fused(1, (heads * size, size, size)) if attention.multi_query else Fused(heads, (size, size, size))
+
+
+def _bigcode(projection: Any, attention: Any) -> Fused:
+    """By head, or with one key-value head for all queries."""
+    if attention.multi_query:
+        return Fused(1, (attention.embed_dim, attention.kv_dim, attention.kv_dim))
+    return _by_head(projection, attention)
+
+
+def _phi3(_projection: Any, attention: Any) -> Fused:
+    """All queries, then the keys, then the values of fewer heads."""
+    config, size = attention.config, attention.head_dim
+    keys = config.num_key_value_heads * size
+    return Fused(1, (config.num_attention_heads * size, keys, keys))
+
 
 # One block, called again and again; its attention adds and normalises by itself.
 register_transformers("albert", description="ALBERT", attention="query", ffn="ffn", qkv=("query", "key", "value"))
@@ -21,6 +62,16 @@ register_transformers(
     attention="self",
     ffn="intermediate",
     qkv=("{branch}.query", "{branch}.key", "{branch}.value"),
+)
+
+# Attention and MLP take the residual as an argument and add it themselves.
+register_transformers(
+    "bloom",
+    description="BLOOM",
+    attention=r"self_attention(\..*)?",
+    ffn=r"mlp(\..*)?",
+    qkv=("self_attention.query_key_value",),
+    fused=_by_head,
 )
 
 # Two encoders with the same names.
@@ -61,6 +112,38 @@ register_transformers(
     qkv=("{branch}.q_lin", "{branch}.k_lin", "{branch}.v_lin"),
 )
 
+# Attention and MLP in parallel, or one after the other as the config says.
+register_transformers(
+    "falcon",
+    description="Falcon",
+    attention="self_attention",
+    ffn="mlp",
+    qkv=("{branch}.query_key_value",),
+    fused=_falcon,
+)
+
+# The fused projection is a Conv1D.
+register_transformers("gpt2", description="GPT-2", attention="attn", ffn="mlp", qkv=("{branch}.c_attn",), fused=thirds)
+
+register_transformers(
+    "gpt_bigcode",
+    description="GPT-BigCode, StarCoder",
+    attention="attn",
+    ffn="mlp",
+    qkv=("{branch}.c_attn",),
+    fused=_bigcode,
+)
+
+# Attention and MLP in parallel, or one after the other as the config says.
+register_transformers(
+    "gpt_neox",
+    description="GPT-NeoX and Pythia",
+    attention="attention",
+    ffn="mlp",
+    qkv=("{branch}.query_key_value",),
+    fused=_gpt_neox,
+)
+
 # Attention and MLP in parallel.
 register_transformers("gptj", description="GPT-J", attention="attn", ffn="mlp", qkv=Q_K_V)
 
@@ -75,9 +158,21 @@ register_transformers(
     qkv=Q_K_V,
 )
 
+# The MLP takes the residual as an argument and adds it itself.
+register_transformers(
+    "mpt", description="MPT", attention="attn", ffn=r"ffn(\..*)?", qkv=("{branch}.Wqkv",), fused=thirds
+)
+
 # The MLP is two linear maps of the block itself.
 register_transformers(
     *("opt", "xglm", "biogpt"), description="OPT, XGLM and BioGPT", attention="self_attn", ffn="fc1", qkv=Q_K_V
+)
+
+# Attention and MLP in parallel.
+register_transformers("phi", description="Phi 1 and 2", attention="self_attn", ffn="mlp", qkv=Q_K_V)
+
+register_transformers(
+    "phi3", description="Phi 3 and 4", attention="self_attn", ffn="mlp", qkv=("{branch}.qkv_proj",), fused=_phi3
 )
 
 # One branch a block, an activation after each add.

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from rewire.conventions import out_features
 from rewire.kernels.fused_qkv import Fused
 from rewire.registry import Registry
 from rewire.trunk import Site
@@ -71,7 +72,8 @@ class Pattern:
 
 def thirds(projection: Any, _holder: Any = None) -> Fused:
     """Layout of a fused projection to all queries, then all keys, then all values, each of the same size."""
-    size = getattr(projection, "out_features", None) or projection.nf  # nn.Linear, transformers' Conv1D
+    size = out_features(projection)
+    assert size is not None, f"{projection} does not say how many outputs it has"
     return Fused(1, (size // 3,) * 3)
 
 

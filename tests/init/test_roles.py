@@ -258,3 +258,38 @@ def test_an_output_layer_that_is_tied_to_an_embedding_is_one() -> None:
     model.table.weight = model.head.weight
     (weight,) = rewire.roles(model)
     assert (weight.name, weight.role) == ("head.weight", "embedding") and weight.because == "tied with head.weight"
+
+
+class RMS(nn.Module):
+    """A norm whose class does not say so."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Sandwich(nn.Module):
+    """A norm before the branch, and one that it ends with."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.map, self.behind = RMS(width), nn.Linear(width, width), RMS(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.behind(self.map(self.before(x)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_norm_is_known_by_what_it_computes(device: str) -> None:
+    model = nn.Sequential(Sandwich(8), Sandwich(8)).to(device)
+    calls: list[object] = []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, *_: calls.append(module))
+    roles = {weight.name: weight.role for weight in rewire.roles(model)}
+    assert roles["0.before.weight"] == "norm" and roles["0.behind.weight"] == "last norm"
+    assert roles["0.map.weight"] == "last"
+    assert not any("_rewire_norm" in vars(module) for module in model.modules())
+    assert not {*map(id, calls)} & {*map(id, model.modules())}, "the caller's hooks were run"

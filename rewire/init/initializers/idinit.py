@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from rewire.init.functional import EPSILON, LOOSE, idi_, idic_, idiz_, idizc_
 from rewire.init.registry import Initializer, Rule, register_initializer
 from rewire.init.rules import zeros
 from rewire.init.table import LAST, MATRICES, Roles, Weight
-from rewire.init.units import EPSILON, LOOSE, idi_, idic_, idiz_, idizc_
 
 
 @register_initializer("idinit")

@@ -6,9 +6,9 @@ import dataclasses
 
 from rewire.errors import RewireError
 from rewire.init import rules
+from rewire.init.functional import zero_hadamard_
 from rewire.init.registry import Initializer, Rule, register_initializer
 from rewire.init.table import MATRICES, ZERO, Roles, Weight
-from rewire.init.units import zero_hadamard_
 
 
 @register_initializer("zero")

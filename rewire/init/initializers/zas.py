@@ -6,9 +6,9 @@ import dataclasses
 import math
 
 from rewire.init import rules
+from rewire.init.functional import identity_, near_identity_
 from rewire.init.registry import Initializer, Rule, register_initializer
 from rewire.init.table import LAST, MATRICES, ZERO, Roles, Weight
-from rewire.init.units import identity_, near_identity_
 
 
 @register_initializer("zas")
