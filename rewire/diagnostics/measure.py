@@ -252,7 +252,7 @@ def _own(value: Any) -> Any:
 
 
 def _signals(record: Record, gradients: _Gradients, chi: Chi | None) -> TrunkSignals:
-    run, trunk, dim = record.runs[0], record.trunk, record.channel_dim
+    run, trunk, dim = record.runs[0], record.trunk, record.trunk.channel_dim
     hidden = _hidden(run)
     sites = [
         SiteSignals(
