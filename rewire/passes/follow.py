@@ -111,8 +111,6 @@ class _Follower(fx.Tracer):
         flow.unread = self.unread
         return flow
 
-    # -- modules -------------------------------------------------------------------------------------------------------
-
     def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module: nn.Module = view._rewire_module
         if isinstance(module, nn.Identity) or _is_empty(module):
@@ -263,8 +261,6 @@ class _Follower(fx.Tracer):
         while isinstance(result, (tuple, list)) and result:
             result = result[0]
         return {"": result} if isinstance(result, fx.Proxy) else {}
-
-    # -- torch.fx ------------------------------------------------------------------------------------------------------
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         scope, place = self._here()

@@ -82,9 +82,6 @@ def lower_mixes(graph: fx.Graph, root: nn.Module) -> tuple[list[LoweredMix], dic
     return lowered[::-1], left
 
 
-# -- what takes their place --------------------------------------------------------------------------------------------
-
-
 def weighted_sum(sources: Sequence[Tensor], weights: Sequence[Tensor | float], added: Sequence[Tensor]) -> Tensor:
     """``sum_i w_i x_i + sum_k f_k``.
 
@@ -128,9 +125,6 @@ def contraction(
     if side_by_side and (per_token or w.dim() == 2):
         return combine(states, w.mT)  # type: ignore[arg-type]
     return torch.stack(mixes(sources, None if per_token else w, w if per_token else None)[0], place)
-
-
-# -- sums of products --------------------------------------------------------------------------------------------------
 
 
 def _sum_of_products(node: fx.Node, tensors: _Tensors) -> _Call | None:
@@ -197,9 +191,6 @@ def _is_weight(weight: object, total: Tensor, tensors: _Tensors) -> bool:
 
 def _per_token(weight: Tensor) -> bool:
     return weight.dim() > 1 and weight.numel() != 1
-
-
-# -- contractions ------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,8 +76,6 @@ class Recorder(TorchFunctionMode):
             handles.append(module.register_forward_hook(self._left, prepend=True, always_call=True))
         return handles
 
-    # -- calls of modules ----------------------------------------------------------------------------------------------
-
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caller, place = self.frames.caller(self.stack, sys._getframe(1))
         parent = caller if self.stack else None
@@ -99,8 +97,6 @@ class Recorder(TorchFunctionMode):
                 op = self._new(tensor, scope.path.rpartition(".")[2], given, scope, None)
                 op.leaf, op.matrices = module, matrices(module)
         scope.results = self._ops(output)
-
-    # -- operations ----------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

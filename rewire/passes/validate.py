@@ -168,9 +168,6 @@ def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
         return [t for t in tensors_in(bench(*args, **kwargs)) if t.is_floating_point()]
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
-
-
 def _original_run(
     setting: Setting, original: nn.Module, inputs: Inputs, noise: dict[str, Tensor]
 ) -> tuple[Inputs, Run | None]:
@@ -190,9 +187,6 @@ def _original_run(
         raise BadExampleInputs(
             f"{type(original).__name__} does not run on the example inputs: {type(error).__name__}: {error}"
         ) from error
-
-
-# -- differences -------------------------------------------------------------------------------------------------------
 
 
 def _difference(setting: Setting, expected: Run, actual: Run, done: Comparison) -> str:
