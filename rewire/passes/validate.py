@@ -83,15 +83,30 @@ def check(model: nn.Module, rewired: nn.Module, found: Sequence[Flow], inputs: I
         return
     rewired = shared(rewired)
     drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
-    starts = STARTS if start == "preserve" else ()
+    compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else (), found)
+
+
+def compare_both(
+    name: str,
+    original: nn.Module,
+    rewired: nn.Module,
+    inputs: Inputs,
+    settings: Sequence[Setting],
+    starts: Sequence[Setting],
+    found: Sequence[Flow] = (),
+) -> None:
+    """`compare` the same rewrite with plain connections in it, in ``settings``; then as it is, in ``starts``, if any.
+
+    If runs of the original were found, their graphs are compared with the plain one, too.
+    """
     plain = with_plain_connections(rewired)
-    with progress(f"validating {name}", len(SETTINGS) + len(starts) + 1) as step:
-        compare(model, plain, inputs, step=step)
-        same = compare_graphs(found, plain, inputs)
-        log.info("%s: the graphs agree in %d operations with weights", name, same)
-        step()
+    with progress(f"validating {name}", len(settings) + len(starts) + bool(found)) as step:
+        compare(original, plain, inputs, settings, step)
+        if found:
+            log.info("%s: the graphs agree in %d operations with weights", name, compare_graphs(found, plain, inputs))
+            step()
         if starts:
-            compare(model, rewired, inputs, starts, step)
+            compare(original, rewired, inputs, starts, step)
 
 
 def with_plain_connections(rewired: nn.Module) -> nn.Module:
