@@ -206,8 +206,6 @@ class Backend:
         """What was rewired and lowered in the graphs so far, and what was not."""
         return self._report
 
-    # -- one graph -----------------------------------------------------------------------------------------------------
-
     def _rewrite(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:
         """Rewrite a graph in place, compare it on ``inputs`` with what it was, and return the names of its trunks."""
         captured = copied(graph)

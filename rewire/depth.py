@@ -41,8 +41,6 @@ class Depth(SeparateInputs):
         super().__init__()
         self.block, self.where, self.entries = block, where, entries
 
-    # -- in and out ----------------------------------------------------------------------------------------------------
-
     def open(
         self,
         value: Any,
@@ -215,8 +213,6 @@ class Depth(SeparateInputs):
             self._check_count(live, live in left)
         return result
 
-    # -- adds ----------------------------------------------------------------------------------------------------------
-
     def add(self, shortcut: Tensor, *branches: Tensor, alpha: float = 1, norm: nn.Module | None = None) -> Tensor:
         """A residual add, ``shortcut + sum(branches)`` in the original: the stream's new value.
 
@@ -356,8 +352,6 @@ class Depth(SeparateInputs):
         normed: Tensor = norm(value) if known is None else known
         return normed
 
-    # -- which stream --------------------------------------------------------------------------------------------------
-
     def _holding(self, value: Tensor) -> Live | None:
         """The stream whose value is this very tensor."""
         for live in self.live:
@@ -378,8 +372,6 @@ class Depth(SeparateInputs):
     def _entry(self, stream: Stream) -> Entry | None:
         """What the function knows of a stream's trunk."""
         return next((entry for entry in self.entries if entry.trunk == stream.layout.trunk), None)
-
-    # -- checks --------------------------------------------------------------------------------------------------------
 
     def _check_unchanged(self, live: Live) -> None:
         if live.overwritten:

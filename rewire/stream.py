@@ -211,6 +211,7 @@ class Stream(TensorLike):
         """The stream of `_due` when ``value`` has been read."""
         if isinstance(self.held, Unsummed):
             return self._pushed(value)._due()[1]._opened(value, qkv)
+        self._seen("read", value)
         branch = self.held.branch if isinstance(self.held, Reading) else None
         return self._with(self.states, Reading((value,), branch, qkv))
 
@@ -240,6 +241,7 @@ class Stream(TensorLike):
         branches = self._fitted(branches)
         if not isinstance(self.held, Reading):
             return self.read()[1].write(*branches)
+        self._seen("write", branches)
         layout, site, reading = self.layout, self.position, self.held
         outputs = branches if reading.branch is None else (reading.branch, *branches)
         if site in layout.posts:
@@ -290,6 +292,7 @@ class Stream(TensorLike):
                 f"the hidden states of trunk '{self.layout.trunk}' are DTensors, and get other dimensions between its "
                 "residual adds. Let the modules around the trunk work on plain tensors, and call rewire.parallelize."
             )
+        self._seen("view", view)
         states = tuple(s.viewed(view) if isinstance(s, History) else view(s) for s in self.states)
         return self._with(states, pytree.tree_map(view, self.held))
 
@@ -307,7 +310,13 @@ class Stream(TensorLike):
             )
         if isinstance(self.held, Unsummed):
             return self.summed().finish()
-        return self._out(layout.restored(layout.topology.finish(self.states, self.weights.value, layout.dims)))
+        output = layout.restored(layout.topology.finish(self.states, self.weights.value, layout.dims))
+        self._seen("finish", output)
+        return self._out(output)
+
+    def _seen(self, what: str, value: Any) -> None:
+        if self.layout.observe is not None:
+            self.layout.observe(what, self.position, value)
 
     def summed(self) -> Stream:
         """The stream, its last state computed if it waits for a read."""

@@ -69,9 +69,6 @@ def rewired(spec: ModelSpec, topology: str | Topology = "ancre-ingoing", **optio
     )
 
 
-# -- building ----------------------------------------------------------------------------------------------------------
-
-
 def _rewired_config(config: BaseModel.Config, arguments: dict[str, Any]) -> BaseModel.Config:
     """``config``, which builds the rewired model."""
     base = type(config)
@@ -108,9 +105,6 @@ def _adopt(model: nn.Module) -> None:
                 connection.__class__ = TitanConnection
         elif isinstance(held, SeparateNorms):
             held.__class__ = TitanNorms
-
-
-# -- parallelism -------------------------------------------------------------------------------------------------------
 
 
 def _parallelized(
@@ -188,9 +182,6 @@ def _pipelined(pipelining_fn: Callable[..., Any], model: nn.Module, **given: Any
     if len(parts) > 1:
         pipeline_cache(parts, given["parallel_dims"].get_mesh("pp").get_group())
     return schedule, parts, first, last
-
-
-# -- Hugging Face's format ---------------------------------------------------------------------------------------------
 
 
 def _rewired_adapter(base: Any) -> Any:

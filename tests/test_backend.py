@@ -265,7 +265,7 @@ def test_validation_shows_a_bar(start: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
         yield step
 
-    monkeypatch.setattr("rewire.passes.captured.progress", progress)
+    monkeypatch.setattr("rewire.passes.validate.progress", progress)
     torch.compile(Stack(PreNorm), backend=rewire.Backend("denseformer", start=start, inner="eager"))(vectors())
     steps = 4 if start == "preserve" else 2
     assert bars == [["validating a graph", steps, steps]]

@@ -53,8 +53,8 @@ class _FourLayers(nn.Module):
         return x + self.layers(x)
 
 
-def _resnet(layers: int, width: int = 256) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, width), *(_FourLayers(width) for _ in range(layers // 4)))
+def _resnet(layers: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 256), *(_FourLayers(256) for _ in range(layers // 4)))
 
 
 #: Name -> what it is, and what makes it. Sizes of the Llamas are those of GaLore (arXiv 2403.03507, Table 11).

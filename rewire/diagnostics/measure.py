@@ -131,9 +131,6 @@ def diagnose(
     return Diagnosis(trunks, float(value.detach()), unreached)
 
 
-# -- running -----------------------------------------------------------------------------------------------------------
-
-
 def _inputs(model: nn.Module, batch: Any) -> Inputs:
     if isinstance(batch, Tensor):
         batch = (batch,)
@@ -248,11 +245,8 @@ def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-
 def _signals(record: Record, gradients: _Gradients, chi: Chi | None) -> TrunkSignals:
-    run, trunk, dim = record.runs[0], record.trunk, record.channel_dim
+    run, trunk, dim = record.runs[0], record.trunk, record.trunk.channel_dim
     hidden = _hidden(run)
     sites = [
         SiteSignals(
@@ -297,9 +291,6 @@ def _influence(a: Tensor, b: Tensor, dim: int) -> float:
     """``1 - cos(a, b)``, averaged over all positions, as half the squared distance of the unit vectors."""
     distance = F.normalize(_precise(a), dim=dim) - F.normalize(_precise(b), dim=dim)
     return float(distance.square().sum(dim).mean() / 2)
-
-
-# -- printing ----------------------------------------------------------------------------------------------------------
 
 
 def _headline(trunk: TrunkSignals) -> str:

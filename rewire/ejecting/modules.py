@@ -69,8 +69,6 @@ class Module:
         head = [*self._headers, self._docstring(), *future, *import_statements(self._imports), "", runtime]
         return "\n".join([*head, self._data(), "\n\n\n".join(self._bodies), "", "", self._modules()])
 
-    # -- classes and functions -----------------------------------------------------------------------------------------
-
     def _class(self, cls: type, edits: Iterable[Edited], name: str) -> str:
         head = f"class {name}({self._qualified(cls)}):"
         return "\n".join([head, *(self._method(cls, edited) for edited in edits)]).rstrip()
@@ -150,8 +148,6 @@ def connected(model: {base}) -> {self.root}:
         made = replaced(whole, changes)
         return made.removeprefix("if 1:\n") if indented else made
 
-    # -- names ---------------------------------------------------------------------------------------------------------
-
     def _free(self, name: str) -> str:
         """``name``, or one like it, that nothing else in this file has."""
         if not name.isidentifier() or keyword.iskeyword(name):
@@ -197,8 +193,6 @@ def connected(model: {base}) -> {self.root}:
             cls = original_class(self.model)
             functions += [f for f in (edited.original(cls).function for edited in edits_of(self.model).values()) if f]
         return any(isinstance(next(iter(f.__annotations__.values()), None), str) for f in functions)
-
-    # -- data ----------------------------------------------------------------------------------------------------------
 
     def _docstring(self) -> str:
         cls = original_class(self.model) if is_edited(self.model) else type(self.model)

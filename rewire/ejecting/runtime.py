@@ -82,8 +82,6 @@ class Runtime:
         imports = import_statements({name: binding for binding, name in self._imports.items()})
         return "\n".join([heading, "from __future__ import annotations\n", *imports, *parts])
 
-    # -- what is needed ------------------------------------------------------------------------------------------------
-
     def _gather_all(self, read: set[str] | None) -> None:
         """Gather what the roots need, with those methods that have a name among ``read``, or in gathered text."""
         self._found: dict[Definition, ast.stmt] = {}
@@ -182,8 +180,6 @@ class Runtime:
                 if target in self._found and target.module != module:
                     needed[module].add(target.module)
         return list(graphlib.TopologicalSorter(needed).static_order())
-
-    # -- its text ------------------------------------------------------------------------------------------------------
 
     def _given_names(self) -> dict[Definition, str]:
         """A name for each definition.

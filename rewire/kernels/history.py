@@ -233,33 +233,6 @@ def _differentiable(
     return dx, torch.stack(dots)
 
 
-def tensors_moved(mixes: int, first: int = 1, block: int | None = None) -> tuple[int, int]:
-    """How many 16-bit states' worth of bytes a chain of mixes reads and writes, forward and backward.
-
-    Branch outputs that are added are not counted: they are read once in any form.
-
-    Args:
-        mixes, first: as in `Table`.
-        block: B; None counts the form without blocks.
-    """
-    states, block = first + mixes - 1, block or first + mixes
-    forward = backward = 0
-    for start in range(0, mixes, block):
-        group = min(block, mixes - start)
-        if start:
-            forward += first + start + 2 * group * 2  # read all states; write and read what is begun, in float32
-        inside = [s if start else s + first for s in range(group)]
-        forward += sum(inside) + group  # read the block's own states, write the mixes
-    for start in range(0, states, block):
-        inside_block = range(start, min(start + block, states))
-        later = max(0, mixes - max(0, start + block - first)) if len(inside_block) == block else 0
-        near = [mixes - max(0, i + 1 - first) - later for i in inside_block]
-        backward += sum(n + 2 + (later > 0) for n in near if n)  # read gradients and the state, write its gradient
-        if later:
-            backward += later + 2 * block
-    return forward, backward
-
-
 def best_block(mixes: int, first: int = 1) -> int:
     """B for a chain of mixes; more than all states if blocks do not pay.
 

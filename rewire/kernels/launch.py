@@ -200,12 +200,6 @@ def _run(
     return known(tensors)
 
 
-def forget() -> None:
-    """Forget all plans."""
-    with _lock:
-        _plans.clear()
-
-
 def _several(x: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
     return (x,) if isinstance(x, Tensor) else x
 

@@ -110,7 +110,8 @@ def bytes_of_history(
 ) -> tuple[int, int]:
     """Bytes that the kernels of a `History` move, forward and backward; each mix adds one branch output.
 
-    This is `history.tensors_moved`, with branches, weights, partial sums, and the accumulators between chained kernels.
+    Branch outputs, weights, partial sums and the accumulators between chained kernels included; without them those of
+    docs/kernels.md.
 
     Args:
         mixes, first: as in `history.Table`; all weights are scalars.

@@ -10,12 +10,11 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 
 from rewire.connection import connections
-from rewire.console import progress
 from rewire.errors import BadExampleInputs, ValidationMismatch
 from rewire.logs import validate as log
 from rewire.passes.copies import shared
 from rewire.passes.runs import Setting
-from rewire.passes.validate import compare, with_plain_connections
+from rewire.passes.validate import compare_both
 from rewire.patterns.pattern import Inputs
 from rewire.topologies.base import Start
 
@@ -71,15 +70,12 @@ def check_captured(original: fx.GraphModule, rewritten: fx.GraphModule, inputs: 
         log.warning("a graph was rewired but not validated: it was captured for tensors without values.")
         return
     after = shared(after)
+    if start == "preserve":
+        for connection in connections(after).values():  # which may have learned since, in another graph
+            connection.become(connection.layout)
     given: Inputs = tuple(_number(value) for value in inputs if not isinstance(value, nn.Parameter)), {}
-    starts = STARTS if start == "preserve" else ()
     try:
-        with progress("validating a graph", len(SETTINGS) + len(starts)) as step:
-            compare(before, with_plain_connections(after), given, SETTINGS, step)
-            if starts:
-                for connection in connections(after).values():  # which may have learned since, in another graph
-                    connection.become(connection.layout)
-                compare(before, after, given, starts, step)
+        compare_both("a graph", before, after, given, SETTINGS, STARTS if start == "preserve" else ())
     except BadExampleInputs as error:
         log.warning("a graph was rewired but not validated: %s", error)
     except ValidationMismatch as error:

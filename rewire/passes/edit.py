@@ -77,8 +77,6 @@ class _Editor:
         """How the function's gate is written."""
         return f"{self.text.receiver}.{self.plan.gate}" if self.plan.method else self.plan.parameter
 
-    # -- lines at the start and at the end -----------------------------------------------------------------------------
-
     def _entry(self) -> Change:
         """The lines in front of the function's body."""
         tree, text = self.text.tree, self.text.text
@@ -156,8 +154,6 @@ class _Editor:
         statement = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.stmt))
         trunks = "" if edit.trunks == (0,) else "".join(f", {number}" for number in edit.trunks)
         return self._line_behind(statement, *(f"{name} = {self._gate}.ended({name}{trunks})" for name in edit.names))
-
-    # -- expressions ---------------------------------------------------------------------------------------------------
 
     def _value(self, edit: Value) -> list[Change]:
         return [*self._made("open", edit), *self._settled(edit)]
@@ -338,8 +334,6 @@ class _Editor:
         if not nodes:
             raise EditError(f"no expression stands at {self.text.file}:{at[0]}, where the residual stream passes")
         return nodes[0]
-
-    # -- residual adds -------------------------------------------------------------------------------------------------
 
     def _sum(self, edit: Sum) -> list[Change]:
         return self._added(edit, "write" if edit.last else "add", self._how(edit), edit.inner)

@@ -60,7 +60,7 @@ def find_attention(flow: Flow, add: Add, site: Site) -> Attention:
     Raises:
         UnsupportedTopology: that was not found.
     """
-    reached = _reached(flow, add)
+    reached = _reached(add)
     multihead = [op for op in reached if op.name == _MULTIHEAD]
     if len(multihead) == 1:
         return Attention(tuple(_fed(add, multihead[0], n, way) for n, way in enumerate("qkv")))
@@ -134,7 +134,7 @@ def _feed_fused(graph: fx.Graph, fed: Fed, fused: Fused, arguments: list[fx.Node
     graph.erase_node(node)
 
 
-def _reached(flow: Flow, add: Add) -> list[Op]:
+def _reached(add: Add) -> list[Op]:
     """What reads the state of ``add`` in its branches, as it is or after operations without weights, in order."""
     passed, found = {add.state}, set[Op]()
     for op in sorted(add.region, key=lambda op: op.index):

@@ -103,7 +103,6 @@ class Op:
         scope: the call that it runs in.
         place: where it stands in the scope's code; None if that is not known.
         matrices: number of weight matrices that it reads.
-        overwrites: whether it is an in-place operation.
         leaf: the module, for the call of one that was not looked into.
         constant: whether it is made of parameters, buffers and numbers only.
         parameter: name of the parameter or buffer that it is.
@@ -119,7 +118,6 @@ class Op:
     scope: Scope
     place: Place | None = None
     matrices: int = 0
-    overwrites: bool = False
     leaf: nn.Module | None = None
     constant: bool = False
     parameter: str = ""

@@ -58,7 +58,6 @@ def flow_of(graph: fx.Graph, root: nn.Module, constants: Mapping[str, torch.Tens
             op.matrices = sum(source.constant and _is_matrix(source) for source in op.inputs)
         op.scale = node.kwargs.get("alpha")
         op.sizes = (*node.args[1:], *node.kwargs.values())
-        op.overwrites = str(getattr(node.target, "__name__", node.target)).partition(".")[0].endswith("_")
         made[node] = op
         flow.ops.append(op)
     if isinstance(root, fx.GraphModule):

@@ -82,9 +82,6 @@ def lower_mixes(graph: fx.Graph, root: nn.Module) -> tuple[list[LoweredMix], dic
     return lowered[::-1], left
 
 
-# -- what takes their place --------------------------------------------------------------------------------------------
-
-
 def weighted_sum(sources: Sequence[Tensor], weights: Sequence[Tensor | float], added: Sequence[Tensor]) -> Tensor:
     """``sum_i w_i x_i + sum_k f_k``.
 
@@ -128,9 +125,6 @@ def contraction(
     if side_by_side and (per_token or w.dim() == 2):
         return combine(states, w.mT)  # type: ignore[arg-type]
     return torch.stack(mixes(sources, None if per_token else w, w if per_token else None)[0], place)
-
-
-# -- sums of products --------------------------------------------------------------------------------------------------
 
 
 def _sum_of_products(node: fx.Node, tensors: _Tensors) -> _Call | None:
@@ -199,9 +193,6 @@ def _per_token(weight: Tensor) -> bool:
     return weight.dim() > 1 and weight.numel() != 1
 
 
-# -- contractions ------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class _Operand:
     """A tensor of a contraction, with a label for each of its dimensions."""
@@ -266,19 +257,7 @@ def _product_and_sum(node: fx.Node, tensors: _Tensors) -> _Call | None:
 
 def _contraction(node: fx.Node, a: _Operand, b: _Operand, output: list[Hashable], tensors: _Tensors) -> _Call | None:
     """The contraction of ``a`` and ``b`` if one of them holds a few states of which all channels stay."""
-    for stack, weights in ((a, b), (b, a)):
-        if not output or stack.labels[-1] != output[-1] or _broadcast(stack, weights, tensors):
-            continue
-        spread = _broadcast(weights, stack, tensors)
-        labels = [label for d, label in enumerate(weights.labels) if d not in spread]
-        summed = [label for label in stack.labels if label not in output]
-        sums = [label for label in labels if label not in stack.labels]
-        if len(summed) != 1 or summed[0] not in labels or len(sums) > 1 or len(set(labels)) < len(labels):
-            continue
-        call = _of_states(node, stack, weights, labels, summed[0], sums, output, tensors)
-        if call is not None:
-            return _squeezed(node, call, spread)
-    return None
+    return _of_states(node, a, b, output, tensors) or _of_states(node, b, a, output, tensors)
 
 
 def _broadcast(operand: _Operand, other: _Operand, tensors: _Tensors) -> list[int]:
@@ -289,25 +268,29 @@ def _broadcast(operand: _Operand, other: _Operand, tensors: _Tensors) -> list[in
 
 
 def _of_states(
-    node: fx.Node,
-    stack: _Operand,
-    weights: _Operand,
-    labels: list[Hashable],
-    n: Hashable,
-    sums: list[Hashable],
-    output: list[Hashable],
-    tensors: _Tensors,
+    node: fx.Node, stack: _Operand, weights: _Operand, output: list[Hashable], tensors: _Tensors
 ) -> _Call | None:
+    """The contraction of the states in ``stack`` with ``weights``; None if they are none."""
     states, w, total = tensors(stack.node), tensors(weights.node), tensors(node)
     if states is None or w is None or total is None or not w.is_floating_point() or len(stack.labels) < 3:
         return None
-    *tokens, channel = [label for label in stack.labels if label != n]
-    stacked = _stacked(stack.node, stack.labels.index(n), states.dim())
-    number, outputs = states.shape[stack.labels.index(n)], total.shape[output.index(sums[0])] if sums else 1
+    if not output or stack.labels[-1] != output[-1] or _broadcast(stack, weights, tensors):
+        return None
+    spread = _broadcast(weights, stack, tensors)
+    labels = [label for d, label in enumerate(weights.labels) if d not in spread]
+    summed = [label for label in stack.labels if label not in output]
+    sums = [label for label in labels if label not in stack.labels]
+    if len(summed) != 1 or summed[0] not in labels or len(sums) > 1 or len(set(labels)) < len(labels):
+        return None
+    (n,), dim = summed, stack.labels.index(summed[0])
+    place = output.index(sums[0]) if sums else None
+    stacked = _stacked(stack.node, dim, states.dim())
+    number, outputs = states.shape[dim], 1 if place is None else total.shape[place]
     if not isinstance(number, int) or number > (MOST_STATES if stacked else MOST_STREAMS):
         return None
     if not isinstance(outputs, int) or outputs > MOST_SUMS:
         return None
+    *tokens, channel = [label for label in stack.labels if label != n]
     if [label for label in output if label not in sums] != [*tokens, channel]:
         raise NotLowered("its output has the dimensions in another order than its states")
     per_token = any(label in tokens for label in labels)
@@ -316,10 +299,8 @@ def _of_states(
     _check_dtype(total, [states])
     wanted = [*(tokens if per_token else []), *(sums or [None]), n, *([channel] if channel in labels else [])]
     order = [labels.index(label) if label in labels else None for label in wanted]
-    place = output.index(sums[0]) if sums else None
-    return _Call(
-        contraction, (stacked or stack.node, stack.labels.index(n), weights.node, order, place), number, outputs
-    )
+    args = (stacked or stack.node, dim, _squeezed(node, weights.node, spread), order, place)
+    return _Call(contraction, args, number, outputs)
 
 
 def _stacked(node: fx.Node, dim: int, dims: int) -> list[fx.Node] | None:
@@ -330,14 +311,12 @@ def _stacked(node: fx.Node, dim: int, dims: int) -> list[fx.Node] | None:
     return list(node.args[0]) if isinstance(along, int) and along % dims == dim else None  # type: ignore[arg-type]
 
 
-def _squeezed(node: fx.Node, call: _Call, dims: list[int]) -> _Call:
-    """``call`` with the dimensions of its weights left out that are there to be broadcast."""
+def _squeezed(node: fx.Node, weights: fx.Node, dims: list[int]) -> fx.Node:
+    """``weights`` for ``node``, without the dimensions that are there to be broadcast."""
     if not dims:
-        return call
-    states, dim, weights, *rest = call.args
+        return weights
     with node.graph.inserting_before(node):
-        squeezed = node.graph.call_method("squeeze", (weights, tuple(dims)))  # type: ignore[arg-type]
-    return dataclasses.replace(call, args=(states, dim, squeezed, *rest))
+        return node.graph.call_method("squeeze", (weights, tuple(dims)))
 
 
 _RULES: dict[str, tuple[str, Callable[[fx.Node, _Tensors], _Call | None]]] = {

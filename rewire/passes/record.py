@@ -77,15 +77,13 @@ class Recorder(TorchFunctionMode):
             handles.append(module.register_forward_hook(self._left, prepend=True, always_call=True))
         return handles
 
-    # -- calls of modules ----------------------------------------------------------------------------------------------
-
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caller, place = self.frames.caller(self.stack, sys._getframe(1))
         parent = caller if self.stack else None
         code = forward_of(module).code
         scope = Scope(parent, self.paths[module], module, kind_of(module), code, place, key=object())
         self.stack.append(scope)
-        scope.arguments = {name: self._ops(value) for name, value in _bound(code, module, args, kwargs)}
+        scope.arguments = {name: self._ops(value) for name, value in _bound(code, args, kwargs)}
 
     def _module_of(self, value: Any) -> tuple[str, nn.Module] | None:
         return (self.paths[value], value) if isinstance(value, nn.Module) and value in self.paths else None
@@ -100,8 +98,6 @@ class Recorder(TorchFunctionMode):
                 op = self._new(tensor, scope.path.rpartition(".")[2], given, scope, None)
                 op.leaf, op.matrices = module, matrices(module)
         scope.results = self._ops(output)
-
-    # -- operations ----------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -124,16 +120,14 @@ class Recorder(TorchFunctionMode):
             name, inputs = name[1:], inputs[::-1]
         count = 0 if name in ELEMENTWISE else weights
         for tensor in {id(t): t for t in (*written, *made)}.values():
-            overwrites = any(tensor is t for t in written)
             op = self._new(tensor, name, tuple(inputs), scope, place)
-            op.matrices, op.constant, op.overwrites = count, constant, overwrites
+            op.matrices, op.constant = count, constant
             op.scale = kwargs.get("alpha") if name == "add" else None
             if name in _SIZED:
                 op.sizes = (*args[1:], *kwargs.values())
-            base = tensor._base if overwrites else None
+            base = tensor._base if any(tensor is t for t in written) else None
             if base is not None and id(base) in self.known:  # a view: what it is a view of has changed
-                whole = self._new(base, name, (self.known[id(base)], op), scope, place)
-                whole.overwrites = True
+                self._new(base, name, (self.known[id(base)], op), scope, place)
         return result
 
     def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Place | None) -> Op:
@@ -157,9 +151,7 @@ class Recorder(TorchFunctionMode):
         return [self._op(tensor) for tensor in _tensors(value)]
 
 
-def _bound(
-    code: CodeType | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[str, Any]]:
+def _bound(code: CodeType | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The arguments of a forward by the names of its parameters."""
     if code is None:
         yield from (("", value) for value in (*args, *kwargs.values()))

@@ -83,15 +83,30 @@ def check(model: nn.Module, rewired: nn.Module, found: Sequence[Flow], inputs: I
         return
     rewired = shared(rewired)
     drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
-    starts = STARTS if start == "preserve" else ()
+    compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else (), found)
+
+
+def compare_both(
+    name: str,
+    original: nn.Module,
+    rewired: nn.Module,
+    inputs: Inputs,
+    settings: Sequence[Setting],
+    starts: Sequence[Setting],
+    found: Sequence[Flow] = (),
+) -> None:
+    """`compare` the same rewrite with plain connections in it, in ``settings``; then as it is, in ``starts``, if any.
+
+    If runs of the original were found, their graphs are compared with the plain one, too.
+    """
     plain = with_plain_connections(rewired)
-    with progress(f"validating {name}", len(SETTINGS) + len(starts) + 1) as step:
-        compare(model, plain, inputs, step=step)
-        same = compare_graphs(found, plain, inputs)
-        log.info("%s: the graphs agree in %d operations with weights", name, same)
-        step()
+    with progress(f"validating {name}", len(settings) + len(starts) + bool(found)) as step:
+        compare(original, plain, inputs, settings, step)
+        if found:
+            log.info("%s: the graphs agree in %d operations with weights", name, compare_graphs(found, plain, inputs))
+            step()
         if starts:
-            compare(model, rewired, inputs, starts, step)
+            compare(original, rewired, inputs, starts, step)
 
 
 def with_plain_connections(rewired: nn.Module) -> nn.Module:
@@ -168,9 +183,6 @@ def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
         return [t for t in tensors_in(bench(*args, **kwargs)) if t.is_floating_point()]
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
-
-
 def _original_run(
     setting: Setting, original: nn.Module, inputs: Inputs, noise: dict[str, Tensor]
 ) -> tuple[Inputs, Run | None]:
@@ -190,9 +202,6 @@ def _original_run(
         raise BadExampleInputs(
             f"{type(original).__name__} does not run on the example inputs: {type(error).__name__}: {error}"
         ) from error
-
-
-# -- differences -------------------------------------------------------------------------------------------------------
 
 
 def _difference(setting: Setting, expected: Run, actual: Run, done: Comparison) -> str:

@@ -92,9 +92,6 @@ def _state(place: Place, number: int, trunk: Trunk) -> str:
     )
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
-
-
 def heatmap(name: str, matrix: Tensor) -> str:
     """Weights as a matrix: shade by the logarithm of the part of the row's largest, as in ANCRe's Figure 6."""
     weights = matrix.detach().double().cpu()

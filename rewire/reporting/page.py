@@ -90,9 +90,6 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-# -- sections ----------------------------------------------------------------------------------------------------------
-
-
 def _trunk(trunk: Trunk, rewired: bool) -> str:
     width, norm = trunk.width or "unknown", "post-norm" if trunk.post_norm else "pre-norm"
     rows = "".join(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,14 @@ class Layout:
         attention: units that have separate q/k/v inputs.
         channel_dim: dimension of the hidden states' channels; topologies with weights per channel see it last.
         posts: sites whose sum passes a norm or another operation before it is the new state.
+
+    Attributes:
+        observe: called with what happens to streams, if somebody looks: ``"read"``, the position, and what is read;
+            ``"write"``, the site, and its branch outputs; ``"view"``, the position, and what gives other dimensions;
+            ``"finish"``, the number of sites, and the output. All as the model has hidden states.
     """
+
+    observe: Callable[[str, int, Any], None] | None = None
 
     def __init__(
         self,

@@ -144,9 +144,6 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
 def _check_part(weights: str) -> None:
     if weights not in ("all", "connections"):
         raise ValueError(f"weights must be 'all' or 'connections', not {weights!r}.")
@@ -253,9 +250,6 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def _read_recipe(folder: Path) -> dict[str, Any]:

@@ -114,6 +114,37 @@ def test_channels_of_images_are_not_their_columns() -> None:
     assert trunk.sites[0].stream != pytest.approx(norm(seen[0]), rel=1e-2)
 
 
+class Turning(nn.Module):
+    """Adds on [B, S, D], then on [S, B, D]."""
+
+    def __init__(self, turns: bool) -> None:
+        super().__init__()
+        self.turns, self.branches = turns, nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.branches[0](x)
+        x = x + self.branches[1](x)
+        if self.turns:
+            x = x.transpose(0, 1)
+        x = x + self.branches[2](x)
+        return x + self.branches[3](x)
+
+
+@pytest.mark.parametrize("topology", [None, "ancre-ingoing"])
+def test_states_whose_dimensions_change_on_the_way(topology: str | None) -> None:
+    torch.manual_seed(0)
+    turning, straight = Turning(True), Turning(False)
+    straight.load_state_dict(turning.state_dict())
+    x = torch.randn(3, 3, WIDTH)  # of the same shape either way
+    found = []
+    for model in (turning, straight):
+        rewired = rewire.compile(model, topology, example_inputs=(x,)) if topology else model
+        found.append(only(diagnose(rewired, x, loss=squared, probes=0)))
+    for a, b in zip(found[0].sites, found[1].sites, strict=True):
+        for name in ("stream", "branch", "update", "cosine", "gradient", "weight_gradient"):
+            assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-5), name
+
+
 def test_effective_depth() -> None:
     def trunk(*influences: float) -> TrunkSignals:
         blocks = tuple(BlockSignals(str(n), value) for n, value in enumerate(influences))
@@ -132,7 +163,7 @@ def test_effective_depth() -> None:
 def test_observed_copies_compute_the_same(key: str) -> None:
     model, x = mixed(Stack(PreNorm), key), vectors()
     copy, (record,) = observed(model)
-    torch.testing.assert_close(copy(x), model(x), rtol=2e-5, atol=2e-5)
+    assert torch.equal(copy(x), model(x))
     assert len(record.runs[0].reads) == len(record.runs[0].branches) == 6
     assert {id(p) for p in copy.parameters()} == {id(p) for p in model.parameters()}
 
@@ -414,6 +445,16 @@ def test_compiled_and_checkpointed_models_are_measured_as_plain_ones(topology: s
     model(**batch)
     assert str(diagnose(model, batch)) == str(expected)
     assert "gradient at the input 0" not in str(expected)
+
+
+def test_what_checkpointing_computes_again_is_not_measured() -> None:
+    model = rewire.compile(tiny.tiny_model("llama"), "ancre-ingoing").train()
+    ids = token_ids(2, 8)
+    batch = {"input_ids": ids, "labels": ids}
+    expected = diagnose(model, batch, evaluate=False, probes=0)
+    assert all(site.gradient for site in only(expected).sites)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert str(diagnose(model, batch, evaluate=False, probes=0)) == str(expected)
 
 
 def test_chi_through_functions_of_the_old_style() -> None:

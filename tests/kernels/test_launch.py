@@ -159,10 +159,9 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 @contextlib.contextmanager
 def planned_anew() -> Iterator[pytest.MonkeyPatch]:
     """Plans of other launches mean nothing here, and those of here nothing later."""
-    launch.forget()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_plans", {})
         yield patch
-    launch.forget()
 
 
 @pytest.fixture

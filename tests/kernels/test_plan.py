@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +20,8 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def no_plans() -> Iterator[None]:
-    launch.forget()
-    yield
-    launch.forget()
+def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_plans", {})
 
 
 class Compiled:
