@@ -160,7 +160,6 @@ class ParallelStreams(Streams):
     The output is the mean of the streams, their sum, or ``"learned"``: one more read, with weights of its own.
     """
 
-    name: ClassVar[str]
     fewest: ClassVar[int] = 1
 
     streams: int = 4
@@ -216,8 +215,6 @@ class HyperConnections(ParallelStreams):
     Raises:
         ValueError: an option is not one of those values.
     """
-
-    name: ClassVar[str] = "hc-static"
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -277,7 +274,6 @@ class DynamicHyperConnections(HyperConnections):
         ValueError: an option is not one of those values.
     """
 
-    name: ClassVar[str] = "hc-dynamic"
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"dynamic", "last_dynamic"})
 

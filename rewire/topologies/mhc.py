@@ -80,14 +80,9 @@ class ManifoldHyperConnections(ParallelStreams):
         ValueError: an option is not one of those values.
     """
 
-    name: ClassVar[str] = "mhc"
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"dynamic", "last_dynamic"})
     fewest: ClassVar[int] = 2  # a sigmoid is never 1
-    since_0_1: ClassVar[str] = (
-        "Sinkhorn-Knopp normalises rows last now, as published, no longer columns. Outputs differ as far as it has not "
-        "converged: compare them, or train a little more."
-    )
 
     iterations: int = 20
     residual: Residual = "sinkhorn"
@@ -150,9 +145,9 @@ class ManifoldHyperConnections(ParallelStreams):
 
     def _check_preserves(self) -> None:
         if self.output == "sum":
-            raise no_preserving_start("mhc", f"output='sum' makes its output {self.streams} times as large")
+            raise no_preserving_start(self, f"output='sum' makes its output {self.streams} times as large")
         if self.magnitude <= 1:
-            raise no_preserving_start("mhc", f"magnitude={self.magnitude} times a sigmoid is less than 1")
+            raise no_preserving_start(self, f"magnitude={self.magnitude} times a sigmoid is less than 1")
 
     def _near_identity(self, values: Tensor) -> Tensor:
         """Start of b_res; ``values`` are zeros."""
