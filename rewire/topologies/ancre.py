@@ -177,8 +177,7 @@ class ANCRe(Recurrence[Shortcuts]):
         return (*groups.kept(states, t, self.block), x) if weights.table is None else (x, states[1])
 
     def finish(self, states: States, weights: Shortcuts, dims: Dims) -> Tensor:
-        x: Tensor = states[-1] if weights.table is None else states[0]
-        return x
+        return states[-1] if weights.table is None else states[0]
 
     def matrix(self, weights: Shortcuts, dims: Dims) -> Tensor:
         """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""

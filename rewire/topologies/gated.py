@@ -23,7 +23,7 @@ from rewire.topologies.base import (
 from rewire.topologies.registry import register_topology
 
 Reads = Literal["normed", "streams"]
-_STD = 0.02
+_STD = 0.02  # of the maps, as in the code of Qwen4-Exp
 
 
 class Weights(NamedTuple):

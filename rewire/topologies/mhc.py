@@ -17,9 +17,9 @@ from rewire.topologies.manifolds import cayley, convex, permutations, sinkhorn, 
 from rewire.topologies.registry import register_topology
 
 Residual = Literal["sinkhorn", "identity", "permutations", "cayley"]
-_PHI_STD = 0.02
-_DIAGONAL = 4.0
-_IDENTITY = 3.0  # log-odds of the identity among permutations
+_PHI_STD = 0.02  # as in the code of DeepSeek-V4
+_DIAGONAL = 4.0  # logits of the diagonal for Sinkhorn-Knopp, at the preserving start
+_IDENTITY = 3.0  # log-odds of the identity among permutations, at the preserving start
 
 
 @register_topology("mhc")
@@ -82,7 +82,7 @@ class ManifoldHyperConnections(ParallelStreams):
 
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"dynamic", "last_dynamic"})
-    fewest: ClassVar[int] = 2  # a sigmoid is never 1
+    fewest_streams: ClassVar[int] = 2  # a sigmoid is never 1
 
     iterations: int = 20
     residual: Residual = "sinkhorn"
@@ -104,7 +104,7 @@ class ManifoldHyperConnections(ParallelStreams):
         return dataclasses.replace(self, output="mean") if start == "preserve" and self.output == "sum" else self
 
     @property
-    def groups(self) -> tuple[int, ...]:
+    def scaled(self) -> tuple[int, ...]:
         n = self.streams
         permutations = math.prod(range(2, n + 1))  # not math.factorial, which torch.compile does not take
         of_res = {"sinkhorn": n * n, "permutations": permutations, "cayley": n * (n - 1) // 2}
@@ -120,7 +120,7 @@ class ManifoldHyperConnections(ParallelStreams):
         Raises:
             UnsupportedTopology: ``start="preserve"`` with the sum of the streams as output, or a magnitude up to 1.
         """
-        depth, n, columns = dims.depth, self.streams, sum(self.groups)
+        depth, n, columns = dims.depth, self.streams, sum(self.scaled)
         seed = torch.Generator().manual_seed(0)  # the same start on every rank, and again after a reset
         phi = _PHI_STD * torch.randn(depth, n * dims.width, columns, generator=seed, device="cpu")
         last_phi = _PHI_STD * torch.randn(n * dims.width, n, generator=seed, device="cpu")
@@ -138,7 +138,7 @@ class ManifoldHyperConnections(ParallelStreams):
         elif self.residual == "identity":
             last = pre = torch.full((n,), -math.log(n - 1))  # its sigmoid is 1/n
         static = torch.cat([part.expand(depth, -1) for part in (pre, post, res)], dim=-1)
-        found = {"static": static, "dynamic": phi, "scale": torch.full((depth, len(self.groups)), 0.01)}
+        found = {"static": static, "dynamic": phi, "scale": torch.full((depth, len(self.scaled)), 0.01)}
         if self.output == "learned":
             found |= {"last_static": last, "last_dynamic": last_phi, "last_scale": torch.full((1,), 0.01)}
         return found
