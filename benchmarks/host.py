@@ -39,7 +39,7 @@ from triton.backends.nvidia import driver as nvidia
 
 from passes import CASES, Branch, dims_of, run
 from rewire.kernels import MixSpec, grid, operators, traffic
-from rewire.topologies.registry import named_topology
+from rewire.topologies.registry import make_topology
 
 ROWS, COLS, DTYPE = 4, 128, torch.bfloat16
 TARGET = GPUTarget("cuda", 90, 32)
@@ -136,7 +136,7 @@ def plain_adds(units: int) -> Callable[[Tensor], Tensor]:
 def trunk(case: str, units: int) -> Callable[[Tensor], Tensor]:
     """A trunk with a topology."""
     name, options, depth = CASES[case]
-    topology, depth = named_topology(name, options).for_start("preserve"), units * depth // 24
+    topology, depth = make_topology(name, options).for_start("preserve"), units * depth // 24
     dims = dims_of(topology, depth, COLS)
     parameters = {key: value.requires_grad_() for key, value in topology.parameters(dims, "preserve").items()}
     known = parameters | topology.constants(dims)

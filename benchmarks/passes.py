@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from rewire.kernels import grid, history, mix, operators, scored, several, tokens, traffic
 from rewire.topologies.base import Dims, QKVInputs, Topology, materialize
-from rewire.topologies.registry import named_topology
+from rewire.topologies.registry import make_topology
 
 ROWS, COLS, DTYPE = 16384, 2048, torch.bfloat16
 
@@ -183,7 +183,7 @@ def main() -> None:
     found = {}
     for case in arguments.topologies:
         name, options, depth = CASES[case]
-        found[case] = {"units": depth, **measure(named_topology(name, options), depth)}
+        found[case] = {"units": depth, **measure(make_topology(name, options), depth)}
     table = Table("topology", "units", "forward: kernels + torch", "backward", "launches", "saved")
     for case, one in found.items():
         names = one.pop("names")

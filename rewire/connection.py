@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,10 @@ from rewire.kernels.history import History
 from rewire.kernels.tokens import outside_autocast
 from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
 from rewire.runtime.layout import Layout
+from rewire.saving.names import current_recipe, topology_in
 from rewire.stream import Settled, Stream, Weights
 from rewire.topologies.base import Start, States
-from rewire.topologies.registry import name_and_options, named_topology
+from rewire.topologies.registry import name_and_options
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 #: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
 CONNECTIONS = "depth_connections"
-
-_log = logging.getLogger(__name__)
 
 
 class Connection(nn.Module):
@@ -199,11 +197,11 @@ class Connection(nn.Module):
         """
         if not isinstance(state, Tensor):
             return  # torch's placeholder for a key that a partial state dict does not have
-        saved = read_recipe(state)
-        if saved != self.recipe():
-            differing = [
-                f"{k}: {saved.get(k)} (saved), {v} (here)" for k, v in self.recipe().items() if saved.get(k) != v
-            ]
+        saved, here = read_recipe(state), self.recipe()
+        if topology_in(saved) == self.layout.topology:  # under this name, or another
+            saved |= {"topology": here["topology"], "options": here["options"]}
+        if saved != here:
+            differing = [f"{k}: {saved.get(k)} (saved), {v} (here)" for k, v in here.items() if saved.get(k) != v]
             raise RewireError(
                 f"the saved weights of trunk '{self.layout.trunk}' belong to another rewiring; {'; '.join(differing)}. "
                 "Compile the model with the saved options and start first: start='paper' leaves options as they are."
@@ -265,20 +263,6 @@ def read_recipe(state: Any) -> dict[str, Any]:
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
         raise RewireError(f"the recipe among the weights is damaged: {type(error).__name__}: {error}") from error
     return current_recipe(recipe)
-
-
-def current_recipe(recipe: Any) -> Any:
-    """A recipe as this version writes it: version 0.1 named the classes of topologies."""
-    try:
-        topology = named_topology(recipe["topology"], recipe["options"])
-    except (KeyError, RuntimeError, TypeError, ValueError, RewireError):
-        return recipe  # it is damaged, which is said where it is used
-    name, options = name_and_options(topology)
-    if name == recipe["topology"]:
-        return recipe
-    if topology.since_0_1:
-        _log.warning("These weights of '%s' were saved by version 0.1: %s", name, topology.since_0_1)
-    return {**recipe, "topology": name, "options": options}
 
 
 def connections(model: nn.Module) -> dict[str, Connection]:

@@ -22,7 +22,7 @@ from rewire.kernels.operators import uses_kernels
 from rewire.placement import Placement, check_whole
 from rewire.runtime.layout import Layout
 from rewire.runtime.tensorlike import TensorLike
-from rewire.topologies.base import QKVInputs, Recurrence, States, materialize, total
+from rewire.topologies.base import QKVInputs, States, as_recurrence, materialize, total
 
 
 class Weights:
@@ -254,7 +254,8 @@ class Stream(TensorLike):
         """The stream after the last residual add of a unit, whose outputs are ``branches``."""
         layout = self.layout
         unit, moved = layout.units[self.position], tuple(map(layout.channels_last, branches))
-        if isinstance(layout.topology, Recurrence) and layout.topology.reads_newest and _may_wait(moved[0]):
+        recurrence = as_recurrence(layout.topology)
+        if recurrence is not None and recurrence.reads_newest and _may_wait(moved[0]):
             return self._with(self.states, Unsummed(moved), adds=1)
         return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), Settled(), adds=1)
 

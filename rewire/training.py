@@ -95,7 +95,7 @@ def sparsity_penalty(model: nn.Module, q: float = 2.0) -> Tensor:
     if not entropies:
         raise UnsupportedTopology(
             "sparsity_penalty needs connection weights that are normalised by a softmax: none of the trunks "
-            + ", ".join(f"'{name}' ({type(c.layout.topology).__name__})" for name, c in found.items())
+            + ", ".join(f"'{name}' ({c.layout.topology.registered_name})" for name, c in found.items())
             + " has such weights. Use ancre-ingoing or ancre-outgoing with start='paper'."
         )
     device = entropies[0].device

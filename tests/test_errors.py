@@ -238,7 +238,7 @@ def test_a_taken_attribute() -> None:
 
 @pytest.mark.usefixtures("_own_topology")
 def test_post_norm_under_a_topology_for_pre_norm() -> None:
-    with pytest.raises(rewire.UnsupportedTopology, match=r"'layers' is post-norm .*ln_1.*PreNormOnly"):
+    with pytest.raises(rewire.UnsupportedTopology, match=r"'layers' is post-norm .*ln_1.*'pre-norm-only'"):
         rewire.compile(Stack(PostNorm), "pre-norm-only")
     assert rewire.connections(rewire.compile(Stack(PreNorm), "pre-norm-only", example_inputs=(vectors(),)))
 

@@ -89,7 +89,7 @@ def test_errors() -> None:
     with pytest.raises(rewire.RewireError, match="Stack was not rewired"):
         rewire.sparsity_penalty(Stack(PreNorm))
     for topology in ("denseformer", "ancre-none"):
-        with pytest.raises(rewire.UnsupportedTopology, match=r"softmax.*'layers' \(\w+\).*ancre-ingoing"):
+        with pytest.raises(rewire.UnsupportedTopology, match=rf"softmax.*'layers' \({topology}\).*ancre-ingoing"):
             rewire.sparsity_penalty(rewired(topology))
     with pytest.raises(ValueError, match="q=0"):
         rewire.sparsity_penalty(rewired(), q=0)

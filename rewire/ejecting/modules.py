@@ -26,6 +26,7 @@ from rewire.passes.install import Edited, edits_of, is_edited, original_class
 from rewire.patterns import is_pretrained
 from rewire.runtime.layout import Layout
 from rewire.runtime.live import Entry
+from rewire.topologies.registry import options_of
 
 RUNTIME = "rewire_runtime"
 _IMPORTED = ("Function", "Layout", "connect")
@@ -231,11 +232,11 @@ def connected(model: {base}) -> {self.root}:
         )
 
     def _layout(self, layout: Layout) -> str:
-        options = layout.topology.options()
+        options = options_of(layout.topology, type(layout.topology))
         for name, value in options.items():
             if not _is_literal(value):
                 raise EditError(
-                    f"option {name}={value!r} of {type(layout.topology).__name__} cannot be written as text"
+                    f"option {name}={value!r} of topology '{layout.topology.registered_name}' cannot be written as text"
                 )
         topology = f"{self._topology(layout)}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
         given = {

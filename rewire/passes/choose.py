@@ -7,8 +7,8 @@ from typing import Any
 
 from rewire.errors import UnknownName, UnsupportedTopology, WidthMismatch
 from rewire.runtime.layout import Layout
-from rewire.topologies import Recurrence, Topology, make_topology
-from rewire.topologies.base import Start
+from rewire.topologies import Topology, make_topology
+from rewire.topologies.base import Start, as_recurrence
 from rewire.trunk import Trunk
 
 
@@ -33,7 +33,7 @@ def chosen_topologies(
     if not isinstance(topology, Mapping):
         if names is not None and len(names) == 0:
             raise ValueError("trunks is empty: it names no trunk. Leave it out to rewire all of them.")
-        chosen = make_topology(topology, options).for_start(start)
+        chosen = make_topology(topology, options, start)
         return dict.fromkeys([names] if isinstance(names, str) else names or ("",), chosen)
     if options or names is not None:
         given = "trunks" if names is not None else f"options {sorted(options)}"
@@ -43,7 +43,7 @@ def chosen_topologies(
         )
     if not topology:
         raise ValueError("the dict of topologies is empty: it names no trunk.")
-    return {name: make_topology(value, {}).for_start(start) for name, value in topology.items()}
+    return {name: make_topology(value, {}, start) for name, value in topology.items()}
 
 
 def named_by(key: str, trunks: Sequence[Trunk]) -> list[Trunk]:
@@ -89,14 +89,15 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
         )
     if topology.needs_width and not widths:
         raise UnsupportedTopology(
-            f"{type(topology).__name__} has weights per channel, and the width of trunk '{trunk.name}' is not known: "
-            "nothing next to its residual adds has a weight that tells. Use a topology with one weight per state."
+            f"topology '{topology.registered_name}' has weights per channel, and the width of trunk '{trunk.name}' is "
+            "not known: nothing next to its residual adds has a weight that tells. Use a topology with one weight per "
+            "state."
         )
-    if trunk.post_norm and not isinstance(topology, Recurrence):
+    if trunk.post_norm and as_recurrence(topology) is None:
         after = next(site.post[0] for site in trunk.sites if site.post)
         raise UnsupportedTopology(
-            f"trunk '{trunk.name}' is post-norm (its states pass {after} after the residual add), and "
-            f"{type(topology).__name__} connects the branch outputs of pre-norm blocks only."
+            f"trunk '{trunk.name}' is post-norm (its states pass {after} after the residual add), and topology "
+            f"'{topology.registered_name}' connects the branch outputs of pre-norm blocks only."
         )
     one_add_each = trunk.blocks == len(trunk.sites)
     if granularity == "block" and trunk.post_norm and not one_add_each:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.topologies.base import Dims, Recurrence, Topology
+from rewire.topologies.base import Dims, Recurrence, Topology, as_recurrence
 
 
 class Layout:
@@ -56,8 +56,9 @@ class Layout:
     @property
     def recurrence(self) -> Recurrence:
         """The topology, where the model makes states of its sums, or a sum waits for a norm."""
-        assert isinstance(self.topology, Recurrence)
-        return self.topology
+        recurrence = as_recurrence(self.topology)
+        assert recurrence is not None
+        return recurrence
 
     def opens_unit(self, site: int) -> bool:
         return site == 0 or self.units[site - 1] != self.units[site]

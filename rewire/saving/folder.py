@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rewire.connection import CONNECTIONS, Connection, SeparateNorms, current_recipe, learned_connections
+from rewire.connection import CONNECTIONS, Connection, SeparateNorms, learned_connections
 from rewire.errors import RewireError, ShardedModel
+from rewire.saving.names import current_recipe
 from rewire.saving.recipes import connections_of, described, difference, first_line, is_recipe, rewired_by
 
 RECIPE = "rewire.json"

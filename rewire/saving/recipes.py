@@ -22,9 +22,8 @@ from rewire.passes.find import check_found, find
 from rewire.passes.prepare import prepare
 from rewire.passes.rewrite import rewrite
 from rewire.runtime.layout import Layout
-from rewire.topologies import Recurrence
-from rewire.topologies.base import Start
-from rewire.topologies.registry import named_topology
+from rewire.saving.names import named_topology, topology_in
+from rewire.topologies.base import Start, as_recurrence
 from rewire.trunk import Trunk
 
 #: How the entry of a state dict ends that holds a recipe.
@@ -40,14 +39,21 @@ def described(model: nn.Module) -> dict[str, dict[str, Any]]:
     ``sites`` tell the trunk's residual adds in words: what another model is known by.
 
     Raises:
-        RewireError: a trunk is not where it was, because something wraps the model since.
+        RewireError: a trunk is not where it was, because something wraps the model since; or its topology is not
+            registered.
     """
     recipes = {}
     for path, module in model.named_modules():
         if isinstance(module, Connection) and module.trunk is not None:
             if path != place(module.trunk):
                 raise moved_trunk(module.layout.trunk, model, "save")
-            recipes[path] = {**module.recipe(), "sites": _sites(module.trunk)}
+            recipe, topology = module.recipe(), module.layout.topology
+            if topology_in(recipe) != topology:
+                raise RewireError(
+                    f"trunk '{module.layout.trunk}' cannot be saved: nothing that is registered makes its topology, "
+                    f"{topology}. Register its class with rewire.register_topology; its fields are the options."
+                )
+            recipes[path] = {**recipe, "sites": _sites(module.trunk)}
     return recipes
 
 
@@ -212,7 +218,7 @@ def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
             f"the recipe of '{path}' is of another trunk: units {list(layout.units)} and width {layout.dims.width} "
             f"(saved), {len(trunk.sites)} residual adds in {trunk.blocks} blocks and width {width} (here)."
         )
-    if trunk.post_norm and not isinstance(layout.topology, Recurrence):
+    if trunk.post_norm and as_recurrence(layout.topology) is None:
         raise misfit(path, recipe, ValueError(f"{layout.topology} in a post-norm trunk"))
     return layout
 

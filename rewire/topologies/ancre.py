@@ -108,6 +108,10 @@ class ANCRe(Recurrence[Shortcuts]):
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature!r}: it has to be a positive number, like 0.01.")
 
+    @property
+    def registered_name(self) -> str:
+        return f"ancre-{self.normalize}" if type(self) is ANCRe else super().registered_name
+
     def for_start(self, start: Start) -> ANCRe:
         normalized = self.normalize != "none"
         return dataclasses.replace(self, form="difference") if start == "preserve" and normalized else self
@@ -173,8 +177,7 @@ class ANCRe(Recurrence[Shortcuts]):
         return (*groups.kept(states, t, self.block), x) if weights.table is None else (x, states[1])
 
     def finish(self, states: States, weights: Shortcuts, dims: Dims) -> Tensor:
-        x: Tensor = states[-1] if weights.table is None else states[0]
-        return x
+        return states[-1] if weights.table is None else states[0]
 
     def matrix(self, weights: Shortcuts, dims: Dims) -> Tensor:
         """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""
@@ -199,9 +202,7 @@ class ANCRe(Recurrence[Shortcuts]):
         if self.normalize == "none":
             return self._original(depth)
         if self.form == "softmax":
-            raise no_preserving_start(
-                f"ancre-{self.normalize}", "a softmax is never one-hot; that of form='difference' is"
-            )
+            raise no_preserving_start(self, "a softmax is never one-hot; that of form='difference' is")
         return torch.zeros(depth, depth)
 
 
@@ -260,7 +261,7 @@ class ANCReConstant(Recurrence[None]):
             UnsupportedTopology: with ``start="preserve"``.
         """
         if start == "preserve":
-            raise no_preserving_start("ancre-constant", "its weights are fixed at 1/t")
+            raise no_preserving_start(self, "its weights are fixed at 1/t")
         return {}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> None:

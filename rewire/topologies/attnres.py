@@ -145,11 +145,11 @@ class AttnRes(Topology[Queries]):
                 not divide the width.
         """
         if start == "preserve" and self.normed:
-            raise no_preserving_start("attnres", "with normed=True it sums other sources")
+            raise no_preserving_start(self, "with normed=True it sums other sources")
         if start == "preserve" and not self.scaled and self.form == "softmax":
-            raise no_preserving_start("attnres", "its softmax is an average; with scaled=True it is a sum")
+            raise no_preserving_start(self, "its softmax is an average; with scaled=True it is a sum")
         if self.qkv and not dims.attention:
-            raise no_attention("attnres", dims.depth, "leave out qkv=True")
+            raise no_attention(self, dims.depth, "leave out qkv=True")
         if dims.width % self.heads:
             raise UnsupportedTopology(
                 f"topology 'attnres' with heads={self.heads} cannot split hidden states of {dims.width} channels: pass "

@@ -77,8 +77,16 @@ class Topology(ABC, Generic[W]):
     separate_norms: bool = False
     #: Learned weights that are matrices applied to states, by name, as a model's own linear maps are.
     matrices: ClassVar[frozenset[str]] = frozenset()
-    #: What weights that were saved by version 0.1 compute differently now, for those who load them.
-    since_0_1: ClassVar[str] = ""
+
+    @property
+    def registered_name(self) -> str:
+        """The name by which `rewire.compile` and files know it; the path of its class, if that is not registered.
+
+        `register_topology` notes it on the class, not for its subclasses, `make_topology` on what a function made.
+        """
+        cls = type(self)
+        name: str | None = vars(self).get("_registered_name") or vars(cls).get("_registered_name")
+        return name or f"{cls.__module__}.{cls.__qualname__}"
 
     def for_start(self, start: Start) -> Topology[W]:
         """The topology itself; or another form of its formulas, which has such a start."""
@@ -162,12 +170,9 @@ class Topology(ABC, Generic[W]):
             UnsupportedTopology: there is no such form.
         """
         raise UnsupportedTopology(
-            f"{type(self).__name__} has no constant form: its weights depend on the input, or do more than scale states"
+            f"topology '{self.registered_name}' has no constant form: its weights depend on the input, or do more than "
+            "scale states"
         )
-
-    def options(self) -> dict[str, Any]:
-        """The options of this topology, for saving and for messages."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload]
 
 
 class Recurrence(Topology[W]):
@@ -196,6 +201,11 @@ class Recurrence(Topology[W]):
         return self.push(states, weights, t, materialize(self.merge(states, weights, t, *branches)))
 
 
+def as_recurrence(topology: Topology[W]) -> Recurrence[W] | None:
+    """The topology if it is a `Recurrence`, which post-norm blocks need; else None."""
+    return topology if isinstance(topology, Recurrence) else None
+
+
 class FirstOrder(Recurrence[W]):
     """A recurrence whose only state is the newest: unit t reads ``x_{t-1}``, and the trunk's output is ``x_T``."""
 
@@ -215,18 +225,19 @@ def rows(matrix: Tensor) -> dict[str, Tensor]:
     return {f"destination {j}": row[None, : width + j] for j, row in enumerate(matrix, start=1)}
 
 
-def no_preserving_start(topology: str, why: str) -> UnsupportedTopology:
+def no_preserving_start(topology: Topology, why: str) -> UnsupportedTopology:
     """The error of a topology that cannot start as the plain residual network."""
     return UnsupportedTopology(
-        f"topology '{topology}' has no start that equals the original network: {why}. Pass start='paper'."
+        f"topology '{topology.registered_name}' has no start that equals the original network: {why}. Pass "
+        "start='paper'."
     )
 
 
-def no_attention(topology: str, depth: int, instead: str) -> UnsupportedTopology:
+def no_attention(topology: Topology, depth: int, instead: str) -> UnsupportedTopology:
     """The error of a topology with separate reads for q, k and v, where no unit begins with an attention."""
     return UnsupportedTopology(
-        f"topology '{topology}' found, in a trunk of {depth} units, no attention whose q, k and v could be read apart; "
-        f"{instead}."
+        f"topology '{topology.registered_name}' found, in a trunk of {depth} units, no attention whose q, k and v "
+        f"could be read apart; {instead}."
     )
 
 

@@ -85,7 +85,7 @@ class DDL(FirstOrder[Delta]):
             UnsupportedTopology: a preserving start of the paper's form.
         """
         if start == "preserve" and self.form == "delta":
-            raise no_preserving_start("ddl", "it replaces a part of the state; form='difference' has one")
+            raise no_preserving_start(self, "it replaces a part of the state; form='difference' has one")
         return {
             "gate": torch.zeros(dims.depth, dims.width),
             "gate_bias": torch.zeros(dims.depth),

@@ -13,7 +13,7 @@ from rewire.errors import UnsupportedTopology
 from rewire.kernels.history import History, Table, parts
 from rewire.kernels.mix import mix
 from rewire.topologies import groups
-from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, check_count
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, check_count, total
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
 
@@ -38,7 +38,7 @@ class DenseFormer(Recurrence[Averages]):
     ``x_t = y_{t-1} + f_t`` and ``y_t = sum_i a_ti x_i`` over ``i <= t`` with ``i = t (mod dilation)``, if t
     is a multiple of period; otherwise ``y_t = x_t``. ``y_0 = x_0``. Unit t reads ``y_{t-1}``; the trunk's
     output is ``y_T``. The states are ``x_0 .. x_t`` and, inside a unit, ``y_t``; where all are averaged, ``x_t`` and a
-    history of those before, or inside a unit the history and ``y_t``. Both starts are ``a_tt = 1`` and 0 elsewhere: the
+    history of those before, or inside a unit ``y_t`` and the history. Both starts are ``a_tt = 1`` and 0 elsewhere: the
     original network, exactly.
 
     **Groups.** With ``block=S`` (ours; see `groups`) averages are over ``x_0, x_S, x_2S, ..`` and ``x_t``:
@@ -104,25 +104,19 @@ class DenseFormer(Recurrence[Averages]):
         x, history = states
         history = history.push(x)
         y = x if t == 1 else history.mix(t - 2).value()
-        return y, (history, y)
+        return y, (y, history)
 
     def merge(self, states: States, weights: Averages, t: int, *branches: Tensor) -> Tensor:
-        x = states[-1]
-        for branch in branches:  # in the model's own order: bitwise equality at the start
-            x = x + branch
-        return x
+        x = states[-1] if weights.table is None else states[0]
+        return total((x, *branches))  # in the model's own order: bitwise equality at the start
 
     def push(self, states: States, weights: Averages, t: int, x: Tensor) -> States:
         if weights.table is not None:
-            return x, states[0]
+            return x, states[1]
         return (*groups.kept(states[:-1], t, self.block), x)
 
     def finish(self, states: States, weights: Averages, dims: Dims) -> Tensor:
         return self.read(states, weights, dims.depth + 1)[0]
-
-    def template(self, states: States) -> Tensor:
-        x: Tensor = states[1] if isinstance(states[0], History) else states[0]
-        return x
 
     def matrix(self, weights: Averages, dims: Dims) -> Tensor:
         """float32 [T, T + 1]: row t - 1 holds y_t over the columns x_0 .. x_T."""
@@ -147,8 +141,7 @@ class DenseFormer(Recurrence[Averages]):
     def _average(self, states: States, weights: Averages, t: int) -> Tensor:
         """``y_t`` of ``x_0 .. x_t``, or with groups of those that are kept."""
         if t == 0 or t % self.period:
-            x: Tensor = states[-1]
-            return x
+            return states[-1]
         sources = states if self.block else [states[i] for i in self._sources(t)]
         return mix(sources, weights.rows[t // self.period - 1])
 

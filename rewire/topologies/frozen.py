@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +46,7 @@ class Frozen(Recurrence[Constants]):
 
     Args:
         of: the topology that it was, for messages.
-        lines: its program, folded; or the same as in `options`.
+        lines: its program, folded, as `coded`.
         shape: of its matrix.
 
     Raises:
@@ -55,14 +54,15 @@ class Frozen(Recurrence[Constants]):
     """
 
     of: str
-    lines: Program
-    shape: tuple[int, int]
+    lines: list[Any]
+    shape: list[int]
+    _program: Program = dataclasses.field(init=False, compare=False)
     _rows: int = dataclasses.field(init=False, compare=False)
     _during: list[tuple[str, ...]] = dataclasses.field(init=False, compare=False)
     _after: list[tuple[str, ...]] = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        program = self.lines if isinstance(self.lines, Program) else _decoded(self.lines)
+        program = _decoded(self.lines)
         rows, columns = self.shape
         terms = [term for line in _all_lines(program) for term in line.terms]
         used = {term.weight.row for term in terms if isinstance(term.weight, PerChannel)}
@@ -72,7 +72,7 @@ class Frozen(Recurrence[Constants]):
             during, after = lifetimes(program)
         except KeyError as error:
             raise ValueError(f"the program reads {error}, which it does not compute.") from error
-        values = {"lines": program, "shape": (rows, columns), "_rows": len(used), "_during": during, "_after": after}
+        values = {"shape": [rows, columns], "_program": program, "_rows": len(used), "_during": during, "_after": after}
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -83,12 +83,9 @@ class Frozen(Recurrence[Constants]):
     def needs_width(self) -> bool:  # type: ignore[override]
         return self._rows > 0
 
-    def options(self) -> dict[str, Any]:
-        """As JSON: the program without names, a line as [target, [[source, number or [row]], ..]]."""
-        units = [[_coded(unit.before), unit.read, _coded(unit.after)] for unit in self.lines.units]
-        program = [units, _coded(self.lines.finish), self.lines.output]
-        plain: dict[str, Any] = json.loads(json.dumps({"of": self.of, "lines": program, "shape": self.shape}))
-        return plain
+    @property
+    def registered_name(self) -> str:
+        return "Frozen"  # in files; nobody compiles it
 
     def held(self, t: int) -> tuple[str, ...]:
         """Names of the states after t units."""
@@ -103,10 +100,10 @@ class Frozen(Recurrence[Constants]):
         Raises:
             UnsupportedTopology: this is the program of a trunk of another depth.
         """
-        depth = len(self.lines.units)
+        depth = len(self._program.units)
         if depth != dims.depth or max(self.shape) > dims.depth + 1:
             raise UnsupportedTopology(
-                f"{self} with a matrix {list(self.shape)} was made for {depth} units, and the trunk has {dims.depth}."
+                f"{self} with a matrix {self.shape} was made for {depth} units, and the trunk has {dims.depth}."
             )
         constants = {"table": torch.zeros(self.shape)}
         return constants | {"channels": torch.zeros(self._rows, dims.width)} if self._rows else constants
@@ -115,7 +112,7 @@ class Frozen(Recurrence[Constants]):
         return Constants(parameters["table"], parameters.get("channels"))
 
     def read(self, states: States, weights: Constants, t: int) -> tuple[Tensor, States]:
-        unit, values = self.lines.units[t - 1], self._named(self._after[t - 1], states)
+        unit, values = self._program.units[t - 1], self._named(self._after[t - 1], states)
         self._run(unit.before, values, weights)
         return values[unit.read], tuple(values[name] for name in self._during[t - 1])
 
@@ -124,7 +121,7 @@ class Frozen(Recurrence[Constants]):
         if own in self._after[t]:
             values[own] = total(branches)
             branches = (values[own],)
-        self._run(self.lines.units[t - 1].after, values, weights, own, branches)
+        self._run(self._program.units[t - 1].after, values, weights, own, branches)
         return tuple(values[name] for name in self._after[t])
 
     def merge(self, states: States, weights: Constants, t: int, *branches: Tensor) -> Tensor:
@@ -135,14 +132,14 @@ class Frozen(Recurrence[Constants]):
 
     def push(self, states: States, weights: Constants, t: int, x: Tensor) -> States:
         written, values = self.written(t), self._named(self._during[t - 1], states)
-        for line in self.lines.units[t - 1].after:
+        for line in self._program.units[t - 1].after:
             values[line.target] = x if line is written else _sum(line, values, weights)
         return tuple(values[name] for name in self._after[t])
 
     def finish(self, states: States, weights: Constants, dims: Dims) -> Tensor:
         values = self._named(self._after[-1], states)
-        self._run(self.lines.finish, values, weights)
-        return values[self.lines.output]
+        self._run(self._program.finish, values, weights)
+        return values[self._program.output]
 
     def matrix(self, weights: Constants, dims: Dims) -> Tensor:
         """That of the topology that it was, with 0 for what was dropped."""
@@ -154,7 +151,7 @@ class Frozen(Recurrence[Constants]):
 
     def written(self, t: int) -> Line | None:
         """The line of unit t whose value passes the norm of a post-norm block."""
-        lines = self.lines.units[t - 1].after
+        lines = self._program.units[t - 1].after
         return next((line for line in lines if any(term.source == branch_of(t) for term in line.terms)), None)
 
     @staticmethod
@@ -183,7 +180,7 @@ def frozen(of: str, program: Program, shape: tuple[int, int]) -> tuple[Frozen, l
         return tuple(Line(to, tuple(Term(source, constant(w)) for source, w, _ in terms)) for to, terms in given)
 
     units = tuple(Unit(lines(unit.before), unit.read, lines(unit.after)) for unit in program.units)
-    return Frozen(of, Program(units, lines(program.finish), program.output), shape), channels
+    return Frozen(of, coded(Program(units, lines(program.finish), program.output)), [*shape]), channels
 
 
 def _sum(
@@ -205,8 +202,18 @@ def _looked_up(weight: Weight, constants: Constants) -> Tensor | float:
 # -- programs as JSON --------------------------------------------------------------------------------------------------
 
 
-def _coded(lines: Sequence[Line]) -> list[Any]:
-    return [[target, [[source, weight] for source, weight, _ in terms]] for target, terms in lines]
+def coded(program: Program) -> list[Any]:
+    """The program as lists without names, a line as [target, [[source, number or [row]], ..]]."""
+
+    def lines(given: Sequence[Line]) -> list[Any]:
+        return [[target, [[name, _plain(weight)] for name, weight, _ in terms]] for target, terms in given]
+
+    units = [[lines(unit.before), unit.read, lines(unit.after)] for unit in program.units]
+    return [units, lines(program.finish), program.output]
+
+
+def _plain(weight: Weight) -> Any:
+    return [*weight] if isinstance(weight, PerChannel) else weight
 
 
 def _decoded(saved: Any) -> Program:

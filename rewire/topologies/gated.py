@@ -23,7 +23,7 @@ from rewire.topologies.base import (
 from rewire.topologies.registry import register_topology
 
 Reads = Literal["normed", "streams"]
-_STD = 0.02
+_STD = 0.02  # of the maps, as in the code of Qwen4-Exp
 
 
 class Weights(NamedTuple):
@@ -92,7 +92,7 @@ class GatedHyperConnections(Topology[Weights]):
             UnsupportedTopology: ``start="preserve"`` with reads that are normed.
         """
         if start == "preserve" and self.reads == "normed":
-            raise no_preserving_start("hc-gated", "its reads are normed, those with reads='streams' are not")
+            raise no_preserving_start(self, "its reads are normed, those with reads='streams' are not")
         reads, n, channels = dims.depth + 1, self.streams, self.streams * dims.width
         seed = torch.Generator().manual_seed(0)  # the same start on every rank, and again after a reset
 

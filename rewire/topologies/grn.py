@@ -263,7 +263,7 @@ class DCA(GRNv3):
             UnsupportedTopology: no unit of the trunk begins with an attention.
         """
         if not dims.attention:
-            raise no_attention("dca", dims.depth, "use grn-v3")
+            raise no_attention(self, dims.depth, "use grn-v3")
         return super().parameters(dims, start)
 
     def _ways(self, dims: Dims) -> list[int]:

@@ -80,11 +80,11 @@ class Streams(Topology[Weights]):
 
     @property
     @abstractmethod
-    def groups(self) -> tuple[int, ...]:
-        """How many of the K values in turn share one scale."""
+    def scaled(self) -> tuple[int, ...]:
+        """For each learned scale in turn, how many of the K values it multiplies."""
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
-        """Of ``static`` [T, ..., K], and ``dynamic`` [T, channels, K] and ``scale`` [T, number of groups] if there.
+        """Of ``static`` [T, ..., K], and ``dynamic`` [T, channels, K] and ``scale`` [T, number of scales] if there.
 
         ``last_static`` [..., k], ``last_dynamic`` [channels, k] and ``last_scale`` [1] are those of a learned output.
         """
@@ -93,7 +93,7 @@ class Streams(Topology[Weights]):
         if "dynamic" not in parameters:
             return Weights(tuple(Unit(values, None) for values in static), None if last is None else Unit(last, None))
         scales = parameters["scale"].float().split(1, dim=-1)
-        scale = torch.cat([s.expand(-1, size) for s, size in zip(scales, self.groups, strict=True)], dim=-1)  # [T, K]
+        scale = torch.cat([s.expand(-1, size) for s, size in zip(scales, self.scaled, strict=True)], dim=-1)  # [T, K]
         dynamic = zip(scale.unbind(), parameters["dynamic"].float().unbind(), strict=True)
         units = tuple(map(Unit, static, dynamic))
         if last is None:
@@ -160,14 +160,13 @@ class ParallelStreams(Streams):
     The output is the mean of the streams, their sum, or ``"learned"``: one more read, with weights of its own.
     """
 
-    name: ClassVar[str]
-    fewest: ClassVar[int] = 1
+    fewest_streams: ClassVar[int] = 1
 
     streams: int = 4
     output: Output = "mean"
 
     def __post_init__(self) -> None:
-        check_count("streams", self.streams, self.fewest)
+        check_count("streams", self.streams, self.fewest_streams)
         check_choice("output", self.output, get_args(Output))
 
     @property
@@ -217,10 +216,8 @@ class HyperConnections(ParallelStreams):
         ValueError: an option is not one of those values.
     """
 
-    name: ClassVar[str] = "hc-static"
-
     @property
-    def groups(self) -> tuple[int, ...]:
+    def scaled(self) -> tuple[int, ...]:
         return 1 + self.streams, 1
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
@@ -277,7 +274,6 @@ class DynamicHyperConnections(HyperConnections):
         ValueError: an option is not one of those values.
     """
 
-    name: ClassVar[str] = "hc-dynamic"
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"dynamic", "last_dynamic"})
 
@@ -331,7 +327,7 @@ class FracConnections(Streams):
         return self.fractions
 
     @property
-    def groups(self) -> tuple[int, ...]:
+    def scaled(self) -> tuple[int, ...]:
         return 2 * self.fractions, 1
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:

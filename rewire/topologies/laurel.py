@@ -74,7 +74,7 @@ class LaurelRW(ScaledSum):
         Raises:
             UnsupportedTopology: a preserving start of the softmax by itself, with a total other than 2.
         """
-        return {"logits": _start_logits("laurel-rw", self, dims, start)}
+        return {"logits": _start_logits(self, dims, start)}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Scales:
         """a and b, float32 [T]."""
@@ -150,7 +150,7 @@ class LaurelLR(Recurrence[LowRank]):
         channels = torch.arange(dims.width)
         down[channels, channels % rank] = (rank * dims.width) ** -0.5
         values = {"down": down.repeat(dims.depth, 1, 1), "up": torch.zeros(dims.depth, rank, dims.width)}
-        return values if self.total is None else {**values, "logits": _start_logits("laurel-lr", self, dims, start)}
+        return values if self.total is None else {**values, "logits": _start_logits(self, dims, start)}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> LowRank:
         scales = None if self.total is None else _residual_weights(parameters["logits"], self.total, self.form)
@@ -242,10 +242,10 @@ class LaurelPA(LaurelLR):
         return [min(t, self.last) for t in range(1, dims.depth + 1)]
 
 
-def _start_logits(name: str, topology: LaurelRW | LaurelLR, dims: Dims, start: Start) -> Tensor:
+def _start_logits(topology: LaurelRW | LaurelLR, dims: Dims, start: Start) -> Tensor:
     if start == "preserve" and topology.form == "softmax" and topology.total != 2:
         why = f"with total={topology.total} a and b start at {(topology.total or 0) / 2}; form='difference' starts at 1"
-        raise no_preserving_start(name, why)
+        raise no_preserving_start(topology, why)
     return torch.zeros(dims.depth, 2)
 
 

@@ -17,9 +17,9 @@ from rewire.topologies.manifolds import cayley, convex, permutations, sinkhorn, 
 from rewire.topologies.registry import register_topology
 
 Residual = Literal["sinkhorn", "identity", "permutations", "cayley"]
-_PHI_STD = 0.02
-_DIAGONAL = 4.0
-_IDENTITY = 3.0  # log-odds of the identity among permutations
+_PHI_STD = 0.02  # as in the code of DeepSeek-V4
+_DIAGONAL = 4.0  # logits of the diagonal for Sinkhorn-Knopp, at the preserving start
+_IDENTITY = 3.0  # log-odds of the identity among permutations, at the preserving start
 
 
 @register_topology("mhc")
@@ -80,14 +80,9 @@ class ManifoldHyperConnections(ParallelStreams):
         ValueError: an option is not one of those values.
     """
 
-    name: ClassVar[str] = "mhc"
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"dynamic", "last_dynamic"})
-    fewest: ClassVar[int] = 2  # a sigmoid is never 1
-    since_0_1: ClassVar[str] = (
-        "Sinkhorn-Knopp normalises rows last now, as published, no longer columns. Outputs differ as far as it has not "
-        "converged: compare them, or train a little more."
-    )
+    fewest_streams: ClassVar[int] = 2  # a sigmoid is never 1
 
     iterations: int = 20
     residual: Residual = "sinkhorn"
@@ -109,7 +104,7 @@ class ManifoldHyperConnections(ParallelStreams):
         return dataclasses.replace(self, output="mean") if start == "preserve" and self.output == "sum" else self
 
     @property
-    def groups(self) -> tuple[int, ...]:
+    def scaled(self) -> tuple[int, ...]:
         n = self.streams
         permutations = math.prod(range(2, n + 1))  # not math.factorial, which torch.compile does not take
         of_res = {"sinkhorn": n * n, "permutations": permutations, "cayley": n * (n - 1) // 2}
@@ -125,7 +120,7 @@ class ManifoldHyperConnections(ParallelStreams):
         Raises:
             UnsupportedTopology: ``start="preserve"`` with the sum of the streams as output, or a magnitude up to 1.
         """
-        depth, n, columns = dims.depth, self.streams, sum(self.groups)
+        depth, n, columns = dims.depth, self.streams, sum(self.scaled)
         seed = torch.Generator().manual_seed(0)  # the same start on every rank, and again after a reset
         phi = _PHI_STD * torch.randn(depth, n * dims.width, columns, generator=seed, device="cpu")
         last_phi = _PHI_STD * torch.randn(n * dims.width, n, generator=seed, device="cpu")
@@ -143,16 +138,16 @@ class ManifoldHyperConnections(ParallelStreams):
         elif self.residual == "identity":
             last = pre = torch.full((n,), -math.log(n - 1))  # its sigmoid is 1/n
         static = torch.cat([part.expand(depth, -1) for part in (pre, post, res)], dim=-1)
-        found = {"static": static, "dynamic": phi, "scale": torch.full((depth, len(self.groups)), 0.01)}
+        found = {"static": static, "dynamic": phi, "scale": torch.full((depth, len(self.scaled)), 0.01)}
         if self.output == "learned":
             found |= {"last_static": last, "last_dynamic": last_phi, "last_scale": torch.full((1,), 0.01)}
         return found
 
     def _check_preserves(self) -> None:
         if self.output == "sum":
-            raise no_preserving_start("mhc", f"output='sum' makes its output {self.streams} times as large")
+            raise no_preserving_start(self, f"output='sum' makes its output {self.streams} times as large")
         if self.magnitude <= 1:
-            raise no_preserving_start("mhc", f"magnitude={self.magnitude} times a sigmoid is less than 1")
+            raise no_preserving_start(self, f"magnitude={self.magnitude} times a sigmoid is less than 1")
 
     def _near_identity(self, values: Tensor) -> Tensor:
         """Start of b_res; ``values`` are zeros."""

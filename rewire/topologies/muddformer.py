@@ -112,7 +112,7 @@ class MUDDFormer(Recurrence[Weights]):
             UnsupportedTopology: with ``separate_norms``, no unit of the trunk begins with an attention.
         """
         if self.separate_norms and not dims.attention:
-            raise no_attention("muddformer", dims.depth, "leave out separate_norms=True")
+            raise no_attention(self, dims.depth, "leave out separate_norms=True")
         sizes = [ways * n for ways, n in self._reads(dims)]
         static = [one_hot_previous(n)[-1].repeat(ways) for ways, n in self._reads(dims)]
         # A generator of its own: the caller's is not disturbed, and the values can be set again.

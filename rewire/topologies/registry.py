@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rewire.errors import RewireError, UnknownName
 from rewire.registry import Factories
-from rewire.topologies.base import Topology
+from rewire.topologies.base import Start, Topology
 
 T = TypeVar("T", bound=Callable[..., Topology])
 
@@ -36,7 +34,14 @@ def register_topology(name: str) -> Callable[[T], T]:
         ...         return states[0] + 0.5 * sum(branches)
         >>> halved = rewire.compile(model, "halved", example_inputs=(x,), start="paper")
     """
-    return _FACTORIES.register(name)
+
+    def registered(factory: T) -> T:
+        _FACTORIES.add(name, factory)
+        if isinstance(factory, type):
+            factory._registered_name = name  # type: ignore[attr-defined]
+        return factory
+
+    return registered
 
 
 def list_topologies() -> dict[str, str]:
@@ -49,46 +54,32 @@ def list_topologies() -> dict[str, str]:
     return _FACTORIES.descriptions()
 
 
-def make_topology(topology: str | Topology, options: dict[str, Any]) -> Topology:
-    """The topology of that name with ``options``, or the object itself. Raises as `Factories.make`."""
-    return _FACTORIES.make(topology, options)
+def make_topology(topology: str | Topology, options: dict[str, Any], start: Start | None = None) -> Topology:
+    """The topology of that name with ``options``, or the object itself; in the form that it has for ``start``.
+
+    Raises as `Factories.make`.
+    """
+    made = _FACTORIES.make(topology, options)
+    if isinstance(topology, str):
+        _note(made, topology)
+    form = made if start is None else made.for_start(start)
+    if type(form) is type(made):
+        _note(form, made.registered_name)  # a copy with other fields does not have it
+    return form
+
+
+def _note(topology: Topology, name: str) -> None:
+    """Let what a function made know the function's name."""
+    if topology.registered_name != name:
+        vars(topology)["_registered_name"] = name
 
 
 def name_and_options(topology: Topology) -> tuple[str, dict[str, Any]]:
-    """What `named_topology` makes this topology of: its registered name, or for want of one that of its class."""
-    for name, factory in _FACTORIES.items():
-        if isinstance(factory, type) and factory is not type(topology):
-            continue
-        fields = [option for option in inspect.signature(factory).parameters if hasattr(topology, option)]
-        options = {option: getattr(topology, option) for option in fields}
-        # options of other topologies may happen to have the same names
-        with contextlib.suppress(TypeError, ValueError, RewireError):
-            if factory(**options) == topology:
-                return name, options
-    return type(topology).__name__, topology.options()
+    """What `make_topology` makes this topology of, if it is registered; else the path of its class, and its fields."""
+    name = topology.registered_name
+    return name, options_of(topology, dict(_FACTORIES.items()).get(name, type(topology)))
 
 
-def named_topology(name: str, options: dict[str, Any]) -> Topology:
-    """The topology of a registered name, or of the name of a class that is loaded; never an import.
-
-    Files of version 0.1 name classes; so do those of topologies that are not registered, as frozen ones.
-
-    Raises:
-        UnknownName: there is no such name.
-        TypeError, ValueError, RewireError: options that it does not have.
-    """
-    if name in dict(_FACTORIES.items()):
-        return make_topology(name, options)
-    classes = {cls.__name__: cls for cls in _subclasses(Topology)}
-    if name not in classes:
-        known = ", ".join(sorted({*classes, *list_topologies()}))
-        raise UnknownName(
-            f"the topology '{name}' is not known here; known are {known}. Import or install the package that has it."
-        )
-    made: Topology = classes[name](**options)
-    return made
-
-
-def _subclasses(cls: type) -> list[type]:
-    direct: list[type] = cls.__subclasses__()
-    return direct + [below for child in direct for below in _subclasses(child)]
+def options_of(topology: Topology, factory: Callable[..., Topology]) -> dict[str, Any]:
+    """What to call ``factory`` with for this topology: the values of its fields that have the parameters' names."""
+    return {name: getattr(topology, name) for name in inspect.signature(factory).parameters if hasattr(topology, name)}

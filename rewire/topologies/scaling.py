@@ -15,12 +15,13 @@ from rewire.topologies.program import Program, Term, branch_of, recurrence
 from rewire.topologies.registry import register_topology
 
 
+@register_topology("rezero")
 @dataclasses.dataclass(frozen=True)
 class BranchScale(FirstOrder[Tensor]):
-    """A learned scalar on each branch, ``x_t = x_{t-1} + alpha_t f_t``.
+    """ReZero: a learned scalar on each branch, 0 at the start (arXiv 2003.04887, Equation 1).
 
-    Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. In post-norm blocks the scale is inside
-    the norm, ``norm(x + alpha f)``.
+    ``x_t = x_{t-1} + alpha_t f_t``. Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. In
+    post-norm blocks the scale is inside the norm, ``norm(x + alpha f)``.
 
     **Paper start.** ``alpha = 0``: the trunk is the identity. The branches get no gradient until alpha has moved, one
     step later; branches that also start at zero output never get one, and neither does alpha: do not combine the two.
@@ -58,12 +59,6 @@ class BranchScale(FirstOrder[Tensor]):
         program = recurrence([[Term(f"x{i}", 1.0)] for i in range(dims.depth)], scales)
         columns = ["x0", *(branch_of(t) for t in range(1, dims.depth + 1))]
         return program._replace(rows=tuple(f"x{t}" for t in range(dims.depth + 1)), columns=tuple(columns))
-
-
-@register_topology("rezero")
-def rezero() -> BranchScale:
-    """ReZero: a learned scalar on each branch, 0 at the start (arXiv 2003.04887, Equation 1)."""
-    return BranchScale()
 
 
 @register_topology("skipinit")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.mix import mix
-from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States
-from rewire.topologies.program import Line, Program, Term, Unit, branch_of
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, total
+from rewire.topologies.program import Program, Term, mixed_reads
 from rewire.topologies.registry import register_topology
 
 
@@ -70,18 +70,14 @@ class UNet(Recurrence[Skips]):
         return r, (*waiting, r)
 
     def merge(self, states: States, weights: Skips, t: int, *branches: Tensor) -> Tensor:
-        x: Tensor = states[-1]
-        for branch in branches:  # in the model's own order: bitwise equality at the start
-            x = x + branch
-        return x
+        return total((states[-1], *branches))  # in the model's own order: bitwise equality at the start
 
     def push(self, states: States, weights: Skips, t: int, x: Tensor) -> States:
         waiting = states[:-1]
         return (*waiting, x, x) if t <= len(weights.scales) else (*waiting, x)
 
     def finish(self, states: States, weights: Skips, dims: Dims) -> Tensor:
-        x: Tensor = states[-1]
-        return x
+        return states[-1]
 
     def matrix(self, weights: Skips, dims: Dims) -> Tensor:
         """float32 [T, T]: row t - 1 is the read of unit t, of the columns x_0 .. x_{T-1}."""
@@ -91,12 +87,7 @@ class UNet(Recurrence[Skips]):
         return table
 
     def program(self, weights: Skips, dims: Dims) -> Program:
-        depth, units = dims.depth, []
-        skips = dict(enumerate(weights.scales.tolist(), start=weights.first))
-        for t in range(1, depth + 1):
-            skip = (Term(f"x{depth + 1 - t}", skips[t]),) if t in skips else ()
-            read = Line(f"r{t}", (Term(f"x{t - 1}", 1.0), *skip))
-            written = Line(f"x{t}", (Term(f"r{t}", 1.0, fixed=True), Term(branch_of(t), 1.0)))
-            units.append(Unit((read,), f"r{t}", (written,)))
-        rows, columns = [f"r{t + 1}" for t in range(depth)], [f"x{t}" for t in range(depth)]
-        return Program(tuple(units), (), f"x{depth}", tuple(rows), tuple(columns))
+        reads = [[Term(f"x{i}", 1.0)] for i in range(dims.depth)]
+        for t, scale in enumerate(weights.scales.tolist(), start=weights.first):
+            reads[t - 1].append(Term(f"x{dims.depth + 1 - t}", scale))
+        return mixed_reads(reads)

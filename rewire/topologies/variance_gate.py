@@ -62,7 +62,7 @@ class VarianceGate(ScaledSum):
             UnsupportedTopology: a preserving start of the gate by itself.
         """
         if start == "preserve" and self.form == "gate":
-            raise no_preserving_start("variance-gate", "its weights are never both 1; form='difference' has one")
+            raise no_preserving_start(self, "its weights are never both 1; form='difference' has one")
         return {"gates": torch.zeros(dims.depth, dims.width)}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Scales:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewire.kernels.mix import mix
-from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, check_choice
-from rewire.topologies.program import Line, Program, Term, Unit, branch_of
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, check_choice, total
+from rewire.topologies.program import Program, Term, mixed_reads
 from rewire.topologies.registry import register_topology
 
 Shortcut = Literal["mix", "state"]
@@ -70,17 +70,13 @@ class X0Lambdas(Recurrence[Tensor]):
         return r, (first, r if self.shortcut == "mix" else x)
 
     def merge(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> Tensor:
-        x: Tensor = states[1]
-        for branch in branches:  # in the model's own order: bitwise equality at the start
-            x = x + branch
-        return x
+        return total((states[1], *branches))  # in the model's own order: bitwise equality at the start
 
     def push(self, states: States, weights: Tensor, t: int, x: Tensor) -> States:
         return states[0], x
 
     def finish(self, states: States, weights: Tensor, dims: Dims) -> Tensor:
-        x: Tensor = states[1]
-        return x
+        return states[1]
 
     def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
         """float32 [T, T]: row t - 1 is the read of unit t, of the columns x_0 .. x_{T-1}."""
@@ -88,11 +84,5 @@ class X0Lambdas(Recurrence[Tensor]):
         return torch.diag(newest) + F.pad(first[:, None], (0, dims.depth - 1))
 
     def program(self, weights: Tensor, dims: Dims) -> Program:
-        units = []
-        for t, (newest, first) in enumerate(weights.tolist(), start=1):
-            read = Line(f"r{t}", (Term(f"x{t - 1}", newest), Term("x0", first)))
-            kept = Term(f"r{t}" if self.shortcut == "mix" else f"x{t - 1}", 1.0, fixed=True)
-            written = Line(f"x{t}", (kept, Term(branch_of(t), 1.0)))
-            units.append(Unit((read,), f"r{t}", (written,)))
-        rows, columns = [f"r{t + 1}" for t in range(dims.depth)], [f"x{t}" for t in range(dims.depth)]
-        return Program(tuple(units), (), f"x{dims.depth}", tuple(rows), tuple(columns))
+        mixes = enumerate(weights.tolist())
+        return mixed_reads([[Term(f"x{i}", newest), Term("x0", first)] for i, (newest, first) in mixes], self.shortcut)

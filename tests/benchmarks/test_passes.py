@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from every_topology import EVERY, PRESERVING
 
-from rewire.topologies.registry import named_topology
+from rewire.topologies.registry import make_topology
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "passes.py"
 spec = importlib.util.spec_from_file_location("benchmarks_passes", SCRIPT)
@@ -23,5 +23,5 @@ spec.loader.exec_module(passes)
 def test_deep_trunks(key: str) -> None:
     """More reads of one state than a kernel takes columns, sources or pairs of both."""
     name, options = EVERY[key]
-    found = passes.measure(named_topology(name, options), 140)
+    found = passes.measure(make_topology(name, options), 140)
     assert found["forward"]["kernel_passes"] + found["backward"]["kernel_passes"] > 0 or key == "residual"

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from rewire.kernels import operators, plain
 from rewire.kernels.tokens import read_off, rms_norm
 from rewire.topologies.base import Dims, QKVInputs, materialize
-from rewire.topologies.registry import named_topology
+from rewire.topologies.registry import make_topology
 
 F32, F64, WIDTH = torch.float32, torch.float64, 12
 CASES: list[tuple[str, dict[str, Any], int, tuple[int, ...]]] = [  # units; those with an attention
@@ -44,7 +44,7 @@ class Net:
     def __init__(self, name: str, options: dict[str, Any], depth: int, attention: tuple[int, ...]) -> None:
         torch.manual_seed(0)
         self.dims = Dims(depth, WIDTH, frozenset(attention))
-        self.topology = named_topology(name, options).for_start("preserve")
+        self.topology = make_topology(name, options).for_start("preserve")
         start = self.topology.parameters(self.dims, "preserve")
         self.parameters = {key: value + 0.1 * torch.randn(value.shape) for key, value in start.items()}
         self.x, self.maps = torch.randn(2, 5, WIDTH), torch.randn(depth, WIDTH, WIDTH) / WIDTH**0.5

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rewire
 from rewire.errors import RewireError, UnknownName
 from rewire.saving.checkpoint import matrices
-from rewire.topologies import ANCRe, DenseFormer
+from rewire.topologies import ANCRe, DenseFormer, registry
 
 
 class Two(nn.Module):
@@ -141,7 +141,10 @@ def test_a_topology_class_that_is_not_known(tmp_path: Path) -> None:
         matrices(with_recipe(tmp_path, topology="os.system"))
 
 
-def test_a_topology_of_the_user(tmp_path: Path) -> None:
+def test_a_topology_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry._FACTORIES, "_entries", dict(registry._FACTORIES._entries))
+
+    @rewire.register_topology("mine")
     @dataclasses.dataclass(frozen=True)
     class Mine(ANCRe):
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import json
 import os
 import random
@@ -24,6 +25,7 @@ import rewire
 from rewire.patterns.tiny import tiny_model
 from rewire.saving import folder as saving
 from rewire.saving.checkpoint import matrices
+from rewire.topologies import registry
 
 
 def another(seed: int = 9) -> nn.Module:
@@ -100,12 +102,76 @@ def test_what_computes_otherwise_since_version_0_1_is_said(caplog: pytest.LogCap
     assert caplog.text == ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Halved(rewire.Residual):
+    """Plain residual connections, with a part of each branch."""
+
+    share: float = 0.5
+    form: str = "paper"
+
+    def for_start(self, start: Any) -> Halved:
+        return dataclasses.replace(self, form=start)
+
+    def merge(self, states: Any, weights: None, t: int, *branches: Tensor) -> Any:
+        return states[0] + (1 if self.form == "preserve" else self.share) * sum(branches)
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """`rewire.register_topology`, for one test."""
+    monkeypatch.setattr(registry._FACTORIES, "_entries", dict(registry._FACTORIES._entries))
+    return rewire.register_topology
+
+
+def test_classes_that_have_the_names_of_shipped_ones(register: Callable[[str], Any]) -> None:
+    """Files of version 0.1 with the name of a class mean the shipped one, whatever else is loaded since."""
+    kinds = [type("GRNv3", (Halved,), {}), register("mine")(type("GRNv3", (Halved,), {}))]
+    (connection,) = rewire.connections(rewire.load(OLD / "grn-v3", LinearNet(4))).values()
+    assert connection.recipe()["topology"] == "grn-v3" and len(kinds) == 2
+
+
+def test_a_topology_of_a_registered_class_or_function(register: Callable[[str], Any], tmp_path: Path) -> None:
+    @register("a-third")
+    def third(form: str = "paper") -> Halved:
+        return Halved(1 / 3, form)
+
+    register("halved")(Halved)
+    for name, options in (("a-third", {}), ("halved", {"share": 0.25})):
+        for start in ("paper", "preserve"):
+            model = rewire.compile(stack(), name, **options, start=start, validate=False)  # type: ignore[arg-type]
+            (connection,) = rewire.connections(model).values()
+            assert connection.recipe()["topology"] == name
+            assert connection.recipe()["options"] == {**options, "form": start}
+            rewire.save(model, tmp_path)
+            assert equal(rewire.load(tmp_path, stack()), model, vectors())
+
+
+def test_a_topology_that_is_not_registered(register: Callable[[str], Any], tmp_path: Path) -> None:
+    """Its class may have any name, and a parent that is registered."""
+    register("other")(Halved)
+    model = rewire.compile(stack(), dataclasses.dataclass(frozen=True)(type("ANCRe", (Halved,), {}))(), start="paper")
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(rewire.RewireError, match=r"trunk 'layers' cannot be saved.*Register its class"):
+        rewire.save(model, tmp_path)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    with pytest.raises(rewire.UnknownName, match=r"\.ANCRe' is not known here"):
+        matrices(tmp_path / "state.pt")
+
+
+def test_one_connection_by_two_names() -> None:
+    """A state dict loads under either."""
+    rezero, skipinit = (mixed_by_key(stack(), name) for name in ("rezero", "skipinit"))
+    names = [next(iter(rewire.connections(model).values())).recipe()["topology"] for model in (rezero, skipinit)]
+    assert names == ["rezero", "skipinit"]
+    rezero.load_state_dict(skipinit.state_dict())
+
+
 @pytest.mark.parametrize("key", EVERY)
 def test_recipes_name_topologies_as_users_do(key: str) -> None:
     name, options = EVERY[key]
     (connection,) = rewire.connections(mixed_by_key(stack(), key)).values()
     recipe = connection.recipe()
-    assert recipe["topology"] == {"skipinit": "rezero"}.get(name, name)  # two names of one
+    assert recipe["topology"] == name
     assert recipe["options"].items() >= options.items()
 
 

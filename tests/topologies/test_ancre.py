@@ -12,6 +12,7 @@ from rewire.errors import UnsupportedTopology
 from rewire.topologies import ANCRe, Topology, list_topologies, make_topology
 from rewire.topologies.ancre import ANCReCascaded, ANCReConstant, Cascade
 from rewire.topologies.base import Dims
+from rewire.topologies.registry import name_and_options
 
 NORMALIZED = ["ingoing", "outgoing"]
 KINDS = [*NORMALIZED, "none"]
@@ -334,8 +335,9 @@ def test_names() -> None:
     names = {"ancre-ingoing", "ancre-outgoing", "ancre-none", "ancre-constant", "ancre-cascaded"}
     assert names <= list_topologies().keys()
     assert all(list_topologies()[name] for name in names)
-    options = {"normalize": "ingoing", "temperature": 0.01, "cascade": "replace", "form": "softmax", "block": None}
-    assert ANCRe().options() == options
+    options = {"temperature": 0.01, "cascade": "replace", "form": "softmax", "block": None}
+    assert name_and_options(ANCRe()) == ("ancre-ingoing", options)
+    assert name_and_options(ANCRe("none")) == ("ancre-none", {"cascade": "replace", "block": None})
 
 
 @pytest.mark.parametrize("cascade", ["replace", "keep"])

@@ -21,6 +21,7 @@ from rewire.kernels.attended import AttendedHistory
 from rewire.topologies import Recurrence, list_topologies, make_topology
 from rewire.topologies.attnres import AttnRes, Queries
 from rewire.topologies.base import Dims, Start, materialize
+from rewire.topologies.registry import name_and_options
 
 VARIANTS = [AttnRes(block, scaled) for block in (None, 2, 3, 9) for scaled in (False, True)]
 VARIANTS += [AttnRes(form="difference"), AttnRes(additive=True), AttnRes(2, form="difference", additive=True)]
@@ -343,9 +344,10 @@ def test_what_does_not_fit(topology: AttnRes, start: Start, message: str) -> Non
 def test_name() -> None:
     assert make_topology("attnres", {"block": 4, "scaled": True}) == AttnRes(4, True)
     assert list_topologies()["attnres"]
-    assert AttnRes().options() == {
+    options = {
         **{"block": None, "scaled": False, "form": "softmax"},
         **{"additive": False, "qkv": False, "heads": 1, "normed": False, "separate_norms": False},
     }
+    assert name_and_options(AttnRes()) == ("attnres", options)
     assert AttnRes.needs_width and not issubclass(AttnRes, Recurrence)
     assert AttnRes(qkv=True).reads_qkv and not AttnRes().reads_qkv

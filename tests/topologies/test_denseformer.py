@@ -40,8 +40,7 @@ def naive_run(x: Tensor, blocks: list[nn.Module], rows: dict[int, dict[int, floa
 
 def run(topology: DenseFormer, weights: Averages, x: Tensor, blocks: list[nn.Module]) -> Tensor:
     def check(t: int, read: Any, opened: States, written: States) -> None:
-        *held, y = opened
-        past = held if weights.table is None else held[0].states
+        *past, y = opened if weights.table is None else (*opened[1].states, opened[0])
         assert len(past) == t and past[0].data_ptr() == x.data_ptr()  # x_0 .. x_{t-1}
         assert read is y
 

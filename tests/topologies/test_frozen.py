@@ -14,7 +14,7 @@ from toy_nets import begin
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import ANCRe, Dims, Topology, make_topology
 from rewire.topologies.base import materialize
-from rewire.topologies.frozen import Frozen, frozen
+from rewire.topologies.frozen import Frozen, coded, frozen
 from rewire.topologies.program import (
     Edge,
     Line,
@@ -29,6 +29,7 @@ from rewire.topologies.program import (
     prune,
     recurrence,
 )
+from rewire.topologies.registry import name_and_options
 
 STATIC = [
     *("residual", "ancre-ingoing", "ancre-outgoing", "ancre-none", "ancre-keep", "ancre-constant", "ancre-cascaded"),
@@ -93,7 +94,7 @@ def test_no_constant_form(key: str) -> None:
     name, options = EVERY[key]
     topology, dims = make_topology(name, options), Dims(3, 8, frozenset({1, 3}))
     weights = topology.weights(topology.parameters(dims, "paper"), dims)
-    with pytest.raises(UnsupportedTopology, match=f"{type(topology).__name__} has no constant form"):
+    with pytest.raises(UnsupportedTopology, match=f"topology '{name}' has no constant form"):
         topology.program(weights, dims)
 
 
@@ -101,10 +102,11 @@ def test_no_constant_form(key: str) -> None:
 def test_options_are_json_and_come_back(key: str) -> None:
     topology, dims, weights = drawn(key, 3)
     made, constants = as_frozen(topology, weights, dims, threshold=0.05)
-    saved = json.loads(json.dumps(made.options()))
-    assert saved == made.options()
+    name, options = name_and_options(made)
+    saved = json.loads(json.dumps(options))
+    assert name == "Frozen" and saved == options
     again = Frozen(**saved)
-    assert again == made and again.options() == saved and again.needs_width == made.needs_width
+    assert again == made and name_and_options(again)[1] == saved and again.needs_width == made.needs_width
     x = torch.randn(3, WIDTH)
     assert torch.equal(run(again, constants, dims, x), run(made, constants, dims, x))
 
@@ -245,6 +247,6 @@ def test_a_program_of_another_depth() -> None:
 
 def test_values_out_of_nowhere() -> None:
     with pytest.raises(ValueError, match="reads 'x7', which it does not compute"):
-        Frozen("it", recurrence([[Term("x7", 1.0)]]), (1, 1))
+        Frozen("it", coded(recurrence([[Term("x7", 1.0)]])), [1, 1])
     with pytest.raises(ValueError, match="weights per channel"):
-        Frozen("it", recurrence([[Term("x0", PerChannel(10**12))]]), (1, 1))
+        Frozen("it", coded(recurrence([[Term("x0", PerChannel(10**12))]])), [1, 1])

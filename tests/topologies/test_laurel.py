@@ -16,6 +16,7 @@ from rewire.errors import UnsupportedTopology
 from rewire.topologies import Topology, list_topologies, make_topology
 from rewire.topologies.base import Dims, States, materialize
 from rewire.topologies.laurel import LaurelLR, LaurelPA, LaurelRW
+from rewire.topologies.registry import name_and_options
 
 WIDTH = 6
 net = functools.partial(toy_nets.net, width=WIDTH)
@@ -249,6 +250,9 @@ def test_names() -> None:
     assert make_topology("laurel-rw", {"total": 1.0}) == LaurelRW(1.0)
     assert make_topology("laurel-lr", {"rank": 4}) == LaurelLR(4)
     assert make_topology("laurel-pa", {"rank": 4, "last": 2}) == LaurelPA(4, 2)
-    assert LaurelPA().options() == {"rank": 16, "last": 3, "total": None, "form": "softmax"}
+    assert name_and_options(LaurelPA()) == (
+        "laurel-pa",
+        {"rank": 16, "last": 3, "total": None, "form": "softmax"},
+    )
     assert all(list_topologies()[name] for name in ("laurel-rw", "laurel-lr", "laurel-pa"))
     assert LaurelLR.needs_width and LaurelPA.needs_width and not LaurelRW.needs_width

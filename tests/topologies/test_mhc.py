@@ -85,7 +85,7 @@ def naive(topology: MHC, x: Tensor, blocks: list[Any], values: dict[str, Tensor]
 
     for t, block in enumerate(blocks):
         b, alpha, phi = values["static"][t], values["scale"][t], values["dynamic"][t]
-        alphas = torch.cat([a.expand(size) for a, size in zip(alpha, topology.groups, strict=True)])
+        alphas = torch.cat([a.expand(size) for a, size in zip(alpha, topology.scaled, strict=True)])
         logits = alphas * (normed() @ phi) + b
         reads.append(pre(logits[..., :n]))
         post = topology.magnitude * torch.sigmoid(logits[..., n : 2 * n]) + added

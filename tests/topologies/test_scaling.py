@@ -11,6 +11,7 @@ from toy_nets import plain
 
 from rewire.topologies import Topology, list_topologies, make_topology
 from rewire.topologies.base import Dims, States
+from rewire.topologies.registry import name_and_options
 from rewire.topologies.scaling import BranchScale, LayerScale
 
 WIDTH = 6
@@ -146,6 +147,7 @@ def test_names() -> None:
     assert make_topology("layerscale", {"eps": 1e-4}) == LayerScale(1e-4)
     assert all(list_topologies()[name] for name in NAMES)
     assert LayerScale.needs_width and not BranchScale.needs_width
-    assert BranchScale().options() == {}
+    assert name_and_options(BranchScale()) == ("rezero", {})
+    assert name_and_options(make_topology("skipinit", {}, "preserve")) == ("skipinit", {})
     with pytest.raises(TypeError, match="no option 'eps'"):
         make_topology("rezero", {"eps": 0.1})
