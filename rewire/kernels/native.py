@@ -74,8 +74,8 @@ def sums(
         M new tensors; with states also the products, in the dtype of accumulation: those for weights, in their shape,
         unless scores are given and weights are not per channel; and with scores those for them, in their shape.
         None if the kernel does not know such tensors (it knows those of one shape and dtype, float32, float64,
-        bfloat16 or float16, with contiguous rows as far from each other, on a CPU), a dispatch mode follows what torch does, or
-        there is no kernel.
+        bfloat16 or float16, with contiguous rows as far from each other, on a CPU), a dispatch mode follows what torch
+        does, or there is no kernel.
     """
     first = (terms or added)[0]
     if not knows(first):

@@ -236,8 +236,8 @@ def no_preserving_start(topology: Topology, why: str) -> UnsupportedTopology:
 def no_attention(topology: Topology, depth: int, instead: str) -> UnsupportedTopology:
     """The error of a topology with separate reads for q, k and v, where no unit begins with an attention."""
     return UnsupportedTopology(
-        f"topology '{topology.registered_name}' found, in a trunk of {depth} units, no attention whose q, k and v "
-        f"could be read apart; {instead}."
+        f"topology '{topology.registered_name}' found, in a trunk of {depth} units, no attention with separate "
+        f"inputs for q, k and v; {instead}."
     )
 
 

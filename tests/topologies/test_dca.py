@@ -114,7 +114,7 @@ def test_last_1_differs_from_the_package_by_the_middle() -> None:
 
 
 def test_needs_an_attention() -> None:
-    with pytest.raises(UnsupportedTopology, match=r"no attention whose q, k and v could be read apart; use grn-v3"):
+    with pytest.raises(UnsupportedTopology, match=r"no attention with separate inputs for q, k and v; use grn-v3"):
         make_topology("dca", {}).parameters(Dims(2, WIDTH), "preserve")
     assert make_topology("dca", {}).reads_qkv
     assert not make_topology("grn-v3", {}).reads_qkv
