@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rewire
 from rewire.kernels import plain
 from rewire.kernels.history import History
-from rewire.stream import Stream
+from rewire.runtime.stream import Stream
 from rewire.topologies.base import Start
 
 LAYERS, WIDTH, TOKENS = 32, 128, 512

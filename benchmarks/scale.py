@@ -31,9 +31,9 @@ from torch.utils import _pytree as pytree
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rewire
-from rewire.connection import Connection
 from rewire.kernels.history import History
 from rewire.pipeline import outline
+from rewire.runtime.connection import Connection
 
 LINK = 50e9  # bytes/s of one 400 Gb/s link
 WORK = 400e12  # operations/s of one GPU: Llama 3's 405B in bfloat16, arXiv 2407.21783, Table 4

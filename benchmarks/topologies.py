@@ -37,7 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rewire
 from rewire.kernels.history import History
-from rewire.stream import Stream
+from rewire.runtime.stream import Stream
 from rewire.topologies.base import materialize
 
 LAYERS, WIDTH, BATCH, LENGTH = 12, 256, 4, 128

@@ -5,7 +5,6 @@ model = rewire.compile(model, topology="ancre-ingoing")
 
 from rewire.backend import Backend
 from rewire.compiler import compile, inspect
-from rewire.connection import coefficients, connections, parallelize
 from rewire.diagnostics.measure import diagnose
 from rewire.diagnostics.monitor import Monitor
 from rewire.diffs import diff, source
@@ -31,12 +30,13 @@ from rewire.init import Initializer, initialize, list_initializers, register_ini
 from rewire.init.roles import roles
 from rewire.kernels.fused_qkv import Fused
 from rewire.logs import show_those_of_the_environment
-from rewire.passes.fusions import fusions
+from rewire.passes.editing.fusions import fusions
 from rewire.passes.rewrite import restore
 from rewire.patterns import Pattern, list_patterns, register_pattern
 from rewire.pipeline import pipeline_cache, pipeline_stage
 from rewire.plotting.draw import plot
 from rewire.reporting.page import report
+from rewire.runtime.connection import coefficients, connections, parallelize
 from rewire.saving.folder import load, save
 from rewire.saving.pretrained import from_pretrained
 from rewire.studies import Task, study

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from torch import nn
 
 from rewire import logs
-from rewire.connection import connections
 from rewire.diffs import diff
 from rewire.errors import (
     AlreadyConnected,
@@ -34,6 +33,7 @@ from rewire.passes.prepare import Prepared, prepare, without_inputs
 from rewire.passes.rewrite import restore, rewrite
 from rewire.passes.validate import STARTS, check, compare
 from rewire.patterns import Pattern, first_given
+from rewire.runtime.connection import connections
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual

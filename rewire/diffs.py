@@ -13,12 +13,12 @@ from typing import TypeAlias
 
 from torch import nn
 
-from rewire.connection import connections, learned_connections
+from rewire.code.text import Text, lines_of, text_of
 from rewire.errors import RewireError, UnknownName
-from rewire.gate import HelperGate
-from rewire.passes.apply import is_opened
-from rewire.passes.install import edits_of, is_edited, original_class
-from rewire.passes.text import Text, lines_of, text_of
+from rewire.passes.editing.apply import is_opened
+from rewire.passes.editing.helper_gate import HelperGate
+from rewire.passes.editing.install import edits_of, is_edited, original_class
+from rewire.runtime.connection import connections, learned_connections
 
 #: A difference as difflib gives it: its kind, and the ranges of old and of new lines.
 Opcode: TypeAlias = tuple[str, int, int, int, int]

@@ -13,16 +13,16 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rewire.connection import Connection, connections, learned_connections
 from rewire.console import Shown
+from rewire.copies import shared
 from rewire.errors import BadExampleInputs, UnsupportedTopology
 from rewire.kernels.history import History
 from rewire.passes.checks import check_loaded, check_whole
-from rewire.passes.copies import shared
 from rewire.passes.inputs import inputs_for
-from rewire.passes.tensors import relative_error
 from rewire.passes.validate import outputs
+from rewire.passes.validating.tensors import relative_error
 from rewire.patterns import Pattern, patterns_for
+from rewire.runtime.connection import Connection, connections, learned_connections
 from rewire.runtime.layout import Layout
 from rewire.topologies import Topology
 from rewire.topologies.base import Dims, States

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rewire.connection import Connection
 from rewire.errors import RewireError, UnsupportedCall
-from rewire.gate import Gate
 from rewire.kernels.history import History
-from rewire.passes.connect import register
+from rewire.passes.editing.connect import register
 from rewire.placement import Placement, is_dtensor
+from rewire.runtime.connection import Connection
+from rewire.runtime.gate import Gate
 from rewire.runtime.live import Entry
-from rewire.stream import Stream
+from rewire.runtime.stream import Stream
 
 H = TypeVar("H")
 

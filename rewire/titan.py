@@ -35,9 +35,9 @@ except ImportError as error:
     raise ImportError("rewire.titan needs torchtitan 0.3: pip install 'rewire[titan]'") from error
 
 from rewire.compiler import compile
-from rewire.connection import CONNECTIONS, Connection, SeparateNorms, connections, parallelize
 from rewire.errors import UnsupportedCall
 from rewire.pipeline import entries_of, pipeline_cache, pipeline_stage
+from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms, connections, parallelize
 from rewire.topologies import Topology
 
 if TYPE_CHECKING:

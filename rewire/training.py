@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.connection import connections, learned_connections
 from rewire.errors import UnsupportedTopology
+from rewire.runtime.connection import connections, learned_connections
 
 
 def parameter_groups(

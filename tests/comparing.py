@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.passes.copies import own_inputs, private, seeded
-from rewire.passes.record import record
+from rewire.copies import own_inputs, private, seeded
+from rewire.passes.finding.record import record
 
 Results = tuple[list[Tensor], dict[str, Tensor | None]]
 

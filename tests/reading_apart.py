@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rewire
 from rewire.passes.inputs import normalise_inputs
-from rewire.passes.tensors import relative_error, tensors_in
+from rewire.passes.validating.tensors import relative_error, tensors_in
 from rewire.patterns import first_given, patterns_for
 from rewire.topologies.base import Dims, Start, States, total
 

@@ -50,6 +50,15 @@ def test_no_module_imports_itself_by_others() -> None:
     assert circles == []
 
 
+def test_no_folder_imports_itself_by_others() -> None:
+    folders = nx.DiGraph()
+    for name, other in graph().edges:
+        one, two = (".".join(module.split(".")[:2]) for module in (name, other))
+        if one != two:
+            folders.add_edge(one, two)
+    assert [sorted(circle) for circle in nx.strongly_connected_components(folders) if len(circle) > 1] == []
+
+
 def test_no_module_of_the_root_has_the_name_of_something_public() -> None:
     root = {name.removeprefix("rewire.") for name in modules() if name.count(".") == 1}
     assert not root & set(rewire.__all__)
@@ -58,7 +67,16 @@ def test_no_module_of_the_root_has_the_name_of_something_public() -> None:
 
 #: What a newcomer sees first.
 ROOMS = {
-    *("__init__.py", "__main__.py", "backend.py", "cli.py", "compiler.py", "connection.py", "console.py"),
-    *("conventions.py", "depth.py", "diffs.py", "errors.py", "freezing.py", "gate.py", "logs.py", "pipeline.py"),
-    *("placement.py", "registry.py", "stream.py", "titan.py", "training.py", "trunk.py"),
+    *("__init__.py", "__main__.py", "cli.py", "compiler.py", "console.py", "conventions.py", "copies.py", "diffs.py"),
+    *(
+        "errors.py",
+        "freezing.py",
+        "logs.py",
+        "pipeline.py",
+        "placement.py",
+        "registry.py",
+        "titan.py",
+        "training.py",
+        "trunk.py",
+    ),
 }

@@ -15,7 +15,7 @@ from every_topology import compiled
 from models import PreNorm, Stack, vectors
 from torch import Tensor, nn
 
-from rewire.passes.install import Edited, install
+from rewire.passes.editing.install import Edited, install
 from rewire.patterns.tiny import tiny_config
 
 DEPTH = 16

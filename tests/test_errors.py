@@ -28,7 +28,7 @@ from models import (
 from torch import Tensor, nn
 
 import rewire
-from rewire.stream import Stream
+from rewire.runtime.stream import Stream
 from rewire.topologies import registry
 
 ANCRE = "ancre-ingoing"

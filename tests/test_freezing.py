@@ -20,8 +20,8 @@ import rewire
 from rewire.freezing import FreezeReport
 from rewire.kernels.history import History
 from rewire.patterns.tiny import timm_model, tiny_model
+from rewire.runtime.stream import Stream
 from rewire.saving import checkpoint as saved
-from rewire.stream import Stream
 
 STATIC = [
     *("residual", "ancre-ingoing", "ancre-outgoing", "ancre-none", "ancre-keep", "ancre-constant", "ancre-cascaded"),

@@ -172,7 +172,7 @@ def test_restore(model_type: str) -> None:
     assert_bitwise(evaluate(model, args, kwargs), evaluate(again, args, kwargs))
 
 
-@pytest.mark.parametrize("name", ["rewire.stream Layout", "rewire.depth Entry"])
+@pytest.mark.parametrize("name", ["rewire.runtime.stream Layout", "rewire.runtime.depth Entry"])
 def test_whole_models_find_classes_where_they_were_when_they_were_pickled(name: str) -> None:
     module, cls = name.split()
     assert pickle.loads(f"c{module}\n{cls}\n.".encode()).__name__ == cls

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.patterns.pattern import Inputs
+from rewire.copies import Inputs
 from rewire.patterns.tiny import tiny_model
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}

@@ -12,8 +12,8 @@ import torch
 from by_hand import BY_HAND, by_hand
 from torch import nn
 
+from rewire.copies import Inputs
 from rewire.errors import UnknownName
-from rewire.patterns.pattern import Inputs
 from rewire.patterns.tiny import tiny_model
 from rewire.patterns.transformers import example_inputs, inputs_named, required
 

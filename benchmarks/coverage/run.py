@@ -40,10 +40,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import rewire
 from rewire.passes.find import find
+from rewire.passes.finding.chains import chains
 from rewire.passes.inputs import normalise_inputs
 from rewire.passes.prepare import prepare
-from rewire.passes.streams import chains
-from rewire.passes.tensors import tensors_in
+from rewire.passes.validating.tensors import tensors_in
 from rewire.patterns import first_given, patterns_for
 from rewire.patterns.tiny import timm_model
 

@@ -16,7 +16,7 @@ from rewire.bench import harness
 from rewire.bench.harness import Passes, Timing
 from rewire.bench.peers import Implementation
 from rewire.bench.workloads import EAGER, OURS, Bytes, Workload
-from rewire.passes.tensors import relative_error
+from rewire.passes.validating.tensors import relative_error
 
 #: Tokens on which the implementations are compared before they are timed.
 _CHECKED = 48

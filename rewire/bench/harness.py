@@ -20,7 +20,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from rewire.passes.tensors import tensors_in
+from rewire.passes.validating.tensors import tensors_in
 
 #: Bytes that are written before a pass is timed: they push its inputs out of the caches.
 _FLUSH = {"cuda": 1 << 30, "cpu": 1 << 26}

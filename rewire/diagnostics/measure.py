@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from rewire.console import Shown, progress
+from rewire.copies import Inputs, seeded
 from rewire.diagnostics.jacobian import Chi, mean_squared_singular_value
 from rewire.diagnostics.observing import Record, Run, observed
 from rewire.diagnostics.signals import BlockSignals, SiteSignals, TrunkSignals
 from rewire.errors import BadExampleInputs, RewireError
-from rewire.passes.copies import seeded
 from rewire.passes.inputs import inputs_for
-from rewire.passes.tensors import tensors_in
+from rewire.passes.validating.tensors import tensors_in
 from rewire.patterns import patterns_for
-from rewire.patterns.pattern import Inputs
 from rewire.topologies.base import total
 
 
@@ -61,7 +60,7 @@ class Diagnosis(Shown):
         Raises:
             ImportError: matplotlib is missing.
         """
-        from rewire.plotting import plot_signals
+        from rewire.diagnostics.plot import plot_signals  # needs matplotlib
 
         plot_signals(self.trunks, path)
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.connection import coefficients, connections
 from rewire.diagnostics.measure import diagnose
 from rewire.diagnostics.signals import TrunkSignals
 from rewire.plotting import plot_heatmap
+from rewire.runtime.connection import coefficients, connections
 
 #: Called with values by name and the number of the step.
 Log = Callable[[dict[str, Any], int], object]

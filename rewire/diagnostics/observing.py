@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from rewire.compiler import compile
-from rewire.connection import Connection, connections
+from rewire.copies import Inputs, shared
 from rewire.passes.checks import check_loaded, check_whole
-from rewire.passes.copies import shared
-from rewire.patterns.pattern import Inputs
+from rewire.runtime.connection import Connection, connections
 from rewire.topologies.residual import Residual
 from rewire.trunk import Trunk
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from rewire.connection import CONNECTIONS, Connection, SeparateNorms
 from rewire.errors import RewireError
-from rewire.gate import Gate
-from rewire.passes.connect import StreamsToTensors
+from rewire.passes.editing.connect import StreamsToTensors
+from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms
+from rewire.runtime.gate import Gate
 from rewire.runtime.layout import Layout
 from rewire.runtime.live import Entry
 

@@ -15,15 +15,16 @@ from typing import Any
 
 from torch import nn
 
-from rewire.connection import CONNECTIONS, SeparateNorms, connections
+from rewire.code.functions import undecorated
 from rewire.ejecting.names import Binding, Lines, Replacement, bindings, import_statements, replaced
 from rewire.ejecting.runtime import Runtime
 from rewire.errors import EditError
-from rewire.gate import Gate, HelperGate
-from rewire.passes.connect import StreamsToTensors
-from rewire.passes.functions import undecorated
-from rewire.passes.install import Edited, edits_of, is_edited, original_class
+from rewire.passes.editing.connect import StreamsToTensors
+from rewire.passes.editing.helper_gate import HelperGate
+from rewire.passes.editing.install import Edited, edits_of, is_edited, original_class
 from rewire.patterns import is_pretrained
+from rewire.runtime.connection import CONNECTIONS, SeparateNorms, connections
+from rewire.runtime.gate import Gate
 from rewire.runtime.layout import Layout
 from rewire.runtime.live import Entry
 from rewire.topologies.registry import options_of

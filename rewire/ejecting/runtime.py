@@ -32,7 +32,7 @@ from rewire.ejecting.names import (
 #: What ejected modules import.
 ROOTS = (
     ("rewire.runtime.layout", "Layout"),
-    ("rewire.connection", "coefficients"),
+    ("rewire.runtime.connection", "coefficients"),
     ("rewire.ejecting.connecting", "Function"),
     ("rewire.ejecting.connecting", "connect"),
 )

@@ -20,7 +20,7 @@ from rewire.conventions import (
     is_norm,
     matrices,
 )
-from rewire.passes.flow import Op, Scope
+from rewire.passes.finding.flow import Op, Scope
 
 #: Operations on several operands that are all followed: sums are zero if all operands are, products if one is.
 _ALL_OPERANDS = {"mul", "multiply", "add", "sub", "cat", "stack"}

@@ -13,13 +13,13 @@ from rewire.errors import UnsupportedTopology
 from rewire.init.last_layers import depth_of, last_layers_of, parameters_of
 from rewire.init.layout import Layout
 from rewire.kernels.fused_qkv import Fused
-from rewire.passes.adds import Add, between
 from rewire.passes.find import residual_sites
-from rewire.passes.flow import Op
-from rewire.passes.follow import follow
-from rewire.passes.graphs import attribute_at
+from rewire.passes.finding.adds import Add, between
+from rewire.passes.finding.flow import Op
+from rewire.passes.finding.follow import follow
+from rewire.passes.finding.graphs import attribute_at
+from rewire.passes.finding.projections import find_projections
 from rewire.passes.prepare import without_inputs
-from rewire.passes.projections import find_projections
 from rewire.trunk import Site
 
 #: Settings of Hugging Face configs that name the activation.

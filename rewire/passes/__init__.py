@@ -1,0 +1,1 @@
+"""The passes of `rewire.compile`, in this order: prepare, find, choose, rewrite, validate."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from rewire.connection import Connection
 from rewire.errors import AlreadyRewired, RewireError, ShardedModel
-from rewire.passes.install import is_edited
+from rewire.passes.editing.install import is_edited
+from rewire.runtime.connection import Connection
 from rewire.trunk import Trunk
 
 

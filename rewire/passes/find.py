@@ -9,20 +9,20 @@ from typing import Literal, TypeAlias
 import torch
 from torch import fx, nn
 
+from rewire.code.functions import define
+from rewire.code.text import written_at
 from rewire.console import progress
+from rewire.copies import own_inputs, private, seeded
 from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
-from rewire.passes.adds import CASTS, Add
 from rewire.passes.checks import on_meta
-from rewire.passes.copies import own_inputs, private, seeded
-from rewire.passes.flow import Flow, Op
-from rewire.passes.follow import follow
-from rewire.passes.functions import define
-from rewire.passes.names import channels_of, named
+from rewire.passes.finding.adds import CASTS, Add
+from rewire.passes.finding.chains import Chain, chains
+from rewire.passes.finding.flow import Flow, Op
+from rewire.passes.finding.follow import follow
+from rewire.passes.finding.names import channels_of, named
+from rewire.passes.finding.record import record
 from rewire.passes.prepare import Prepared
-from rewire.passes.record import record
-from rewire.passes.streams import Chain, chains
-from rewire.passes.text import written_at
 from rewire.patterns import Pattern
 from rewire.trunk import LeftAlone, Report, Site, Trunk, told
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from rewire.copies import Inputs
 from rewire.errors import BadExampleInputs, RewireError
 from rewire.logs import find as log
 from rewire.patterns import Pattern, first_given
-from rewire.patterns.pattern import Inputs
 
 
 def inputs_for(model: nn.Module, found: list[Pattern], example_inputs: Any) -> Inputs:

@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from rewire.passes.copies import shared
+from rewire.copies import Inputs, shared
 from rewire.passes.inputs import known_inputs
 from rewire.patterns import Pattern, patterns_for
-from rewire.patterns.pattern import Inputs
 
 
 @dataclasses.dataclass(frozen=True)

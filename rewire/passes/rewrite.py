@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from rewire.connection import CONNECTIONS, Connection, learned_connections
+from rewire.copies import shared
 from rewire.errors import EditError
 from rewire.logs import rewrite as log
-from rewire.passes.apply import apply, undo
-from rewire.passes.connect import StreamsToTensors, convert_collected, copy_norms, register
-from rewire.passes.copies import shared
-from rewire.passes.edit import edited
-from rewire.passes.edits import Key, Plans
+from rewire.passes.editing.apply import apply, undo
+from rewire.passes.editing.connect import StreamsToTensors, convert_collected, copy_norms, register
+from rewire.passes.editing.edits import Key, Plans
+from rewire.passes.editing.plan import plan
+from rewire.passes.editing.write import edited
 from rewire.passes.find import Found
-from rewire.passes.plan import plan
+from rewire.passes.finding.projections import find_projections
 from rewire.passes.prepare import Prepared
-from rewire.passes.projections import find_projections
+from rewire.runtime.connection import CONNECTIONS, Connection, learned_connections
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
 

@@ -15,17 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from rewire.connection import connections
 from rewire.console import progress
+from rewire.copies import ByPlace, Inputs, own_inputs, private, seeded, shared
 from rewire.errors import BadExampleInputs, RewireError, ValidationMismatch
 from rewire.logs import validate as log
-from rewire.passes.connect import drop_copies
-from rewire.passes.copies import ByPlace, own_inputs, private, seeded, shared
-from rewire.passes.flow import Flow
-from rewire.passes.runs import Run, Setting, block_outputs, noise_for, run, strided
-from rewire.passes.same_graph import compare_graphs
-from rewire.passes.tensors import described, finite, relative_error, tensors_in, tolerance
-from rewire.patterns.pattern import Inputs
+from rewire.passes.editing.connect import drop_copies
+from rewire.passes.finding.flow import Flow
+from rewire.passes.validating.runs import Run, Setting, block_outputs, noise_for, run, strided
+from rewire.passes.validating.same_graph import compare_graphs
+from rewire.passes.validating.tensors import described, finite, relative_error, tensors_in, tolerance
+from rewire.runtime.connection import connections
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual

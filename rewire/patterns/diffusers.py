@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rewire.patterns.pattern import Inputs, Pattern, register_pattern
+from rewire.copies import Inputs
+from rewire.patterns.pattern import Pattern, register_pattern
 
 
 def _is_dit(model: nn.Module) -> bool:

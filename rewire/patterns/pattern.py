@@ -12,11 +12,10 @@ from typing import Any
 from torch import nn
 
 from rewire.conventions import out_features
+from rewire.copies import Inputs
 from rewire.kernels.fused_qkv import Fused
 from rewire.registry import Registry
 from rewire.trunk import Site
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)

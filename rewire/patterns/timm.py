@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rewire.patterns.pattern import Inputs, Pattern, register_pattern, thirds
+from rewire.copies import Inputs
+from rewire.patterns.pattern import Pattern, register_pattern, thirds
 from rewire.patterns.transformers import Q_K_V
 
 

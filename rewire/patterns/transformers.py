@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rewire.copies import Inputs, private, seeded
 from rewire.errors import BadExampleInputs
-from rewire.patterns.pattern import Inputs, Pattern, is_pretrained, register_pattern
+from rewire.patterns.pattern import Pattern, is_pretrained, register_pattern
 from rewire.patterns.tiny import tiny_twin
 
 _SEQUENCE = 12
@@ -41,8 +42,6 @@ def with_image_tokens(model: Any, inputs: Inputs) -> Inputs:
     token = _said(model.config, "image_token_id", "image_token_index", "media_placeholder_token_id")
     if token is None or not hasattr(model, "get_image_features"):
         return inputs
-    from rewire.passes.copies import private, seeded  # which imports the patterns
-
     alone: Any = private(model).eval()
     taken = inspect.signature(alone.get_image_features).parameters.keys() & given.keys()
     with torch.no_grad(), seeded(0, alone):

@@ -1,8 +1,7 @@
-"""Pictures of learned weights, of signals, and of benchmarks. Needs matplotlib: ``pip install 'rewire[viz]'``."""
+"""Pictures of learned weights and of benchmarks. Needs matplotlib: ``pip install 'rewire[viz]'``."""
 
 from rewire.plotting.bars import plot_bars
 from rewire.plotting.charts import plot_curves, plot_differences, plot_rates, plot_times
-from rewire.plotting.signals import plot_signals
 from rewire.plotting.weights import plot_arcs, plot_heatmap
 
 __all__ = [
@@ -12,6 +11,5 @@ __all__ = [
     "plot_differences",
     "plot_heatmap",
     "plot_rates",
-    "plot_signals",
     "plot_times",
 ]

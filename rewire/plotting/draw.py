@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from rewire.connection import coefficients, learned_connections
 from rewire.plotting import plot_arcs, plot_bars, plot_heatmap
+from rewire.runtime.connection import coefficients, learned_connections
 from rewire.saving.checkpoint import matrices
 from rewire.topologies.base import rows
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rewire.bench.harness import Timing, kept_for_backward, side_by_side, training_step
-from rewire.connection import Connection
 from rewire.freezing import most_held
 from rewire.passes.inputs import normalise_inputs
 from rewire.passes.rewrite import restore
-from rewire.passes.tensors import tensors_in
+from rewire.passes.validating.tensors import tensors_in
+from rewire.runtime.connection import Connection
 
 _ROUNDS = 7
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from rewire.compiler import inspect
-from rewire.connection import Connection, coefficients, connections
 from rewire.diffs import diff
 from rewire.reporting.costs import Measured, measured, states_held
 from rewire.reporting.drawings import arcs, heatmap, stream
 from rewire.reporting.style import SCRIPT, STYLE
+from rewire.runtime.connection import Connection, coefficients, connections
 from rewire.trunk import LeftAlone, Trunk, told
 
 _LARGEST = 128  # states of a trunk whose weights are drawn as a matrix

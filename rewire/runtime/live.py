@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.connection import Connection
-from rewire.stream import Stream
+from rewire.runtime.connection import Connection
+from rewire.runtime.stream import Stream
 from rewire.topologies.base import QKVInputs
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rewire.stream import Stream
+from rewire.runtime.stream import Stream
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.connection import CONNECTIONS, SeparateNorms
 from rewire.kernels.fused_qkv import project_fused
+from rewire.runtime.connection import CONNECTIONS, SeparateNorms
 from rewire.runtime.live import Live
 from rewire.runtime.nested import mapped
 from rewire.topologies.base import QKVInputs

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rewire.connection import CONNECTIONS, Connection, read_recipe
 from rewire.errors import RewireError
+from rewire.runtime.connection import CONNECTIONS, Connection, read_recipe
 from rewire.saving.folder import files_of
 from rewire.saving.recipes import EXTRA_STATE, first_line, is_recipe, layout_of, misfit
 

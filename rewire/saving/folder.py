@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rewire.connection import CONNECTIONS, Connection, SeparateNorms, learned_connections
 from rewire.errors import RewireError, ShardedModel
-from rewire.saving.names import current_recipe
+from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms, learned_connections
 from rewire.saving.recipes import connections_of, described, difference, first_line, is_recipe, rewired_by
+from rewire.topologies.names import current_recipe
 
 RECIPE = "rewire.json"
 #: Of the folder; to be raised whenever older files would be read as something else. The first one had no digests.

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from rewire.connection import read_recipe
 from rewire.errors import RewireError, UnknownName
+from rewire.runtime.connection import read_recipe
 from rewire.saving.checkpoint import read_connections
 from rewire.saving.recipes import EXTRA_STATE, connections_of, is_recipe, rewired_by
 

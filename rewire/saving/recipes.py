@@ -14,16 +14,16 @@ from typing import Any
 
 from torch import nn
 
-from rewire.connection import CONNECTIONS, Connection
 from rewire.errors import RewireError, UnknownName, moved_trunk
 from rewire.passes.checks import check_model
-from rewire.passes.connect import place
+from rewire.passes.editing.connect import place
 from rewire.passes.find import check_found, find
 from rewire.passes.prepare import prepare
 from rewire.passes.rewrite import rewrite
+from rewire.runtime.connection import CONNECTIONS, Connection
 from rewire.runtime.layout import Layout
-from rewire.saving.names import named_topology, topology_in
 from rewire.topologies.base import Start, as_recurrence
+from rewire.topologies.names import named_topology, topology_in
 from rewire.trunk import Trunk
 
 #: How the entry of a state dict ends that holds a recipe.

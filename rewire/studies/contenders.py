@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from rewire.compiler import compile
-from rewire.connection import connections
 from rewire.init.roles import roles
 from rewire.init.table import LAST
+from rewire.runtime.connection import connections
 
 #: What a study compares unless told otherwise.
 DEFAULT = (

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rewire.bench.harness import kept_for_backward, side_by_side
-from rewire.connection import connections
 from rewire.errors import RewireError
+from rewire.runtime.connection import connections
 from rewire.studies.contenders import Contender, Scales
 from rewire.studies.task import Budget, Task
 from rewire.training import parameter_groups

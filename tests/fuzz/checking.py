@@ -15,7 +15,7 @@ from fuzz.nets import WIDTH, Net
 from torch import Tensor, nn
 
 import rewire
-from rewire.passes.copies import ByPlace
+from rewire.copies import ByPlace
 
 #: A learned topology for each net, which starts as the original network.
 TOPOLOGIES = ("denseformer", "grn-v2", "layerscale", "ancre-none")

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import rewire
 from rewire.kernels import operators
-from rewire.passes.fusions import fusions
+from rewire.passes.editing.fusions import fusions
 from rewire.patterns.tiny import tiny_model
-from rewire.stream import Unsummed
+from rewire.runtime.stream import Unsummed
 
 OPERATORS = ("mix", "mix_norm", "mix_backward", "mix_norm_backward", "gather", "mixes", "several", "several_backward")
 TOLERANCE = 1e-5

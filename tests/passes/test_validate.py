@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import rewire
 from rewire.errors import ValidationMismatch
 from rewire.passes.inputs import normalise_inputs
-from rewire.passes.tensors import relative_error, tensors_in
 from rewire.passes.validate import compare
+from rewire.passes.validating.tensors import relative_error, tensors_in
 from rewire.topologies.base import materialize
 from rewire.topologies.residual import Residual
 

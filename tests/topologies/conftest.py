@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rewire.connection import Connection
+from rewire.runtime.connection import Connection
 
 
 @pytest.fixture

@@ -1,0 +1,5 @@
+"""`rewire.Backend` (in `dynamo`): the same for flat graphs that torch.compile captured."""
+
+from rewire.backend.dynamo import Backend, by_name
+
+__all__ = ["Backend", "by_name"]

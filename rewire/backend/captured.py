@@ -1,0 +1,92 @@
+"""Pass: compare a rewritten flat graph with the graph that was captured, on the inputs of the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
+
+from rewire.copies import Inputs, shared
+from rewire.errors import BadExampleInputs, ValidationMismatch
+from rewire.logs import validate as log
+from rewire.passes.validate import compare_both
+from rewire.passes.validating.runs import Setting
+from rewire.runtime.connection import connections
+from rewire.topologies.base import Start
+
+#: A captured graph is for one mode, and runs in that.
+_FIRST, _PERTURBED = "the inputs of the first call", "the inputs of the first call, perturbed weights"
+SETTINGS = (Setting(_FIRST), Setting(_PERTURBED, perturbed=True))
+STARTS = (
+    Setting(f"{_FIRST}, at the start of the topology", rounding=True),
+    Setting(f"{_PERTURBED}, at the start of the topology", perturbed=True, rounding=True),
+)
+
+
+class CapturedGraph(nn.Module):
+    """A flat graph as a module that takes tensors one by one; parameters among its inputs (Dynamo's) are its own."""
+
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        super().__init__()
+        self.graph = graph
+        self.names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
+        for name, value in zip(self.names, inputs, strict=True):
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(name, value)
+
+    def forward(self, *inputs: Any) -> Any:
+        others = iter(inputs)
+        return self.graph(*(self._parameters[n] if n in self._parameters else next(others) for n in self.names))
+
+
+def copied(graph: fx.GraphModule) -> fx.GraphModule:
+    """A module with a copy of the graph, around the same tensors and modules, that takes and returns plain tuples."""
+    own = fx.Graph()
+    own.output(own.graph_copy(graph.graph, {}))
+    for guards in own.find_nodes(op="call_module", target="_guards_fn"):  # of torch.export; they cannot be copied
+        own.erase_node(guards)
+    return fx.GraphModule(graph, own)
+
+
+def check_captured(original: fx.GraphModule, rewritten: fx.GraphModule, inputs: Sequence[Any], start: Start) -> None:
+    """Compare the same rewrite with plain connections in it; and at a preserving start the learned ones, too.
+
+    Args:
+        original: the graph as it was captured.
+        rewritten: the same, its trunks through streams.
+        inputs: of the first call: a value for each placeholder, parameters among them.
+        start: of the connections.
+
+    Raises:
+        ValidationMismatch: outputs or gradients differ.
+    """
+    before: nn.Module = CapturedGraph(copied(original), inputs)
+    after: nn.Module = CapturedGraph(copied(rewritten), inputs)
+    if any(_has_no_values(value) for value in (*inputs, *before.parameters(), *before.buffers())):
+        log.warning("a graph was rewired but not validated: it was captured for tensors without values.")
+        return
+    after = shared(after)
+    if start == "preserve":
+        for connection in connections(after).values():  # which may have learned since, in another graph
+            connection.become(connection.layout)
+    given: Inputs = tuple(_number(value) for value in inputs if not isinstance(value, nn.Parameter)), {}
+    try:
+        compare_both("a graph", before, after, given, SETTINGS, STARTS if start == "preserve" else ())
+    except BadExampleInputs as error:
+        log.warning("a graph was rewired but not validated: %s", error)
+    except ValidationMismatch as error:
+        raise ValidationMismatch(
+            f"{error} That is a graph as torch.compile captured it; rewire.compile edits the model's source instead."
+        ) from error
+
+
+def _has_no_values(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor))
+
+
+def _number(value: Any) -> Any:
+    """A size that may change between calls, as it is in this one."""
+    return value.node.hint if isinstance(value, torch.SymInt) else value

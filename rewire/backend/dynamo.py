@@ -1,0 +1,414 @@
+"""A backend of torch.compile: learned depth connections, and fast mixes, for graphs that are captured whole.
+
+``torch.compile(model, backend=rewire.Backend("denseformer"))``
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from rewire.backend.captured import check_captured, copied
+from rewire.backend.flat import rewrite_chain
+from rewire.backend.flat_attention import find_attention
+from rewire.backend.mixes import LoweredMix, lower_mixes
+from rewire.errors import RewireError, UnsupportedCall, UnsupportedTopology
+from rewire.passes.checks import check_choices
+from rewire.passes.choose import assigned, check_names, chosen_topologies, layout_of
+from rewire.passes.find import Finding, finding_in
+from rewire.passes.finding.graphs import flow_of
+from rewire.runtime.connection import CONNECTIONS, Connection, connections
+from rewire.topologies import Topology
+from rewire.topologies.base import Start
+from rewire.trunk import LeftAlone, Report, Trunk
+
+log = logging.getLogger("rewire")
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendReport:
+    """What a `Backend` did to the graphs that it compiled.
+
+    Attributes:
+        graphs: how many there were.
+        residuals: the trunks that were rewired; and what was left alone, with the reason.
+        mixes: sums written by hand that were handed to the kernels.
+        left: what looked like such a sum -> why it stays as it is.
+    """
+
+    graphs: int
+    residuals: Report
+    mixes: tuple[LoweredMix, ...]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.graphs} graph{'s' * (self.graphs != 1)}"]
+        lines += [f"{mix.where}: a {mix.form} of {mix.sources} states -> mix" for mix in self.mixes]
+        lines += [f"{where}: stays, {reason}" for where, reason in self.left.items()]
+        return "\n".join(lines) + f"\n{self.residuals}"
+
+
+class Backend:
+    """A backend of ``torch.compile``. One object is for one model: all graphs of it share the connection weights.
+
+    Weighted sums of states that were written by hand go to the kernels of `rewire`. With a topology, the residual adds
+    of each graph are replaced by learned connections, as `rewire.compile` replaces them in a model's blocks. What is
+    made of the graph goes to AOTAutograd and on to ``inner``.
+
+    The weights belong to this object, not to the model: hand `parameters` to the optimiser, and save `state_dict`.
+    They exist once a graph has been compiled, that is, after the first call of the compiled model.
+
+    Args:
+        topology: a name, a `Topology` object, or a dict of these by trunk, as for `rewire.compile`. None leaves
+            residual adds alone.
+        granularity, start, trunks: as for `rewire.compile`.
+        inner: the backend that the graphs are handed to: ``"inductor"`` or any that ``torch.compile`` knows.
+        inner_options: for Inductor, its options: ``{"triton.cudagraphs": True}``.
+        validate: compare outputs and gradients of each rewired graph with those of the captured one, on the inputs of
+            the first call, before it is compiled.
+        options: options of the named topology.
+
+    Raises:
+        UnknownName: no such topology; near names are given. (A trunk that no graph has is one when the last graph of
+            a model is compiled.)
+        TypeError, ValueError: another argument is not one of what is said above.
+    """
+
+    def __init__(
+        self,
+        topology: str | Topology | Mapping[str, str | Topology] | None = None,
+        *,
+        granularity: Literal["auto", "block", "sublayer"] = "auto",
+        start: Start = "preserve",
+        trunks: Sequence[str] | None = None,
+        inner: str = "inductor",
+        inner_options: Mapping[str, Any] | None = None,
+        validate: bool = True,
+        **options: Any,
+    ) -> None:
+        check_choices(granularity, start)
+        if inner_options and inner != "inductor":
+            raise ValueError(f"inner_options are options of Inductor; '{inner}' takes none.")
+        self.topologies = {} if topology is None else chosen_topologies(topology, options, trunks, start)
+        if not self.topologies and (options or trunks is not None):
+            raise TypeError(f"{sorted([*options, *['trunks'] * (trunks is not None)])} are for a topology: pass one.")
+        self.granularity: Literal["auto", "block", "sublayer"] = granularity
+        self.start, self.validate = start, validate
+        self.inner, self.inner_options = inner, dict(inner_options or {})
+        self._connections = nn.ModuleDict()
+        self._trunks: dict[str, Trunk] = {}
+        self._owners: dict[str, list[weakref.ref[nn.Parameter]]] = {}  # by trunk: parameters of the model
+        self._seen: list[Trunk] = []  # found in any graph of the model that is being compiled
+        self._break = ""  # the last graph break
+        self.__name__ = "rewire"  # in messages of torch.compile
+        self._report = BackendReport(0, Report(()), (), {})
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Backend:
+        """The backend behind ``torch.compile(model, backend="rewire", options=options)``, for this very dict.
+
+        Its keys are the arguments of `Backend`; keys with a dot in them (``"triton.cudagraphs"``) and others that
+        Inductor knows are options of Inductor. The backend is kept in the dict itself, under ``"rewire"``, and lives as
+        long as that.
+        """
+        if _KEPT not in options:
+            own = {key: value for key, value in options.items() if key in _ARGUMENTS}
+            others = {key: value for key, value in options.items() if key not in _ARGUMENTS}
+            own["inner_options"] = {**own.get("inner_options", {}), **others}
+            options[_KEPT] = cls(**own)
+        backend: Backend = options[_KEPT]
+        return backend
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph; ``torch.compile`` calls this.
+
+        Raises:
+            UnsupportedCall: a graph break cuts a trunk, or a trunk differs from the one of that name in earlier graphs.
+            UnsupportedTopology, WidthMismatch, ValidationMismatch: as `rewire.compile`.
+        """
+        rewired = self._rewrite(graph, example_inputs)
+        _declare_parameters(graph)
+        compiled: Callable[..., Any]
+        if self.inner == "inductor":
+            compiled = torch._inductor.compile(graph, list(example_inputs), self.inner_options)
+        else:
+            compiled = torch._dynamo.lookup_backend(self.inner)(graph, example_inputs)  # type: ignore[arg-type]
+        return self._for_one_model(compiled, rewired, example_inputs)
+
+    def rewrite(self, program: fx.GraphModule | torch.export.ExportedProgram, *inputs: Any) -> fx.GraphModule:
+        """The module of an exported program, or a copy of a graph module, rewritten: to be run, trained or compiled.
+
+        It holds the connection weights of this backend beside its own parameters, which are shared with ``program``.
+
+        Args:
+            program: its graph may be of torch functions or of ATen operators.
+            inputs: positional arguments for a graph module whose nodes do not know their shapes; without shapes no
+                width is known, and no sum is recognised.
+        """
+        given: Sequence[Any] = inputs
+        if isinstance(program, torch.export.ExportedProgram):
+            graph: Any = program.module()
+            given = tree_leaves(program.example_inputs or ())
+        else:
+            memo = {id(tensor): tensor for tensor in (*program.parameters(), *program.buffers())}
+            graph = copy.deepcopy(program, memo)
+        if inputs:
+            _propagate(graph, inputs)
+        self._rewrite(graph, given)
+        return graph
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The connection weights.
+
+        Raises:
+            RewireError: there are none yet.
+        """
+        return self._made().parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The connection weights with the names that they have in `state_dict`.
+
+        Raises:
+            RewireError: there are none yet.
+        """
+        return self._made().named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The connection weights, and for each trunk the recipe that they belong to.
+
+        Raises:
+            RewireError: there are none yet.
+        """
+        return self._made().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned.
+
+        Raises:
+            RewireError: there are no weights yet, or these belong to another rewiring.
+        """
+        self._made().load_state_dict(state)
+
+    def coefficients(self) -> dict[str, Tensor]:
+        """Effective connection weights: trunk name -> matrix [destination, source], float32, detached."""
+        return {name: connection.matrix().detach() for name, connection in connections(self._connections).items()}
+
+    @property
+    def report(self) -> BackendReport:
+        """What was rewired and lowered in the graphs so far, and what was not."""
+        return self._report
+
+    def _rewrite(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:
+        """Rewrite a graph in place, compare it on ``inputs`` with what it was, and return the names of its trunks."""
+        captured = copied(graph)
+        found = _found(graph)
+        rewired = []
+        if self.topologies:
+            trunks = list(found.trunks.values())
+            chosen = {trunk.name: self.topologies[key] for trunk, key in assigned(trunks, self.topologies)}
+            self._check_names(graph, trunks)
+            self._check_whole(graph, found, chosen)
+            for name, topology in chosen.items():
+                self._connect(graph, found, name, topology)
+                rewired.append(found.trunks[name])
+            if rewired and self.validate and inputs:
+                graph.graph.lint()
+                graph.recompile()
+                check_captured(captured, graph, inputs, self.start)
+        mixes, left = lower_mixes(graph.graph, graph)
+        graph.graph.lint()
+        graph.recompile()
+        self._note(rewired, found.left, mixes, left)
+        return [trunk.name for trunk in rewired]
+
+    def _check_names(self, graph: fx.GraphModule, trunks: Sequence[Trunk]) -> None:
+        """Refuse names that no graph of the model has, once its last graph is there."""
+        self._seen += trunks
+        reason = getattr(graph, "compile_subgraph_reason", None)
+        if reason is None or not reason.graph_break:
+            seen, self._seen = self._seen, []
+            if seen or reason is None:
+                check_names(self.topologies, seen)
+
+    def _connect(self, graph: fx.GraphModule, found: Finding, name: str, topology: Topology) -> None:
+        """Let a trunk go through a stream that this backend's connection opens."""
+        trunk, chain, key = found.trunks[name], found.chains[name], name.replace(".", "_")
+        if key not in self._connections:
+            layout = layout_of(trunk, topology, self.granularity)
+            if layout.dims.attention and topology.separate_norms:
+                raise UnsupportedTopology(
+                    "separate_norms=True gives a model more norms, and a flat graph has none that they could belong "
+                    "to: use rewire.compile, and torch.compile what it returns."
+                )
+            self._connections[key] = Connection(layout, self.start, _device(graph))
+            self._trunks[key] = trunk
+        elif (known := self._trunks[key]).units != trunk.units or _names(known) != _names(trunk):
+            raise UnsupportedCall(
+                f"trunk '{trunk.name}' has residual adds {_span(trunk)} in this graph and had {_span(known)} in an "
+                "earlier one, and its connection weights belong to the whole. Layer dropping has to be off, and each "
+                "model needs a Backend of its own; rewire.compile does not depend on graphs."
+            )
+        layout = connections(self._connections)[name].layout
+        adds = [number for number in range(len(chain.adds)) if layout.reads_qkv(number)]
+        attentions = {n: find_attention(found.flow, chain.adds[n], trunk.sites[n]) for n in adds}
+        gate = f"{CONNECTIONS}.{key}"
+        graph.add_submodule(gate, self._connections[key])  # what `rewrite_chain` calls
+        rewrite_chain(graph.graph, chain, gate, attentions)
+
+    def _check_whole(self, graph: fx.GraphModule, found: Finding, chosen: Collection[str]) -> None:
+        """Refuse trunks that go on outside this graph, as far as one graph of Dynamo's can tell."""
+        reason = getattr(graph, "compile_subgraph_reason", None)
+        if reason is None:  # not Dynamo's
+            return
+        if reason.graph_break:
+            at = f" at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}" if reason.user_stack else ""
+            self._break = f"{reason.reason.splitlines()[0]}{at}"
+            if not chosen:
+                log.warning("no residual stream was found in a graph that ends in a break: %s.", self._break)
+        output = next(iter(reversed(graph.graph.nodes)))
+        for name in chosen:
+            chain = found.chains[name]
+            handed_in = chain.entry.node.op == "placeholder"
+            handed_out = chain.adds[-1].result.node in output.all_input_nodes
+            what = f"trunk '{name}', of which this graph holds {_span(found.trunks[name])},"
+            if (reason.graph_break and handed_out) or (handed_in and self._break):
+                raise UnsupportedCall(
+                    f"{what} borders on a graph break ({self._break}), which may cut it, and its "
+                    "connections have to lie within one graph. Remove the break (torch.compile(.., "
+                    "fullgraph=True) shows it), or use rewire.compile, which does not depend on graphs."
+                )
+            if handed_in and handed_out and not any(site.block for site in found.trunks[name].sites):
+                raise UnsupportedCall(
+                    f"{what} is one block by itself, compiled apart from the others whose stream it shares. Compile "
+                    "the whole model, or use rewire.compile, which does not depend on graphs."
+                )
+
+    def _for_one_model(
+        self, compiled: Callable[..., Any], trunks: Sequence[str], inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """``compiled``, for the model that the weights of these trunks belong to.
+
+        Its parameters are inputs of the graph, so that Dynamo would run it for other models of the same class, too.
+        """
+        first = next((n for n, value in enumerate(inputs) if isinstance(value, nn.Parameter)), None)
+        if first is None or not trunks:
+            return compiled
+        self._check_owner(trunks, inputs)
+        known = weakref.ref(inputs[first])
+
+        def run(*args: Any) -> Any:
+            nonlocal known
+            if args[first] is not known():
+                self._check_owner(trunks, args)
+                known = weakref.ref(args[first])
+            return compiled(*args)
+
+        return run
+
+    def _check_owner(self, trunks: Sequence[str], inputs: Sequence[Any]) -> None:
+        """Refuse a graph that has none of the parameters that earlier graphs with these trunks had."""
+        parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
+        for trunk in trunks:
+            owners = self._owners.get(trunk)
+            if owners and not any(owner() is parameter for parameter in parameters for owner in owners):
+                raise UnsupportedCall(
+                    f"this backend has connection weights for a trunk '{trunk}' already, and they belong to another "
+                    "model. Each model needs a Backend, or a dict of options, of its own."
+                )
+            self._owners[trunk] = [weakref.ref(parameter) for parameter in parameters]
+
+    def _note(
+        self, rewired: Sequence[Trunk], skipped: Sequence[LeftAlone], mixes: Sequence[LoweredMix], left: dict[str, str]
+    ) -> None:
+        old = self._report
+        residuals = Report(
+            tuple(dict.fromkeys((*old.residuals.trunks, *rewired))),
+            tuple(dict.fromkeys((*old.residuals.left, *skipped))),
+        )
+        all_mixes = tuple(dict.fromkeys((*old.mixes, *mixes)))
+        self._report = BackendReport(old.graphs + 1, residuals, all_mixes, {**old.left, **left})
+
+    def _made(self) -> nn.ModuleDict:
+        if not self._connections:
+            raise RewireError(
+                "this backend has no connection weights yet: they are made for the trunks that it finds, so call the "
+                "compiled model once (under torch.no_grad(), say) before you ask for them."
+            )
+        return self._connections
+
+
+def by_name(
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend ``"rewire"`` of ``torch.compile``: see `Backend.of` for its options.
+
+    Raises:
+        ValueError: a ``mode`` was given; ``options`` say the same.
+    """
+    if mode is not None:
+        same = torch._inductor.list_mode_options(mode)
+        raise ValueError(f"mode={mode!r} is not for the backend 'rewire': pass options={same}.")
+    return (Backend() if options is None else Backend.of(options))(graph, example_inputs)
+
+
+#: Arguments of `Backend`, as keys of the options of ``torch.compile``.
+_ARGUMENTS = {"topology", "granularity", "start", "trunks", "inner", "inner_options", "validate"}
+#: Key of these options under which the backend that was made for them is kept.
+_KEPT = "rewire"
+
+
+def _found(graph: fx.GraphModule) -> Finding:
+    """The trunks of a graph, without those whose stream is reshaped on its way."""
+    found = finding_in(flow_of(graph.graph, graph))
+    for name, chain in list(found.chains.items()):
+        if any(chain.passages) or any(add.shortcut is not add.state for add in chain.adds):
+            found.leave(name, "its stream is cast or reshaped between the adds, which this backend does not follow")
+        elif any(op.scale not in (None, 1) for add in chain.adds for op in (add.op, *add.inner)):
+            found.leave(name, "its adds have a factor (alpha), which this backend ignores")
+    return found
+
+
+def _declare_parameters(graph: fx.GraphModule) -> None:
+    """Tell AOTAutograd where parameters come from that Dynamo did not put into its graph."""
+    sources = getattr(graph, "_param_name_to_source", None)
+    if sources is not None:
+        from torch._dynamo.source import ConstantSource
+
+        names = [name for name, _ in (*graph.named_parameters(), *graph.named_buffers())]
+        sources.update({name: ConstantSource(name) for name in names if name not in sources})
+
+
+def _propagate(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Let the nodes of a graph know their shapes."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    with torch.no_grad():
+        FakeTensorProp(graph, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
+
+
+def _device(graph: fx.GraphModule) -> torch.device | None:
+    """Where the parameters of a graph are: its own, or those that Dynamo hands in."""
+    handed = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+    tensors = [*graph.parameters(), *(x for x in handed if isinstance(x, nn.Parameter))]
+    return next((x.device for x in tensors), None)
+
+
+def _names(trunk: Trunk) -> list[str]:
+    return [site.name for site in trunk.sites]
+
+
+def _span(trunk: Trunk) -> str:
+    return f"'{trunk.sites[0].name}' to '{trunk.sites[-1].name}' ({len(trunk.sites)})"

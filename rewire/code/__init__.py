@@ -1,0 +1,1 @@
+"""The functions behind forwards: their text, and where in it something happens."""

@@ -1,0 +1,176 @@
+"""Copies of a model: modules of their own around the caller's tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import CellType, FunctionType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rewire.code.functions import clone, contents
+from rewire.errors import RewireError
+
+#: What a model is called with.
+Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+#: Threads that rewire share torch's random state.
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def shared(model: nn.Module) -> nn.Module:
+    """New modules around the same parameters and buffers."""
+    memo = _kept(model) | {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo |= {id(p): _same_kind(p) for p in model.parameters() if _is_special(p) and not p.requires_grad}
+    return _copied(model, memo)
+
+
+def private(model: nn.Module, device: str | None = None) -> nn.Module:
+    """A copy that can be run without leaving a trace in ``model``.
+
+    Parameters are leaves of their own around the same memory: gradients stay with the copy. Buffers are copies.
+
+    Args:
+        model: a module.
+        device: of the copy's tensors, if it is another one.
+    """
+    memo: dict[int, Any] = _kept(model)
+    for parameter in model.parameters():
+        if _is_special(parameter) and device is None:
+            memo[id(parameter)] = _same_kind(parameter)
+            continue
+        value = parameter.detach()
+        own = nn.Parameter(value if device is None else value.to(device), parameter.requires_grad)
+        memo[id(parameter)] = own if type(own) is type(parameter) else parameter
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().clone() if device is None else buffer.to(device)
+    return _copied(model, memo)
+
+
+def _is_special(parameter: nn.Parameter) -> bool:
+    """Whether its class is one that derives from nn.Parameter: quantised weights (bitsandbytes) with attributes."""
+    return nn.Parameter in type(parameter).__mro__[1:] and not is_lazy(parameter)
+
+
+def _same_kind(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter around the same memory, with attributes of its own: some change when a layer is first called."""
+    made = torch.Tensor._make_subclass(type(parameter), parameter.data, parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        vars(made)[name] = value if isinstance(value, (Tensor, nn.Module)) else copy.copy(value)
+    return made
+
+
+def _kept(model: nn.Module) -> dict[int, Any]:
+    """For hidden states that modules keep of their last call, which cannot be copied, their values."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        for tensor in tree_leaves(own):
+            if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                memo[id(tensor)] = tensor.detach().clone()
+    return memo
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy, functions that hold modules in their closures included."""
+    lazy = next((name for name, tensor in _tensors_of(model) if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise RewireError(
+            f"'{lazy}' is not initialised yet: {type(model).__name__} has lazy modules. Call the model once on an "
+            "input, so that they know their sizes, and rewire it then."
+        )
+    bound = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType) and value.__closure__
+    ]
+    memo |= {id(empty): OrderedDict() for module in model.modules() for empty in _empty(module)}
+    try:
+        copied: nn.Module = copy.deepcopy(model, memo)
+        for module, name, function in bound:
+            cells = tuple(CellType(copy.deepcopy(contents(cell), memo)) for cell in function.__closure__ or ())
+            memo[id(module)].__dict__[name] = clone(function, function.__code__, cells)
+    except RewireError:
+        raise
+    except Exception as error:
+        raise RewireError(
+            f"{type(model).__name__} cannot be copied, and rewire works on a copy: {type(error).__name__}: {error}. "
+            "copy.deepcopy(model) has to work; look for attributes that are files, locks or tensors with a history."
+        ) from error
+    return copied
+
+
+def _empty(module: nn.Module) -> Iterator[OrderedDict[Any, Any]]:
+    """The tables of hooks that a module does not have: `copy.deepcopy` spends most of its time on these."""
+    return (value for value in vars(module).values() if type(value) is OrderedDict and not value)
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def own_inputs(inputs: Inputs, device: str | None = None) -> Inputs:
+    """A copy of example inputs, on another device if one is given: a model may write to them."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            copied = value.detach().clone() if device is None else value.detach().to(device)
+            return copied.requires_grad_(value.requires_grad)
+        return copy.deepcopy(value)
+
+    args, kwargs = tree_map(own, inputs)
+    return args, kwargs
+
+
+@contextlib.contextmanager
+def seeded(seed: int, model: nn.Module) -> Iterator[None]:
+    """Random numbers of this seed, in torch, ``random`` and NumPy; afterwards all go on as if none had been drawn."""
+    devices = {t.device for _, t in _tensors_of(model) if t.device.type not in ("cpu", "meta")}
+    numpy: Any = sys.modules.get("numpy")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_ONE_AT_A_TIME)
+        state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+        stack.enter_context(torch.random.fork_rng([]))
+        for kind in {device.type for device in devices}:
+            of_kind = [device for device in devices if device.type == kind]
+            stack.enter_context(torch.random.fork_rng(of_kind, device_type=kind))
+        try:
+            torch.default_generator.manual_seed(seed)
+            for device in devices:
+                seeded_state = torch.Generator(device).manual_seed(seed).get_state()
+                torch.get_device_module(device).set_rng_state(seeded_state, device)
+            random.seed(seed)
+            if numpy:
+                numpy.random.seed(seed)
+            yield
+        finally:
+            random.setstate(state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
+
+
+class ByPlace(TorchDispatchMode):
+    """Draws random numbers in the order of a tensor's elements, where PyTorch draws them in that of its memory.
+
+    So two models have the same dropout masks where their activations have different strides.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        ordered = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args]
+        drawn = func(*ordered, **kwargs)
+        return args[0].copy_(drawn) if func._schema.is_mutable else drawn

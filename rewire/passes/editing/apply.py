@@ -1,0 +1,91 @@
+"""Pass: carry out the plans on a copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from rewire.errors import EditError
+from rewire.kernels.norms import copy_mark, unmark
+from rewire.passes.editing.edits import FunctionPlan
+from rewire.passes.editing.fusions import NORMS
+from rewire.passes.editing.helper_gate import HelperGate
+from rewire.passes.editing.install import Edited, install, is_edited, uninstall
+from rewire.runtime.connection import Connection
+from rewire.runtime.gate import Gate
+from rewire.runtime.live import Entry
+
+
+def apply(
+    model: nn.Module,
+    looked_at: nn.Module,
+    plans: Iterable[tuple[FunctionPlan, str]],
+    connections: Mapping[str, Connection],
+) -> None:
+    """Give the modules of ``model`` their edited functions and the gates that these talk to.
+
+    Args:
+        model: changed in place.
+        looked_at: the copy that the plans were made of.
+        plans: what changes in each function, and its new text.
+        connections: of each trunk.
+
+    Raises:
+        EditError: a module has an attribute of the name that rewire needs, or its class cannot be derived from.
+    """
+    by_module: dict[str, list[tuple[FunctionPlan, str]]] = {}
+    for plan, source in plans:
+        by_module.setdefault(plan.path, []).append((plan, source))
+    for path, of_module in by_module.items():
+        module, methods = model.get_submodule(path), dict[str, Edited]()
+        for plan, source in of_module:
+            if hasattr(module, plan.gate):
+                raise EditError(f"'{path}' has an attribute '{plan.gate}' of its own, which rewire needs")
+            if plan.method:
+                definition = plan.decorated.function if plan.substituted else None
+                methods[plan.name] = Edited(plan.name, source, definition)
+            module.__dict__[plan.gate] = _gate(plan, source, connections)
+        helpers = {plan.gate: module.__dict__[plan.gate] for plan, _ in of_module if not plan.method}
+        for gate in helpers.values():
+            gate.helpers = helpers
+        if methods:
+            install(module, methods, shared=not any(plan.adds for plan, _ in of_module))
+        _mark_norms(module, looked_at.get_submodule(path), [plan for plan, _ in of_module])
+
+
+def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection]) -> Gate:
+    entries = [
+        Entry(trunk, connections[trunk], trunk in plan.opens, adds, plan.outside.get(trunk, False))
+        for trunk, adds in plan.adds.items()
+    ]
+    if plan.method:
+        return Gate(plan.path, plan.text.where(), entries)
+    assert plan.decorated.function is not None
+    return HelperGate(plan.path, plan.text.where(), entries, plan.decorated.function, source)
+
+
+def _mark_norms(module: nn.Module, looked_at: nn.Module, plans: Iterable[FunctionPlan]) -> None:
+    norms: dict[str, str | None] = {}
+    for plan in plans:
+        norms |= plan.norms
+    for path, obstacle in norms.items():
+        if obstacle is None:
+            copy_mark(looked_at.get_submodule(path), module.get_submodule(path))
+    module.__dict__[NORMS] = norms
+
+
+def is_opened(module: nn.Module) -> bool:
+    """Whether the stream is read or added to in the module, rather than handed on."""
+    gates = [value for value in vars(module).values() if isinstance(value, Gate)]
+    return any(entry.adds for gate in gates for entry in gate.entries) or any(not gate.entries for gate in gates)
+
+
+def undo(module: nn.Module) -> None:
+    """Make a rewritten module what it was."""
+    if is_edited(module):
+        uninstall(module)
+    for path in module.__dict__.pop(NORMS, {}):
+        unmark(module.get_submodule(path))
+    for name in [name for name, value in vars(module).items() if isinstance(value, Gate)]:
+        del module.__dict__[name]

@@ -1,0 +1,133 @@
+"""Pass: what changes in the functions of an attention whose queries, keys and values read the stream apart."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from rewire.code.text import is_call_of_one, span_of
+from rewire.errors import EditError, UnsupportedTopology
+from rewire.passes.editing.carriers import Carriers
+from rewire.passes.editing.edits import Each, FunctionPlan, Parameter, Projected, Separate
+from rewire.passes.finding.adds import between
+from rewire.passes.finding.flow import Op, Scope, common
+from rewire.passes.finding.projections import Projections
+
+
+def plan_attention(
+    carriers: Carriers, number: int, width: int | None, projections: Projections, separate_norms: bool
+) -> None:
+    """Let each projection of an attention have its own read.
+
+    Args:
+        carriers: the calls that carry the stream.
+        number: of the attention's residual add.
+        width: channels of the stream there, if they are known.
+        projections: where the attention projects its input.
+        separate_norms: whether the norms before it get copies for keys and values.
+
+    Raises:
+        UnsupportedTopology: they cannot be taken apart; or there is no norm to copy.
+    """
+    try:
+        copied = _Attention(carriers, number, width, projections).plan(separate_norms)
+    except EditError as error:
+        raise projections.error(str(error)) from error
+    if separate_norms and not copied:
+        raise UnsupportedTopology(
+            f"the attention '{projections.where}' cannot have separate norms for q, k and v: none stands between "
+            "the residual stream and its projections. Leave out separate_norms=True."
+        )
+
+
+class _Attention:
+    def __init__(self, carriers: Carriers, number: int, width: int | None, projections: Projections) -> None:
+        self.carriers, self.sources, self.flow = carriers, carriers.sources, carriers.flow
+        self.add, self.width, self.projections = carriers.adds[number], width, projections
+
+    def plan(self, separate_norms: bool) -> int:
+        """Plan the edits; the number of norms that are copied."""
+        state, calls = self.add.state, self._projection_calls()
+        entries = {op for _, ops in calls for op in ops}
+        way: set[Op] = set().union(*(between(state, op) for op in entries)) - {state}
+        if any(op.weighted for op in way):
+            raise EditError("what it projects passes other weights first")
+        reads = self._reader()
+        for scope, _ in calls:
+            self._hand_down(reads, scope, {state, *way})
+            self._project(scope)
+        functions = {scope for call, _ in calls for scope in call.chain()[:-1] if reads.holds(scope)}
+        copied = 0
+        for op in sorted(way, key=lambda op: op.index):
+            scope = next(scope for scope in reversed(op.scope.chain()) if scope in functions)
+            function, at = self.sources.plan(scope), self.sources.span(scope, op)
+            function.edits.pop(("normed", at), None)
+            function.put(("each", at), Each(at))
+            copied += separate_norms and self._copy(function, scope, op)
+        return copied
+
+    def _copy(self, function: FunctionPlan, scope: Scope, op: Op) -> bool:
+        """Let keys and values have a copy of the module that ``op`` is part of in ``scope``, if that has weights."""
+        inside = [inner for inner in op.scope.chain() if inner.parent is scope]
+        if inside and not inside[0].helper:
+            path, module = inside[0].path, inside[0].module
+        else:
+            path, module = ".".join(filter(None, (scope.path, op.name))), op.leaf
+        if module is None or not any(True for _ in module.parameters()):
+            return False
+        if not any(is_call_of_one(node) for node in function.text.nodes.get(self.sources.span(scope, op), [])):
+            raise EditError(f"'{path}' is not called as a function of what was read alone, and cannot have copies")
+        function.copied.add(path)
+        return True
+
+    def _projection_calls(self) -> list[tuple[Scope, list[Op]]]:
+        """The calls of projections in a branch, with what they project of the stream's value."""
+        found: dict[Scope, list[Op]] = {}
+        for op in self.add.region:
+            scope: Scope | None = op.scope
+            while scope is not None and (scope.helper or scope.path not in self.projections.ways):
+                scope = scope.parent
+            if scope is not None:
+                entries = [source for source in op.inputs if not scope.holds(source.scope)]
+                found.setdefault(scope, []).extend(o for o in entries if o is self.add.state or o in self.add.region)
+        missing = [path for path in self.projections.ways if not any(s.path == path and e for s, e in found.items())]
+        if missing:
+            raise EditError(f"its block does not call {', '.join(missing)} on what it reads")
+        return [(scope, entries) for scope, entries in found.items() if entries]
+
+    def _reader(self) -> Scope:
+        """The function in which the stream is read for an attention."""
+        users = [user for user in self.flow.users[self.add.state] if user in self.add.region]
+        scopes = users[0].scope.chain()
+        for user in users[1:]:
+            scopes = common(scopes, user.scope.chain())
+        while scopes[-1] not in self.carriers.scopes:
+            scopes.pop()
+        return scopes[-1]
+
+    def _hand_down(self, reads: Scope, projection: Scope, values: set[Op]) -> None:
+        """Hand what was read to the function that calls a projection."""
+        scope = projection.parent
+        while scope is not None and scope is not reads:
+            function = self.sources.plan(scope)
+            brought = {op for ops in scope.arguments.values() for op in ops} & values
+            if not brought or scope.parent is None:
+                raise EditError(f"what it reads does not come into {function.text.where()} as an argument")
+            last = max(brought, key=lambda op: op.index)  # not the shortcut, which comes along in some
+            names = [name for name, ops in scope.arguments.items() if last in ops]
+            for name in names:
+                function.put(("parameter", name), Parameter(name, qkv=True, width=self.width))
+            above, call = self.sources.plan(scope.parent), self.sources.call(scope)
+            at = span_of(call)
+            above.put(("separate", at), Separate(at, self.sources.arguments(scope, call, set(names))))
+            scope = scope.parent
+
+    def _project(self, scope: Scope) -> None:
+        assert scope.parent is not None
+        function, at = self.sources.plan(scope.parent), span_of(self.sources.call(scope))
+        if isinstance(scope.module, nn.MultiheadAttention):
+            edit = Projected(at, "multihead")
+        elif self.projections.fused is not None:
+            edit = Projected(at, "fused", self.projections.fused.groups, self.projections.fused.sizes)
+        else:
+            edit = Projected(at, self.projections.ways[scope.path])
+        function.put(("projected", at), edit)

@@ -1,0 +1,153 @@
+"""Pass: which calls carry a trunk's stream, and which of their functions have to be opened.
+
+A function is *opened* if its own code adds to the stream, or reads it: its variables hold tensors, and a `Depth` holds
+the stream. A function that only hands the stream on, to the blocks that it calls, stays as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection
+from typing import Any
+
+from rewire.errors import EditError
+from rewire.passes.editing.edits import Key
+from rewire.passes.editing.sources import Sources
+from rewire.passes.editing.variables import hands_on
+from rewire.passes.find import Finding
+from rewire.passes.finding.adds import Add
+from rewire.passes.finding.flow import Op, Scope, common
+
+
+class Carriers:
+    """The calls that carry the stream of one trunk.
+
+    Args:
+        found: what was found in the flow.
+        name: of the trunk.
+        sources: what is written for the calls.
+        others: functions that hold tensors where streams run, because of other trunks.
+
+    Attributes:
+        stage: for values of the stream, the number of adds before.
+        on_way: operations of the stream's own way.
+        unfinished: those of which the next state is yet to be made.
+        begin: the call in which the stream starts.
+        scopes: the calls, outermost first.
+        opened: those whose functions are opened.
+    """
+
+    def __init__(self, found: Finding, name: str, sources: Sources, others: Collection[Key]) -> None:
+        self.flow, self.chain, self.sources, self.others = found.flow, found.chains[name], sources, others
+        self.adds = self.chain.adds
+        self.stage: dict[Op, int] = {}
+        self.on_way: set[Op] = set()
+        self.unfinished: set[Op] = set()
+        self._values()
+        self.begin = self._beginning()
+        self.scopes = dict.fromkeys(self._carriers())  # in order, and quickly looked up
+        self.opened = self._opened()
+
+    def _values(self) -> None:
+        for number, (add, passage) in enumerate(zip(self.adds, self.chain.passages, strict=True)):
+            casts = casts_of(add)
+            for op in (add.state, *casts, *passage):
+                self.stage[op] = number
+            self.on_way.update(casts, passage if number else ())
+            self.stage[add.op] = self.stage[add.result] = number + 1
+            self.on_way.update((add.op, *add.inner, *add.post))
+            self.unfinished.update((add.op, *add.post[:-1]) if add.post else ())
+            self.stage.update(dict.fromkeys(add.post, number + 1))
+
+    def _beginning(self) -> Scope:
+        """The innermost call that holds the first add and all that its branches read the stream with."""
+        first = self.adds[0]
+        scopes = first.op.scope.chain()
+        for op in (first.state, *casts_of(first)):
+            for user in self.flow.users[op]:
+                if user in first.region or user in self.on_way:
+                    scopes = common(scopes, user.scope.chain())
+        return scopes[-1]
+
+    def _carriers(self) -> list[Scope]:
+        """Calls that the stream runs through, outermost first: within the innermost one that holds it whole."""
+        home = self.begin.chain()
+        for add in self.adds:
+            home = common(home, add.op.scope.chain())
+        found: dict[Scope, None] = {}
+        for scope in (self.begin, *(add.op.scope for add in self.adds)):
+            found.update(dict.fromkeys(scope.chain()[len(home) - 1 :]))
+        return list(found)
+
+    def _opened(self) -> list[Scope]:
+        """The carriers whose own code adds to the stream or reads it."""
+        opened = {self.begin, *(add.op.scope for add in self.adds)}
+        for op, stage in self.stage.items():
+            for user in self.flow.users[op]:
+                if stage == len(self.adds) and user not in self.on_way:
+                    continue  # the trunk has ended
+                scope = self.innermost(user) or next(iter(self.scopes))
+                if stage or self.begin.holds(scope):
+                    opened.add(scope)
+        for scope in self.scopes:
+            if (scope.path, scope.code) in self.others or (scope not in opened and not self._hands_on(scope)):
+                opened.add(scope)
+        for scope in reversed(self.scopes):
+            if scope in opened and scope.helper and scope.parent in self.scopes and not self.sources.function(scope)[2]:
+                opened.add(scope.parent)  # which has to call another function
+        functions = {(scope.path, scope.code) for scope in opened}  # one text for all calls of a function
+        opened.update(scope for scope in self.scopes if (scope.path, scope.code) in functions)
+        for scope in reversed(self.begin.chain()[:-1]):
+            if scope in opened and self.brought(scope, self.chain.entry, 0) and not self.hold_all(scope):
+                self.begin = scope
+        return [scope for scope in self.scopes if scope in opened]
+
+    def _hands_on(self, scope: Scope) -> bool:
+        """Whether a function does nothing with the stream but hand it from block to block."""
+        if scope.module is None or type(scope.module).__module__.startswith("torch.nn.modules.container"):
+            return True
+        try:
+            text = self.sources.text(scope)
+        except EditError:
+            return True  # what reads the stream there gets its value, or an error
+        children = [child for child in self.scopes if child.parent is scope and child.call is not None]
+        calls = [self.sources.call(child) for child in children]
+        given = {name for child, call in zip(children, calls, strict=True) for name in self._variables(child, call)}
+        return hands_on(text, calls, given)
+
+    def _variables(self, child: Scope, call: ast.Call) -> set[str]:
+        """The variables that are handed to a call and hold the stream."""
+        given = self.given(child, call)
+        arguments: list[tuple[Any, ast.expr]] = [*enumerate(call.args), *((k.arg, k.value) for k in call.keywords)]
+        return {node.id for key, node in arguments if key in given and isinstance(node, ast.Name)}
+
+    def brought(self, scope: Scope, value: Op | None, start: int) -> list[str]:
+        """The parameters that are the stream's value when the function is called."""
+        wanted = {value} if value is not None else {op for op, stage in self.stage.items() if stage == start}
+        return [name for name, ops in scope.arguments.items() if name and not wanted.isdisjoint(ops)]
+
+    def given(self, child: Scope, call: ast.Call) -> frozenset[int | str | None]:
+        """The arguments of a call that hold the stream."""
+        return self.sources.arguments(
+            child, call, {name for name, ops in child.arguments.items() if not self.stage.keys().isdisjoint(ops)}
+        )
+
+    def hold_all(self, scope: Scope) -> bool:
+        return all(scope.holds(add.op.scope) for add in self.adds)
+
+    def innermost(self, op: Op) -> Scope | None:
+        """The innermost carrier in which ``op`` runs."""
+        scope: Scope | None = op.scope
+        while scope is not None and scope not in self.scopes:
+            scope = scope.parent
+        return scope
+
+
+def casts_of(add: Add) -> list[Op]:
+    """The casts and views that make an add's shortcut of the state, in order."""
+    ops: list[Op] = []
+    op = add.shortcut
+    while op is not add.state:
+        ops.append(op)
+        op = op.inputs[0]
+    return ops[::-1]

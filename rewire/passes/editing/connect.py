@@ -1,0 +1,81 @@
+"""Pass: register connection weights in the model, and keep streams inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from rewire.errors import RewireError
+from rewire.patterns import is_pretrained
+from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms
+from rewire.runtime.nested import mapped
+from rewire.runtime.stream import Stream
+from rewire.trunk import Trunk
+
+
+def register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
+    """Make ``connection`` a child of the module that owns ``trunk``."""
+    owner, name = model.get_submodule(trunk.owner), place(trunk).rpartition(".")[2]
+    if CONNECTIONS not in owner._modules:
+        if hasattr(owner, CONNECTIONS):
+            raise RewireError(f"'{trunk.owner}' already has an attribute '{CONNECTIONS}'.")
+        owner.add_module(CONNECTIONS, nn.ModuleDict())
+    owner.get_submodule(CONNECTIONS).add_module(name, connection)
+    owner.get_submodule(CONNECTIONS).train(owner.training)
+
+
+def copy_norms(model: nn.Module, paths: Collection[str]) -> None:
+    """Give the norms at ``paths`` copies for keys and values."""
+    for path in sorted(paths):
+        norm = model.get_submodule(path)
+        if hasattr(norm, CONNECTIONS):
+            raise RewireError(f"'{path}' already has an attribute '{CONNECTIONS}'.")
+        norm.add_module(CONNECTIONS, SeparateNorms(norm))
+
+
+def drop_copies(model: nn.Module) -> None:
+    """Let one norm serve queries, keys and values again."""
+    for module in model.modules():
+        if isinstance(module._modules.get(CONNECTIONS), SeparateNorms):
+            del module._modules[CONNECTIONS]
+
+
+def place(trunk: Trunk) -> str:
+    """Path of the connection of ``trunk`` in a rewired model."""
+    below = trunk.name.removeprefix(trunk.owner).strip(".") or "trunk"
+    return ".".join(filter(None, (trunk.owner, CONNECTIONS, below.replace(".", "_"))))
+
+
+class StreamsToTensors:
+    """Forward hook: hidden states that a model collected between the blocks of ``trunks`` come out as tensors."""
+
+    def __init__(self) -> None:
+        self.trunks: set[str] = set()
+
+    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        return mapped(output, self._tensor_of)
+
+    def _tensor_of(self, item: Any) -> Any:
+        return item.value() if isinstance(item, Stream) and item.layout.trunk in self.trunks else item
+
+
+def convert_collected(model: nn.Module, trunk: Trunk) -> None:
+    """Hook the modules that may return collected hidden states of a trunk.
+
+    That is the one that calls its blocks, and in Hugging Face models the nearest model around it, whose decorated
+    forward does the collecting.
+    """
+    parts = trunk.owner.split(".") if trunk.owner else []
+    above = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
+    above = [module for module in above if not isinstance(module, (nn.ModuleList, nn.ModuleDict))]
+    collecting = next((module for module in above if is_pretrained(module)), above[0])
+    for module in {above[0]: None, collecting: None}:
+        if any(module is model.get_submodule(site.block) for site in trunk.sites):
+            continue
+        hook = next((h for h in module._forward_hooks.values() if isinstance(h, StreamsToTensors)), None)
+        if hook is None:
+            hook = StreamsToTensors()
+            module.register_forward_hook(hook)
+        hook.trunks.add(trunk.name)

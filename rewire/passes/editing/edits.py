@@ -1,0 +1,302 @@
+"""What changes in the functions of a model, as data: the planner makes it, the editor writes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import CodeType
+from typing import Any, TypeAlias
+
+from rewire.code.functions import Decorated
+from rewire.code.text import Span, Text
+from rewire.errors import EditError
+
+#: A chain of attributes of ``self``, as it is written: ``self.norm``.
+Written: TypeAlias = str
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter that brings the stream.
+
+    Attributes:
+        name: of the parameter.
+        trunk: number of the trunk among those of the function.
+        norm: what reads it first.
+        qkv: whether it brings values for queries, keys and values, rather than the stream.
+        width: in that case, channels of each, if they are known.
+        awaiting: whether the next state is yet to be made of what it brings.
+        item: of a tuple of tensors, the number of the one at which the trunk starts.
+    """
+
+    name: str
+    trunk: int = 0
+    norm: Written | None = None
+    qkv: bool = False
+    width: int | None = None
+    awaiting: bool = False
+    item: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """An expression that makes a value of the stream, other than a residual add.
+
+    Attributes:
+        at: the expression.
+        trunk: number of the trunk among those of the function.
+        norm: what reads the value first.
+        item: of a call that returns several tensors, the number of the one that it is.
+    """
+
+    at: Span
+    trunk: int = 0
+    norm: Written | None = None
+    item: int | None = None
+
+
+class Value(Made):
+    """The value is where the stream starts."""
+
+
+class Push(Made):
+    """The value is the state that follows from the last add."""
+
+
+class Carry(Made):
+    """The value is on the way from a sum to the state that is made of it: other operations may follow, or not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A residual add.
+
+    Attributes:
+        at: the addition.
+        first: whether its first operand is the shortcut.
+        inner: an addition inside it that adds a parallel branch, and whether its first operand is the shortcut; ...
+        last: whether its value is returned at once.
+        norm: what reads the value first.
+    """
+
+    at: Span
+    first: bool
+    inner: tuple[tuple[Span, bool], ...] = ()
+    last: bool = False
+    norm: Written | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A sum to which another statement adds a parallel branch: no residual add by itself.
+
+    Attributes:
+        at: the addition.
+        first: whether its first operand is the shortcut.
+    """
+
+    at: Span
+    first: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshape:
+    """A view or a cast of the stream's value."""
+
+    at: Span
+    cast: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Through:
+    """A call of a function that the stream goes through.
+
+    Attributes:
+        at: the call.
+        given: the arguments that hold the stream: their positions, and the names of keywords.
+        callee: what is called instead; None: what is written there.
+        of: whether what is written there may stand for other functions: ``callee.of(..)`` looks, in each call.
+        norm: what reads the stream's value first, afterwards.
+        last: whether the function does nothing with what is returned but return it.
+        awaiting: whether the next state is yet to be made of what is returned.
+        kept: tensors among what is returned that are earlier states (U-nets): number of the trunk, and of the tensor.
+    """
+
+    at: Span
+    given: frozenset[int | str | None]
+    callee: str | None = None
+    of: bool = False
+    norm: Written | None = None
+    last: bool = False
+    awaiting: bool = False
+    kept: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Normed:
+    """A call of a norm on the stream's value."""
+
+    at: Span
+
+
+@dataclasses.dataclass(frozen=True)
+class Each:
+    """A call on the way to an attention's projections, made for each of the three."""
+
+    at: Span
+
+
+@dataclasses.dataclass(frozen=True)
+class Separate:
+    """A call of what holds projections: some arguments are the values for all three."""
+
+    at: Span
+    given: frozenset[int | str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Projected:
+    """A call of a projection.
+
+    Attributes:
+        at: the call.
+        way: ``q``, ``k`` or ``v``; ``fused``, or ``multihead`` for a torch.nn.MultiheadAttention.
+        groups, sizes: of a fused one.
+    """
+
+    at: Span
+    way: str
+    groups: int = 0
+    sizes: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A statement behind which trunks have ended: a stream that is left in these variables has not.
+
+    Attributes:
+        names: of the variables.
+        trunks: which of the function's trunks.
+    """
+
+    at: Span
+    names: tuple[str, ...]
+    trunks: tuple[int, ...]
+
+
+Edit: TypeAlias = (
+    Carry | Ended | Part | Parameter | Value | Sum | Push | Reshape | Through | Normed | Each | Separate | Projected
+)
+
+
+@dataclasses.dataclass(eq=False)
+class FunctionPlan:
+    """What changes in one function of one module.
+
+    Attributes:
+        path: of the module.
+        name: of the method or function; ``forward`` for most.
+        decorated: the function.
+        text: its source.
+        method: whether it is a method of the module's class; else a function that another one calls.
+        substituted: whether it takes the place of the class's own method (see `Pattern.forwards`).
+        edits: by where they are.
+        adds: for each trunk, position of the stream when the function is called -> adds that it makes.
+        opens: the trunks that start in it, and where: the names of parameters, or the place of an expression.
+        norms: paths, below the module, of norms that are computed with a read, and what stands in the way.
+        outside: for each trunk, whether some calls have no stream, in all ways of looking at the model.
+        copied: paths, from the model's root, of norms that keys and values get copies of.
+    """
+
+    path: str
+    name: str
+    decorated: Decorated
+    text: Text
+    method: bool
+    substituted: bool = False
+    edits: dict[Any, Edit] = dataclasses.field(default_factory=dict)
+    adds: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
+    opens: dict[str, Any] = dataclasses.field(default_factory=dict)
+    norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    outside: dict[str, bool] = dataclasses.field(default_factory=dict)
+    copied: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def trunks(self) -> list[str]:
+        return list(self.adds)
+
+    @property
+    def opened(self) -> bool:
+        """Whether its variables hold tensors where streams run."""
+        return any(not isinstance(edit, Ended) for edit in self.edits.values())
+
+    @property
+    def gate(self) -> str:
+        """Attribute of the module that holds the gate of this function."""
+        return "_depth" if self.name == "forward" else f"_depth_{self.name}"
+
+    @property
+    def parameter(self) -> str:
+        """Name of the first parameter that a helper which is no method gets: its gate."""
+        return self.text.unused("gate")
+
+    def helper(self, gate: str) -> str:
+        """How the gate of a function that this one calls is written in it."""
+        if not self.method:
+            return f"{self.parameter}.helpers['{gate}']"
+        if not self.text.receiver:
+            raise EditError(f"the function at {self.text.where()} has no 'self'")
+        return f"{self.text.receiver}.{gate}"
+
+    def put(self, key: Any, edit: Edit) -> None:
+        """Add an edit.
+
+        Raises:
+            EditError: the same expression would have to be two things.
+        """
+        known = self.edits.get(key)
+        if known is not None and known != edit:
+            merged = _merged(known, edit)
+            if merged is None:
+                raise EditError(
+                    f"the expression at {self.text.file}:{key[1][0]} takes part in {self._parts(known, edit)}"
+                )
+            edit = merged
+        self.edits[key] = edit
+
+    def _parts(self, one: Edit, other: Edit) -> str:
+        """What an expression would have to be, in words."""
+        streams = {self.trunks[edit.trunk] for edit in (one, other) if hasattr(edit, "trunk")}
+        if len(streams) > 1:
+            return f"two residual streams, those of trunks {' and '.join(map(repr, sorted(streams)))}"
+        kinds = " and ".join(type(edit).__name__.lower() for edit in (one, other))
+        return f"the residual stream in two ways ({kinds})"
+
+
+def _merged(a: Any, b: Any) -> Any:
+    """One edit that serves for both; None if there is none."""
+    if {type(a), type(b)} == {Push, Carry} and a.trunk == b.trunk:  # in one of two calls another function goes on
+        return a if isinstance(a, Carry) else b
+    if type(a) is not type(b):
+        return None
+    if isinstance(a, Ended):  # several trunks end there
+        names, trunks = {*a.names, *b.names}, {*a.trunks, *b.trunks}
+        return Ended(a.at, tuple(sorted(names)), tuple(sorted(trunks)))
+    if isinstance(a, (Through, Separate)):
+        given = a.given | b.given
+        a, b = dataclasses.replace(a, given=given), dataclasses.replace(b, given=given)
+    if isinstance(a, Through):
+        kept = a.kept | b.kept
+        a, b = dataclasses.replace(a, kept=kept), dataclasses.replace(b, kept=kept)
+    if isinstance(a, Parameter) and None in (a.item, b.item):  # the trunk starts in one of two calls
+        item = a.item if b.item is None else b.item
+        a, b = dataclasses.replace(a, item=item), dataclasses.replace(b, item=item)
+    loose = {"norm": None, "last": False, "awaiting": True}
+    loose = {name: value for name, value in loose.items() if hasattr(a, name)}
+    return (
+        dataclasses.replace(a, **loose) if dataclasses.replace(a, **loose) == dataclasses.replace(b, **loose) else None
+    )
+
+
+#: Path of a module, and code of a function.
+Key: TypeAlias = tuple[str, CodeType]
+Plans: TypeAlias = dict[Key, FunctionPlan]

@@ -1,0 +1,44 @@
+"""The gate of a helper that is no method: it is called in the helper's place, and makes its edited function anew."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import FunctionType
+from typing import Any
+
+from rewire.code.functions import clone, function_of
+from rewire.passes.editing.install import edited_function
+from rewire.runtime.gate import Gate
+from rewire.runtime.live import Entry
+
+
+class HelperGate(Gate):
+    """That of a helper that is no method.
+
+    Args:
+        block, where, entries: as for `Gate`.
+        original: the helper.
+        source: its new text.
+    """
+
+    def __init__(self, block: str, where: str, entries: Sequence[Entry], original: FunctionType, source: str) -> None:
+        self.edited = edited_function(original, source)
+        super().__init__(block, where, entries, self.edited)
+        self.original, self.source = original, source
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles make the edited function anew: it cannot be imported."""
+        return HelperGate, (self.block, self.where, self.entries, self.original, self.source), {"helpers": self.helpers}
+
+    def of(self, called: Any) -> Any:
+        """What to call in place of a closure, or of an object with a ``__call__``: if it is still the one found."""
+        function, bound = function_of(called)
+        same = function is not None and function.__code__ == self.original.__code__
+        if function is None or not same or function.__globals__ is not self.original.__globals__:
+            return called  # another one by now: the stream will miss its residual adds, and say so
+        edited = self.edited
+        if function.__closure__:
+            cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+            edited = clone(function, edited.__code__, tuple(cells[name] for name in edited.__code__.co_freevars))
+        return functools.partial(edited, self, *bound)

@@ -1,0 +1,166 @@
+"""Pass: give modules their edited functions.
+
+A module keeps its identity: its ``__class__`` becomes a generated subclass of the same name. Parameters, children,
+hooks, checkpointing and ``isinstance`` stay as they were.
+
+Each module gets a class and code objects of its own. torch.compile counts the versions of one code object, and after
+``recompile_limit`` (8) of them runs the rest eagerly, without an error. Streams differ from block to block, so that
+each needs a version; eight blocks that share their code would use up the limit. Modules that get no stream share one
+class, and one version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from rewire.code.functions import Decorated, clone, redecorated, undecorated
+from rewire.code.text import compiled, shown
+from rewire.errors import EditError
+
+#: Attribute of generated classes that holds what was edited: name -> `Edited`.
+EDITED = "_rewire_edited"
+_IS_SHARED = "_rewire_shared"
+
+
+@dataclasses.dataclass(frozen=True)
+class Edited:
+    """The new text of a method.
+
+    Attributes:
+        name: of the method.
+        source: its text.
+        definition: the function that was edited, where that is not the class's own method of this name.
+    """
+
+    name: str
+    source: str
+    definition: FunctionType | None = None
+
+    def original(self, cls: type) -> Decorated:
+        """The method as it was."""
+        definition: Any = self.definition
+        return Decorated(definition) if definition is not None else undecorated(getattr(cls, self.name))
+
+
+def install(module: nn.Module, methods: dict[str, Edited], shared: bool = False) -> None:
+    """Make the texts the methods of ``module``.
+
+    Args:
+        module: changed in place.
+        methods: by name.
+        shared: equal modules get the same class: for those that get no stream.
+
+    Raises:
+        EditError: the class cannot be derived from.
+    """
+    module.__class__ = _class(type(module), tuple(methods.values()), shared)
+
+
+def uninstall(module: nn.Module) -> None:
+    """Give ``module`` its original methods back."""
+    module.__class__ = type(module).__mro__[1]
+
+
+def is_edited(module: nn.Module) -> bool:
+    """Whether methods of the module were edited (in FSDP's subclass of the generated class, too)."""
+    return hasattr(type(module), EDITED)
+
+
+def edits_of(module: nn.Module) -> dict[str, Edited]:
+    edits: dict[str, Edited] = getattr(type(module), EDITED)
+    return edits
+
+
+def original_class(module: nn.Module) -> type:
+    """The class of an edited module, as the user wrote it."""
+    mro = type(module).__mro__
+    return mro[next(n for n, cls in enumerate(mro) if EDITED in vars(cls)) + 1]
+
+
+def edited_function(original: FunctionType, source: str) -> FunctionType:
+    """``original`` with another text; its globals, closure and defaults."""
+    code = _compiled(original, source)
+    cells = dict(zip(original.__code__.co_freevars, original.__closure__ or (), strict=True))
+    return clone(original, code.replace(), tuple(cells[name] for name in code.co_freevars))
+
+
+_CODES: weakref.WeakKeyDictionary[FunctionType, dict[str, CodeType]] = weakref.WeakKeyDictionary()
+
+
+def _compiled(original: FunctionType, source: str) -> CodeType:
+    known = _CODES.setdefault(original, {})
+    if source not in known:
+        first = original.__code__.co_firstlineno
+        name = f"{original.__code__.co_filename} (rewired {abs(hash(source)):x})"
+        shown(name, source, first)  # tracebacks, inspect.getsource and debuggers find the text here
+        code = compiled(original, source, first, name)
+        assert code is not None  # edits leave the function's name
+        known[source] = code
+    return known[source]
+
+
+_SHARED: weakref.WeakValueDictionary[tuple[type, tuple[Edited, ...]], type] = weakref.WeakValueDictionary()
+
+
+def _class(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
+    """The subclass of ``base`` with these methods; ``shared``: the same one for equal arguments."""
+    if not shared:
+        return _generated(base, methods, shared)
+    known = _SHARED.get((base, methods))
+    if known is None:
+        known = _SHARED[base, methods] = _generated(base, methods, shared)
+    return known
+
+
+def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
+    """A new subclass of ``base`` with these methods."""
+
+    def init_subclass(cls: type, **kwargs: Any) -> None:
+        super(generated, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        _own_code(cls)
+
+    members: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": _reduce,
+        "__init_subclass__": classmethod(init_subclass),
+        EDITED: {edited.name: edited for edited in methods},
+        _IS_SHARED: shared,
+    }
+    metaclass: Any = type(base)
+    try:
+        generated: type = metaclass(base.__name__, (base,), members)
+    except Exception as error:
+        raise EditError(f"{base.__name__} cannot be derived from ({type(error).__name__}: {error})") from error
+    for edited in methods:  # afterwards: bases may decorate the methods of new subclasses, and ours are decorated
+        original = edited.original(base)
+        assert original.function is not None
+        setattr(generated, edited.name, redecorated(original, edited_function(original.function, edited.source)))
+    return generated
+
+
+def _own_code(cls: type) -> None:
+    """Give the forward that a subclass of a generated class gets a code object of its own.
+
+    transformers wraps the forward of each subclass of its layers, FSDP2's too, and all these wrappers share their code.
+    """
+    forward = vars(cls).get("forward")
+    if isinstance(forward, FunctionType):
+        forward.__code__ = forward.__code__.replace()
+
+
+def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """Pickle and copy by making the class anew: a generated class cannot be imported."""
+    state = self.__getstate__()  # without what `self.compile()` made: it calls this module, not the copy
+    return _rebuild, (original_class(self), tuple(edits_of(self).values()), getattr(type(self), _IS_SHARED)), state
+
+
+def _rebuild(base: type, methods: tuple[Edited, ...], shared: bool) -> nn.Module:
+    module: nn.Module = object.__new__(_class(base, methods, shared))
+    return module

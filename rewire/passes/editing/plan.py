@@ -1,0 +1,365 @@
+"""Pass: which expressions of which functions change, so that the residual adds of a trunk go through a stream."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Mapping, Sequence
+from types import CodeType, FunctionType, MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from rewire.code.text import Span, Text, place_of, span_of, within
+from rewire.errors import EditError
+from rewire.kernels.norms import mark
+from rewire.passes.editing.attention import plan_attention
+from rewire.passes.editing.carriers import Carriers, casts_of
+from rewire.passes.editing.edits import (
+    Carry,
+    Ended,
+    FunctionPlan,
+    Key,
+    Normed,
+    Parameter,
+    Part,
+    Plans,
+    Push,
+    Reshape,
+    Sum,
+    Through,
+    Value,
+    Written,
+)
+from rewire.passes.editing.sources import Sources
+from rewire.passes.editing.variables import assigned, behind, only_returned
+from rewire.passes.find import Finding
+from rewire.passes.finding.adds import CASTS, VIEWS, Add
+from rewire.passes.finding.chains import same_size
+from rewire.passes.finding.flow import Op, Scope
+from rewire.passes.finding.projections import Projections
+
+
+def plan(
+    found: Finding,
+    name: str,
+    plans: Plans,
+    definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}),
+    separate: Mapping[int, Projections] = MappingProxyType({}),
+    opened: Collection[Key] = (),
+    separate_norms: bool = False,
+) -> set[Key]:
+    """Add what changes for one trunk of one flow to ``plans``.
+
+    Args:
+        found: what was found in the flow.
+        name: of the trunk.
+        plans: by path of a module and code of a function.
+        definitions: functions that take the place of the forwards of modules of these classes.
+        separate: for residual adds whose attention has separate q/k/v inputs: where it projects them.
+        opened: functions that hold tensors where streams run, because of other trunks.
+        separate_norms: whether the norms before such attentions get copies for keys and values.
+
+    Returns:
+        Functions that only hand this trunk's stream on.
+
+    Raises:
+        EditError: a function that would have to change cannot be edited.
+        UnsupportedTopology: q, k and v of an attention cannot be taken apart.
+    """
+    sources = Sources(definitions, plans)
+    carriers = Carriers(found, name, sources, opened)
+    handed = _Planner(found, name, carriers, separate).run()
+    for number, projections in separate.items():
+        plan_attention(carriers, number, found.trunks[name].sites[number].width, projections, separate_norms)
+    return handed
+
+
+class _Planner:
+    def __init__(self, found: Finding, name: str, carriers: Carriers, separate: Collection[int]) -> None:
+        self.found, self.flow, self.name, self.separate = found, found.flow, name, separate
+        self.chain, self.adds = carriers.chain, carriers.adds
+        self.carriers, self.sources = carriers, carriers.sources
+
+    def run(self) -> set[Key]:
+        """Plan all edits but those of attentions; the functions that only hand the stream on."""
+        carriers, opened = self.carriers, self.carriers.opened
+        closed = [scope for scope in carriers.scopes if scope not in opened]
+        handed = {(scope.path, scope.code) for scope in closed if scope.code is not None}
+        # a function that only hands a stream on would not notice that it lost it: then none may run without one
+        outside = set() if handed else _outside(self.found)
+        for scope in opened:
+            known = self.sources.plan(scope).outside
+            known[self.name] = known.get(self.name, True) and (scope.path, scope.code) in outside
+        for scope in opened:
+            self._entry(scope)
+            for child in carriers.scopes:
+                if child.parent is scope:
+                    self._through(scope, child)
+        for number, add in enumerate(self.adds):
+            self._add(number, add)
+        self._passages()
+        self._end(opened)
+        return handed
+
+    def _entry(self, scope: Scope) -> None:
+        """How the stream gets into an opened function, and how many adds it makes."""
+        function = self.sources.plan(scope)
+        inside = [number for number, add in enumerate(self.adds) if scope.holds(add.op.scope)]
+        start = inside[0] if inside else self._adds_before(scope)
+        if scope is not self.carriers.begin and scope.holds(self.carriers.begin):
+            function.adds.setdefault(self.name, {})
+            return  # the stream starts in what it calls
+        function.adds.setdefault(self.name, {})[start] = len(inside)
+        number = function.trunks.index(self.name)
+        value = self.chain.entry if scope is self.carriers.begin else None
+        names = self.carriers.brought(scope, value, start)
+        if value is not None and not self._starts(function, self._place_of_start(scope, value, names)):
+            return  # another place comes after it
+        sums = {add.op for add in self.adds}
+        for name in sorted(names, key=lambda name: sums.isdisjoint(scope.arguments[name])):  # the stream itself first
+            awaiting = not self.carriers.unfinished.isdisjoint(scope.arguments[name])
+            norm = None if awaiting else self._norm(scope, start, value)
+            brought = scope.arguments[name]
+            item = brought.index(value) if value in brought and len(brought) > 1 else None
+            if value is not None:
+                self._check_start(scope, name, item)
+            function.put(("parameter", name, number), Parameter(name, number, norm, awaiting=awaiting, item=item))
+        if not names:
+            if value is None or not scope.holds(value.scope):
+                raise EditError(f"the residual stream does not come into {function.text.where()} as an argument")
+            at = self.sources.span(scope, value)
+            if any((op.scope, op.place) == (value.scope, value.place) for add in self.adds for op in add.post):
+                raise EditError(
+                    f"the residual stream starts in an expression of {function.text.where()} that a loop runs again "
+                    "between two residual adds"
+                )
+            norm = self._norm(scope, start, value)
+            function.put(("value", at), Value(at, number, norm, self._number_made(value, scope)))
+
+    def _check_start(self, scope: Scope, name: str, item: int | None) -> None:
+        """Refuse a trunk that starts where another one does, or may: nothing would tell them apart.
+
+        Args:
+            scope: the call in which it starts.
+            name: of the parameter that it starts with.
+            item: of a tuple of tensors, the number of the one that it starts with.
+        """
+        function = self.sources.plan(scope)
+        for number, trunk in enumerate(function.trunks):
+            other = function.edits.get(("parameter", name, number))
+            starts = trunk != self.name and function.opens.get(trunk) == (name,)
+            if starts and isinstance(other, Parameter) and other.item == item:
+                raise EditError(f"'{name}' at {function.text.where()} is where another trunk starts, too: '{trunk}'")
+        for trunk, chain in self.found.chains.items():
+            for call in (call for add in chain.adds for call in add.op.scope.chain()):
+                if (call.path, call.code) == (scope.path, scope.code) and call not in self.carriers.scopes:
+                    raise EditError(f"the function at {function.text.where()} adds to another trunk, too: '{trunk}'")
+
+    def _number_made(self, value: Op, scope: Scope) -> int | None:
+        """Which of several tensors that an expression in ``scope`` makes ``value`` is; None if it is the only one."""
+        if value.scope is not scope:
+            return _number_among_results(value, scope)
+        made = [op for op in self.flow if op.scope is scope and op.place == value.place and op.inputs == value.inputs]
+        return made.index(value) if len(made) > 1 and value.place is not None else None
+
+    def _adds_before(self, scope: Scope) -> int:
+        first = min((op.index for op in self.flow if scope.holds(op.scope)), default=0)
+        return sum(add.op.index < first for add in self.adds)
+
+    def _place_of_start(self, scope: Scope, value: Op, names: list[str]) -> tuple[str, ...] | Span | None:
+        """The parameters, or the expression, that the trunk starts with."""
+        if names:
+            return tuple(names)
+        return self.sources.span(scope, value) if scope.holds(value.scope) else None
+
+    def _starts(self, function: FunctionPlan, place: Any) -> bool:
+        """Note where the trunk starts in a function; of two places, in two calls, the later one counts.
+
+        Returns:
+            Whether that is ``place``.
+
+        Raises:
+            EditError: the later one does not take up what the earlier one has made.
+        """
+        known = function.opens.setdefault(self.name, place)
+        if known == place or known is None or place is None:
+            return True
+        text = function.text
+        earlier, later = sorted((known, place), key=lambda p: (0, 0, 0) if isinstance(p[0], str) else (1, p[0], p[2]))
+        names = earlier if isinstance(earlier[0], str) else (_variable(text, earlier),)
+        if isinstance(later[0], str) or _variable(text, later) not in names:
+            raise EditError(
+                f"the residual stream starts in different places of {text.where()}, in evaluation and in training "
+                "mode or in two calls"
+            )
+        function.opens[self.name] = later
+        if later == place:
+            function.edits.pop(("value", earlier), None)
+        return later == place or isinstance(earlier[0], str)
+
+    def _through(self, scope: Scope, child: Scope) -> None:
+        function, call = self.sources.plan(scope), self.sources.call(child)
+        _, _, method = self.sources.function(child)
+        key = child.path, child.code
+        callee, of = None, False
+        if key in self.sources.plans and not method:
+            callee = function.helper(self.sources.plans[key].gate)
+            of = not self.sources.by_name(child, call)
+        after = max((n for n, add in enumerate(self.adds) if child.holds(add.op.scope)), default=-1) + 1
+        at, last = span_of(call), self._returned(self.adds[after - 1], scope, [call])
+        post = self.adds[after - 1].post if after else []
+        awaiting = bool(post) and not child.holds(post[-1].scope)
+        norm = None if last or awaiting else self._norm(scope, after, None)
+        trunk = function.trunks.index(self.name)
+        kept = frozenset((trunk, n) for n, op in enumerate(child.results) if self.carriers.stage.get(op, after) < after)
+        function.put(
+            ("through", at), Through(at, self.carriers.given(child, call), callee, of, norm, last, awaiting, kept)
+        )
+
+    def _add(self, number: int, add: Add) -> None:
+        function = self.sources.plan(add.op.scope)
+        inner = []
+        shortcut = add.shortcut
+        at = self.sources.span(add.op.scope, add.op)
+        for op in add.inner:
+            part = Part(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut)
+            if within(part.at, at):
+                inner.append((part.at, part.first))
+            else:
+                function.put(("sum", part.at), part)
+            shortcut = op
+        nodes = [] if add.op.place is None else self.sources.text(add.op.scope).at(*add.op.place)
+        last = self._returned(add, add.op.scope, nodes)
+        norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
+        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, tuple(inner), last, norm))
+        self._states_after(number, add)
+
+    def _states_after(self, number: int, add: Add) -> None:
+        """The operations behind an add, up to the one that makes the next state."""
+        made: dict[tuple[Scope, Span], Op] = {}  # by the expression, the last of what it does
+        for op in add.post:
+            scope = self.carriers.innermost(op)
+            if scope is None:
+                raise EditError("what makes the next state stands outside the functions that the stream runs through")
+            made[scope, self.sources.span(scope, op)] = op
+        for (scope, at), op in made.items():
+            function = self.sources.plan(scope)
+            trunk, item = function.trunks.index(self.name), _number_among_results(op, scope)
+            inside = any(other is scope and within(at, span) for other, span in made if span != at)
+            unseen = item is None and bool(_among_results(op, scope))  # by the function: the call keeps it to itself
+            if op.name in VIEWS and op.scope is scope:
+                function.put(("reshape", at), Reshape(at, False))
+            elif op is add.post[-1]:
+                function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None), item))
+            elif same_size(op, add.op) and not inside and not unseen:
+                function.put(("push", at), Carry(at, trunk, item=item))
+
+    def _returned(self, add: Add, scope: Scope, nodes: Sequence[ast.AST]) -> bool:
+        """Whether a function does nothing with the value of an add, that of these expressions, but return it."""
+        if add.post or any(scope.holds(user.scope) for user in self.flow.users[add.op]):
+            return False
+        return only_returned(self.sources.text(scope), nodes)
+
+    def _passages(self) -> None:
+        for number, (add, passage) in enumerate(zip(self.adds, self.chain.passages, strict=True)):
+            casts = casts_of(add)
+            for op in (*(passage if number else ()), *casts):
+                scope = self.carriers.innermost(op)
+                if scope is None:
+                    raise EditError("the residual stream is reshaped outside the functions that it runs through")
+                at = self.sources.span(scope, op)
+                same = op.name in CASTS and (op in casts or op.dtype == op.inputs[0].dtype)
+                self.sources.plan(scope).put(("reshape", at), Reshape(at, same))
+
+    def _end(self, opened: Sequence[Scope]) -> None:
+        """Where the function that calls the blocks only hands the stream on: look behind them whether it has ended."""
+        home = next(iter(self.carriers.scopes))
+        if home in opened or not self.carriers.hold_all(home):
+            return
+        calls = [
+            place_of(*child.call) for child in self.carriers.scopes if child.parent is home and child.call is not None
+        ]
+        try:
+            function = self.sources.plan(home)
+        except EditError:
+            return
+        last = behind(function.text, calls)
+        if last is not None:
+            function.adds.setdefault(self.name, {})
+            function.put(("ended", last[0]), Ended(*last, (function.trunks.index(self.name),)))
+
+    def _norm(self, scope: Scope, stage: int, value: Op | None) -> Written | None:
+        """The norm that reads the stream's value first in ``scope``, if a kernel may compute both together."""
+        if stage >= len(self.adds) or stage in self.separate or (stage and self.chain.passages[stage]):
+            return None  # what is read first passes a view or a cast
+        values = [value or self.adds[stage].state]
+        readers = sorted((user for op in values for user in self.flow.users[op]), key=lambda op: op.index)
+        for reader in readers:
+            child = reader.scope
+            if reader in self.carriers.on_way or not scope.holds(child):
+                continue
+            while child.parent is not None and child.parent is not scope:
+                child = child.parent
+            if child.parent is not scope or child.helper or child.module is None or child.call is None:
+                continue
+            function = self.sources.plan(scope)
+            path = child.path.removeprefix(scope.path).lstrip(".")
+            if path not in function.norms:
+                looks = [op for ops in child.arguments.values() for op in ops] == values
+                function.norms[path] = mark(child.module) if looks else "it reads more than the stream"
+            call = self.sources.call(child)
+            written = _chain(call.func, function.text)
+            if function.norms[path] is None and written and len(call.args) == 1 and not call.keywords:
+                at = span_of(call)
+                function.put(("normed", at), Normed(at))
+                return written
+            return None
+        return None
+
+
+def _variable(text: Text, at: Span) -> str | None:
+    """The variable that gets the value of an expression."""
+    nodes = text.nodes.get(at, [])
+    return assigned(text, nodes[0]) if nodes else None
+
+
+def _outside(found: Finding) -> set[tuple[str, CodeType | None]]:
+    """Functions that also run on other values than streams: some call of theirs makes none of the adds."""
+    scopes: set[Scope] = set()
+    for op in found.flow:
+        scope: Scope | None = op.scope
+        while scope is not None and scope not in scopes:
+            scopes.add(scope)
+            scope = scope.parent
+    streams = [*found.chains.values(), *found.again]
+    adding = {scope for chain in streams for add in chain.adds for scope in add.op.scope.chain()}
+    return {(scope.path, scope.code) for scope in scopes - adding}
+
+
+def _among_results(op: Op, scope: Scope) -> list[Op]:
+    """Of an operation in what ``scope`` calls, which returns several tensors: what makes these."""
+    inner: Scope | None = op.scope
+    while inner is not None and inner is not scope:
+        if inner.parent is scope and len(inner.results) > 1:
+            return inner.results
+        inner = inner.parent
+    return []
+
+
+def _number_among_results(op: Op, scope: Scope) -> int | None:
+    """Which of several tensors that a call returns an operation in it makes; None if it makes none, or the only one."""
+    results = _among_results(op, scope)
+    return results.index(op) if op in results else None
+
+
+def _chain(node: ast.expr, text: Text) -> Written | None:
+    """``self.a.b`` or ``self.a[0]`` as it is written; None for anything else."""
+    inner = node
+    while isinstance(inner, ast.Attribute) or (
+        isinstance(inner, ast.Subscript) and isinstance(inner.slice, ast.Constant)
+    ):
+        inner = inner.value
+    if not isinstance(inner, ast.Name) or inner.id != text.receiver or inner is node:
+        return None
+    start, end = text.span(node)
+    return text.text[start:end] if "\n" not in text.text[start:end] else None

@@ -1,0 +1,210 @@
+"""What the text of a function says of a variable: whether it is only handed on, only returned, or made on one way."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence, Set
+
+from rewire.code.text import Span, Text, span_of, within
+
+#: Attributes that a stream has without being read.
+_FREE = {"shape", "dtype", "device", "ndim", "size", "dim"}
+
+
+def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
+    """Whether a function only hands variables, those that are ``given``, from one of these calls to the next.
+
+    Between the first and the last of them, the variable may be an argument of a call, be asked for its shape, and be
+    given another name.
+    """
+    parents = text.parents
+    statements = list(_statements(text.tree, calls, parents))
+    names = set(given).union(*(_targets(call, parents) for call in calls))
+    reads = [node for s in statements for node in ast.walk(s) if isinstance(node, ast.Name)]
+    reads = [node for node in reads if isinstance(node.ctx, ast.Load)]
+    for _ in reads:  # other names of it
+        more = names.union(*(_targets(node, parents) for node in reads if node.id in names and _renamed(node, parents)))
+        if more == names:
+            break
+        names = more
+    return all(_harmless(node, parents) for node in reads if node.id in names)
+
+
+def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | None:
+    """The last statement that calls blocks, and the variables in which it may leave a stream."""
+    nodes = [node for span in calls for node in text.nodes.get(span, []) if isinstance(node, ast.Call)]
+    parents = text.parents
+    statements = list(_statements(text.tree, nodes, parents))
+    if not statements or isinstance(statements[-1], ast.Return):
+        return None
+    last = statements[-1]
+    names = {arg.id for call in nodes for arg in _arguments(call) if isinstance(arg, ast.Name)}
+    if isinstance(last, (ast.Assign, ast.AnnAssign)):  # in other statements they may not be bound
+        names = _targets(last, parents)
+    assigned = {n.id for n in ast.walk(last) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    names &= assigned
+    return (span_of(last), tuple(sorted(names))) if names else None
+
+
+#: Functions that tell a stream from a tensor.
+_ASKED = {"isinstance", "issubclass", "is_tensor", "type", "id", "hasattr", "callable"}
+
+
+#: Methods by which an object keeps a value: ``self.hidden.append(x)``.
+_KEPT = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault", "put"}
+
+
+def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether a variable, or an element of it, is only handed on where it is read."""
+    read: ast.expr = node
+    parent = parents[read]
+    if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant):
+        read, parent = parent, parents[parent]
+    if isinstance(parent, ast.Call):
+        called = parent.func.attr if isinstance(parent.func, ast.Attribute) else getattr(parent.func, "id", "")
+        kept = called in _KEPT and isinstance(getattr(parent.func, "value", None), ast.Attribute)
+        return read is not parent.func and called not in _ASKED and not kept
+    if isinstance(parent, ast.Attribute):
+        return parent.attr in _FREE
+    if isinstance(parent, ast.Tuple):  # hidden states + (x,): what was collected becomes tensors when it is returned
+        return isinstance(parents[parent], (ast.BinOp, ast.AugAssign))
+    return isinstance(parent, ast.keyword) or _renamed(node, parents)
+
+
+def _renamed(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
+    """``y = x``, or ``y = x[0]`` of a tuple that a call returned."""
+    parent = parents[node]
+    if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant):
+        parent = parents[parent]
+    return isinstance(parent, ast.Assign) and all(isinstance(target, ast.Name) for target in parent.targets)
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _targets(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> set[str]:
+    """Variables to which what ``node`` is part of is assigned."""
+    while node in parents and not isinstance(node, ast.stmt):
+        node = parents[node]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {n.id for target in targets if target is not None for n in ast.walk(target) if isinstance(n, ast.Name)}
+
+
+def _statements(tree: ast.AST, nodes: Sequence[ast.AST], parents: dict[ast.AST, ast.AST]) -> Iterable[ast.stmt]:
+    """The statements of the function's body from that of the first node to that of the last."""
+    body: list[ast.stmt] = tree.body  # type: ignore[attr-defined]
+    rows = []
+    for node in nodes:
+        while node in parents and parents[node] is not tree:
+            node = parents[node]
+        if node in body:
+            rows.append(body.index(node))
+    return body[min(rows) : max(rows) + 1] if rows else []
+
+
+def only_returned(text: Text, nodes: Sequence[ast.AST]) -> bool:
+    """Whether the value of an expression is returned as it is, by the same or a following ``return``."""
+    parents = text.parents
+    node = next((n for n in nodes if isinstance(n, (ast.BinOp, ast.Call, ast.AugAssign))), None)
+    if node is None:
+        return False
+    parent = parents[node]
+    if isinstance(parent, ast.Return):
+        return True
+    if isinstance(node, ast.AugAssign):
+        statement: ast.stmt = node
+        target: ast.expr = node.target
+    elif isinstance(parent, ast.Assign) and len(parent.targets) == 1:
+        statement, target = parent, parent.targets[0]
+    else:
+        return False
+    body = getattr(parents[statement], "body", [])
+    if not isinstance(target, ast.Name) or parents[statement] is not text.tree or statement not in body:
+        return False
+    rest = body[body.index(statement) + 1 :]
+    return all(
+        isinstance(after, ast.Return) and _returns(after.value, target.id)
+        for after in rest
+        if _mentions(after, target.id)
+    )
+
+
+def assigned(text: Text, node: ast.AST) -> str | None:
+    """The variable whose value an expression becomes, or that it changes; None if it is no single one."""
+    statement = _statement(text, node)
+    while isinstance(text.parents.get(node), ast.IfExp):
+        node = text.parents[node]
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    if node not in (statement, getattr(statement, "value", None), *targets):
+        return None  # it is part of what becomes the value
+    if isinstance(statement, ast.Expr):  # x.mul_(2)
+        method = statement.value.func if isinstance(statement.value, ast.Call) else None
+        in_place = isinstance(method, ast.Attribute) and method.attr.endswith("_")
+        targets = [method.value] if in_place else []  # type: ignore[union-attr]
+    target = targets[0] if len(targets) == 1 else None
+    while isinstance(target, ast.Subscript):  # x[mask] = y
+        target = target.value
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def on_one_way(text: Text, node: ast.AST, others: Iterable[Span]) -> ast.If | None:
+    """The outermost ``if`` around an assignment behind which its variable holds a value on every way.
+
+    Args:
+        text: of the function.
+        node: part of the assignment.
+        others: places that must not be in that ``if``, where they come after ``node``: all, if it runs several times.
+    """
+    name, parents = assigned(text, node), text.parents
+    found, inner = None, _statement(text, node)
+    later = [at for at in others if _in_a_loop(text, node) or (at[0], at[2]) >= span_of(node)[1::2]]
+    while isinstance(parents.get(inner), (ast.If, ast.With)):
+        inner = parents[inner]
+        if any(within(at, span_of(inner)) for at in later):
+            break
+        elif_ = isinstance(inner, ast.If) and text.text.startswith("elif", text.span(inner)[0])
+        if isinstance(inner, ast.If) and not elif_ and name is not None and name in _bound_before(text, inner):
+            found = inner
+    return found
+
+
+def _in_a_loop(text: Text, node: ast.AST) -> bool:
+    while node in text.parents:
+        node = text.parents[node]
+        if isinstance(node, (ast.For, ast.While, ast.AsyncFor)):
+            return True
+    return False
+
+
+def _bound_before(text: Text, statement: ast.AST) -> set[str]:
+    """Variables that have a value when a statement is reached."""
+    arguments = text.tree.args
+    names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    while statement is not text.tree:
+        parent = text.parents[statement]
+        for field in ("body", "orelse", "finalbody"):
+            body = getattr(parent, field, [])
+            if isinstance(body, list) and statement in body:
+                for before in body[: body.index(statement)]:
+                    if isinstance(before, (ast.Assign, ast.AnnAssign)):
+                        names |= _targets(before, text.parents)
+        statement = parent
+    return names
+
+
+def _statement(text: Text, node: ast.AST) -> ast.AST:
+    while not isinstance(node, ast.stmt):
+        node = text.parents[node]
+    return node
+
+
+def _returns(value: ast.expr | None, name: str) -> bool:
+    """Whether ``name``, or a tuple with it, is what is returned."""
+    if isinstance(value, ast.Tuple):
+        return all(_returns(item, name) or not _mentions(item, name) for item in value.elts)
+    return isinstance(value, ast.Name) and value.id == name
+
+
+def _mentions(node: ast.AST, name: str) -> bool:
+    return any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node))

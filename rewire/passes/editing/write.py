@@ -1,0 +1,409 @@
+"""Pass: write the planned changes into the text of a function."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from rewire.code.text import Span, is_call_of_one, parsed
+from rewire.errors import EditError
+from rewire.passes.editing.additions import Addition, addition_in
+from rewire.passes.editing.changes import Change, Render, rendered
+from rewire.passes.editing.edits import (
+    Carry,
+    Each,
+    Ended,
+    FunctionPlan,
+    Made,
+    Normed,
+    Parameter,
+    Part,
+    Projected,
+    Push,
+    Reshape,
+    Separate,
+    Sum,
+    Through,
+    Value,
+)
+from rewire.passes.editing.variables import assigned, on_one_way
+
+
+def edited(plan: FunctionPlan) -> str:
+    """The text of the function with all changes in it; its first lines, up to ``def``, as they were.
+
+    Raises:
+        EditError: an expression is written in a way that cannot be changed.
+    """
+    source = _Editor(plan).run()
+    try:
+        parsed(f"if 1:\n{source}" if source[:1].isspace() else source)
+    except SyntaxError as error:
+        raise EditError(
+            f"the residual stream passes {plan.text.where()} in a way that cannot be written: {error}"
+        ) from error
+    return source
+
+
+class _Editor:
+    def __init__(self, plan: FunctionPlan) -> None:
+        self.plan, self.text = plan, plan.text
+        self.globals = plan.decorated.function.__globals__ if plan.decorated.function else {}
+        self.depth = self.text.unused("depth")
+        self.parents = self.text.parents
+
+    def run(self) -> str:
+        changes = [self._entry()] if self.plan.opened else []
+        if self.plan.opened and self.plan.adds:
+            changes += [self._leave(node) for node in ast.walk(self.text.tree) if self._is_own_return(node)]
+        # Of several changes of one expression, the outermost first: those of an argument, then the kinds in turn.
+        own = [
+            change
+            for kind, writer in _WRITERS.items()
+            for edit in self.plan.edits.values()
+            if type(edit) is kind
+            for change in writer(self, edit)
+        ]
+        changes += sorted(own, key=lambda change: not change.argument)
+        if not self.plan.method:
+            changes += [self._gate_parameter(), *self._supers()]
+        return rendered(self.text.text, changes)
+
+    @property
+    def _gate(self) -> str:
+        """How the function's gate is written."""
+        return f"{self.text.receiver}.{self.plan.gate}" if self.plan.method else self.plan.parameter
+
+    def _entry(self) -> Change:
+        """The lines in front of the function's body."""
+        tree, text = self.text.tree, self.text.text
+        lines = [f"{self.depth} = {self._gate}.enter()"]
+        for edit in self.plan.edits.values():
+            if isinstance(edit, Parameter):
+                method = "qkv" if edit.qkv else "open"
+                how = [edit.name, *[str(edit.width)] * bool(edit.width), *self._how(edit)]
+                how += ["begin=False"] * self._begins_later(edit)
+                lines.append(f"{edit.name} = {self.depth}.{method}({', '.join(how)})")
+        body = tree.body[1:] if ast.get_docstring(tree, clean=False) is not None and len(tree.body) > 1 else tree.body
+        start, _ = self.text.span(body[0])
+        line = text.rfind("\n", 0, start) + 1
+        indent = text[line:start]
+        if indent.strip():  # on the line of the ``def``
+            return Change(start, start, lambda _: "".join(f"{statement}; " for statement in lines))
+        return Change(line, line, lambda _: "".join(f"{indent}{statement}\n" for statement in lines))
+
+    def _begins_later(self, edit: Parameter) -> bool:
+        """Whether the trunk of a parameter, if it starts in this call, starts with an expression."""
+        values = [other for other in self.plan.edits.values() if isinstance(other, Value)]
+        return any(value.trunk == edit.trunk for value in values)
+
+    def _how(self, edit: Parameter | Made | Sum | Through) -> list[str]:
+        """Keyword arguments of a read."""
+        norm = getattr(edit, "norm", None)
+        how = [] if norm is None else [f"norm={norm}"]
+        how += ["awaiting=True"] * getattr(edit, "awaiting", False)
+        item = getattr(edit, "item", None)
+        how += [] if item is None else [f"item={item}"]
+        trunk = getattr(edit, "trunk", 0)
+        return [*how, f"trunk={trunk}"] if trunk else how
+
+    def _gate_parameter(self) -> Change:
+        """The first parameter of a helper that is no method."""
+        header = self.text.text.index("(", self.text.span(self.text.tree)[0]) + 1
+        return Change(header, header, lambda _: f"{self.plan.parameter}, ")
+
+    def _supers(self) -> list[Change]:
+        """``super()`` in a helper, where the first argument is no longer the object."""
+        calls = (node for node in ast.walk(self.text.tree) if isinstance(node, ast.Call) and not node.args)
+        named = (node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "super")
+        return [Change(*self.text.span(node), lambda _: f"super(__class__, {self.text.receiver})") for node in named]
+
+    def _is_own_return(self, node: ast.AST) -> bool:
+        if not isinstance(node, ast.Return) or node.value is None:
+            return False
+        while node in self.parents:
+            node = self.parents[node]
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                return node is self.text.tree
+        return False
+
+    def _leave(self, node: ast.AST) -> Change:
+        assert isinstance(node, ast.Return) and node.value is not None
+        start, end = self.text.span(node)
+        start += len("return")
+        bare = isinstance(node.value, ast.Tuple) and self._is_bare(node.value)
+
+        def write(render: Render) -> str:
+            value = render(start, end).strip()
+            return f" {self.depth}.leave({f'({value})' if bare else value})"
+
+        return Change(start, end, write)
+
+    def _is_bare(self, node: ast.Tuple) -> bool:
+        """Whether a tuple is written without brackets of its own: ``(x, y), mask``."""
+        start, _ = self.text.span(node)
+        if not node.elts:
+            return False
+        return self.text.text[start] != "(" or self.text.span(node.elts[0])[0] == start
+
+    def _ended(self, edit: Ended) -> list[Change]:
+        """A line behind a statement."""
+        statement = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.stmt))
+        trunks = "" if edit.trunks == (0,) else "".join(f", {number}" for number in edit.trunks)
+        return self._line_behind(statement, *(f"{name} = {self._gate}.ended({name}{trunks})" for name in edit.names))
+
+    def _value(self, edit: Value) -> list[Change]:
+        return [*self._made("open", edit), *self._settled(edit)]
+
+    def _push(self, edit: Push) -> list[Change]:
+        return [*self._made("push", edit), *self._settled(edit)]
+
+    def _carry(self, edit: Carry) -> list[Change]:
+        return self._made("carry", edit)
+
+    def _settled(self, edit: Made) -> list[Change]:
+        """A line behind an ``if`` in which the state is made: on the other ways it is what it was before."""
+        node = next(iter(self.text.nodes.get(edit.at, [])), None)
+        name = None if node is None else assigned(self.text, node)
+        others = [e.at for e in self.plan.edits.values() if isinstance(e, (Sum, Part, Through))]
+        around = None if node is None else on_one_way(self.text, node, others)
+        if name is None or around is None:
+            return []
+        trunk = [f"trunk={edit.trunk}"] if edit.trunk else []
+        method = "start" if isinstance(edit, Value) else "settle"
+        return self._line_behind(around, f"{name} = {self.depth}.{method}({', '.join([name, *trunk])})")
+
+    def _made(self, method: str, edit: Made) -> list[Change]:
+        """A method of `Depth` around an expression; what an in-place operation has changed gets its result."""
+        nodes = self.text.nodes.get(edit.at, [])
+        element = next((node for node in nodes if _is_stored(node)), None)
+        if element is not None:
+            return self._made_of_elements(method, element, self._how(edit))
+        assignment = next((node for node in nodes if isinstance(node, ast.AugAssign)), None)
+        if assignment is None:
+            node = self._expression(edit.at)
+            while isinstance(self.parents[node], ast.IfExp) and not isinstance(edit, Carry):  # on both ways
+                node = self.parents[node]  # type: ignore[assignment]
+            if edit.item is None:
+                self._check_one_value(node)
+            return [self._wrapped(node, method, self._how(edit), self._written_to(node))]
+        how = "".join(f", {argument}" for argument in self._how(edit))
+
+        def write(render: Render) -> str:
+            target, value = render(*self.text.span(assignment.target)), render(*self.text.span(assignment.value))
+            return f"{target} = {self.depth}.{method}({target} {_symbol(assignment.op)} ({value}){how})"
+
+        return [Change(*self.text.span(assignment), write)]
+
+    def _check_one_value(self, node: ast.expr) -> None:
+        """Refuse calls that return the stream's value among others."""
+        parent = self.parents[node]
+        unpacked = isinstance(parent, ast.Assign) and any(isinstance(t, (ast.Tuple, ast.List)) for t in parent.targets)
+        picked = isinstance(parent, ast.Subscript) and parent.value is node and isinstance(parent.slice, ast.Constant)
+        if isinstance(node, ast.Call) and (unpacked or picked):
+            raise EditError(
+                f"the call at {self.text.where(node)} makes the next state of the residual stream, and returns it "
+                "among other values"
+            )
+
+    def _made_of_elements(self, method: str, element: ast.AST, how: Sequence[str]) -> list[Change]:
+        """A line behind ``x[mask] = y``, by which elements of the value have changed."""
+        name: Any = element.target if isinstance(element, ast.AugAssign) else element
+        while isinstance(name, ast.Subscript):
+            name = name.value
+        if not isinstance(name, ast.Name):
+            raise EditError(f"elements of the residual stream are written to at {self.text.where(element)}")
+        call = f"{name.id} = {self.depth}.{method}({', '.join([name.id, *how])})"
+        return self._line_behind(element, call)
+
+    def _line_behind(self, node: ast.AST, *lines: str) -> list[Change]:
+        """Lines behind the statement that ``node`` is part of."""
+        while not isinstance(node, ast.stmt):
+            node = self.parents[node]
+        (start, end), text = self.text.span(node), self.text.text
+        indent = text[text.rfind("\n", 0, start) + 1 : start]
+        if indent.strip():
+            raise EditError(f"several statements stand on one line at {self.text.where(node)}: write one on each")
+        end = text.find("\n", end) + 1 or len(text)
+        return [Change(end, end, lambda _: "".join(f"{indent}{line}\n" for line in lines))]
+
+    def _through(self, edit: Through) -> list[Change]:
+        call = self._call(edit.at)
+        kept = [f"kept={sorted(edit.kept)}"] if edit.kept else []
+        changes = [self._wrapped(call, "hand_on" if edit.last and not kept else "take", [*self._how(edit), *kept])]
+        if edit.callee is not None:
+            callee, called = edit.callee, self.text.span(call.func)
+            changes.append(Change(*called, lambda render: f"{callee}.of({render(*called)})" if edit.of else callee))
+        return [*changes, *self._arguments(call, dict.fromkeys(edit.given, "give"))]
+
+    def _arguments(self, call: ast.Call, methods: dict[Any, str]) -> list[Change]:
+        """Arguments handed to a method of `Depth` first; by position or keyword."""
+        arguments: list[tuple[Any, ast.expr]] = [*enumerate(call.args), *((k.arg, k.value) for k in call.keywords)]
+        wrapped = [
+            self._wrapped(node.value if isinstance(node, ast.Starred) else node, methods[key])
+            for key, node in arguments
+            if key in methods
+        ]
+        return [dataclasses.replace(change, argument=True) for change in wrapped]
+
+    def _call(self, at: Span) -> ast.Call:
+        node = self._expression(at)
+        if not isinstance(node, ast.Call):
+            raise EditError(f"it is not a call that stands at {self.text.where(node)}")
+        return node
+
+    def _each(self, edit: Each) -> list[Change]:
+        node = self._expression(edit.at)
+        if not (isinstance(node, ast.Call) and is_call_of_one(node) and self._operand(node) is node.args[0]):
+            return [self._as_function(edit.at, "each")]
+        function, argument = self.text.span(node.func), self.text.span(node.args[0])
+        span = self.text.span(node)
+        return [Change(*span, lambda render: f"{self.depth}.each({render(*function)}, {render(*argument)})")]
+
+    def _reshape(self, edit: Reshape) -> list[Change]:
+        return [self._as_function(edit.at, "copy" if edit.cast else "view")]
+
+    def _as_function(self, at: Span, method: str) -> Change:
+        """``depth.view(lambda value: value.flatten(2), x)`` for ``x.flatten(2)``."""
+        node = self._expression(at)
+        (start, end), (first, last) = self.text.span(node), self.text.span(self._operand(node))
+
+        def write(render: Render) -> str:
+            body = f"{render(start, first)}value{render(last, end)}"
+            return f"{self.depth}.{method}(lambda value: {body}, {render(first, last)})"
+
+        return Change(start, end, write)
+
+    def _separate(self, edit: Separate) -> list[Change]:
+        return self._arguments(self._call(edit.at), dict.fromkeys(edit.given, "separate"))
+
+    def _projected(self, edit: Projected) -> list[Change]:
+        call = self._call(edit.at)
+        if edit.way == "multihead":
+            methods = {0: "q", 1: "k", 2: "v", "query": "q", "key": "k", "value": "v"}
+            return self._arguments(call, methods)
+        if edit.way != "fused":
+            return self._arguments(call, dict.fromkeys((0, *(k.arg for k in call.keywords)), edit.way))
+        return self._function_first(call, f"{self.depth}.fused(", f", {edit.groups}, {edit.sizes}, ")
+
+    def _function_first(self, call: ast.Call, before: str, between: str) -> list[Change]:
+        """``before``, the function that is called, ``between``, and its argument."""
+        (start, end), (argument, _) = self.text.span(call.func), self.text.span(call.args[0])
+        return [Change(start, start, lambda _: before), Change(end, argument, lambda _: between)]
+
+    def _normed(self, edit: Normed) -> list[Change]:
+        return self._function_first(self._call(edit.at), f"{self.depth}.normed(", ", ")
+
+    def _operand(self, node: ast.expr) -> ast.expr:
+        """What an operation on one value works on: ``x`` of ``x.flatten(2)``, ``torch.flatten(x, 2)``, ``x.T``."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not self._is_module(node.func):
+            return node.func.value
+        if isinstance(node, ast.Call) and node.args:
+            return node.args[0]
+        if isinstance(node, ast.Attribute):
+            return node.value
+        raise EditError(f"what is done to the residual stream at {self.text.where(node)} is written in an unknown way")
+
+    def _is_module(self, node: ast.Attribute) -> bool:
+        """Whether ``torch.flatten`` is a function of a module, rather than a method of a tensor."""
+        inner: ast.expr = node
+        while isinstance(inner, ast.Attribute):
+            inner = inner.value
+        if not isinstance(inner, ast.Name):
+            return False
+        is_self = self.plan.method and inner.id == self.text.receiver
+        return is_self or isinstance(self.globals.get(inner.id), ModuleType)
+
+    def _wrapped(self, node: ast.expr, method: str, how: Sequence[str] = (), before: str = "") -> Change:
+        start, end = self.text.span(node)
+        more = "".join(f", {argument}" for argument in how)
+        return Change(start, end, lambda render: f"{before}{self.depth}.{method}({render(start, end)}{more})")
+
+    def _written_to(self, node: ast.expr) -> str:
+        """``x = `` for the statement ``x.mul_(2)``: the variable gets what stands for its value from then on."""
+        method = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+        if method is None or not method.attr.endswith("_") or not isinstance(self.parents[node], ast.Expr):
+            return ""
+        return f"{method.value.id} = " if isinstance(method.value, ast.Name) else ""
+
+    def _expression(self, at: Span) -> ast.expr:
+        nodes = [node for node in self.text.nodes.get(at, []) if isinstance(node, ast.expr)]
+        if not nodes:
+            raise EditError(f"no expression stands at {self.text.file}:{at[0]}, where the residual stream passes")
+        return nodes[0]
+
+    def _sum(self, edit: Sum) -> list[Change]:
+        return self._added(edit, "write" if edit.last else "add", self._how(edit), edit.inner)
+
+    def _part(self, edit: Part) -> list[Change]:
+        return self._added(edit, "part")
+
+    def _added(
+        self, edit: Sum | Part, method: str, how: Sequence[str] = (), inner: Sequence[tuple[Span, bool]] = ()
+    ) -> list[Change]:
+        """A method of `Depth` in place of an addition, and of those inside it that add parallel branches."""
+        addition = self._addition(edit.at)
+        shortcut, *branches = addition.operands(edit.first)
+        for at, first in reversed(inner):
+            nested = self._addition(at)
+            assert shortcut is nested.node
+            shortcut, branch = nested.operands(first)
+            branches.insert(0, branch)
+        options = [self.text.text[slice(*self.text.span(option))] for option in addition.options]
+
+        def write(render: Render) -> str:
+            operands = [render(*self.text.span(operand)) for operand in (shortcut, *branches)]
+            call = f"{self.depth}.{method}({', '.join([*operands, *options, *how])})"
+            return self._assigned(addition, call, render)
+
+        return [Change(*self.text.span(addition.node), write)]
+
+    def _addition(self, at: Span) -> Addition:
+        nodes = self.text.nodes.get(at, [])
+        found = next(filter(None, map(addition_in, nodes)), None)
+        if found is None:
+            written = ast.unparse(nodes[-1]) if nodes else "?"
+            raise EditError(
+                f"the residual add at {self.text.file}:{at[0]} is written as `{written}`: write it as `x + f`"
+            )
+        return found
+
+    def _assigned(self, addition: Addition, call: str, render: Render) -> str:
+        """The call in place of an addition; what that changed in place gets its result."""
+        target = addition.target
+        if target is None:
+            return call
+        if isinstance(addition.node, ast.AugAssign) or isinstance(self.parents[addition.node], ast.Expr):
+            return f"{render(*self.text.span(target))} = {call}"
+        return f"({target.id} := {call})" if isinstance(target, ast.Name) else call
+
+
+#: How each kind of edit is written.
+_WRITERS: dict[type, Callable[..., list[Change]]] = {
+    Ended: _Editor._ended,
+    Push: _Editor._push,
+    Carry: _Editor._carry,
+    Value: _Editor._value,
+    Reshape: _Editor._reshape,
+    Through: _Editor._through,
+    Each: _Editor._each,
+    Separate: _Editor._separate,
+    Projected: _Editor._projected,
+    Normed: _Editor._normed,
+    Sum: _Editor._sum,
+    Part: _Editor._part,
+}
+
+
+def _is_stored(node: ast.AST) -> bool:
+    """Whether elements of a variable are assigned to there: ``x[mask]`` of ``x[mask] = y``."""
+    if isinstance(node, ast.AugAssign):
+        return isinstance(node.target, ast.Subscript)
+    return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+
+
+def _symbol(operator: ast.operator) -> str:
+    return ast.unparse(ast.BinOp(ast.Name("a"), operator, ast.Name("b")))[2:-2]

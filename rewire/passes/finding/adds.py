@@ -1,0 +1,301 @@
+"""Finder: which additions of a flow are residual adds.
+
+A residual add is ``x + f`` where ``f`` is computed from ``x`` through weights. Polynomials of an activation, rotary
+embeddings, masks and position embeddings fail that test, or are told by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from rewire.code.text import place_of, within
+from rewire.conventions import POSITIONAL
+from rewire.passes.finding.flow import Flow, Op, Scope, common
+
+#: Operations whose result is the same values: in another dtype, in other memory, or as other dimensions.
+CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous"])
+VIEWS = frozenset(
+    {"view", "reshape", "flatten", "unflatten", "transpose", "permute"}
+    | {"squeeze", "unsqueeze", "movedim", "t", "swapaxes"}
+)
+#: Why a weighted sum of the stream and a branch is no residual add.
+SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
+
+
+@dataclasses.dataclass(eq=False)
+class Add:
+    """One residual add.
+
+    Attributes:
+        op: the addition (the outermost, when parallel branches are added one by one).
+        inner: the additions inside it, in that case.
+        shortcut: the operand that is the stream's value.
+        state: what the shortcut is a cast or a view of: the value that the branch reads, too.
+        source: what the branches are computed from: the state, or what a projection makes the state from.
+        branches: what is added to the shortcut, in order.
+        post: operations between the addition and the next state.
+        region: the operations that the branches are: between the source (excluded) and their ends.
+    """
+
+    op: Op
+    shortcut: Op
+    state: Op
+    source: Op
+    branches: list[Op]
+    region: frozenset[Op]
+    inner: list[Op] = dataclasses.field(default_factory=list)
+    post: list[Op] = dataclasses.field(default_factory=list)
+
+    @property
+    def result(self) -> Op:
+        """The value that the stream has after this add."""
+        return self.post[-1] if self.post else self.op
+
+    def block(self) -> list[Scope]:
+        """The calls of modules around the addition and all that its branches do with weights."""
+        scopes = self.op.calls()
+        for scope in {op.scope for op in self.region if op.weighted}:
+            scopes = common(scopes, scope.modules())
+        return scopes
+
+
+def residual_adds(flow: Flow) -> tuple[list[Add], dict[Add, str]]:
+    """The residual adds of a flow, in order; and what looks like one, with the reason why it is none."""
+    found: dict[Op, Add] = {}  # by the operation, that of the outermost addition
+    rejected: dict[Add, str] = {}
+    for op in flow:
+        if not _is_sum(op):
+            continue
+        add = _parallel(op, found, flow) or _plain(op, flow, found) or _projected(op)
+        if add is None:
+            scaled = _scaled(op, flow)
+            if scaled is not None:
+                rejected[scaled] = SCALED
+            continue
+        why = _false_friend(add) or _around(add, found)
+        if why:
+            rejected[add] = why
+        else:
+            found[op] = add
+    return list(found.values()), rejected
+
+
+def _is_sum(op: Op) -> bool:
+    if op.name != "add" or len(op.inputs) != 2 or op.inputs[0] is op.inputs[1]:
+        return False
+    return op.dtype is None or op.dtype.is_floating_point or op.dtype.is_complex
+
+
+def _plain(op: Op, flow: Flow, found: dict[Op, Add]) -> Add | None:
+    """``x + f``, where ``x`` may be a cast or a view of what ``f`` is computed from."""
+    for shortcut, branch in (op.inputs, op.inputs[::-1]):
+        if op.shape is not None and shortcut.shape is not None and shortcut.shape != op.shape:
+            continue  # it is broadcast: no stream
+        if op.scale is not None and op.scale != 1 and shortcut is op.inputs[1]:
+            continue  # it is scaled
+        state = shortcut
+        while True:
+            region = _branch(op, state, branch, flow) or _left_over(op, state, branch, found)
+            if region:
+                return Add(op, shortcut, state, state, [branch], region)
+            if state.name not in CASTS | VIEWS or not state.inputs:
+                break
+            state = state.inputs[0]
+    return None
+
+
+def _scaled(op: Op, flow: Flow) -> Add | None:
+    """``a x + f``: what it would be without the factor."""
+    for shortcut, branch in (op.inputs, op.inputs[::-1]):
+        live = [source for source in shortcut.inputs if not source.constant]
+        if shortcut.name in ("mul", "div") and len(live) == 1:
+            region = _branch(op, live[0], branch, flow)
+            if region:
+                return Add(op, shortcut, live[0], live[0], [branch], region)
+    return None
+
+
+def _around(add: Add, found: dict[Op, Add]) -> str:
+    """Why ``x + y`` is none where ``y`` is the stream itself, to which the same function has added something of x's."""
+    branch = add.branches[0]
+    while branch.name in CASTS | VIEWS and branch.inputs:
+        branch = branch.inputs[0]
+    inner = found.get(branch)
+    if inner is None or branch.scope is not add.op.scope or len(add.branches) > 1:
+        return ""
+    if inner.source is not inner.state:
+        return ""  # x + (g(x) + f(x)), where g(x) looks like a projected shortcut
+    return "adds to the residual stream what it was computed from"
+
+
+def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:
+    """The operations by which ``branch`` is made from ``state``, if they hold weights; empty if it is not.
+
+    They have to run in the function of the addition, or in what it calls; in a function further out only if this one
+    returns the sum (``BertSelfOutput(hidden, input_tensor)``), or if it completes the branch and goes on with the
+    stream (SD3's ``post_attention(attn, x)``). So a mask that is added in each block is not taken for a stream from
+    one block to the next.
+    """
+    if not any(op.weighted for op in between(state, branch) - {state}):
+        return frozenset()
+    for scope in reversed(add.scope.chain()):
+        region = between(state, branch, scope) - {state}
+        if any(op.weighted for op in region):
+            return region
+        if not _returned(add, scope, flow, _made_in(branch, scope)):
+            break
+    return frozenset()
+
+
+def _made_in(branch: Op, scope: Scope) -> bool:
+    """Whether a branch passes weights in a function before it is added there: itself, not a sum that it starts from."""
+    reached, todo = {branch}, [branch]
+    while todo:
+        op = todo.pop()
+        if op.weighted and scope.holds(op.scope):
+            return True
+        for source in op.inputs if scope.holds(op.scope) else ():
+            if source not in reached and not _is_sum(source):
+                reached.add(source)
+                todo.append(source)
+    return False
+
+
+def _left_over(add: Op, state: Op, branch: Op, found: dict[Op, Add]) -> frozenset[Op]:
+    """The branch, where a block adds what the one before it has computed (``x, residual = norm(x, residual)``).
+
+    That the state is itself a sum tells it from a mask that is added in each block. The function gets both.
+    """
+    given = [op for ops in add.scope.arguments.values() for op in ops]
+    if state not in found or not {state, branch} <= {*given}:
+        return frozenset()
+    region = between(state, branch) - {state}
+    return region if any(op.weighted for op in region) else frozenset()
+
+
+def _returned(add: Op, scope: Scope, flow: Flow, added_to: bool = False) -> bool:
+    """Whether a function returns a sum, or what operations on the sum alone make of it.
+
+    Args:
+        added_to: whether further additions to the sum count as such operations.
+    """
+    reached, todo = {add}, [add]
+    while todo:
+        op = todo.pop()
+        users = flow.users[op]
+        if not users or any(not scope.holds(user.scope) for user in users):
+            return True
+        for user in users:
+            live = {source for source in user.inputs if not source.constant}
+            alone = live <= reached or (added_to and _is_sum(user))
+            if user not in reached and not user.weighted and alone:
+                reached.add(user)
+                todo.append(user)
+    return False
+
+
+def _parallel(op: Op, found: dict[Op, Add], flow: Flow) -> Add | None:
+    """``(x + attn) + mlp``: one residual add with two branches, if nothing else uses the first sum."""
+    for inner, branch in (op.inputs, op.inputs[::-1]):
+        first = found.get(inner)
+        if first is None or len(flow.users[inner]) != 1 or inner.scope is not op.scope:
+            continue
+        if branch is first.source is not first.state:
+            continue  # x + (g(x) + f(x)), where g(x) looks like a projected shortcut
+        if any(o is not inner for o in between(inner, branch)):
+            continue  # the branch reads the sum: the next residual add
+        region = between(first.source, branch) - {first.source}
+        if not region and not _in_one_expression(inner, op):
+            continue  # what the state is made of
+        del found[inner]
+        branches, inside = [*first.branches, branch], [*first.inner, inner]
+        return Add(op, first.shortcut, first.state, first.source, branches, first.region | region, inside)
+    return None
+
+
+def _in_one_expression(inner: Op, outer: Op) -> bool:
+    """Whether ``inner`` is written inside ``outer``, as in ``x + f + 0.5``; true if it is not known."""
+    if inner.place is None or outer.place is None:
+        return True
+    return within(place_of(*inner.place), place_of(*outer.place))
+
+
+def _projected(op: Op) -> Add | None:
+    """``downsample(x) + f(x)``: the shortcut holds one weight matrix, the branch more. A stream begins there."""
+    for shortcut, branch in (op.inputs, op.inputs[::-1]):
+        if shortcut.shape != op.shape:
+            continue
+        source, weights = shortcut, 0
+        while True:
+            live = [o for o in source.inputs if not o.constant]
+            if len(live) != 1 or not _inside(source, op):
+                break
+            weights += source.matrices
+            source = live[0]
+            if weights > 1:
+                break
+            region = between(source, branch) - {source}
+            if weights == 1 and sum(o.matrices for o in region) > 1:
+                return Add(op, shortcut, shortcut, source, [branch], region)
+    return None
+
+
+def _inside(op: Op, add: Op) -> bool:
+    """Whether ``op`` runs in what the function of ``add`` calls."""
+    return op.scope is not add.scope and add.scope.holds(op.scope)
+
+
+def _false_friend(add: Add) -> str:
+    depth = len(add.block())
+    names = {called(scope, depth) for scope in {op.scope for op in add.region}}
+    named = [name for name in names if name]
+    if named and all(POSITIONAL.search(name) for name in named):
+        return "adds a position embedding"
+    return ""
+
+
+def called(scope: Scope, depth: int) -> str:
+    """Path, below the module call number ``depth`` around ``scope``, of the child that it is in; empty if in none."""
+    scopes = scope.modules()
+    if len(scopes) < depth:
+        return ""
+    above = scopes[depth - 1].path if depth else ""
+    return scopes[depth].path.removeprefix(above).lstrip(".") if len(scopes) > depth else ""
+
+
+def between(start: Op, end: Op, inside: Scope | None = None) -> frozenset[Op]:
+    """All operations on ways from ``start`` to ``end``, both included; empty if there is none.
+
+    Args:
+        start, end: operations.
+        inside: a call of a function that the ways must not leave behind ``start``.
+    """
+    if start is end:
+        return frozenset([start])
+    if start.index > end.index:
+        return frozenset()
+    # backwards from the end, as far as the start; then forwards among what was met
+    before: list[Op] = []
+    seen: set[Op] = {end}
+    todo = [end]
+    while todo:
+        op = todo.pop()
+        before.append(op)
+        for source in op.inputs:
+            if source.index < start.index or source in seen:
+                continue
+            if source is start or inside is None or inside.holds(source.scope):
+                seen.add(source)
+                todo.append(source)
+    if start not in seen:
+        return frozenset()
+    return _reached(start, before)
+
+
+def _reached(start: Op, ops: Iterable[Op]) -> frozenset[Op]:
+    reached = {start}
+    for op in sorted(ops, key=lambda op: op.index):
+        if not reached.isdisjoint(op.inputs):
+            reached.add(op)
+    return frozenset(reached)

@@ -1,0 +1,198 @@
+"""Finder: follow the residual stream from one residual add to the next.
+
+The value that an add makes is the state that the next add takes as its shortcut: as it is, or after operations without
+weights (a norm, a scale, a view), wherever in the model's code they stand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+from rewire.passes.finding.adds import CASTS, VIEWS, Add, between, residual_adds
+from rewire.passes.finding.flow import Flow, Op, Scope, common
+
+LONG = "a shortcut around a whole trunk"
+#: Operations that make a larger tensor of several, which a trace without shapes does not tell.
+_JOINS = ("cat", "concat", "stack")
+#: Views that change the order of values.
+_TURNS = frozenset(["transpose", "permute", "movedim", "t", "swapaxes"])
+NESTED = "inside the branch of another residual add"
+
+
+@dataclasses.dataclass(eq=False)
+class Chain:
+    """Residual adds in a row, each of which takes up what the one before it made.
+
+    Attributes:
+        adds: the adds.
+        passages: for each of them, the casts and views between the state that the one before it made and its own
+            state, in order.
+    """
+
+    adds: list[Add]
+    passages: list[list[Op]]
+
+    @property
+    def entry(self) -> Op:
+        """The value at which the stream starts."""
+        return self.adds[0].state
+
+    def home(self) -> Scope:
+        """The innermost call of a function that holds all adds."""
+        scopes = self.adds[0].op.scope.chain()
+        for add in self.adds[1:]:
+            scopes = common(scopes, add.op.scope.chain())
+        return scopes[-1]
+
+
+def chains(flow: Flow) -> tuple[list[Chain], dict[Add, str]]:
+    """The residual streams of a flow; and additions that belong to none, with the reason."""
+    found, rejected = residual_adds(flow)
+    adds = _without_nested(flow, found, rejected)
+    follows = _links(flow, adds)
+    taken: set[Add] = set()
+    linked: list[Chain] = []
+    lengths = _lengths(adds, follows)
+    for add in adds:
+        if add in taken or _continues(add, follows, lengths):
+            continue
+        row = [add]
+        while (following := _next(row[-1], adds, follows, lengths)) is not None:
+            row.append(following)
+        taken.update(row)
+        linked += _rows(row)
+    for chain in linked:
+        _close(flow, chain)
+    return linked, rejected
+
+
+def _links(flow: Flow, adds: Sequence[Add]) -> dict[Add, Add]:
+    """For adds whose state another add made, that one."""
+    by_op = {add.op: add for add in adds}
+    origin: dict[Op, Add] = {}
+    for op in flow:
+        if op in by_op:
+            origin[op] = by_op[op]
+        elif not op.weighted and op.name not in _JOINS:
+            sources = [origin[source] for source in op.inputs if source in origin]
+            latest = max(sources, key=lambda add: add.op.index, default=None)
+            if latest is not None and same_size(op, latest.op):
+                origin[op] = latest
+    return {add: origin[add.state] for add in adds if add.state in origin}
+
+
+def same_size(op: Op, other: Op) -> bool:
+    return op.shape is None or other.shape is None or op.shape.numel() == other.shape.numel()
+
+
+def _without_nested(flow: Flow, adds: list[Add], rejected: dict[Add, str]) -> list[Add]:
+    """The adds that are no part of another one's branch; and of long skips around whole trunks, the trunks."""
+    alive = set(adds)
+    follows = _links(flow, adds)
+    by_op = {add.op: add for add in adds}
+    for add in sorted(adds, key=lambda add: len(add.region)):
+        inner = {by_op[op] for op in add.region if op in by_op and by_op[op] is not add and by_op[op] in alive}
+        if not inner:
+            continue
+        linked = [(follows[one], one) for one in inner if follows.get(one) in inner]
+        outside = any(follows.get(one) is add or follows.get(add) is one for one in alive - inner)
+        body = any(_place(first) != _place(second) or not outside for first, second in linked)
+        dead = [add] if body else sorted(inner, key=lambda one: one.op.index)
+        alive.difference_update(dead)
+        rejected.update(dict.fromkeys(dead, LONG if body else NESTED))
+    return [add for add in adds if add in alive]
+
+
+def _place(add: Add) -> Scope:
+    return add.block()[-1]
+
+
+def _lengths(adds: Sequence[Add], follows: dict[Add, Add]) -> dict[Add, int]:
+    """How many adds follow each other from each add on, at most."""
+    lengths = dict.fromkeys(adds, 1)
+    for add in reversed(adds):
+        before = follows.get(add)
+        if before is not None:
+            lengths[before] = max(lengths[before], lengths[add] + 1)
+    return lengths
+
+
+def _next(add: Add, adds: Sequence[Add], follows: dict[Add, Add], lengths: dict[Add, int]) -> Add | None:
+    """Of the adds that take up what ``add`` made, the one with which the stream is longest."""
+    following = [other for other in adds if follows.get(other) is add]
+    return max(following, key=lambda other: lengths[other], default=None)
+
+
+def _continues(add: Add, follows: dict[Add, Add], lengths: dict[Add, int]) -> bool:
+    before = follows.get(add)
+    if before is None:
+        return False
+    return _next(before, list(lengths), follows, lengths) is add
+
+
+def _rows(adds: list[Add]) -> list[Chain]:
+    """The chain of ``adds``, cut where states before could not be mixed with those behind.
+
+    Views behind what changes values go with all states. Before it they go with one: then states differ in their order.
+    """
+    rows = [Chain(adds[:1], [[]])]
+    for add, following in itertools.pairwise(adds):
+        post, passage = _split(between(add.op, following.state) - {add.op})
+        if _size(add.op) != _size(following.op) or _rearranged(post, add.op, following.op):
+            rows.append(Chain([following], [[]]))
+        else:
+            add.post = post
+            rows[-1].adds.append(following)
+            rows[-1].passages.append(passage)
+    return rows
+
+
+def _size(op: Op) -> int:
+    return -1 if op.shape is None else op.shape.numel()
+
+
+def _rearranged(post: Sequence[Op], before: Op, behind: Op) -> bool:
+    """Whether a state is in another order behind ``post``: turned, and not turned back, or of another shape."""
+    turns = sum(op.name in _TURNS for op in post)
+    return turns % 2 == 1 or (before.shape != behind.shape and any(op.name in VIEWS for op in post))
+
+
+def _split(way: Iterable[Op]) -> tuple[list[Op], list[Op]]:
+    """The operations on the way from one state to the next: up to the last that changes values, and the rest."""
+    ops = sorted(way, key=lambda op: op.index)
+    count = max((n for n, op in enumerate(ops, start=1) if op.name not in CASTS | VIEWS), default=0)
+    return ops[:count], ops[count:]
+
+
+def _close(flow: Flow, chain: Chain) -> None:
+    """The norms and activations behind the last add that belong to its block, as in post-norm blocks."""
+    last = chain.adds[-1]
+    block, after = last.block()[-1], _after(flow, last.op)
+    if len(chain.adds) > 1 and block.holds(chain.home()):
+        # All adds stand in one forward, and the network's final norm follows: only what followed the others counts.
+        alike = [a for a in chain.adds[:-1] if (a.op.scope.code, a.op.place) == (last.op.scope.code, last.op.place)]
+        names = [op.name for op in alike[-1].post] if alike else []
+        if names and [op.name for op in after[: len(names)]] == names:
+            last.post = after[: len(names)]
+        return
+    leaving = (op for op in (last.op, *after) if block.holds(op.scope) and _leaves(flow, op, block))
+    last.post, _ = _split(between(last.op, next(leaving, last.op)) - {last.op})
+
+
+def _leaves(flow: Flow, op: Op, block: Scope) -> bool:
+    """Whether the value of ``op`` is used outside ``block``, or nowhere: it is what the block returns."""
+    users = flow.users[op]
+    return not users or any(not block.holds(user.scope) for user in users)
+
+
+def _after(flow: Flow, op: Op) -> list[Op]:
+    """Operations without weights on what ``op`` made, of its size, in order."""
+    reached, todo = {op}, [op]
+    while todo:
+        for user in flow.users[todo.pop()]:
+            if user not in reached and not user.weighted and same_size(user, op):
+                reached.add(user)
+                todo.append(user)
+    return sorted(reached - {op}, key=lambda other: other.index)

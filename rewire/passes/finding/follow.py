@@ -1,0 +1,391 @@
+"""Finder's front end: trace a model symbolically with torch.fx, where it cannot be run.
+
+Forwards are called with stand-ins: for tensors, torch.fx proxies; for modules, views whose calls are traced, too. A
+forward that cannot be traced becomes one operation; if it is one that calls blocks in a row, the blocks are followed by
+themselves. No class and no global is patched, so that other threads notice nothing, and the modules stay as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import itertools
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FunctionType, MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rewire.code.functions import forward_of
+from rewire.code.text import text_of, written_at
+from rewire.errors import EditError, TraceError
+from rewire.passes.finding.candidates import Candidates
+from rewire.passes.finding.flow import CONTAINERS, Flow, Place, Scope
+from rewire.passes.finding.frames import Frames
+from rewire.passes.finding.graphs import flow_of
+from rewire.passes.finding.standins import SIZES, Globals, Proxy, Weight, with_globals
+from rewire.passes.finding.views import Views
+from rewire.trunk import LeftAlone
+
+_ATTEMPTS = 12  # at tracing one forward
+_CHOICES = 4  # of the arguments of the model's own
+#: Folders of what is no code of the user's.
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_FAILURES = 2  # of modules of one class, after which others are not tried
+
+
+def follow(
+    model: nn.Module,
+    definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}),
+    everything: bool = False,
+) -> Flow:
+    """What ``model`` computes, as far as its forwards can be traced without running them.
+
+    Args:
+        model: any module; parameters may be on the meta device.
+        definitions: functions to trace in place of the forwards of modules of these classes.
+        everything: look into all modules, not only into those that may hold residual adds.
+    """
+    flows = []
+    for arguments in itertools.islice(_root_arguments(model), _CHOICES):
+        flows.append(_Follower(model, definitions, everything).run(arguments))
+        if not flows[-1].unread:
+            break
+    return max(flows, key=_sums)
+
+
+def _sums(flow: Flow) -> int:
+    """How many additions of two values there are."""
+    return sum(op.name == "add" and len(op.inputs) == 2 for op in flow)
+
+
+class _Follower(fx.Tracer):
+    def __init__(self, model: nn.Module, definitions: Mapping[type[nn.Module], FunctionType], everything: bool) -> None:
+        super().__init__()
+        self.model, self.definitions = model, definitions
+        self.views, self.candidates = Views(self), Candidates(everything)
+        self.root = model
+        self.graph = fx.Graph(tracer_cls=_Follower)
+        self.paths: dict[nn.Module, str] = {}
+        for path, module in model.named_modules():
+            self.paths.setdefault(module, path)
+        self.tensors = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.unread: dict[str, LeftAlone] = {}
+        self.result: Any = None
+        self.failures: dict[type, int] = {}
+        self.scopes: list[Scope] = []
+        self.frames = Frames(self.nodes, self._module_of)
+        self.decisions: list[list[bool]] = []  # of the forwards that are being traced: outcomes of tests
+        self.tested: list[int] = []
+
+    def _module_of(self, view: Any) -> tuple[str, nn.Module] | None:
+        module = vars(view).get("_rewire_module") if isinstance(view, nn.Module) else None
+        return None if module is None else (self.paths[module], module)
+
+    def run(self, arguments: Sequence[str]) -> Flow:
+        """The flow of the model's own forward, given these arguments."""
+        view = self.views.of(self.model)
+        args = {name: self.create_proxy("placeholder", name, (), {}) for name in arguments}
+        try:
+            self.result = self._inside(view, (), args, None)
+        except TraceError as error:
+            self._leave(self.model, error)
+            self._rows(view)
+        finally:
+            self.views.put_back()
+        return self._flow()
+
+    def _flow(self) -> Flow:
+        flow = flow_of(self.graph, self.model, self.constants)
+        made = {op.node: op for op in flow.ops}
+        for scope in {scope for op in flow.ops for scope in op.scope.chain()}:
+            scope.arguments = {
+                name: [made.get(node, node) for node in nodes] for name, nodes in scope.arguments.items()
+            }
+            results: list[Any] = scope.results
+            scope.results = [made[node] for node in results if node in made and made[node].name not in SIZES]
+        flow.outputs = [made[node] for node in self.nodes(self.result) if node in made]
+        flow.unread = self.unread
+        return flow
+
+    def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module: nn.Module = view._rewire_module
+        if isinstance(module, nn.Identity) or _is_empty(module):
+            return args[0] if args else None
+        place = self._here()
+        if self._enters(module, args, kwargs):
+            try:
+                return self._inside(view, args, kwargs, place[1])
+            except TraceError as error:
+                self.failures[type(module)] = self.failures.get(type(module), 0) + 1
+                self._leave(module, error)
+                self._rows(view)
+        return self.create_proxy("call_module", self.paths[module], args, kwargs)
+
+    def _leave(self, module: nn.Module, error: TraceError) -> None:
+        why, remedy = f"its forward cannot be traced: {error}", "pass example_inputs, on which copies are run"
+        path = self.paths[module]
+        self.unread[path] = LeftAlone(path, why, *written_at(error.place), remedy)
+
+    def _function(self, module: nn.Module) -> FunctionType | None:
+        return self.definitions.get(type(module)) or forward_of(module).function
+
+    def _enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether to look into a module."""
+        given = sum(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values()))
+        return self.failures.get(type(module), 0) < _FAILURES and self.candidates.may_add(module, given)
+
+    def _inside(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Place | None) -> Any:
+        """What the forward of a module returns; its operations are recorded.
+
+        Raises:
+            TraceError: it cannot be traced.
+        """
+        module: nn.Module = view._rewire_module
+        function = self._function(module)
+        if function is None:
+            raise TraceError(f"forward of {type(module).__name__} is not a Python function")
+        opaque: set[str] = set()
+        decisions: list[bool] = []
+        last = next(reversed(self.graph.nodes), None)
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._attempt(view, function, args, kwargs, call, opaque, decisions)
+            except Exception as error:
+                self._forget_since(last)
+                callee = next((name for name in _failed_in(function, view, error) if name not in opaque), None)
+                if callee is not None:
+                    opaque.add(callee)
+                    continue
+                while decisions and decisions[-1]:
+                    decisions.pop()
+                if not decisions:
+                    first = str(error).splitlines()[0] if str(error) else ""
+                    why = first if isinstance(error, TraceError) else f"{type(error).__name__}: {first}"
+                    raise TraceError(why, _failed_at(function, error)) from error
+                decisions[-1] = True
+        raise TraceError("its code branches too often on traced values", (function.__code__, 0))
+
+    def _attempt(
+        self,
+        view: Any,
+        function: FunctionType,
+        args: Any,
+        kwargs: Any,
+        call: Place | None,
+        opaque: set[str],
+        decisions: list[bool],
+    ) -> Any:
+        module: nn.Module = view._rewire_module
+        parent = self._here()[0] if self.scopes else None
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        scope = Scope(parent, self.paths[module], module, kind, function.__code__, call, key=object())
+        globals_ = Globals(function.__globals__, self, frozenset(opaque))
+        traced = with_globals(function, globals_)
+        bound = inspect.signature(traced).bind(view, *args, **kwargs)
+        scope.arguments = {n: self.nodes(v) for n, v in list(bound.arguments.items())[1:]}
+        hidden = {name: vars(view).get(name) for name in opaque if hasattr(type(module), name)}
+        for name in hidden:
+            vars(view)[name] = functools.partial(self._opaque_method, self.paths[module], name)
+        self.scopes.append(scope)
+        self.decisions.append(decisions)
+        self.tested.append(0)
+        try:
+            result = traced(view, *args, **kwargs)
+            scope.results = self.nodes(result)
+            return result
+        finally:
+            del decisions[self.tested.pop() :]
+            self.decisions.pop()
+            self.scopes.pop()
+            for name, value in hidden.items():
+                vars(view).pop(name)
+                if value is not None:
+                    vars(view)[name] = value
+
+    def _opaque_method(self, path: str, name: str, *args: Any, **kwargs: Any) -> fx.Proxy:
+        return self.create_proxy("call_method", name, (self.create_proxy("get_attr", path, (), {}), *args), kwargs)
+
+    def _forget_since(self, last: fx.Node | None) -> None:
+        """Erase the nodes behind ``last``, and what objects have kept of them."""
+        self.views.put_back()
+        for node in reversed(list(self.graph.nodes)):
+            if node is last:
+                return
+            self.graph.erase_node(node)
+
+    def _rows(self, view: Any) -> None:
+        """Follow the blocks of a module whose own forward cannot be traced: each takes what the one before returns."""
+        module: nn.Module = view._rewire_module
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        scope = Scope(self._here()[0] if self.scopes else None, self.paths[module], module, kind, key=object())
+        self.scopes.append(scope)
+        try:
+            for child in (module,) if isinstance(module, CONTAINERS) else module._modules.values():
+                if isinstance(child, CONTAINERS):
+                    handed: dict[str, Any] = {}
+                    for element in child._modules.values():
+                        handed = self._block(self.views.of(element), handed) if element is not None else handed
+                elif child is not None and any(isinstance(below, CONTAINERS) for below in child.modules()):
+                    self._block(self.views.of(child), {})
+        finally:
+            self.scopes.pop()
+
+    def _block(self, view: Any, handed: dict[str, Any]) -> dict[str, Any]:
+        """What a module hands on, called with what the one before did and made-up other arguments.
+
+        Two streams have the names that they are returned by (``return text, image``), for the next one's parameters;
+        else it is the first value, for the next one's first parameter, and its name is empty.
+        """
+        module: nn.Module = view._rewire_module
+        function = self._function(module)
+        if function is None or not self._enters(module, (), {}):
+            self._rows(view)
+            return {}
+        names = [p.name for p in list(inspect.signature(function).parameters.values())[1:] if p.default is p.empty
+                 and p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)] or ["x"]  # fmt: skip
+        given = {names[0]: handed[""]} if "" in handed else handed
+        values = [given[name] if name in given else self.create_proxy("placeholder", name, (), {}) for name in names]
+        try:
+            result = self._inside(view, tuple(values), {}, None)
+        except TraceError as error:
+            self._leave(module, error)
+            self._rows(view)
+            return {}
+        streams = {
+            name: value
+            for name, value in zip(_returned_names(function), result if isinstance(result, tuple) else (), strict=False)
+            if name in names and isinstance(value, fx.Proxy)
+        }
+        if len(streams) > 1:
+            return streams
+        while isinstance(result, (tuple, list)) and result:
+            result = result[0]
+        return {"": result} if isinstance(result, fx.Proxy) else {}
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        scope, place = self._here()
+        node = super().create_node(*args, **kwargs)
+        node.meta["scope"], node.meta["place"] = scope, place
+        return node
+
+    def _here(self) -> tuple[Scope, Place | None]:
+        """The call that is being traced, and where in its code."""
+        return self.frames.caller(self.scopes, sys._getframe(2))
+
+    def nodes(self, value: Any) -> list[Any]:
+        if isinstance(value, fx.Proxy):
+            return [value.node]
+        if isinstance(value, (tuple, list)):
+            return [node for item in value for node in self.nodes(item)]
+        if isinstance(value, dict):
+            return [node for item in value.values() for node in self.nodes(item)]
+        return []
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return Proxy(node, self)
+
+    def weight(self, tensor: torch.Tensor) -> fx.Proxy:
+        return Weight(self.create_arg(tensor), self, tensor)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """The outcome of a test on a traced value: no, until that turns out to lead nowhere."""
+        if not self.decisions:
+            raise TraceError("it tests a traced value")
+        decisions, number = self.decisions[-1], self.tested[-1]
+        self.tested[-1] += 1
+        if number == len(decisions):
+            decisions.append(False)
+        return decisions[number]
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, fx.Proxy):
+            return a.node
+        if a is None or isinstance(a, (bool, int, float, str)):
+            return a
+        if isinstance(a, torch.Tensor):
+            name = self.tensors.get(id(a))
+            if name is None:
+                name = f"_constant_{len(self.constants)}"
+                self.constants[name] = a
+            return self.create_node("get_attr", name, (), {})
+        if isinstance(a, (tuple, list)):
+            parts = [self.create_arg(item) for item in a]
+            return tuple(parts) if hasattr(a, "_fields") else type(a)(parts)
+        if isinstance(a, dict):
+            return {str(key): self.create_arg(value) for key, value in a.items()}
+        if isinstance(a, slice):
+            return slice(*map(self.create_arg, (a.start, a.stop, a.step)))
+        return None  # whatever it is, no tensor comes out of it
+
+
+def _is_empty(module: nn.Module) -> bool:
+    """Whether a module is an empty sequence: an identity."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not module._modules
+
+
+def _failed_at(function: FunctionType, error: Exception) -> Place:
+    """The instruction of the user's code, of a forward or what it calls, at which tracing failed."""
+    places, entry = [], error.__traceback__
+    while entry is not None:
+        places.append((entry.tb_frame.f_code, entry.tb_lasti))
+        entry = entry.tb_next
+    own = next((n for n, (code, _) in enumerate(places) if code is function.__code__), None)
+    if own is None:
+        return function.__code__, 0
+    called = [place for place in places[own + 1 :] if not place[0].co_filename.startswith(_LIBRARIES)]
+    return called[-1] if called else places[own]
+
+
+def _failed_in(function: FunctionType, view: Any, error: Exception) -> list[str]:
+    """The methods of the module, and functions of its file, in which a forward failed, innermost first."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    codes = [frame.f_code for frame in frames]
+    if function.__code__ not in codes:
+        return []
+    names = []
+    for code in codes[codes.index(function.__code__) + 1 :]:
+        name = code.co_name
+        if name.startswith("__") or name == "forward":
+            break
+        known = function.__globals__.get(name)
+        if (
+            getattr(known, "__code__", None) is code
+            or getattr(getattr(type(view), name, None), "__code__", None) is code
+        ):
+            names.append(name)
+    return names[::-1]
+
+
+def _root_arguments(model: nn.Module) -> Iterator[list[str]]:
+    """Which arguments to give to the model's own forward, one choice after the other."""
+    function = forward_of(model).function
+    if function is None or isinstance(model, CONTAINERS):
+        yield ["input"] if isinstance(model, nn.Sequential) else []
+        return
+    parameters = [p for p in list(inspect.signature(function).parameters.values())[1:] if p.kind is not p.VAR_KEYWORD]
+    named = [p for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    required = [p.name for p in named if p.default is p.empty]
+    optional = [p.name for p in named if p.default is None]
+    main = getattr(model, "main_input_name", None)
+    choices: list[Sequence[str]] = [[*required, *optional[:count]] for count in range(min(len(optional), 6) + 1)]
+    if main in optional:
+        also = [n for n in ("decoder_input_ids",) if n in optional]
+        choices.insert(0, [*required, main, *also])
+    yield from (list(choice) for n, choice in enumerate(choices) if choice not in choices[:n])
+
+
+def _returned_names(function: FunctionType) -> list[str]:
+    """The variables that a function returns as a tuple; none if its source does not say so."""
+    with contextlib.suppress(EditError):
+        returns = [node.value for node in ast.walk(text_of(function).tree) if isinstance(node, ast.Return)]
+        if returns and isinstance(returns[-1], ast.Tuple):
+            return [node.id if isinstance(node, ast.Name) else "" for node in returns[-1].elts]
+    return []

@@ -1,0 +1,98 @@
+"""Where in the user's code something happens: calls of functions, from Python's frames."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from rewire.code.functions import forward_of, undecorated
+from rewire.code.text import holds
+from rewire.passes.finding.flow import Place, Scope, kind_of
+
+#: Whose frames are not the user's: torch's and this package's, between a forward and an operation.
+_LIBRARY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+
+class Frames:
+    """Knows the calls of functions that forwards make.
+
+    Args:
+        values: what made the tensors in an argument.
+        module_of: the module of the model that an object is or stands for, and its path; None for others.
+    """
+
+    def __init__(
+        self, values: Callable[[Any], list[Any]], module_of: Callable[[Any], tuple[str, nn.Module] | None]
+    ) -> None:
+        self.values, self.module_of = values, module_of
+        self._helpers: dict[tuple[Scope, int], Scope] = {}  # by the frame's id
+        self._kept: list[FrameType] = []  # so that ids are not used again
+
+    def caller(self, forwards: Sequence[Scope], frame: FrameType | None) -> tuple[Scope, Place | None]:
+        """The call of a function that ``frame`` was called from, and where in that function.
+
+        Args:
+            forwards: the calls of modules that are running, outermost first.
+            frame: the frame to begin at.
+        """
+        if not forwards:
+            return Scope(None, ""), None
+        scope = forwards[-1]
+        frames: list[FrameType] = []
+        while frame is not None and frame.f_code is not scope.code and scope.code is not None:
+            if not frame.f_code.co_filename.startswith(_LIBRARY) or _is_method(scope, frame.f_code):
+                frames.append(frame)
+            frame = frame.f_back
+        if frame is None or scope.code is None:  # its forward is no Python function
+            return scope, None
+        place = frame.f_code, frame.f_lasti
+        for inner in reversed(frames):
+            if scope.code is None or not holds(scope.code, inner.f_code):  # else it is a comprehension, or a closure
+                scope = self._helper(scope, place, inner)
+            place = inner.f_code, inner.f_lasti
+        return scope, place
+
+    def _helper(self, scope: Scope, place: Place, frame: FrameType) -> Scope:
+        """The call of a function that a forward calls."""
+        key = scope, id(frame)
+        if key not in self._helpers:
+            self._kept.append(frame)
+            path, module, code = scope.path, scope.module, frame.f_code
+            own = self.module_of(frame.f_locals.get(code.co_varnames[0])) if code.co_argcount else None
+            if own is not None and _is_own(own[1], code):  # of another module: block.forward(x), block.mix(x)
+                path, module = own
+            called = module is not None and module is not scope.module and forward_of(module).code is code
+            helper = Scope(scope, path, module, kind_of(module), code, place, helper=not called, key=object())
+            helper.namespace = getattr(frame.f_globals, "original", frame.f_globals)  # of a trace: see `follow`
+            self._helpers[key] = helper
+            helper.arguments = {name: self.values(value) for name, value in _parameters(frame)}
+        return self._helpers[key]
+
+    def clear(self) -> None:
+        """Let the frames go."""
+        self._kept.clear()
+
+
+def _is_own(module: nn.Module, code: CodeType) -> bool:
+    """Whether a function is a method of the module's class."""
+    return undecorated(getattr(type(module), code.co_name, None)).code is code
+
+
+def _is_method(scope: Scope, code: CodeType) -> bool:
+    """Whether a function of torch's is a method of the module whose forward calls it (`_sa_block`)."""
+    if hasattr(nn.Module, code.co_name):
+        return False
+    return getattr(getattr(type(scope.module), code.co_name, None), "__code__", None) is code
+
+
+def _parameters(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """The arguments of a function that has just been entered."""
+    code, values = frame.f_code, frame.f_locals
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)  # *args and **kwargs
+    yield from ((name, values[name]) for name in code.co_varnames[:count] if name in values)

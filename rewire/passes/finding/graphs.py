@@ -1,0 +1,142 @@
+"""Finder's front end: a flat graph of torch.compile, torch.export or torch.fx, as operations and their modules.
+
+Where an operation was written is told by ``nn_module_stack``, which such graphs keep; in traces of our own (`follow`)
+by the calls themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rewire.conventions import is_matrix, matrices
+from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Scope, plain_name
+
+#: How Dynamo writes the module that it compiles: a local or a global variable.
+_ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
+#: What is asked of a tensor, and is no tensor.
+_METADATA = {"size", "dim", "numel", "shape", "dtype", "device", "ndim", "is_cuda", "stride"}
+
+
+def flow_of(graph: fx.Graph, root: nn.Module, constants: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Flow:
+    """The operations of a flat graph.
+
+    Args:
+        graph: with shapes in the ``meta`` of its nodes, where they are known (see `tensor_of`).
+        root: the module that its attributes belong to.
+        constants: further tensors, by the names of nodes that get them.
+    """
+    outside = Scope(None, "")
+    scopes: dict[tuple[str, ...], Scope] = {(): outside}
+    made: dict[fx.Node, Op] = {}
+    flow = Flow(root, [])
+    for node in graph.nodes:
+        if node.op == "output":
+            flow.outputs = [made[source] for source in node.all_input_nodes if source in made]
+            continue
+        if _is_metadata(node):
+            continue
+        inputs = tuple(made[source] for source in node.all_input_nodes if source in made)
+        value = constants.get(str(node.target)) if node.op == "get_attr" else None
+        value = tensor_of(node, root) if value is None else value
+        op = Op(len(flow.ops), _name(node), inputs, _scope(node, scopes), node.meta.get("place"), node=node)
+        op.shape, op.dtype = (None, None) if value is None else (value.shape, value.dtype)
+        weight = _is_weight(node, root) or str(node.target) in constants
+        op.parameter = str(node.target) if node.op == "get_attr" and weight else ""
+        op.constant = weight or (bool(inputs) and all(source.constant for source in inputs))
+        if node.op == "call_module":
+            op.leaf = root.get_submodule(str(node.target))
+            op.scope, op.place = _call_of(op, str(node.target)), None
+            op.matrices = matrices(op.leaf)
+        elif op.name not in ELEMENTWISE and not op.constant:
+            op.matrices = sum(source.constant and _is_matrix(source) for source in op.inputs)
+        op.scale = node.kwargs.get("alpha")
+        op.sizes = (*node.args[1:], *node.kwargs.values())
+        made[node] = op
+        flow.ops.append(op)
+    if isinstance(root, fx.GraphModule):
+        flow.containers = _by_kind(scopes.values())
+    else:
+        known = dict(root.named_modules())
+        flow.containers = lambda path: isinstance(known.get(path), CONTAINERS)
+    return flow
+
+
+def _by_kind(scopes: Iterable[Scope]) -> Callable[[str], bool]:
+    """Which paths are those of containers, as the calls say; modules that are not called are."""
+    kinds = {scope.path: scope.kind.rpartition(".")[-1] for scope in scopes}
+    return lambda path: kinds.get(path, "ModuleList") in ("ModuleList", "ModuleDict", "Sequential")
+
+
+def _call_of(op: Op, path: str) -> Scope:
+    """The call of a module that is one operation."""
+    kind = f"{type(op.leaf).__module__}.{type(op.leaf).__qualname__}"
+    return Scope(op.scope, path, op.leaf, kind, call=op.place, arguments={"": list(op.inputs)}, key=object())
+
+
+def _scope(node: fx.Node, scopes: dict[tuple[str, ...], Scope]) -> Scope:
+    if "scope" in node.meta:
+        scopes[(str(node),)] = node.meta["scope"]
+        own: Scope = node.meta["scope"]
+        return own
+    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    keys: tuple[str, ...] = ()
+    scope = scopes[()]
+    for call, (path, cls) in stack.items():
+        keys = (*keys, call)
+        if keys not in scopes:
+            kind = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
+            scopes[keys] = Scope(scope, _ROOT.sub("", path), kind=kind, key=call)
+        scope = scopes[keys]
+    return scope
+
+
+def _name(node: fx.Node) -> str:
+    if node.op in ("placeholder", "get_attr"):
+        return "input"
+    if node.op == "call_module":
+        return str(node.target).rpartition(".")[2]
+    target: Any = node.target
+    while isinstance(target, functools.partial):
+        target = target.func
+    return plain_name(target if isinstance(target, str) else getattr(target, "__name__", ""))
+
+
+def _is_metadata(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _METADATA
+    return node.target is getattr and node.args[1] in _METADATA
+
+
+def _is_matrix(op: Op) -> bool:
+    """Whether a weight, or what is made of weights, is a matrix."""
+    return is_matrix(op.shape) if op.shape is not None else any(map(_is_matrix, op.inputs))
+
+
+def _is_weight(node: fx.Node, root: nn.Module) -> bool:
+    """Whether ``node`` is a parameter or a buffer."""
+    if node.op == "get_attr":
+        return isinstance(attribute_at(root, str(node.target)), torch.Tensor)
+    return node.op == "placeholder" and "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+
+
+def tensor_of(node: fx.Node, root: nn.Module) -> torch.Tensor | None:
+    """A tensor like that of ``node``: as `torch.compile`, `torch.export` and `FakeTensorProp` leave it in ``meta``."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if value is None and node.op == "get_attr":
+        value = attribute_at(root, str(node.target))
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def attribute_at(root: nn.Module, path: str) -> Any:
+    """What a module holds at a path; None if there is no such attribute."""
+    value: Any = root
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value

@@ -1,0 +1,195 @@
+"""Finder's front end: run a model and record what it computes.
+
+The recorder is a mode of this thread and looks at a copy of the model (`copies.private`): no other thread sees it, and
+nothing of the caller's changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from rewire.code.functions import forward_of
+from rewire.conventions import is_matrix, matrices
+from rewire.copies import Inputs
+from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Place, Scope, kind_of, plain_name
+from rewire.passes.finding.frames import Frames
+
+_REFLECTED = {"radd", "rmul"}
+#: What asks for the value of a tensor.
+_DECIDED: dict[str, type] = {"item": int, "__bool__": bool, "__int__": int, "__float__": float, "__index__": int}
+_SIZED = {"view", "reshape", "unflatten", "split", "chunk", "split_with_sizes", "tensor_split"}
+
+
+def record(model: nn.Module, inputs: Inputs) -> Flow:
+    """Run ``model`` on ``inputs``, in its present mode, and record its operations.
+
+    Args:
+        model: a private copy: hooks are put on its modules.
+        inputs: positional and keyword arguments; they may be written to.
+    """
+    recorder = Recorder(model)
+    handles = recorder.attach()
+    try:
+        with recorder:
+            result = model(*inputs[0], **inputs[1])
+    finally:
+        for handle in handles:
+            handle.remove()
+        recorder.frames.clear()
+    known = dict(model.named_modules())
+    outputs = [recorder.known[id(tensor)] for tensor in _tensors(result) if id(tensor) in recorder.known]
+    return Flow(model, recorder.ops, outputs, containers=lambda path: isinstance(known.get(path), CONTAINERS))
+
+
+class Recorder(TorchFunctionMode):
+    """Records the torch functions that this thread calls, and the calls of a model's modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.ops: list[Op] = []
+        self.known: dict[int, Op] = {}  # by the tensor's id
+        self.paths: dict[nn.Module, str] = {}
+        for path, module in model.named_modules():
+            self.paths.setdefault(module, path)
+        weights = [*model.named_parameters(), *model.named_buffers()]
+        self.weights = {id(tensor): name for name, tensor in weights}
+        #: So that no id is used again; some forwards replace a buffer.
+        self.kept: list[Tensor] = [tensor for _, tensor in weights]
+        self.stack: list[Scope] = []
+        self.frames = Frames(self._ops, self._module_of)
+
+    def attach(self) -> list[Any]:
+        """Hook the modules: what follows `__enter__` is recorded; the handles undo it."""
+        handles: list[Any] = []
+        for module in self.paths:
+            handles.append(module.register_forward_pre_hook(self._entered, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._left, prepend=True, always_call=True))
+        return handles
+
+    def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caller, place = self.frames.caller(self.stack, sys._getframe(1))
+        parent = caller if self.stack else None
+        code = forward_of(module).code
+        scope = Scope(parent, self.paths[module], module, kind_of(module), code, place, key=object())
+        self.stack.append(scope)
+        scope.arguments = {name: self._ops(value) for name, value in _bound(code, args, kwargs)}
+
+    def _module_of(self, value: Any) -> tuple[str, nn.Module] | None:
+        return (self.paths[value], value) if isinstance(value, nn.Module) and value in self.paths else None
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        scope = self.stack.pop()
+        given = tuple(dict.fromkeys(op for ops in scope.arguments.values() for op in ops))
+        for tensor in _tensors(output):
+            if (
+                id(tensor) not in self.known and id(tensor) not in self.weights
+            ):  # made by what the recorder does not see: the module is a leaf
+                op = self._new(tensor, scope.path.rpartition(".")[2], given, scope, None)
+                op.leaf, op.matrices = module, matrices(module)
+        scope.results = self._ops(output)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = _tensors(args) + _tensors(kwargs)
+        decided = _DECIDED.get(getattr(func, "__name__", ""))
+        if decided is not None and given and given[0].is_meta:  # a number that is not known
+            return decided(0)
+        before = [_version(tensor) for tensor in given]
+        result = func(*args, **kwargs)
+        name = plain_name(str(getattr(func, "__name__", func)))
+        written = [t for t, v in zip(given, before, strict=True) if _version(t) != v and id(t) not in self.weights]
+        made = [t for t in _tensors(result) if id(t) not in self.known and id(t) not in self.weights]
+        if not written and not made:
+            return result
+        scope, place = self.frames.caller(self.stack, sys._getframe(1))
+        inputs = [self._op(tensor) for tensor in given]
+        weights = sum(_is_weight(op, t) for op, t in zip(inputs, given, strict=True))
+        constant = bool(inputs) and all(op.constant for op in inputs)
+        if name in _REFLECTED:
+            name, inputs = name[1:], inputs[::-1]
+        count = 0 if name in ELEMENTWISE else weights
+        for tensor in {id(t): t for t in (*written, *made)}.values():
+            op = self._new(tensor, name, tuple(inputs), scope, place)
+            op.matrices, op.constant = count, constant
+            op.scale = kwargs.get("alpha") if name == "add" else None
+            if name in _SIZED:
+                op.sizes = (*args[1:], *kwargs.values())
+            base = tensor._base if any(tensor is t for t in written) else None
+            if base is not None and id(base) in self.known:  # a view: what it is a view of has changed
+                self._new(base, name, (self.known[id(base)], op), scope, place)
+        return result
+
+    def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Place | None) -> Op:
+        op = Op(len(self.ops), name, inputs, scope, place, shape=tensor.shape, dtype=tensor.dtype)
+        self.ops.append(op)
+        self.kept.append(tensor)
+        self.known[id(tensor)] = op
+        return op
+
+    def _op(self, tensor: Tensor) -> Op:
+        """The operation that made ``tensor``; one without inputs if it comes from outside."""
+        known = self.known.get(id(tensor))
+        if known is None:
+            scope = self.stack[0] if self.stack else Scope(None, "")
+            weight = self.weights.get(id(tensor), "")
+            known = self._new(tensor, "weight" if weight else "input", (), scope, None)
+            known.constant, known.parameter = bool(weight), weight
+        return known
+
+    def _ops(self, value: Any) -> list[Op]:
+        return [self._op(tensor) for tensor in _tensors(value)]
+
+
+def _bound(code: CodeType | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arguments of a forward by the names of its parameters."""
+    if code is None:
+        yield from (("", value) for value in (*args, *kwargs.values()))
+        return
+    names = code.co_varnames[1 : code.co_argcount]
+    yield from zip(names, args, strict=False)
+    if len(args) > len(names) and code.co_flags & inspect.CO_VARARGS:
+        yield code.co_varnames[code.co_argcount + code.co_kwonlyargcount], args[len(names) :]
+    yield from kwargs.items()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in arguments or a result: in containers, and in dataclasses (which pytrees may not know)."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # by what it holds: to get an attribute may run the user's code (per-layer configs of transformers raise)
+        held = vars(value) if hasattr(value, "__dict__") else {}
+        return [tensor for item in held.values() for tensor in _tensors(item)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] if _is_node(value) else []
+
+
+def _is_node(value: Any) -> bool:
+    return type(value) in torch.utils._pytree.SUPPORTED_NODES
+
+
+def _is_weight(op: Op, tensor: Tensor) -> bool:
+    """Whether it mixes channels: a matrix of the model, or bytes that hold one.
+
+    Quantised layers pack theirs into one column, and keep them where parameters are not looked for.
+    """
+    packed = tensor.dtype in (torch.uint8, torch.int8) and tensor.numel() > 1
+    return (op.constant and (packed or is_matrix(tensor.shape))) or (packed and op.name == "input")
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,336 @@
+"""The module that holds a trunk's connection weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rewire.errors import RewireError
+from rewire.kernels.history import History
+from rewire.kernels.tokens import outside_autocast
+from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
+from rewire.runtime.layout import Layout
+from rewire.runtime.stream import Settled, Stream, Weights
+from rewire.topologies.base import Start, States
+from rewire.topologies.names import current_recipe, topology_in
+from rewire.topologies.registry import name_and_options
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from rewire.trunk import Trunk
+
+#: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
+CONNECTIONS = "depth_connections"
+
+
+class Connection(nn.Module):
+    """Connection weights of one trunk; calling it opens the trunk's stream.
+
+    Being called once per forward, it can have an FSDP group of its own. Its parameters are plain float32 ones and stay
+    float32 under ``model.bfloat16()``; so do the constants of a frozen topology, its buffers.
+
+    Args:
+        layout: topology and units of the trunk.
+        start: ``"preserve"`` or ``"paper"``.
+        device: of the parameters.
+        trunk: what was found; None for those of a flat graph.
+
+    Attributes:
+        placement: where hidden states that are plain tensors lie on a device mesh, if `parallelize` said so.
+        learned_names: of the learned weights. On a pipeline stage that goes on with a trunk they are no parameters of
+            this module: they come with the stream.
+    """
+
+    placement: Placement | None = None
+    learned_names: tuple[str, ...] = ()
+
+    def __init__(
+        self, layout: Layout, start: Start, device: torch.device | str | None = None, trunk: Trunk | None = None
+    ) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self._connect(layout, start, device)
+
+    def _connect(self, layout: Layout, start: Start, device: torch.device | str | None) -> None:
+        self.layout, self.start = layout, start
+        learned = layout.topology.parameters(layout.dims, start)
+        self.learned_names = tuple(learned)
+        for name, value in learned.items():
+            self.register_parameter(name, nn.Parameter(value.to(device=device, dtype=torch.float32)))
+        for name, value in layout.topology.constants(layout.dims).items():
+            self.register_buffer(name, value.to(device=device, dtype=torch.float32))
+
+    def become(self, layout: Layout) -> None:
+        """Take another layout, with weights at its preserving start, in place of this one."""
+        device = next((p.device for p in (*self.parameters(), *self.buffers())), None)
+        for name in [*self._parameters, *self._buffers]:
+            delattr(self, name)
+        self._connect(layout, "preserve", device)
+
+    def reset_parameters(self) -> None:
+        """Set the start values, and constants, again (after ``to_empty``, say)."""
+        topology, dims = self.layout.topology, self.layout.dims
+        values = topology.parameters(dims, self.start) | topology.constants(dims)
+        with torch.no_grad():
+            for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+                _set(tensor, values[name])
+
+    def forward(self, x: Tensor) -> Stream:
+        """A stream at its start, ``x`` being the trunk's input [..., width].
+
+        Raises:
+            RewireError: the weights were cast to another dtype than float32, or hidden states are sharded in a way
+                that was not declared.
+        """
+        placement, layout = self.placement, self.layout
+        if is_dtensor(x):
+            x, placement = unwrapped(x, layout.channel_dim, layout.trunk)
+        elif placement is None:
+            check_whole(x, layout.channel_dim, layout.trunk)
+        learned = self._learned(placement)
+        return Stream.begin(x, self._effective(learned), layout, placement, learned)
+
+    def receiving(self) -> Connection:
+        """One like this, whose learned weights come with the stream, from an earlier pipeline stage."""
+        other = copy.copy(self)
+        other._parameters = {}
+        return other
+
+    def resume(
+        self, states: States, learned: Mapping[str, Tensor], position: int, placement: Placement | None
+    ) -> Stream:
+        """The stream after ``position`` residual adds, from its states and the learned weights.
+
+        Args:
+            states: as the topology has them, a `History` as a tuple of the states in it.
+            learned: weights, by name.
+            position: number of residual adds.
+            placement: of the hidden states.
+        """
+        weights, layout = self._effective(learned), self.layout
+        token = layout.channels_last(layout.token(states[0].device))
+        histories = iter([s for s in layout.topology.start(token, weights) if isinstance(s, History)])
+        states = tuple(next(histories).after(s) if isinstance(s, tuple) else s for s in states)
+        return Stream(states, Settled(), Weights(weights, learned), layout, position, placement)
+
+    def effective(self) -> Any:
+        """The weights that the topology's formulas use, from the learned ones, in float32.
+
+        Raises:
+            RewireError: they were cast, or are on another pipeline stage.
+        """
+        return self._effective(self._learned())
+
+    def _learned(self, placement: Placement | None = None) -> dict[str, Tensor]:
+        """The learned weights, whole, for use on hidden states of this placement."""
+        if len(self._parameters) < len(self.learned_names):
+            raise RewireError(
+                f"the connection weights of trunk '{self.layout.trunk}' are on the pipeline stage on which it starts."
+            )
+        sharded = any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
+        learned = {name: _gathered(p) if sharded or is_dtensor(p) else p for name, p in self.named_parameters()}
+        return learned if placement is None else placement.reduced(learned)
+
+    def _effective(self, learned: Mapping[str, Tensor]) -> Any:
+        parameters = {**learned, **dict(self.named_buffers())}
+        for name, parameter in parameters.items():
+            if hasattr(parameter, "ds_id"):
+                raise RewireError(
+                    f"DeepSpeed's ZeRO-3 partitions connection weight '{name}' of trunk '{self.layout.trunk}', and "
+                    "frees it before the blocks and the backward pass have used it. Use FSDP2, or stage 1 or 2 of ZeRO."
+                )
+            if parameter.dtype != torch.float32:
+                raise RewireError(
+                    f"connection weight '{name}' of trunk '{self.layout.trunk}' is {parameter.dtype}: connection "
+                    "weights have to stay float32. Under FSDP2 mixed precision give them a group of their own: "
+                    "`for c in rewire.connections(model).values(): fully_shard(c)`; the policy of a whole "
+                    "pipeline stage needs cast_forward_inputs=False."
+                )
+        device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        with outside_autocast(device):
+            return self.layout.topology.weights(parameters, self.layout.dims)
+
+    def matrix(self) -> Tensor:
+        """Effective weights as a [destination, source] matrix, float32."""
+        return self.layout.topology.matrix(self.effective(), self.layout.dims)
+
+    def extra_repr(self) -> str:
+        return f"{self.layout.topology}, {len(self.layout.units)} residual adds in {self.layout.dims.depth} units"
+
+    def recipe(self) -> dict[str, Any]:
+        """What the weights belong to: topology, options, and the trunk's sizes."""
+        layout = self.layout
+        name, options = name_and_options(layout.topology)
+        return {
+            "topology": name,
+            "options": options,
+            "units": list(layout.units),
+            "width": layout.dims.width,
+            "attention": sorted(layout.dims.attention),
+        }
+
+    def get_extra_state(self) -> Tensor:
+        """The recipe, as bytes: a state dict then says what its connection weights mean.
+
+        A DTensor where the weights are: Accelerate's ``cpu_ram_efficient_loading`` takes a state dict of these only.
+        """
+        state = torch.tensor(list(json.dumps(self.recipe(), sort_keys=True).encode()), dtype=torch.uint8)
+        weights: Iterator[Any] = self.parameters()
+        mesh = next((weight.device_mesh for weight in weights if is_dtensor(weight)), None)
+        if mesh is None:
+            return state
+        from torch.distributed.tensor import DTensor, Replicate
+
+        return DTensor.from_local(state, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Check that the weights being loaded belong to this topology.
+
+        Raises:
+            RewireError: they were saved from another topology, or with other options or sizes.
+        """
+        if not isinstance(state, Tensor):
+            return  # torch's placeholder for a key that a partial state dict does not have
+        saved, here = read_recipe(state), self.recipe()
+        if topology_in(saved) == self.layout.topology:  # under this name, or another
+            saved |= {"topology": here["topology"], "options": here["options"]}
+        if saved != here:
+            differing = [f"{k}: {saved.get(k)} (saved), {v} (here)" for k, v in here.items() if saved.get(k) != v]
+            raise RewireError(
+                f"the saved weights of trunk '{self.layout.trunk}' belong to another rewiring; {'; '.join(differing)}. "
+                "Compile the model with the saved options and start first: start='paper' leaves options as they are."
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Follow moves between devices, but no change of dtype."""
+
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+
+class SeparateNorms(nn.Module):
+    """A norm's copies for keys and values; the norm itself, whose child this is, is that of everything else.
+
+    It is named as connections are, `CONNECTIONS`. The copies follow their norm to other devices and dtypes.
+
+    Args:
+        norm: what is copied.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.k, self.v = copy.deepcopy(norm), copy.deepcopy(norm)
+
+
+def _gathered(parameter: Any) -> Tensor:
+    """All of a parameter under FSDP2: it frees what it gathered when the connection returns, before the stream ends.
+
+    So this is a copy, also of a DTensor that has all of it on each rank.
+    """
+    whole: Tensor = parameter.full_tensor() if is_dtensor(parameter) else parameter
+    return whole.clone()
+
+
+def _set(parameter: Any, value: Tensor) -> None:
+    """Copy ``value`` to a parameter; if that is sharded, this rank's part of it."""
+    if is_dtensor(parameter):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = value.to(parameter.device)
+        # The same on all ranks: nothing has to be sent.
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(value)
+
+
+def read_recipe(state: Any) -> dict[str, Any]:
+    """The recipe that `Connection.get_extra_state` wrote.
+
+    Raises:
+        RewireError: it is damaged.
+    """
+    state = state.to_local() if is_dtensor(state) else state
+    try:
+        recipe = json.loads(bytes(state.tolist()).decode())
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise RewireError(f"the recipe among the weights is damaged: {type(error).__name__}: {error}") from error
+    return current_recipe(recipe)
+
+
+def connections(model: nn.Module) -> dict[str, Connection]:
+    """The connection modules of a rewired model, by trunk name.
+
+    Example:
+        >>> [parameter.shape for parameter in rewire.connections(rewired)["blocks"].parameters()]
+        [torch.Size([21])]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    return {module.layout.trunk: module for module in model.modules() if isinstance(module, Connection)}
+
+
+def learned_connections(model: nn.Module, nothing: str = "it has no connection weights") -> dict[str, Connection]:
+    """`connections` of a model that has some.
+
+    Args:
+        nothing: what there is not, if it has none.
+
+    Raises:
+        RewireError: the model was not rewired.
+    """
+    found = connections(model)
+    if not found:
+        raise RewireError(f"{type(model).__name__} was not rewired: {nothing}.")
+    return found
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Say how the hidden states of a rewired model lie on the ranks of a mesh, where they are plain tensors.
+
+    Under sequence parallelism each rank has a part of the tokens, and the gradients of connection weights are summed
+    over the mesh: one all-reduce for each of its dimensions and each trunk, in backward. Hidden states that are
+    DTensors say so themselves and need no call. Data parallelism (DDP, FSDP) is none of this: its ranks are not part
+    of ``mesh``.
+
+    Args:
+        model: the rewired model; changed in place.
+        mesh: the ranks that share one sequence; in a mesh of several dimensions, hidden states are sharded along all.
+        sequence: whether each rank has a part of the tokens. False: all have all of them (tensor parallelism alone).
+
+    Raises:
+        RewireError: the model was not rewired.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))  # doctest: +SKIP
+        >>> parallelize_module(rewired, mesh, plan)  # doctest: +SKIP
+        >>> rewire.parallelize(rewired, mesh, sequence=True)  # doctest: +SKIP
+    """
+    found = connections(model)
+    if not found:
+        raise RewireError(f"{type(model).__name__} has no connection weights: rewire it first, then parallelize it.")
+    for connection in found.values():
+        connection.placement = Placement(mesh, tuple(range(mesh.ndim)) if sequence else ())
+
+
+def coefficients(model: nn.Module) -> dict[str, Tensor]:
+    """Effective connection weights of a rewired model.
+
+    Returns:
+        Trunk name -> matrix [destination, source], float32, detached.
+
+    Raises:
+        RewireError: the model was not rewired.
+
+    Example:
+        >>> rewire.coefficients(rewired)["blocks"].shape  # [destination, source]
+        torch.Size([6, 6])
+    """
+    return {name: connection.matrix().detach() for name, connection in learned_connections(model).items()}

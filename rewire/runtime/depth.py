@@ -1,0 +1,406 @@
+"""What an edited forward talks to.
+
+The variables of an edited forward hold tensors, as in the original. The residual streams behind them are held by one
+`Depth`, made anew for each call of the forward::
+
+    depth = self._depth.enter()
+    hidden_states = depth.open(hidden_states)            # a stream came in; here is its value
+    ...
+    hidden_states = depth.add(residual, hidden_states)   # was: residual + hidden_states
+    ...
+    return depth.leave(hidden_states)                    # the stream goes on to the next block
+
+A tensor is known to be a stream's value by being the same object, so that every add checks that its shortcut is the
+stream that it was found to be.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rewire.errors import OutOfOrder, UnsupportedCall
+from rewire.runtime.live import Entry, Live
+from rewire.runtime.nested import like, mapped, with_item
+from rewire.runtime.separate import SeparateInputs
+from rewire.runtime.stream import Stream
+
+
+class Depth(SeparateInputs):
+    """The residual streams of one call of an edited forward.
+
+    Args:
+        block, where, entries: of its `Gate`.
+    """
+
+    def __init__(self, block: str, where: str, entries: Sequence[Entry]) -> None:
+        super().__init__()
+        self.block, self.where, self.entries = block, where, entries
+
+    def open(
+        self,
+        value: Any,
+        norm: nn.Module | None = None,
+        trunk: int = 0,
+        awaiting: bool = False,
+        begin: bool = True,
+        item: int | None = None,
+    ) -> Any:
+        """The tensor behind an argument, or behind what an expression made.
+
+        Args:
+            value: a stream; at the start of a trunk a tensor; or a list or tuple of these.
+            norm: what reads the value first, to be computed with it.
+            trunk: which of the function's trunks starts here, if one does.
+            awaiting: whether the next state is yet to be made (`push`) of what comes in. Otherwise what comes in is it:
+                operations that the model skips in this call (without a mask, in evaluation mode) change nothing.
+            begin: whether the trunk starts with a tensor that comes in.
+            item: if it starts with one of several in a list or tuple: with the tensor of this number.
+
+        Raises:
+            OutOfOrder: the function is called outside the order of its trunk.
+            UnsupportedCall: under re-entrant activation checkpointing, which loses the stream's gradients.
+        """
+        if isinstance(value, (list, tuple)):
+            opened, tensors = [], 0
+            may_start = self.entries[trunk].opens
+            may_start = may_start or not any(isinstance(part, Stream) for part in value)
+            for part in value:
+                starts = begin and may_start and tensors == (item or 0)
+                opened.append(self.open(part, norm, trunk, awaiting, starts))
+                tensors += isinstance(part, (Tensor, Stream))
+            return like(value, opened)
+        known = next((live for live in self.live if live.source is value), None)
+        if known is not None:  # the same argument twice
+            return known.values[0]
+        if isinstance(value, Tensor) and self._holding(value) is not None:  # of another trunk, opened before
+            return value
+        if isinstance(value, Stream):
+            return self._enter(value if awaiting else value.settled(), norm)
+        entry = self.entries[trunk]
+        if (entry.outside and not entry.opens) or (awaiting and self._of_trunk(entry.trunk) is not None):
+            return value  # in the second case something that was made of the sum
+        if isinstance(value, Tensor) and begin and not any(live.entry is entry and live.start for live in self.live):
+            return self._begin(value, norm, entry)
+        return value
+
+    def _enter(self, stream: Stream, norm: nn.Module | None) -> Tensor:
+        """The value of a stream that comes in."""
+        entry = self._entry(stream)
+        if entry is None or stream.position not in entry.adds:
+            places = [f"{' or '.join(map(str, e.adds))} of trunk '{e.trunk}'" for e in self.entries]
+            raise OutOfOrder(
+                f"block '{self.block}' was called out of order: it belongs after residual add "
+                f"{' and '.join(places)}, the stream is at {stream.position} of trunk '{stream.layout.trunk}'."
+            )
+        return self._track(Live(stream, entry, stream), norm)
+
+    def _begin(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
+        """The value of a stream that starts here, with a plain tensor."""
+        if not entry.opens and value.dtype == torch.float16:
+            raise UnsupportedCall(
+                f"block '{self.block}' was given a plain tensor where a stream belongs. Some models (T5, BART) "
+                "clamp their states in float16 between the adds: use bfloat16 or float32."
+            )
+        if not entry.opens:
+            raise OutOfOrder(
+                f"block '{self.block}' was given a plain tensor, but it belongs after residual add "
+                f"{next(iter(entry.adds))} of trunk '{entry.trunk}' and needs the stream that the block before it "
+                "returns. Call the blocks in the model's order and hand on what they return; if the model was rewired "
+                "without example_inputs, pass them; of one that was cut for pipeline parallelism, call "
+                "rewire.pipeline_stage on every stage."
+            )
+        if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
+            raise UnsupportedCall(
+                f"block '{self.block}' runs under re-entrant activation checkpointing, which loses the gradients "
+                "of the residual stream. Use torch.utils.checkpoint(..., use_reentrant=False)."
+            )
+        # torch.distributed.pipelining.pipeline unflattens exported modules, and no block has this one below it
+        begin = entry.connection.forward if torch.compiler.is_exporting() else entry.connection
+        return self._track(Live(begin(value), entry, value), norm)
+
+    def _track(self, live: Live, norm: nn.Module | None) -> Tensor:
+        self.live.append(live)
+        return live.read(norm)
+
+    def give(self, value: Any) -> Any:
+        """An argument for a function that the stream goes through: the stream, where ``value`` is its value."""
+        return mapped(value, self._stream_of)
+
+    def _stream_of(self, value: Any) -> Any:
+        live = self._holding(value) if isinstance(value, Tensor) else None
+        if live is None or live.stream.complete:
+            return value
+        self._check_unchanged(live)
+        live.given = True
+        return live.stream
+
+    def take(
+        self,
+        result: Any,
+        norm: nn.Module | None = None,
+        awaiting: bool = False,
+        kept: Sequence[tuple[int, int]] = (),
+    ) -> Any:
+        """What such a function returned, with tensors in place of streams; arguments as for `open`.
+
+        Args:
+            kept: what is an earlier state, not the stream: number of the trunk, and of the tensor in ``result``.
+        """
+        number = itertools.count()
+        earlier = {(self.entries[trunk].trunk, item) for trunk, item in kept}
+
+        def value_of(item: Any) -> Any:
+            n = next(number)
+            if not isinstance(item, Stream):
+                return item
+            if (item.layout.trunk, n) in earlier:
+                return item.value()
+            item = item if awaiting else item.settled()
+            live = self._of_trunk(item.layout.trunk)
+            if live is None:
+                return self._track(Live(item, self._entry(item)), norm)
+            live.stream, live.given = item, False
+            return live.read(norm)
+
+        result = mapped(result, value_of)
+        self._forget_ended()
+        return result
+
+    def _forget_ended(self) -> None:
+        """Of streams that functions were given those that did not come back have ended there."""
+        self.live = [live for live in self.live if not live.given]
+
+    def hand_on(self, result: Any) -> Any:
+        """`take`, where the function returns the result at once: streams stay, for the next block to read."""
+
+        def value_of(item: Any) -> Any:
+            live = self._of_trunk(item.layout.trunk)
+            if live is None or item.complete or item.awaiting:
+                return self.take(item)
+            live.stream = item
+            self.live.remove(live)
+            self._check_count(live, True)
+            return item
+
+        result = mapped(result, lambda item: value_of(item) if isinstance(item, Stream) else item)
+        self._forget_ended()
+        return result
+
+    def leave(self, result: Any) -> Any:
+        """What the function returns: streams in place of their values.
+
+        Raises:
+            OutOfOrder: other residual adds ran than those that were found, or the stream is not returned.
+        """
+        left: list[Live] = []
+
+        def stream_of(item: Any) -> Any:
+            live = self._holding(item) if isinstance(item, Tensor) else None
+            if live is None or live.stream.complete:
+                return item
+            self._check_unchanged(live)
+            left.append(live)
+            cut = live.entry is not None and live.stream.position == live.entry.cut_at
+            return live.unread if cut else live.stream
+
+        result = mapped(result, stream_of)
+        for live in self.live:
+            self._check_count(live, live in left)
+        return result
+
+    def add(self, shortcut: Tensor, *branches: Tensor, alpha: float = 1, norm: nn.Module | None = None) -> Tensor:
+        """A residual add, ``shortcut + sum(branches)`` in the original: the stream's new value.
+
+        Where a norm or another operation follows before the state is complete (`push`), that is the sum by itself.
+
+        Raises:
+            OutOfOrder: ``shortcut`` is not the value of a stream of this function.
+            WidthMismatch: a branch has another shape than the stream.
+        """
+        if self._is_outside():
+            return _plain_sum(shortcut, branches, alpha)
+        live = self._written(shortcut, branches, alpha)
+        return live.read(norm)
+
+    def write(self, shortcut: Tensor, *branches: Tensor, alpha: float = 1) -> Any:
+        """`add`, where the function returns the result at once: the stream itself, for the next block to read."""
+        if self._is_outside():
+            return _plain_sum(shortcut, branches, alpha)
+        live = self._written(shortcut, branches, alpha)
+        if live.stream.complete or live.stream.awaiting:
+            return live.read()
+        self.live.remove(live)
+        self._check_count(live, True)
+        return live.stream
+
+    def part(self, shortcut: Tensor, branch: Tensor, alpha: float = 1) -> Tensor:
+        """The sum of the shortcut and one of several parallel branches, of which `add` gets another."""
+        if self._is_outside():
+            return torch.add(shortcut, branch, alpha=alpha)
+        live, before = self._shortcut(shortcut)
+        total = torch.add(shortcut, branch, alpha=alpha)
+        live.parts.append((total, (*before, branch * alpha if alpha != 1 else branch)))
+        return total
+
+    def _is_outside(self) -> bool:
+        """Whether this is one of the calls without a stream; a lost one is missed where the trunk ends."""
+        return not self.live and all(entry.outside and not entry.opens for entry in self.entries)
+
+    def _shortcut(self, shortcut: Tensor) -> tuple[Live, tuple[Tensor, ...]]:
+        """The stream whose value a shortcut is, and the branches that were added to it already."""
+        live = self._holding(shortcut)
+        if live is not None:
+            return live, ()
+        found = ((live, before) for live in self.live for total, before in live.parts if total is shortcut)
+        live, before = next(found, (None, ()))
+        if live is None:
+            raise OutOfOrder(
+                f"a residual add of block '{self.block}' ({self.where}) has another shortcut than the value "
+                "of its residual stream: something between the adds made a new tensor of it when the model was called "
+                "with these arguments. Pass example_inputs that take the same way through the model, or leave the "
+                "trunk out with trunks=[...]."
+            )
+        return live, before
+
+    def _written(self, shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Live:
+        """The stream of a shortcut, after the residual add."""
+        live, before = self._shortcut(shortcut)
+        self._check_unchanged(live)
+        if live.stream.awaiting:
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) reads the sum of residual add {live.stream.position} "
+                f"of trunk '{live.trunk}' as it is, where other operations followed when the model was "
+                "rewired: this call takes another way through the code. example_inputs have to take the way that "
+                "training does."
+            )
+        if alpha != 1:
+            branches = [branch * alpha for branch in branches]
+        if shortcut.dtype != live.values[0].dtype:  # a shortcut in another precision
+            branches = [branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches]
+        live.stream = live.stream.write(*before, *branches)
+        return live
+
+    def carry(self, value: Any, trunk: int = 0, item: int | None = None) -> Any:
+        """A value on the way from the sum to `push`: what the stream goes on with, if nothing more is made of it."""
+        live = self._awaiting(trunk)
+
+        def carried(part: Any) -> Any:
+            assert live is not None
+            live.stream = live.stream.carrying(self._tensor(part))
+            live.read()
+            return part
+
+        return value if live is None else with_item(value, item, carried)
+
+    def push(self, state: Any, norm: nn.Module | None = None, trunk: int = 0, item: int | None = None) -> Any:
+        """The state that the operations behind an add have made of its sum; ``item``: which of a tuple's tensors."""
+        live = self._awaiting(trunk)
+
+        def pushed(part: Any) -> Tensor:
+            assert live is not None
+            live.stream = live.stream.push(self._tensor(part))
+            return live.read(norm)
+
+        return state if live is None else with_item(state, item, pushed)
+
+    def _tensor(self, state: Any) -> Tensor:
+        if not isinstance(state, Tensor):
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) makes a {type(state).__name__} of a residual add's sum, where a "
+                "tensor was found when it was rewired. If that was done without example_inputs, pass them."
+            )
+        return state
+
+    def start(self, value: Any, trunk: int = 0) -> Any:
+        """The value at which a trunk starts, behind an ``if`` on one way of which it was made."""
+        entry = self.entries[trunk]
+        if self._of_trunk(entry.trunk) is not None or not entry.opens or not isinstance(value, Tensor):
+            return value
+        return self._begin(value, None, entry)
+
+    def settle(self, value: Any, trunk: int = 0) -> Any:
+        """The next state, behind an ``if`` on one way of which it was made: on the others it is the sum as it was."""
+        live = self._holding(value) if isinstance(value, Tensor) else None
+        ours = live is not None and live.trunk == self.entries[trunk].trunk
+        return self.push(value, trunk=trunk) if ours else value
+
+    def copy(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        """``function(value)``, a cast or a clone: of a stream's value it is the stream's value, too."""
+        result = function(value)
+        live = self._holding(value)
+        if live is not None and result is not value:
+            live.also(result)
+        return result
+
+    def view(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        """``function(value)``, other dimensions of the same numbers: the stream goes on in these."""
+        live = self._holding(value)
+        if live is None:
+            return function(value)
+        live.stream = live.stream.viewed(function)
+        return live.read()
+
+    def normed(self, norm: nn.Module, value: Tensor) -> Tensor:
+        """``norm(value)``; computed with the value, if that is a stream's and was read for this norm."""
+        live = self._holding(value)
+        known = None if live is None else live.normed_by(norm, value)
+        normed: Tensor = norm(value) if known is None else known
+        return normed
+
+    def _holding(self, value: Tensor) -> Live | None:
+        """The stream whose value is this very tensor."""
+        for live in self.live:
+            for known in live.values:
+                if known is value:
+                    return live
+        return None
+
+    def _of_trunk(self, trunk: str) -> Live | None:
+        """The stream of a trunk."""
+        return next((live for live in self.live if live.trunk == trunk), None)
+
+    def _awaiting(self, trunk: int) -> Live | None:
+        """The stream of the trunk of this number, if the next state is yet to be made of a sum."""
+        live = self._of_trunk(self.entries[trunk].trunk)
+        return live if live is not None and live.stream.awaiting else None
+
+    def _entry(self, stream: Stream) -> Entry | None:
+        """What the function knows of a stream's trunk."""
+        return next((entry for entry in self.entries if entry.trunk == stream.layout.trunk), None)
+
+    def _check_unchanged(self, live: Live) -> None:
+        if live.overwritten:
+            raise OutOfOrder(
+                f"the value of trunk '{live.trunk}' was written to in place in block "
+                f"'{self.block}' ({self.where}), after the stream was read: earlier states that other blocks "
+                "read would not change with it. Write `x = x.masked_fill(..)`, without the underscore, or pass "
+                "example_inputs for which this happens."
+            )
+
+    def _check_count(self, live: Live, leaves: bool) -> None:
+        entry, stream = live.entry, live.stream
+        ran = stream.position - live.start
+        if entry is not None and ran != entry.adds.get(live.start, ran):
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
+                f"this call, and {entry.adds[live.start]} when it was rewired: a branch was skipped, or the call takes "
+                "another way through its code. Layer dropping has to be off; example_inputs have to take the way that "
+                "training does."
+            )
+        if not leaves and not stream.complete:
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) returned without the value of trunk "
+                f"'{stream.layout.trunk}' after {stream.position} of its {len(stream.layout.units)} residual adds."
+            )
+
+
+def _plain_sum(shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Tensor:
+    """A residual add as the original makes it."""
+    for branch in branches:
+        shortcut = torch.add(shortcut, branch, alpha=alpha)
+    return shortcut

@@ -1,0 +1,74 @@
+"""What an edited function knows of its trunks: it stays on its module, as a plain attribute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rewire.errors import OutOfOrder
+from rewire.runtime.depth import Depth
+from rewire.runtime.live import Entry
+from rewire.runtime.nested import mapped
+from rewire.runtime.stream import Stream
+
+
+class Gate:
+    """What an edited function knows of its trunks.
+
+    A plain attribute of its module: no child, no parameters; copied and pickled along with it.
+
+    Args:
+        block: path of the module, for messages.
+        where: file and line of the function, for messages.
+        entries: one for each stream that runs through the function.
+        function: a helper that is no method; it is called with the gate first.
+
+    Attributes:
+        helpers: gates of the module's functions that are no methods, by name: a helper may call others.
+    """
+
+    def __init__(
+        self, block: str, where: str, entries: Sequence[Entry], function: Callable[..., Any] | None = None
+    ) -> None:
+        self.block, self.where, self.entries = block, where, list(entries)
+        self.function = function
+        self.helpers: dict[str, Gate] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.function is not None
+        return self.function(self, *args, **kwargs)
+
+    def enter(self) -> Depth:
+        """What one call of the function talks to."""
+        return Depth(self.block, self.where, self.entries)
+
+    def ended(self, value: Any, *trunks: int) -> Any:
+        """What a variable holds behind the calls of the blocks: the trunk's output.
+
+        Args:
+            value: of the variable.
+            trunks: which of the function's trunks end here; else the first. Where the model was cut, streams go on.
+
+        Raises:
+            OutOfOrder: the stream has not ended.
+        """
+        ended = {entry.trunk: entry for entry in (self.entries[number] for number in trunks or (0,))}
+
+        def output_of(item: Any) -> Any:
+            if not isinstance(item, Stream) or item.layout.trunk not in ended:
+                return item
+            if item.position == ended[item.layout.trunk].cut_at:
+                return item
+            if item.settled().complete:  # nothing is made of the last sum, this time
+                return item.settled().finish()
+            raise OutOfOrder(
+                f"the blocks were called ({self.where}), and the stream left them in the middle of trunk "
+                f"'{item.layout.trunk}' after {item.position} of its {len(item.layout.units)} residual adds: a "
+                "block was skipped. Layer dropping has to be off; of a model that was cut for pipeline parallelism, "
+                "call rewire.pipeline_stage on every stage."
+            )
+
+        return mapped(value, output_of)
+
+    def __repr__(self) -> str:
+        return f"Gate({self.block!r}, {', '.join(entry.trunk for entry in self.entries)})"

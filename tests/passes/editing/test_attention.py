@@ -1,0 +1,134 @@
+"""Queries, keys and values read apart: each projection gets its own read, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import NanoGPT, token_ids, vectors
+from reading_apart import Apart, Reader, check_reads
+from torch import Tensor, nn
+
+import rewire
+from rewire.passes.editing.install import is_edited
+from rewire.patterns.tiny import timm_model, tiny_model
+
+TRANSFORMERS = [
+    *("llama", "qwen3", "gemma2", "cohere", "olmo2", "phi", "gptj", "mixtral", "bert", "distilbert", "albert", "t5"),
+    *("bart", "opt", "whisper", "vit", "dinov2", "swin", "clip", "wav2vec2"),
+    *("gpt2", "gpt_neox", "gpt_bigcode", "phi3", "falcon", "bloom", "mpt"),
+]
+
+
+@pytest.mark.parametrize("model_type", TRANSFORMERS)
+def test_transformers(model_type: str) -> None:
+    check_reads(Reader(tiny_model(model_type)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit_tiny_patch16_224", {"img_size": 32, "depth": 2}),
+        ("deit3_small_patch16_224", {"img_size": 32, "depth": 2, "init_values": 1.0}),
+        ("swin_tiny_patch4_window7_224", {}),
+    ],
+)
+def test_timm(name: str, options: dict[str, Any]) -> None:
+    check_reads(Reader(timm_model(name, **options)))
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("decoder", [True, False])
+def test_torch_layers(norm_first: bool, decoder: bool) -> None:
+    settings: dict[str, Any] = {"batch_first": True, "norm_first": norm_first, "dropout": 0.0}
+    x = vectors(width=32)
+    if decoder:
+        model: nn.Module = nn.TransformerDecoder(nn.TransformerDecoderLayer(32, 4, 64, **settings), 2)
+        check_reads(Reader(model, (x, x)))
+    else:
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, **settings), 2, enable_nested_tensor=False)
+        check_reads(Reader(model, (x,)))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: tiny_model("deepseek_v3"), r"layers\.0\.self_attn' cannot.*kv_a_proj_with_mqa.*register a pattern"),
+        (lambda: timm_model("eva02_tiny_patch14_224"), r"'blocks\.0\.attn' cannot.*call blocks\.0\.attn\.qkv"),
+    ],
+    ids=["latent", "timm-eva"],
+)
+def test_what_is_refused(model: Any, message: str) -> None:
+    with pytest.raises(rewire.UnsupportedTopology, match=message):
+        rewire.compile(model(), Apart())
+
+
+class Multihead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln, self.mix = nn.LayerNorm(32), nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ln(x)
+        return x + self.mix(y, y, value=y, need_weights=False)[0]
+
+
+def test_multihead_attention() -> None:
+    check_reads(Reader(nn.Sequential(Multihead(), Multihead()), (vectors(width=32),)))
+
+
+def test_the_forward_shows_the_three_reads() -> None:
+    rewired = rewire.compile(tiny_model("llama"), Apart())
+    block = rewire.source(rewired, "model.layers.1")
+    assert "hidden_states = depth.each(self.input_layernorm, hidden_states)" in block
+    assert "hidden_states=depth.separate(hidden_states)," in block
+    for way in "qkv":
+        assert f"self.{way}_proj(depth.{way}(hidden_states))" in rewire.source(rewired, "model.layers.1.self_attn")
+    assert "hidden_states = depth.normed(self.post_attention_layernorm, hidden_states)" in block
+    plain = rewire.restore(rewired)
+    assert not any(map(is_edited, plain.modules()))
+
+
+def test_a_rewritten_attention_takes_a_tensor_too() -> None:
+    model = NanoGPT().eval()
+    rewired = rewire.compile(model, Apart(), example_inputs=(token_ids(),))
+    path = next(path for path, module in rewired.named_modules() if is_edited(module) and path.endswith("attn"))
+    x = torch.randn(2, 5, 32)
+    assert torch.allclose(rewired.get_submodule(path)(x), model.get_submodule(path)(x), atol=1e-6)
+
+
+def test_parameters_stay_one_and_shared() -> None:
+    model = tiny_model("gpt2")
+    rewired = rewire.compile(model, Apart())
+    own = {id(p) for p in model.parameters()}
+    assert {id(p) for n, p in rewired.named_parameters() if "depth_connections" not in n} == own
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_an_adapter_on_a_fused_projection(adapted: bool) -> None:
+    """A projection that is no plain linear map any more is called as it is."""
+    from peft import LoraConfig, get_peft_model
+
+    read = Reader(tiny_model("gpt2"))
+    if adapted:
+        get_peft_model(
+            read.rewired, LoraConfig(target_modules=["c_attn"], init_lora_weights=False, r=4, fan_in_fan_out=True)
+        )
+    with torch.no_grad():
+        for name, parameter in read.rewired.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+    check_reads(read)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "t5"])
+def test_equal_layers_share_the_attention_s_class(model_type: str) -> None:
+    """Else torch.compile would compile each layer by itself, and give up after eight."""
+    rewired = rewire.compile(tiny_model(model_type), Apart(), validate=False)
+    attentions = [m for m in rewired.modules() if is_edited(m) and type(m).__name__.endswith("Attention")]
+    cls = {"llama": "LlamaAttention", "gpt2": "GPT2Attention", "t5": "T5Attention"}[model_type]
+    assert {type(m).__name__ for m in attentions if type(m).__name__ == cls} == {cls}
+    # T5: with and without relative positions, in the encoder and in the decoder
+    assert len({type(m) for m in attentions if type(m).__name__ == cls}) <= (4 if model_type == "t5" else 1)
