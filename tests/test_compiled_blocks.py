@@ -126,8 +126,18 @@ class Mixin:
     """In place of FSDPModule, which needs a process group."""
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("key", ["ancre-ingoing", "ancre-none", "grn-v2", "ancre-groups", "denseformer-groups"])
+STATIC = ["ancre-ingoing", "ancre-none", "grn-v2", "ancre-groups", "denseformer-groups"]
+PER_TOKEN = ["grn-v3", "dca", "attnres", "muddformer", "hc-dynamic", "mhc"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "key"),
+    [
+        *((backend, key) for backend in ("aot_eager", "inductor") for key in STATIC),
+        *(("aot_eager", key) for key in PER_TOKEN),
+        *(pytest.param("inductor", key, marks=pytest.mark.slow) for key in PER_TOKEN),
+    ],
+)
 def test_compiled_blocks_train_as_they_do_eagerly(backend: str, key: str) -> None:
     """With real backends: the first block opens the stream, and the tables of its weights leave a compiled region."""
     model = compiled(Stack(PreNorm, depth=3), key, start="paper", validate=False)
