@@ -30,8 +30,8 @@ def parameter_groups(
         model: the model, rewired or not.
         lr: learning rate.
         weight_decay: of all but the connection weights.
-        connection_lr: learning rate of the connection weights; default: ``lr``. An Adam step moves the softmax's inputs of
-            ANCRe by about this over its temperature (0.01): 1e-3 to 3e-3 is enough there.
+        connection_lr: learning rate of the connection weights; default: ``lr``. An Adam step moves what ANCRe's
+            softmax sees by about this over its temperature, 0.01: take 1e-3 to 3e-3 there.
         decay_matrices: weight decay for the matrices among the connection weights, too (``Topology.matrices``): the
             low-rank maps of LAuReL, and the projections of muddformer, hc-dynamic, hc-gated, frac-hc and mhc.
 
