@@ -17,14 +17,13 @@
 # shows what it has learned. On a CPU that takes about two minutes.
 
 # %%
-# Installed, where it is not: from the clone that this notebook is in, or else by pip. SOURCE may be any address that
-# pip takes, `rewire[viz] @ git+https://...` of a repository, too.
+# Installs rewire where it is missing, from the clone that this notebook is in. Elsewhere, set SOURCE to the path of a
+# clone, or to what pip takes for a repository: `rewire[viz] @ git+https://...`.
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
-SOURCE = "..[viz]" if Path("../rewire/compiler.py").exists() else "rewire[viz]"
+SOURCE = "..[viz]"
 if importlib.util.find_spec("rewire") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", SOURCE], check=True)
 
@@ -109,7 +108,7 @@ print(rewire.diff(model))
 from pydoc_data.topics import topics
 
 text = torch.tensor(list("\n\n".join(topics.values()).encode()))
-optimizer = torch.optim.AdamW(rewire.parameter_groups(model, lr=3e-3, weight_decay=0.1, connection_lr=3e-2))
+optimizer = torch.optim.AdamW(rewire.parameter_groups(model, lr=3e-3, weight_decay=0.1, connection_lr=1e-3))
 model.train()
 for step in range(1, STEPS + 1):
     batch = text[torch.randint(len(text) - LENGTH - 1, (8, 1)) + torch.arange(LENGTH + 1)]

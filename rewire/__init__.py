@@ -1,4 +1,4 @@
-"""rewire: learned residual connections for models that nobody prepared.
+"""rewire: learned residual connections for unmodified PyTorch models.
 
 model = rewire.compile(model, topology="ancre-ingoing")
 """

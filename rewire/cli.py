@@ -86,7 +86,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Learned residual connections for models that nobody prepared."""
+    """Learned residual connections for unmodified PyTorch models."""
 
 
 @app.command("inspect")

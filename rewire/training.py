@@ -30,7 +30,8 @@ def parameter_groups(
         model: the model, rewired or not.
         lr: learning rate.
         weight_decay: of all but the connection weights.
-        connection_lr: learning rate of the connection weights; default: ``lr``.
+        connection_lr: learning rate of the connection weights; default: ``lr``. An Adam step moves what ANCRe's
+            softmax sees by about this over its temperature, 0.01: take 1e-3 to 3e-3 there.
         decay_matrices: weight decay for the matrices among the connection weights, too (``Topology.matrices``): the
             low-rank maps of LAuReL, and the projections of muddformer, hc-dynamic, hc-gated, frac-hc and mhc.
 
@@ -39,7 +40,7 @@ def parameter_groups(
         ``decay_matrices`` the matrices among these; none is empty.
 
     Example:
-        >>> groups = rewire.parameter_groups(rewired, lr=1e-3, weight_decay=0.1, connection_lr=1e-2)
+        >>> groups = rewire.parameter_groups(rewired, lr=3e-4, weight_decay=0.1, connection_lr=1e-3)
         >>> optimizer = torch.optim.AdamW(groups)
     """
     own: list[nn.Parameter] = []

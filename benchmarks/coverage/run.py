@@ -295,7 +295,7 @@ def page(results: Iterable[Result]) -> str:
         "outputs and gradients are those of the original in evaluation and in training mode, with the model's weights",
         "and with perturbed ones, and changing connection weights changes the output.",
         "",
-        "| | looked at | connected | refused | crashed | of | adds connected, of those that a run shows | slowest |",
+        "| | tried | connected | refused | crashed | of | adds connected, of those that a run shows | slowest |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row, found in by_row.items():
