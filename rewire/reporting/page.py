@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewire.bench.harness import Timing, quartiles
 from rewire.compiler import inspect
 from rewire.connection import Connection, coefficients, connections
 from rewire.diffs import diff
@@ -155,17 +156,23 @@ def _costs(own: dict[str, Connection], times: Measured | None) -> str:
     )
     if times is None:
         return f"{text}<p>Steps were not timed: that takes <code>example_inputs</code>.</p>"
-    ratio = times.rewired.ratio(times.plain)
+    ratio, (low, high) = times.rewired.ratio(times.plain), quartiles(times.rewired.ratios(times.plain))
+    noise = "; <b>that is within the noise of these rounds</b>" if times.noisy else ""
     measured = "".join(
-        f"<tr>{_cells(name, f'{timing.median * 1e3:.2f} ms', f'{kept / 2**20:.2f} MiB')}</tr>"
+        f"<tr>{_cells(name, _step(timing), f'{kept / 2**20:.2f} MiB')}</tr>"
         for name, timing, kept in zip(("plain", "rewired"), (times.plain, times.rewired), times.kept, strict=True)
     )
     return (
-        f'{text}<div class="wide"><table><thead><tr><th>model<th>training step, median<th>activations kept</tr></thead>'
+        f'{text}<div class="wide"><table><thead><tr><th>model<th>training step, median (quartiles)<th>activations kept</tr></thead>'
         f"{measured}</table></div><p>Forward and backward on {escape(str(times.device))} with torch "
         f"{escape(torch.__version__)}, timed in turn {len(times.plain.seconds)} times: the rewired model takes "
-        f"<b>{ratio:.2f}</b> times as long (median of the rounds).</p>"
+        f"<b>{ratio:.2f}</b> times as long (median of the rounds; quartiles {low:.2f} to {high:.2f}){noise}.</p>"
     )
+
+
+def _step(timing: Timing) -> str:
+    low, high = timing.quartiles
+    return f"{timing.median * 1e3:.2f} ms ({low * 1e3:.2f} to {high * 1e3:.2f})"
 
 
 def _left(left: Sequence[LeftAlone]) -> str:

@@ -14,7 +14,9 @@ from every_topology import mixed
 from torch import nn
 
 import rewire
+from rewire.bench.harness import Timing
 from rewire.patterns import tiny
+from rewire.reporting.costs import Measured
 from rewire.reporting.page import page
 
 HOSTILE = '"><script>alert(1)</script><b id="x" onload=\'alert(2)\'>&amp;'
@@ -73,8 +75,19 @@ def test_it_shows_streams_changes_weights_and_costs() -> None:
             assert f"from state {column} into state {row + 1}: {matrix[row, column]:.4g}" in found.tips
     for line in rewire.diff(model).splitlines()[2:]:
         assert line in found.text
-    assert re.search(r"takes \d+\.\d\d times as long", found.text)
+    assert re.search(r"takes \d+\.\d\d times as long \(median of the rounds; quartiles \d.* to \d", found.text)
+    assert re.search(r"rewired\d+\.\d\d ms \(\d+\.\d\d to \d+\.\d\d\)", found.text)
     assert "layers64" in found.text  # the stream's name, 6 learned weights, 4 states held
+
+
+@pytest.mark.parametrize(("seconds", "noisy"), [((0.9, 1.0, 1.3), True), ((0.7, 0.8, 0.9), True), ((2, 2.1, 9), False)])
+def test_what_is_noise_is_called_noise(
+    seconds: tuple[float, ...], noisy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = stack()
+    times = Measured(Timing((0.8, 1.0, 1.4)), Timing(seconds), (1, 1), torch.device("cpu"))
+    monkeypatch.setattr("rewire.reporting.page.measured", lambda *_: times)
+    assert ("that is within the noise of these rounds" in Tags(page(model, inputs)).text) == noisy
 
 
 def test_it_leaves_the_model_alone() -> None:
