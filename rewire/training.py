@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -38,10 +39,18 @@ def parameter_groups(
         Groups for ``torch.optim.AdamW(groups)``: all other parameters, then the connection weights, then with
         ``decay_matrices`` the matrices among these; none is empty.
 
+    Raises:
+        TypeError, ValueError: a rate or decay is no number, or below 0.
+
     Example:
         >>> groups = rewire.parameter_groups(rewired, lr=1e-3, weight_decay=0.1, connection_lr=1e-2)
         >>> optimizer = torch.optim.AdamW(groups)
     """
+    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("connection_lr", connection_lr)):
+        if value is not None and not isinstance(value, (numbers.Real, Tensor)):
+            raise TypeError(f"{name} must be a number, not {value!r}.")
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name}={value!r}: it has to be 0 or more.")
     own: list[nn.Parameter] = []
     matrices: list[nn.Parameter] = []
     for connection in connections(model).values():

@@ -103,7 +103,7 @@ def _trunk(trunk: Trunk, rewired: bool) -> str:
     return (
         f"<h3><code>{escape(trunk.name)}</code></h3><p>{_count(len(trunk.sites), 'residual add')} in "
         f"{_count(trunk.blocks, 'block')}, width {width}, {norm}{'' if rewired else '; left as it was'}.</p>"
-        f'<div class="wide" tabindex="0">{stream(trunk)}</div>'
+        f"{stream(trunk)}"
         "<details><summary>All residual adds</summary>"
         f'<div class="wide"><table><thead><tr><th>#<th>block<th>branch<th>kind<th>then</tr></thead>{rows}</table></div>'
         "</details>"
@@ -115,12 +115,14 @@ def _cells(*values: object) -> str:
 
 
 def _weights(matrices: dict[str, Tensor]) -> Iterator[str]:
+    own = any(matrix.shape[0] < matrix.shape[1] for matrix in matrices.values())
+    loops = '<span class="loop">loop: what a state keeps of itself</span>' if own else ""
     yield (
         "<p>How much of each state (0 is the input of the stream) goes into each later one. Shades of the matrix "
         "follow the logarithm of a weight's part of the largest in its row; arcs under 1% are left out. Point at one "
         'for its value.</p><p class="legend"><span class="positive">positive</span>'
         '<span class="negative">negative</span><span class="previous">arc from the previous state</span>'
-        '<span class="longer">from an earlier one</span></p>'
+        f'<span class="longer">from an earlier one</span>{loops}</p>'
     )
     for name, matrix in matrices.items():
         drawn = f'<div class="wide" tabindex="0">{arcs(name, matrix)}</div>'
@@ -163,8 +165,9 @@ def _costs(own: dict[str, Connection], times: Measured | None) -> str:
         for name, timing, kept in zip(("plain", "rewired"), (times.plain, times.rewired), times.kept, strict=True)
     )
     return (
-        f'{text}<div class="wide"><table><thead><tr><th>model<th>training step, median (quartiles)<th>activations kept</tr></thead>'
-        f"{measured}</table></div><p>Forward and backward on {escape(str(times.device))} with torch "
+        f'{text}<div class="wide"><table><thead><tr><th>model<th>training step, median (quartiles)'
+        f"<th>activations kept</tr></thead>{measured}</table></div>"
+        f"<p>Forward and backward on {escape(str(times.device))} with torch "
         f"{escape(torch.__version__)}, timed in turn {len(times.plain.seconds)} times: the rewired model takes "
         f"<b>{ratio:.2f}</b> times as long (median of the rounds; quartiles {low:.2f} to {high:.2f}){noise}.</p>"
     )

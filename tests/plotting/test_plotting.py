@@ -194,7 +194,17 @@ def test_heatmaps_tell_signs(figures: list[Figure], tmp_path: Path) -> None:
     assert shown.compressed().tolist() == pytest.approx([1, -1, 1, 0, -5e-4, -1])  # parts of the row's largest
     assert first.images[0].get_clim() == second.images[0].get_clim() == (-1, 1)
     assert "red: negative" in bar.get_ylabel()
-    assert [label.get_text() for label in bar.get_yticklabels()] == "-1 -0.1 -0.01 -0.001 0 0.001 0.01 0.1 1".split()
+    assert [label.get_text() for label in bar.get_yticklabels()] == [
+        "-1",
+        "-0.1",
+        "-0.01",
+        "-0.001",
+        "0",
+        "0.001",
+        "0.01",
+        "0.1",
+        "1",
+    ]
     red, blue, small, zero = (first.images[0].to_rgba(x)[:3] for x in (-1.0, 1.0, -1e-3, 0.0))
     assert red[0] > 2 * red[2] and blue[2] > 2 * blue[0]
     assert small[0] > 1.2 * small[2] and zero == pytest.approx([zero[0]] * 3, abs=0.01)
@@ -341,6 +351,8 @@ def test_plots_of_what_has_no_weights(tmp_path: Path) -> None:
     for kind in ("heatmap", "bars"):
         with pytest.raises(rewire.RewireError, match="Linear was not rewired"):
             rewire.plot(nn.Linear(2, 2), tmp_path / "x.png", kind)  # type: ignore[arg-type]
+    with pytest.raises(rewire.RewireError, match="on the meta device: load its weights before it is plotted"):
+        rewire.plot(rewire.compile(Stack(PreNorm).to("meta"), validate=False), tmp_path / "x.png")
     with pytest.raises(ValueError, match="kind must be 'heatmap', 'arcs' or 'bars', not 'pie'"):
         rewire.plot(nn.Linear(2, 2), tmp_path / "x.png", "pie")  # type: ignore[arg-type]
 

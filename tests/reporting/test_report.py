@@ -80,7 +80,18 @@ def test_it_shows_streams_changes_weights_and_costs() -> None:
     assert "layers64" in found.text  # the stream's name, 6 learned weights, 4 states held
 
 
-@pytest.mark.parametrize(("seconds", "noisy"), [((0.9, 1.0, 1.3), True), ((0.7, 0.8, 0.9), True), ((2, 2.1, 9), False)])
+def test_loops_are_explained() -> None:
+    """DenseFormer's weights of a state on itself: on top of the state, not around it."""
+    text = page(mixed(models.CASES["pre-norm"].make(), "denseformer", example_inputs=models.CASES["pre-norm"].inputs()))
+    loops = re.findall(r'<circle class="arc [a-z]+" cx="[\d.]+" cy="([\d.]+)" r="(\d+)"', text)
+    states = re.findall(r'<circle class="state" cx="[\d.]+" cy="([\d.]+)" r="3"', text)
+    assert len(loops) == 3 and [float(y) + int(r) for y, r in loops] == pytest.approx([float(states[0])] * 3, abs=0.01)
+    assert "loop: what a state keeps of itself" in text and "loop:" not in page(stack()[0])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "noisy"), [((0.9, 1.0, 1.3), True), ((0.75, 0.89, 1.1), True), ((2, 2.1, 9), False)]
+)
 def test_what_is_noise_is_called_noise(
     seconds: tuple[float, ...], noisy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +178,7 @@ def test_it_needs_nothing_else(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    model = mixed(NamedByAStranger(), "denseformer", example_inputs=(models.vectors(),))
+    model = mixed(NamedByAStranger(), "denseformer", example_inputs=(models.vectors(),), granularity="sublayer")
     rewire.report(model, path, (models.vectors(),))
     return path
 
@@ -191,6 +202,8 @@ def test_in_a_browser(browser: Any, written: Path, width: int, scheme: str) -> N
     shown.on("request", lambda request: requests.append(request.url))
     shown.goto(written.as_uri())
     assert shown.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    ends = "[...document.querySelectorAll('.stream svg')].map(drawn => drawn.getBoundingClientRect().right)"
+    assert max(shown.evaluate(ends)) <= width  # nothing has to be scrolled sideways
     back = shown.evaluate("getComputedStyle(document.body).backgroundColor")
     light = sum(map(int, re.findall(r"\d+", back)[:3])) > 382
     assert light == (scheme == "light")
