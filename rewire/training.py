@@ -68,7 +68,7 @@ def _check(**numbers: Any) -> None:
     for name, value in numbers.items():
         if not isinstance(value, (Real, Tensor)):
             raise TypeError(f"{name} must be a number, not {value!r}.")
-        if not value >= 0:
+        if not float(value) >= 0:
             raise ValueError(f"{name}={value!r}: it has to be 0 or more.")
 
 
