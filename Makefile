@@ -18,7 +18,9 @@ demo: $(DEMO)/stamp  ## train a small language model with and without learned de
 	$(DEMO)/bin/python examples/train_lm.py
 
 docs: env  ## build the documentation as a site, site/index.html
+	@echo "building the site: some minutes"
 	NO_MKDOCS_2_WARNING=1 $(DEV)/bin/mkdocs build --quiet
+	@echo "the site is in site/index.html"
 
 notebook: env  ## run examples/tour.py as a notebook, examples/tour.ipynb
 	rm -f examples/tour.ipynb
@@ -51,6 +53,7 @@ $(DEMO)/stamp: EXTRAS := -e '.[viz]' transformers
 
 # torch first: a later requirement of any package then finds it and pulls in no other build.
 %/stamp: pyproject.toml constraints.txt
+	@echo "installing torch and rewire in $*: some minutes"
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip install --quiet torch -c constraints.txt
 	$*/bin/python -m pip install --quiet $(EXTRAS) -c constraints.txt

@@ -169,7 +169,7 @@ def train(runs: list[Run], config: Config, console: Console) -> None:
     validation = pieces(held_out, starts, config.length)
     generator = torch.Generator().manual_seed(config.seed)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         tasks = [progress.add_task(run.name, total=config.steps) for run in runs]
         for step in range(config.steps):
             starts = torch.randint(len(text) - config.length, (config.batch,), generator=generator)
@@ -181,6 +181,9 @@ def train(runs: list[Run], config: Config, console: Console) -> None:
                     run.evaluate(validation)
                 run.train(batch)
                 progress.update(task, advance=1, description=f"{run.name:<14}  loss {run.losses[-1]:.3f}")
+            if not console.is_terminal and step % config.evaluate_every == 0:
+                losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs)
+                print(f"step {step + 1} of {config.steps}: loss of {losses}", flush=True)
     for run in runs:
         run.evaluate(validation)
 

@@ -24,6 +24,7 @@ from rewire.errors import (
     UnsupportedTopology,
     ValidationMismatch,
     WidthMismatch,
+    WrappedModel,
 )
 from rewire.freezing import freeze
 from rewire.init import Initializer, initialize, list_initializers, register_initializer
@@ -74,6 +75,7 @@ __all__ = [
     "UnsupportedTopology",
     "ValidationMismatch",
     "WidthMismatch",
+    "WrappedModel",
     "coefficients",
     "compile",
     "connections",

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,6 +25,7 @@ import rewire
 from rewire.bench import comparison, harness, workloads
 from rewire.bench.shapes import batch_for, make_shape, shapes
 from rewire.console import progress
+from rewire.ejecting.eject import check_free
 from rewire.errors import RewireError, UnknownName, with_notes
 from rewire.kernels import MixSpec, source
 from rewire.passes.inputs import known_inputs
@@ -52,6 +54,37 @@ def _as_messages(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise RewireError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _users_code() -> Iterator[None]:
+    """Errors of the user's own code are shown with its frames alone."""
+    try:
+        yield
+    except RewireError:
+        raise
+    except Exception as error:
+        frames, ours = error.__traceback__, (__file__, importlib.__file__, "<frozen importlib")
+        while frames and frames.tb_frame.f_code.co_filename.startswith(ours):
+            frames = frames.tb_next
+        traceback.print_exception(error.with_traceback(frames))
+        raise typer.Exit(1) from None
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before anything that takes long is done."""
+    if path and not path.parent.is_dir():
+        raise RewireError(f"'{path}' cannot be written: there is no folder '{path.parent}'.")
+    if path and path.is_dir():
+        raise RewireError(f"'{path}' is a folder: give the name of a file in it.")
+    return path
+
+
+def _picture(path: Path | None) -> Path | None:
+    """Refuse the same, and other formats."""
+    if path and path.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise typer.BadParameter(f"'{path}' has to end in .png, .pdf or .svg.")
+    return _writable(path)
 
 
 app = typer.Typer(
@@ -95,21 +128,24 @@ def inspect_command(
     html: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write a page instead: streams, the diff, weights and costs of MODEL, rewired."
+            metavar="FILE",
+            callback=_writable,
+            help="Write a page instead: streams, the diff, weights and costs of MODEL, rewired.",
         ),
     ] = None,
     topology: Topology = "ancre-ingoing",
     granularity: Granularity = "auto",
 ) -> None:
     """Show the residual streams of MODEL: their residual adds in order, and what would be left alone, and why."""
-    loaded = _load(model)
     if html is None:
-        _console().print(rewire.inspect(loaded))
+        _console().print(rewire.inspect(_load(model)))
         return
-    inputs = known_inputs(loaded, patterns_for(loaded), None)
-    if not rewire.connections(loaded):
-        loaded = rewire.compile(loaded, topology, granularity=granularity, start="paper", validate=False)
-    rewire.report(loaded, html, inputs)
+    with progress(f"writing a page about {model}"):
+        loaded = _load(model)
+        inputs = known_inputs(loaded, patterns_for(loaded), None)
+        if not rewire.connections(loaded):
+            loaded = rewire.compile(loaded, topology, granularity=granularity, start="paper", validate=False)
+        rewire.report(loaded, html, inputs)
     typer.echo(f"wrote {html}")
 
 
@@ -136,12 +172,15 @@ def eject_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="Where to write.")],
     topology: Topology = "ancre-ingoing",
     granularity: Granularity = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder that holds other files, too.")] = False,
 ) -> None:
     """Write MODEL as Python files and weights that load without rewire; it is rewired first, unless it is already."""
+    if not force:
+        check_free(folder)  # before anything that takes long
     loaded = _load(model)
     if not rewire.connections(loaded):
         loaded = rewire.compile(loaded, topology, granularity=granularity)
-    typer.echo(f"wrote {rewire.eject(loaded, folder)}")
+    typer.echo(f"wrote {rewire.eject(loaded, folder, force=force)}")
 
 
 @app.command("list")
@@ -166,7 +205,11 @@ def plot_command(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="File to write: .png, .pdf or .svg.  [default: CHECKPOINT's name, KIND.png]"),
+        typer.Option(
+            metavar="PATH",
+            callback=_picture,
+            help="File to write: .png, .pdf or .svg.  [default: CHECKPOINT's name, KIND.png]",
+        ),
     ] = None,
     kind: Annotated[
         Literal["heatmap", "arcs", "bars"],
@@ -175,8 +218,6 @@ def plot_command(
 ) -> None:
     """Draw the connection weights in CHECKPOINT; the model itself is not needed."""
     target = out or checkpoint.with_suffix(f".{kind}.png")
-    if target.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise typer.BadParameter(f"'{target}' has to end in .png, .pdf or .svg.", param_hint="--out")
     with _as_messages(ImportError, OSError):
         rewire.plot(checkpoint, target, kind)
     typer.echo(f"wrote {target}")
@@ -192,7 +233,9 @@ def diagnose_command(
     length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 32,
     probes: Annotated[int, typer.Option(min=0, help="Random probes for chi where it is not exact; 0: no chi.")] = 16,
     seed: Annotated[int, typer.Option(help="Of the random batch and the probes.")] = 0,
-    out: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw it, too: .png, .pdf or .svg.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PATH", callback=_picture, help="Draw it, too: .png, .pdf or .svg.")
+    ] = None,
 ) -> None:
     """Show how signals and gradients pass through MODEL on a random batch: norms, cosines, effective depth and chi."""
     loaded = _load(model)
@@ -301,7 +344,9 @@ def bench_command(
     out: Annotated[
         Path | None, typer.Option("--json", "--out", metavar="PATH", help="Write the times as JSON.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw the times: .png, .pdf or .svg.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PATH", callback=_picture, help="Draw the times: .png, .pdf or .svg.")
+    ] = None,
 ) -> None:
     """Time training steps (forward and backward) of MODEL, plain and rewired, in turn in one run; or single mixes."""
     where = torch.device(device) if device else harness.default_device()
@@ -375,6 +420,11 @@ def _load(spec: str) -> nn.Module:
         raise RewireError(
             f"'{spec}' names no model: give 'package.module:callable', 'hf:model_type', 'timm:name' or 'shape:name'."
         )
+    with progress(f"loading {spec}"):
+        return _made(spec, kind, name)
+
+
+def _made(spec: str, kind: str, name: str) -> nn.Module:
     if kind == "shape":
         return make_shape(name)
     if kind in ("hf", "timm"):
@@ -387,7 +437,8 @@ def _load(spec: str) -> nn.Module:
         return make
     if not callable(make):
         raise RewireError(f"'{spec}' is a {type(make).__name__}, not a callable that returns a torch.nn.Module.")
-    model = make()
+    with _users_code():
+        model = make()
     if not isinstance(model, nn.Module):
         raise RewireError(f"'{spec}' returned a {type(model).__name__}, not a torch.nn.Module.")
     return model
@@ -403,7 +454,8 @@ def _task(spec: str) -> rewire.Task:
     if not (module and name):
         raise RewireError(f"'{spec}' names no task: give 'package.module:name'.")
     found = _imported(module, name)
-    made = found() if callable(found) else found
+    with _users_code():
+        made = found() if callable(found) else found
     if not isinstance(made, rewire.Task):
         raise RewireError(f"'{spec}' is a {type(made).__name__}, not a rewire.Task, nor a function that returns one.")
     return made
@@ -419,12 +471,13 @@ def _imported(module: str, name: str) -> Any:
     """The object ``name`` (which may have dots) of ``module``."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module}.".startswith(f"{error.name}."):
-            raise UnknownName(f"there is no module '{error.name}' here or among the installed packages.") from error
-        raise  # an import inside the user's module: its traceback says which
+    with _users_code():
+        try:
+            found: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name and f"{module}.".startswith(f"{error.name}."):
+                raise UnknownName(f"there is no module '{error.name}' here or among the installed packages.") from error
+            raise  # an import inside the user's module
     for part in name.split("."):
         if not hasattr(found, part):
             raise UnknownName(f"'{module}' has no '{name}'.")

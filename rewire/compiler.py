@@ -131,7 +131,7 @@ def compile(
         UnknownName: no such topology, initialiser or trunk; near names are given.
         TypeError, ValueError: an argument is not one of what is said above; a trunk has two keys.
         RewireError: the initialiser has no meaning for this model; or it is one stage of a pipeline.
-        AlreadyRewired, AlreadyConnected, ShardedModel: the model cannot be rewired as it is.
+        AlreadyRewired, AlreadyConnected, WrappedModel: the model cannot be rewired as it is.
         UnsupportedTopology: the topology does not fit a trunk, or has no such start.
         WidthMismatch: a trunk's states have different widths.
         BadExampleInputs: the original does not run on the example inputs.

@@ -50,6 +50,12 @@ def watched() -> bool:
     return stderr.is_jupyter or (sys.stderr is not None and sys.stderr.isatty() and stderr.is_interactive)
 
 
+def say(line: str) -> None:
+    """A line on stderr about what has ended, where nobody watches a bar; of several processes, from one."""
+    if not watched() and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def progress(what: str, steps: int | None = None) -> Iterator[Callable[[], None]]:
     """A bar on stderr if the block takes longer than `DELAY`, and if it is `watched`; it is gone when the block ends.

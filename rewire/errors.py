@@ -23,8 +23,12 @@ class AlreadyConnected(RewireError):
     """The architecture has learned depth connections of its own."""
 
 
-class ShardedModel(RewireError):
-    """The model is already sharded or wrapped: it has to be rewired before."""
+class WrappedModel(RewireError):
+    """The model is already sharded, wrapped, compiled or scripted: it has to be rewired before."""
+
+
+#: The name of `WrappedModel` in version 0.1.
+ShardedModel = WrappedModel
 
 
 class UnsupportedTopology(RewireError):

@@ -110,7 +110,7 @@ def freeze(model: nn.Module, threshold: float = 1e-3, example_inputs: Any = None
     Raises:
         RewireError: the model was not rewired, was changed since, or its weights are on the meta device.
         UnsupportedTopology: the weights of a trunk depend on the input, or it is frozen already.
-        ShardedModel: the model is sharded or compiled.
+        WrappedModel: the model is sharded or compiled.
         ValueError: the threshold is negative.
         BadExampleInputs: the model does not run on the given example inputs.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -39,10 +40,15 @@ def parameter_groups(
         Groups for ``torch.optim.AdamW(groups)``: all other parameters, then the connection weights, then with
         ``decay_matrices`` the matrices among these; none is empty.
 
+    Raises:
+        TypeError, ValueError: a rate or decay is no number, or below 0.
+
     Example:
         >>> groups = rewire.parameter_groups(rewired, lr=3e-4, weight_decay=0.1, connection_lr=1e-3)
         >>> optimizer = torch.optim.AdamW(groups)
     """
+    rate = lr if connection_lr is None else connection_lr
+    _check(lr=lr, weight_decay=weight_decay, connection_lr=rate)
     own: list[nn.Parameter] = []
     matrices: list[nn.Parameter] = []
     for connection in connections(model).values():
@@ -51,12 +57,20 @@ def parameter_groups(
             (matrices if name in decayed else own).append(parameter)
     learned = {id(p) for p in (*own, *matrices)}
     others = [p for p in model.parameters() if id(p) not in learned]
-    rate = lr if connection_lr is None else connection_lr
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.requires_grad], "lr": its_lr, "weight_decay": decay}
         for parameters, its_lr, decay in ((others, lr, weight_decay), (own, rate, 0.0), (matrices, rate, weight_decay))
     ]
     return [group for group in groups if group["params"]]
+
+
+def _check(**numbers: Any) -> None:
+    """Refuse what is no number of 0 or more, as optimisers do."""
+    for name, value in numbers.items():
+        if not isinstance(value, (Real, Tensor)):
+            raise TypeError(f"{name} must be a number, not {value!r}.")
+        if not float(value) >= 0:
+            raise ValueError(f"{name}={value!r}: it has to be 0 or more.")
 
 
 def sparsity_penalty(model: nn.Module, q: float = 2.0) -> Tensor:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -197,8 +198,41 @@ def test_errors_of_the_library_are_one_line(run: Run) -> None:
 
 
 def test_errors_of_the_users_code_keep_their_traceback(run: Run) -> None:
-    assert isinstance(run("inspect", "user_net:broken").exception, ZeroDivisionError)
-    assert isinstance(run("inspect", "user_bad:Net").exception, ModuleNotFoundError)
+    """Its own frames, and no others."""
+    for model, error in (
+        ("user_net:broken", "ZeroDivisionError: in the user's own code"),
+        ("user_bad:Net", "ModuleNotFoundError: No module named 'no_such_package_at_all'"),
+    ):
+        result = run("inspect", model)
+        assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+        assert result.stderr.startswith("Traceback") and result.stderr.endswith(f"{error}\n")
+        assert re.findall(r'File ".*/(.*?)"', result.stderr) == [f"{model.partition(':')[0]}.py"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("inspect", "hf:llama", "--html"),
+        ("diagnose", "hf:llama", "--out"),
+        ("bench", "hf:llama", "--plot"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_the_work(
+    run: Run, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewire.cli, "_load", lambda spec: pytest.fail("it was loaded"))
+    assert "'no/x.svg' cannot be written: there is no folder 'no'" in failed(run(*command, "no/x.svg"))
+    if "--html" not in command:
+        assert run(*command, "x.docx").exit_code == 2
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    root = str(Path(rewire.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
+    command = [sys.executable, "-c", "import rewire_command; rewire_command.main()"]  # as the script of the wheel
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_a_transformers_model(run: Run) -> None:
@@ -265,6 +299,8 @@ def test_bench_of_a_shape_that_does_not_exist(run: Run) -> None:
     result = run("bench", "shape:llama-13m")
     assert result.exit_code == 1
     assert "no shape 'llama-13m'. Did you mean 'llama-130m'" in result.output
+    assert "dit-s2" not in result.output
+    assert "no shape 'nonsense'. Known are llama-60m, llama-130m, " in failed(run("inspect", "shape:nonsense"))
 
 
 def test_kernels(run: Run) -> None:
@@ -286,6 +322,19 @@ def test_eject(run: Run, tmp_path: Path) -> None:
         *("rewired_user_net.py", "rewire_runtime.py", "model.safetensors"),
     }
     assert "there is no module" in failed(run("eject", "no_such_file:Net", "ejected"))
+    assert run("eject", "user_net:Net", "ejected").exit_code == 0  # what it wrote itself
+    assert "'user_net.py' is a file" in failed(run("eject", "user_net:Net", "user_net.py"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "model.safetensors").write_text("precious")
+    assert "'mine' holds other files" in failed(run("eject", "user_net:Net", "mine"))
+    assert (tmp_path / "mine" / "model.safetensors").read_text() == "precious"
+    assert run("eject", "user_net:Net", "mine", "--force").exit_code == 0
+
+
+def test_eject_writes_no_progress_bars_into_a_pipe(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    result = run("eject", "hf:llama", "ejected")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == "" and capfd.readouterr().err == ""
 
 
 def test_inspect_as_a_page(run: Run, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -188,8 +189,47 @@ def test_compiled_models() -> None:
         rewire.compile(torch.compile(Stack(PreNorm)), ANCRE)  # type: ignore[arg-type]
     model = Stack(PreNorm)
     model.layers[1] = torch.compile(model.layers[1])
-    with pytest.raises(rewire.ShardedModel, match=r"'layers\.1' is already compiled"):
+    with pytest.raises(rewire.ShardedModel, match=r"'layers\.1' is already compiled") as found:
         rewire.compile(model, ANCRE)
+    assert found.type.__name__ == "WrappedModel"
+
+
+def test_wrapped_and_scripted_models() -> None:
+    with pytest.raises(rewire.WrappedModel, match=r"the model is wrapped in DataParallel: .* \(\.module\)"):
+        rewire.compile(nn.DataParallel(Stack(PreNorm)), ANCRE, example_inputs=(vectors(),))
+    scripted = torch.jit.trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 8))
+    with pytest.raises(rewire.WrappedModel, match=r"the model is TorchScript .* rewire the model that it was made"):
+        rewire.compile(scripted, ANCRE, example_inputs=(torch.randn(2, 8),))
+    with pytest.raises(rewire.WrappedModel, match="the model is TorchScript"):
+        rewire.diagnose(scripted, torch.randn(2, 8))
+
+
+def test_weights_that_are_no_numbers() -> None:
+    model = Stack(PreNorm)
+    with torch.no_grad():
+        model.layers[1].ln_1.weight[0] = math.nan
+    with pytest.raises(rewire.ValidationMismatch, match=r"'layers\.1\.ln_1\.weight' holds NaN or infinity"):
+        rewire.compile(model, ANCRE, example_inputs=(vectors(),))
+
+
+def test_diagnosis_without_a_batch() -> None:
+    with pytest.raises(rewire.BadExampleInputs, match=r"pass batch=, what Stack is called with"):
+        rewire.diagnose(Stack(PreNorm), None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": "x"},
+        {"lr": -1},
+        {"lr": math.nan},
+        {"weight_decay": -3},
+        {"connection_lr": -1e-3},
+    ],
+)
+def test_rates_that_are_none(options: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+        rewire.parameter_groups(Stack(PreNorm), **({"lr": 1e-3, "weight_decay": 0.1} | options))
 
 
 def test_distributed_models() -> None:

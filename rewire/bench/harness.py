@@ -11,7 +11,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,12 @@ _CYCLES_PER_SECOND = 2e9
 
 #: Rounds before the first that counts: compilation, caches, clocks.
 WARMUP = 2
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third, never outside of the values: those of few are not extrapolated."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    return low, high
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +59,15 @@ class Timing:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        low, _, high = statistics.quantiles(self.seconds, n=4) if len(self.seconds) > 1 else (self.seconds * 3)
-        return low, high
+        return quartiles(self.seconds)
 
     def ratio(self, other: Timing) -> float:
         """Median over the rounds of this one's time over that of ``other`` in the same round."""
-        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
+        return statistics.median(self.ratios(other))
+
+    def ratios(self, other: Timing) -> list[float]:
+        """In each round, this one's time over that of ``other``."""
+        return [a / b for a, b in zip(self.seconds, other.seconds, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)

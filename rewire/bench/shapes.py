@@ -88,8 +88,9 @@ def make_shape(name: str, device: torch.device | str = "cpu", dtype: torch.dtype
         ImportError: the library that it comes from is missing.
     """
     if name not in _SHAPES:
-        near = difflib.get_close_matches(name, _SHAPES, n=3) or list(_SHAPES)
-        raise UnknownName(f"there is no shape '{name}'. Did you mean {' or '.join(map(repr, near))}?")
+        near = difflib.get_close_matches(name, _SHAPES, n=3)
+        hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Known are {', '.join(_SHAPES)}."
+        raise UnknownName(f"there is no shape '{name}'. {hint}")
     with torch.device(device):
         model = _SHAPES[name][1]()
     return model.to(dtype).train()

@@ -96,7 +96,7 @@ def diagnose(
 
     Raises:
         NoResidualAdds: the model has no residual stream.
-        AlreadyConnected, ShardedModel: it cannot be diagnosed as it is.
+        AlreadyConnected, WrappedModel: it cannot be diagnosed as it is.
         BadExampleInputs: it does not run on the batch, or does not reach any residual stream.
         RewireError: the loss is no scalar that depends on the weights or hidden states; the model is on the meta
             device.
@@ -135,7 +135,12 @@ def _inputs(model: nn.Module, batch: Any) -> Inputs:
         batch = (batch,)
     elif isinstance(batch, Mapping):  # transformers' BatchEncoding is no dict
         batch = dict(batch)
-    return inputs_for(model, patterns_for(model), batch)
+    try:
+        return inputs_for(model, patterns_for(model), batch)
+    except BadExampleInputs as error:
+        if batch is None:
+            raise BadExampleInputs(f"{error}: pass batch=, what {type(model).__name__} is called with.") from error
+        raise
 
 
 def _own_buffers(copy: nn.Module) -> None:

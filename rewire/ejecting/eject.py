@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rewire.console import watched
 from rewire.ejecting.modules import RUNTIME, Module, is_cut
 from rewire.ejecting.runtime import ROOTS, Runtime
 from rewire.errors import EditError, RewireError
@@ -30,7 +33,7 @@ _LICENCE = """\
 """
 
 
-def eject(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
+def eject(model: nn.Module, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
     """Write a rewired model as Python files that do not need rewire, with its weights.
 
     Beside the module with the edited classes stands one file of what they need of rewire. A Hugging Face model gets a
@@ -41,20 +44,25 @@ def eject(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
 
     Args:
         model: a rewired model, frozen ones too, on any device but meta. It stays as it is.
-        folder: made if it does not exist. Files of the same names are replaced.
+        folder: made if it does not exist. If it holds anything, `eject` has to have written it.
+        force: write into any folder; files of the same names are replaced.
 
     Returns:
         The module with the edited classes.
 
     Raises:
-        RewireError: the model was not rewired, is on the meta device, or is one part of a pipeline.
+        RewireError: the model was not rewired, is on the meta device, or is one part of a pipeline; or the folder
+            holds other files.
         EditError: a class or function of the model cannot be imported by another file.
-        ShardedModel: the model is sharded, wrapped or compiled.
+        WrappedModel: the model is sharded, wrapped or compiled.
 
     Example:
         >>> print(rewire.eject(rewired, "ejected"))  # doctest: +ELLIPSIS
         ejected/rewired_...py
     """
+    target = Path(folder)
+    if not force:
+        check_free(target)
     found = learned_connections(model, "there is nothing to eject")
     check_whole(model)
     check_loaded(model, "ejected")
@@ -70,7 +78,6 @@ def eject(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         raise EditError(f"{type(model).__name__} cannot be ejected: {error}.") from error
     cls = original_class(model) if is_edited(model) else type(model)
     stem = f"rewired_{cls.__module__.rpartition('.')[2]}"
-    target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     heading = f'{_LICENCE}"""What {stem}.py needs of rewire, gathered from its modules; sums are plain PyTorch."""\n'
     path, text = target / f"{stem}.py", module.text()
@@ -85,14 +92,44 @@ def eject(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     return path
 
 
+def check_free(folder: Path) -> None:
+    """Refuse to write over what somebody else wrote.
+
+    Raises:
+        RewireError: the path is a file, or the folder holds files and `eject` has not written it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise RewireError(f"'{folder}' is a file: give a folder.")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / f"{RUNTIME}.py").exists():
+        raise RewireError(
+            f"'{folder}' holds other files, which eject could write over: give another folder, or force=True (--force)."
+        )
+
+
 def _save_pretrained(model: Any, cls: type, folder: Path, name: str) -> None:
     """Weights and config, which says where the class is."""
     # Under the names that the model has: transformers renames those of older checkpoints for its own classes only.
-    model.save_pretrained(folder, state_dict=_weights(model), save_original_format=False)
+    with _quiet():
+        model.save_pretrained(folder, state_dict=_weights(model), save_original_format=False)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["auto_map"] = dict.fromkeys(_auto_classes(model.config, cls), name)
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars of transformers, unless somebody looks at them."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled() and not watched()
+    if shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
-from rewire.errors import AlreadyRewired, RewireError, ShardedModel
+from rewire.errors import AlreadyRewired, RewireError, WrappedModel
 from rewire.passes.editing.install import is_edited
 from rewire.runtime.connection import Connection
 from rewire.trunk import Trunk
@@ -31,20 +32,27 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuse models that are sharded, wrapped or compiled.
+    """Refuse models that are sharded, wrapped, compiled or scripted.
 
     Raises:
-        ShardedModel: saying which module is.
+        WrappedModel: saying which module is.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise WrappedModel(
+            f"the model is TorchScript ({type(model).__name__}), which has no Python source to edit: rewire the model "
+            "that it was made from, before torch.jit."
+        )
     for path, module in model.named_modules():
         where = f"'{path}'" if path else "the model"
+        if isinstance(module, nn.DataParallel):
+            raise WrappedModel(f"{where} is wrapped in DataParallel: rewire what is inside (.module), then wrap that.")
         kind = " ".join(cls.__name__ for cls in type(module).__mro__)
         if "FSDPModule" in kind or "FullyShardedDataParallel" in kind or "DistributedDataParallel" in kind:
-            raise ShardedModel(f"{where} is already sharded or distributed: rewire the model first, then shard it.")
+            raise WrappedModel(f"{where} is already sharded or distributed: rewire the model first, then shard it.")
         if "OptimizedModule" in kind:
-            raise ShardedModel(f"{where} is already compiled: rewire the model first, then torch.compile it.")
+            raise WrappedModel(f"{where} is already compiled: rewire the model first, then torch.compile it.")
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
-        raise ShardedModel("the model's parameters are already sharded: rewire the model first, then shard it.")
+        raise WrappedModel("the model's parameters are already sharded: rewire the model first, then shard it.")
 
 
 def on_meta(model: nn.Module) -> bool:

@@ -141,12 +141,23 @@ def compare(
         _compare_in(setting, original, rewired, inputs, done)
         step()
     if not done.outputs:
+        _check_weights(original)
         raise ValidationMismatch(
             f"nothing could be compared: on the example inputs {type(original).__name__} returns no finite numbers "
             "(empty tensors, NaN, integers only, or objects that are not looked into). Pass others, or validate=False."
         )
     log.info("%s: %s", type(original).__name__, done)
     return done
+
+
+def _check_weights(model: nn.Module) -> None:
+    """Refuse weights that are not finite: they are why no output is."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not parameter.float().isfinite().all():
+            raise ValidationMismatch(
+                f"nothing could be compared: the outputs of {type(model).__name__} are not finite, since '{name}' "
+                "holds NaN or infinity. Load other weights, or pass validate=False."
+            )
 
 
 def _compare_in(setting: Setting, original: nn.Module, rewired: nn.Module, inputs: Inputs, done: Comparison) -> None:

@@ -35,7 +35,7 @@ def plot_times(seconds: dict[str, tuple[float, ...]], path: Path) -> None:
             times = [1e3 * value for value in rounds]
             ax.barh(row, statistics.median(times), height=0.62, color=FAINT, zorder=1)
             if len(times) > 1:
-                low, _, high = statistics.quantiles(times, n=4)
+                low, _, high = statistics.quantiles(times, n=4, method="inclusive")
                 ax.plot([low, high], [row, row], color=INK, linewidth=1.5, zorder=2)
             ax.plot(times, [row] * len(times), linestyle="", marker="o", markersize=2.5, color=INK, zorder=3)
         ax.set_yticks(range(len(seconds)), labels=list(seconds))

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from rewire.passes.checks import check_loaded
 from rewire.plotting import plot_arcs, plot_bars, plot_heatmap
 from rewire.runtime.connection import coefficients, learned_connections
 from rewire.saving.checkpoint import matrices
@@ -29,7 +30,8 @@ def plot(source: nn.Module | Path, path: Path, kind: Kind = "heatmap") -> None:
 
     Raises:
         ImportError: matplotlib is missing.
-        RewireError: the model was not rewired; the checkpoint cannot be read, or holds no connection weights.
+        RewireError: the model was not rewired, or is on the meta device; the checkpoint cannot be read, or holds no
+            connection weights.
         ValueError: there is no such kind.
 
     Example:
@@ -37,6 +39,8 @@ def plot(source: nn.Module | Path, path: Path, kind: Kind = "heatmap") -> None:
     """
     if kind not in ("heatmap", "arcs", "bars"):
         raise ValueError(f"kind must be 'heatmap', 'arcs' or 'bars', not {kind!r}.")
+    if isinstance(source, nn.Module):
+        check_loaded(source, "plotted")
     if kind == "bars":
         plot_bars(_bars(source), path)
     else:

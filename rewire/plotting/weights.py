@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rewire.plotting.style import GREY, INK, RED, Path, open_axes, saved_figure, ticks
+from rewire.plotting.style import BLUE, FAINT, GREY, INK, RED, Path, open_axes, saved_figure, ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _COLUMNS = 4  # panels in a row of a heatmap figure
+_SIGNED = r"$p_{ij}\,/\,\max_i\,|p_{ij}|$, red: negative"
 
 
 def plot_heatmap(matrices: dict[str, Tensor], path: Path, floor: float = -10.0) -> None:
@@ -22,7 +23,9 @@ def plot_heatmap(matrices: dict[str, Tensor], path: Path, floor: float = -10.0) 
 
     A panel shows ``log(|p_ij| / max_i |p_ij|)`` for destination j (vertical) and source i (horizontal), so
     the largest weight into each destination is 0. Connections that cannot exist stay blank; existing ones
-    below ``floor``, exact zeros included, have the floor's colour.
+    below ``floor``, exact zeros included, have the floor's colour. If any weight is negative, the panels show
+    ``p_ij / max_i |p_ij|`` instead: positive ones blue, negative ones red, both on the same logarithmic scale that
+    ends at ``exp(floor)``; connections that cannot exist are grey.
 
     Args:
         matrices: by trunk, float [destinations, sources] as `Topology.matrix` returns them: row j - 1 is
@@ -38,18 +41,25 @@ def plot_heatmap(matrices: dict[str, Tensor], path: Path, floor: float = -10.0) 
     if floor >= 0:
         raise ValueError(f"floor={floor}: it has to be below 0, for example -10.")
     panels = _checked(matrices)
+    signed = _signed(panels)
     columns = min(len(panels), _COLUMNS)
     rows = math.ceil(len(panels) / columns)
     with saved_figure(path, 2.9 * columns + 0.9, 2.9 * rows + 0.2) as figure:
         axes = figure.subplots(rows, columns, squeeze=False).flatten()
         for ax, (title, matrix) in zip(axes, panels.items(), strict=False):
-            image = _heatmap(ax, matrix, floor)
+            image = _heatmap(ax, matrix, floor, signed)
             ax.set_title(title, color=INK)
         for ax in axes[len(panels) :]:
             ax.remove()
         used = list(axes[: len(panels)])
-        bar = figure.colorbar(image, ax=used, extend="min", fraction=0.05, pad=0.02, aspect=24)
-        bar.set_label(r"$\log\,(p_{ij}\,/\,\max_i\,p_{ij})$")
+        extend = "neither" if signed else "min"
+        bar = figure.colorbar(image, ax=used, extend=extend, fraction=0.05, pad=0.02, aspect=24)
+        if signed:
+            decades = range(0, int(-floor / math.log(10)), math.ceil(-floor / 10)) or (0,)
+            numbers = sorted([0.0, *(sign * 10.0**-k for k in decades for sign in (1, -1))])
+            bar.set_ticks(numbers, labels=[f"{number:g}" for number in numbers])
+            bar.minorticks_off()
+        bar.set_label(_SIGNED if signed else r"$\log\,(p_{ij}\,/\,\max_i\,p_{ij})$")
         bar.outline.set_visible(False)
 
 
@@ -57,8 +67,8 @@ def plot_arcs(matrices: dict[str, Tensor], path: Path) -> None:
     """Write a drawing of each trunk's topology: states on a line, and an arc from source i to destination j.
 
     Width and opacity of an arc are its weight, ``|p_ij| / max(1, max |p|)``; those under 1% are left out.
-    Arcs from the previous state are grey, longer ones coloured. A state's weight on itself (DenseFormer's
-    ``a_tt``) is a ring.
+    Arcs from the previous state are grey, longer ones red. If any weight is negative, negative ones are red and
+    longer ones blue. A state's weight on itself (DenseFormer's ``a_tt``) is a ring.
 
     Args:
         matrices: by trunk, float [destinations, sources], as for `plot_heatmap`.
@@ -69,24 +79,30 @@ def plot_arcs(matrices: dict[str, Tensor], path: Path) -> None:
         ValueError: no matrices, or one that is not 2-D with 1 or more entries.
     """
     panels = _checked(matrices)
+    signed = _signed(panels)
     widest = max(matrix.shape[0] for matrix in panels.values())
     with saved_figure(path, min(max(0.42 * widest + 1.5, 5.0), 12.0), 2.5 * len(panels) + 0.4) as figure:
         axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
         for ax, (title, matrix) in zip(axes, panels.items(), strict=True):
-            _arcs(ax, matrix)
+            _arcs(ax, matrix, signed)
             ax.set_title(title, color=INK, loc="left")
-        _arc_legend(figure, rings=any(matrix.shape[0] < matrix.shape[1] for matrix in panels.values()))
+        _arc_legend(figure, any(matrix.shape[0] < matrix.shape[1] for matrix in panels.values()), signed)
 
 
 def _checked(matrices: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The matrices as |p|, float64 on the CPU."""
+    """The matrices in float64 on the CPU."""
     if not matrices:
         raise ValueError("there is nothing to plot: the dict of matrices is empty.")
     for name, matrix in matrices.items():
         if matrix.dim() != 2 or not matrix.numel():
             shape = tuple(matrix.shape)
             raise ValueError(f"matrix '{name}' has shape {shape}; it has to be [destinations, sources].")
-    return {name: matrix.detach().to("cpu", torch.float64).abs() for name, matrix in matrices.items()}
+    return {name: matrix.detach().to("cpu", torch.float64) for name, matrix in matrices.items()}
+
+
+def _signed(panels: dict[str, Tensor]) -> bool:
+    """Whether colours have to tell signs."""
+    return any(bool((matrix < 0).any()) for matrix in panels.values())
 
 
 def _existing(matrix: Tensor) -> Tensor:
@@ -94,13 +110,22 @@ def _existing(matrix: Tensor) -> Tensor:
     return torch.ones_like(matrix, dtype=torch.bool).tril(matrix.shape[1] - matrix.shape[0])
 
 
-def _heatmap(ax: Axes, matrix: Tensor, floor: float) -> Any:
+def _heatmap(ax: Axes, matrix: Tensor, floor: float, signed: bool) -> Any:
+    from matplotlib import colormaps
+    from matplotlib.colors import Normalize, SymLogNorm
+
     destinations, sources = matrix.shape
-    largest = matrix.amax(dim=1, keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
-    logs = (matrix / largest).log().clamp(min=floor)  # log 0 = -inf becomes the floor
-    shown = torch.where(_existing(matrix), logs, math.nan)  # nan is blank
+    largest = matrix.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
+    parts = matrix / largest
+    norm: Normalize
+    if signed:
+        norm, colors = SymLogNorm(math.exp(floor), vmin=-1, vmax=1), colormaps["RdBu"].with_extremes(bad=FAINT)
+    else:
+        parts = parts.log().clamp(min=floor)  # log 0 = -inf becomes the floor
+        norm, colors = Normalize(floor, 0), colormaps["viridis"]
+    shown = torch.where(_existing(matrix), parts, math.nan)  # nan is blank
     edges = (-0.5, sources - 0.5, destinations + 0.5, 0.5)  # source i at x = i, destination j at y = j
-    image = ax.imshow(shown.numpy(), "viridis", vmin=floor, vmax=0, extent=edges, interpolation="nearest")
+    image = ax.imshow(shown.numpy(), colors, norm, extent=edges, interpolation="nearest")
     if destinations <= 32:  # thin gaps between the cells
         ax.set_xticks([i + 0.5 for i in range(sources - 1)], minor=True)
         ax.set_yticks([j + 0.5 for j in range(1, destinations)], minor=True)
@@ -115,19 +140,19 @@ def _heatmap(ax: Axes, matrix: Tensor, floor: float) -> Any:
     return image
 
 
-def _arcs(ax: Axes, matrix: Tensor) -> None:
+def _arcs(ax: Axes, matrix: Tensor, signed: bool) -> None:
     from matplotlib.collections import LineCollection
 
     depth = matrix.shape[0]
-    strengths = matrix / matrix.max().clamp(min=1)
-    found = (_existing(matrix) & (strengths >= 0.01)).nonzero().tolist()
+    strengths = matrix / matrix.abs().max().clamp(min=1)
+    found = (_existing(matrix) & (strengths.abs() >= 0.01)).nonzero().tolist()
     # The strongest come last, on top.
-    weighted = sorted((float(strengths[row, source]), source, row + 1) for row, source in found)
+    weighted = sorted(((float(strengths[row, i]), i, row + 1) for row, i in found), key=lambda arc: abs(arc[0]))
     arcs = [arc for arc in weighted if arc[1] < arc[2]]
     rings = [arc for arc in weighted if arc[1] == arc[2]]
     lines = [_arc(source, destination) for _, source, destination in arcs]
     widths = [_width(strength) for strength, _, _ in arcs]
-    ax.add_collection(LineCollection(lines, colors=[_color(*arc) for arc in arcs], linewidths=widths))
+    ax.add_collection(LineCollection(lines, colors=[_color(*arc, signed) for arc in arcs], linewidths=widths))
     size = min(18.0, 500.0 / (depth + 1))
     ax.scatter(range(depth + 1), [0] * (depth + 1), s=size, color=INK, zorder=3, linewidths=0, clip_on=False)
     ax.scatter(
@@ -135,7 +160,7 @@ def _arcs(ax: Axes, matrix: Tensor) -> None:
         [0] * len(rings),
         s=6 * size,
         facecolors="none",
-        edgecolors=[_color(*ring) for ring in rings],
+        edgecolors=[_color(*ring, signed) for ring in rings],
         linewidths=[_width(strength) for strength, _, _ in rings],
         clip_on=False,
     )
@@ -151,14 +176,15 @@ def _arcs(ax: Axes, matrix: Tensor) -> None:
 
 
 def _width(strength: float) -> float:
-    return 0.3 + 2.4 * strength
+    return 0.3 + 2.4 * abs(strength)
 
 
-def _color(strength: float, source: int, destination: int) -> tuple[float, float, float, float]:
+def _color(strength: float, source: int, destination: int, signed: bool) -> tuple[float, float, float, float]:
     from matplotlib.colors import to_rgb
 
-    red, green, blue = to_rgb(RED if destination - source > 1 else GREY)
-    return red, green, blue, 0.08 + 0.87 * strength
+    longer = BLUE if signed else RED
+    red, green, blue = to_rgb(RED if strength < 0 else longer if destination - source > 1 else GREY)
+    return red, green, blue, 0.08 + 0.87 * abs(strength)
 
 
 def _arc(source: int, destination: int) -> list[tuple[float, float]]:
@@ -174,14 +200,16 @@ def _height(span: int) -> float:
     return span**0.7
 
 
-def _arc_legend(figure: Figure, rings: bool) -> None:
+def _arc_legend(figure: Figure, rings: bool, signed: bool) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
         Line2D([], [], color=GREY, linewidth=2, label="from the previous state"),
-        Line2D([], [], color=RED, linewidth=2, label="longer shortcut"),
+        Line2D([], [], color=BLUE if signed else RED, linewidth=2, label="longer shortcut"),
     ]
+    if signed:
+        handles.append(Line2D([], [], color=RED, linewidth=2, label="negative"))
     if rings:
         ring = {"marker": "o", "markerfacecolor": "none", "markeredgecolor": GREY, "markeredgewidth": 2}
         handles.append(Line2D([], [], linestyle="", **ring, label="the state itself"))  # type: ignore[arg-type]
-    figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False, fontsize=8)
+    figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False, fontsize=8)

@@ -36,6 +36,12 @@ class Measured:
     kept: tuple[int, int]
     device: torch.device
 
+    @property
+    def noisy(self) -> bool:
+        """Whether the models differ by less than the rounds of either do: their middle halves overlap."""
+        (plain, slow), (rewired, slower) = self.plain.quartiles, self.rewired.quartiles
+        return plain <= slower and rewired <= slow
+
 
 def states_held(connection: Connection) -> int:
     """Hidden states that a trunk holds between units, at most; the plain model holds one."""

@@ -19,48 +19,52 @@ from rewire.trunk import Site, Trunk
 #: Pixels from the left and from the top.
 Place: TypeAlias = tuple[float, float]
 
-#: Pixels between two states, and between the stream and its branches.
-_STEP, _RISE = 112, 62
+#: Pixels of an add with its branch from left to right; from the stream up to its branches.
+_STEP, _RISE = 124, 62
+_BRANCH, _STREAM = 18, 18 + _RISE  # pixels from the top
 _SMALLEST = -10.0  # natural logarithm of the smallest part of a row's largest weight that is told from 0
 
 
 def stream(trunk: Trunk) -> str:
-    """The residual stream from left to right: states as dots, adds as circles with a plus, branches above."""
-    sites = trunk.sites
-    states = [(22 + _STEP * number, 40 + _RISE) for number in range(len(sites) + 1)]
-    branches = [(x + _STEP / 2, 40) for x, _ in states[:-1]]
-    parts = [_band(trunk, states)]
-    for here, branch, there in zip(states, branches, states[1:], strict=False):
-        parts += [_edge(here, there, "shortcut"), _edge(here, branch, "way"), _edge(branch, there, "way")]
-    parts += [_branch(place, site) for place, site in zip(branches, sites, strict=True)]
-    parts += [_state(place, number, trunk) for number, place in enumerate(states)]
-    return _svg("stream", f"Residual stream {trunk.name}", parts, states[-1][0] + 24, _RISE + 92)
+    """The residual stream from left to right: adds as circles with a plus, branches above, blocks as bars below.
+
+    A drawing for each add, so that the page can break the row.
+    """
+    start = f'{_line(10, 24)}<circle class="state" cx="10" cy="{_STREAM}" r="5" data-tip="the input of the stream"/>'
+    adds = [_add(trunk, number) for number in range(len(trunk.sites))]
+    drawn = [f'<svg width="24" height="{_STREAM + 52}">{start}</svg>']
+    drawn += [f'<svg width="{_STEP}" height="{_STREAM + 52}">{add}</svg>' for add in adds]
+    title = escape(f"Residual stream {trunk.name}")
+    return f'<div class="stream" tabindex="0" role="img" aria-label="{title}">{"".join(drawn)}</div>'
 
 
-def _band(trunk: Trunk, states: Sequence[Place]) -> str:
-    """A bar below the adds of each block, with its number."""
-    parts = []
-    y = states[0][1] + 22
-    for unit in dict.fromkeys(trunk.units):
-        numbers = [n for n, own in enumerate(trunk.units) if own == unit]
-        left, right = states[numbers[0]][0] + 12, states[numbers[-1] + 1][0] + 8
-        block = escape(trunk.sites[numbers[0]].block)
-        parts.append(
-            f'<g data-tip="block {unit}: {block}"><rect class="band" x="{left:g}" y="{y:g}" width="{right - left:g}" '
-            f'height="16" rx="3"/><text x="{(left + right) / 2:g}" y="{y + 12:g}">{unit}</text></g>'
-        )
-    return "".join(parts)
+def _line(left: float, right: float) -> str:
+    return f'<path class="shortcut" d="M{left:g} {_STREAM}H{right:g}"/>'
 
 
-def _edge(source: Place, target: Place, kind: str) -> str:
+def _add(trunk: Trunk, number: int) -> str:
+    fork, branch, add = (2, _STREAM), (_STEP / 2 - 3, _BRANCH), (_STEP - 12, _STREAM)
+    ways = _line(0, _STEP) + _edge(fork, branch) + _edge(branch, add)
+    return ways + _band(trunk, number) + _branch(branch, trunk.sites[number]) + _plus(add, number, trunk)
+
+
+def _band(trunk: Trunk, number: int) -> str:
+    """The part of the bar below the adds of a block; the first has the block's number."""
+    unit = trunk.units[number]
+    first = number == 0 or trunk.units[number - 1] != unit
+    last = number + 1 == len(trunk.units) or trunk.units[number + 1] != unit
+    left, right, y = 2 * first, _STEP - 2 * last, _STREAM + 22
+    text = f'<text x="{_STEP / 2 - 3:g}" y="{y + 12:g}">{unit}</text>' if first else ""
+    tip = escape(f"block {unit}: {trunk.sites[number].block}")
+    return (
+        f'<g data-tip="{tip}"><rect class="band" x="{left}" y="{y:g}" width="{right - left:g}" height="16"/>{text}</g>'
+    )
+
+
+def _edge(source: Place, target: Place) -> str:
     (a, b), (c, d) = source, target
-    if d < b:  # up to a branch
-        way = f"C{a:g} {d:g} {a:g} {d:g} {c:g} {d:g}"
-    elif d > b:  # down to an add
-        way = f"C{c:g} {b:g} {c:g} {b:g} {c:g} {d - 9:g}"
-    else:
-        way = f"H{c:g}"
-    return f'<path class="{kind}" d="M{a:g} {b:g}{way}"/>'
+    up, down = f"C{a:g} {d:g} {a:g} {d:g} {c:g} {d:g}", f"C{c:g} {b:g} {c:g} {b:g} {c:g} {d - 9:g}"
+    return f'<path class="way" d="M{a:g} {b:g}{up if d < b else down}"/>'
 
 
 def _branch(place: Place, site: Site) -> str:
@@ -81,11 +85,9 @@ def _shortened(text: str, length: int) -> str:
     return last if len(last) <= length else f"{last[: length - 1]}…"
 
 
-def _state(place: Place, number: int, trunk: Trunk) -> str:
+def _plus(place: Place, number: int, trunk: Trunk) -> str:
     x, y = place
-    if number == 0:
-        return f'<circle class="state" cx="{x:g}" cy="{y:g}" r="5" data-tip="state 0: the input of the stream"/>'
-    tip = escape(f"residual add {number} of {len(trunk.sites)}, in {trunk.sites[number - 1].block or '(the model)'}")
+    tip = escape(f"residual add {number + 1} of {len(trunk.sites)}, in {trunk.sites[number].block or '(the model)'}")
     return (
         f'<g class="add" data-tip="{tip}"><circle cx="{x:g}" cy="{y:g}" r="8"/>'
         f'<path d="M{x - 4:g} {y:g}h8M{x:g} {y - 4:g}v8"/></g>'
@@ -139,7 +141,7 @@ def arcs(name: str, matrix: Tensor) -> str:
     )
     step = max(9.0, min(80.0, 600 / depth))
     longest = max((to - source for _, source, to, _ in found), default=1)
-    ground = _height(longest, step) + 14
+    ground = max(_height(longest, step) + 14, 22)
     ink = min(1.0, 12 / depth)  # where arcs are many, each is fainter
     lines = [_arc(*arc, step, ground, ink) for arc in found]
     for n in range(depth + 1):
@@ -154,8 +156,8 @@ def _arc(strength: float, source: int, target: int, value: float, step: float, g
     kind = ("negative" if value < 0 else "longer") if target - source > 1 or value < 0 else "previous"
     style = f'stroke-width="{0.6 + 2.6 * strength:.2f}" stroke-opacity="{(0.12 + 0.83 * strength) * ink:.2f}"'
     tip = f'data-tip="from state {source} into state {target}: {value:.4g}"'
-    if source >= target:  # a state's weight on itself (DenseFormer)
-        return f'<circle class="arc {kind}" cx="{a:g}" cy="{ground:g}" r="7" {style} {tip}/>'
+    if source >= target:  # a state's weight on itself (DenseFormer): a loop on top of it
+        return f'<circle class="arc {kind}" cx="{a:g}" cy="{ground - 9:g}" r="9" {style} {tip}/>'
     height = _height(target - source, step)
     return (
         f'<path class="arc {kind}" d="M{a:g} {ground:g}A{(b - a) / 2:g} {height:g} 0 0 1 {b:g} {ground:g}" '

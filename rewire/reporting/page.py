@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewire.bench.harness import Timing, quartiles
 from rewire.compiler import inspect
 from rewire.diffs import diff
 from rewire.reporting.costs import Measured, measured, states_held
@@ -99,7 +100,7 @@ def _trunk(trunk: Trunk, rewired: bool) -> str:
     return (
         f"<h3><code>{escape(trunk.name)}</code></h3><p>{_count(len(trunk.sites), 'residual add')} in "
         f"{_count(trunk.blocks, 'block')}, width {width}, {norm}{'' if rewired else '; left as it was'}.</p>"
-        f'<div class="wide" tabindex="0">{stream(trunk)}</div>'
+        f"{stream(trunk)}"
         "<details><summary>All residual adds</summary>"
         f'<div class="wide"><table><thead><tr><th>#<th>block<th>branch<th>kind<th>then</tr></thead>{rows}</table></div>'
         "</details>"
@@ -111,12 +112,14 @@ def _cells(*values: object) -> str:
 
 
 def _weights(matrices: dict[str, Tensor]) -> Iterator[str]:
+    own = any(matrix.shape[0] < matrix.shape[1] for matrix in matrices.values())
+    loops = '<span class="loop">loop: what a state keeps of itself</span>' if own else ""
     yield (
         "<p>How much of each state (0 is the input of the stream) goes into each later one. Shades of the matrix "
         "follow the logarithm of a weight's part of the largest in its row; arcs under 1% are left out. Point at one "
         'for its value.</p><p class="legend"><span class="positive">positive</span>'
         '<span class="negative">negative</span><span class="previous">arc from the previous state</span>'
-        '<span class="longer">from an earlier one</span></p>'
+        f'<span class="longer">from an earlier one</span>{loops}</p>'
     )
     for name, matrix in matrices.items():
         drawn = f'<div class="wide" tabindex="0">{arcs(name, matrix)}</div>'
@@ -152,17 +155,24 @@ def _costs(own: dict[str, Connection], times: Measured | None) -> str:
     )
     if times is None:
         return f"{text}<p>Steps were not timed: that takes <code>example_inputs</code>.</p>"
-    ratio = times.rewired.ratio(times.plain)
+    ratio, (low, high) = times.rewired.ratio(times.plain), quartiles(times.rewired.ratios(times.plain))
+    noise = "; <b>that is within the noise of these rounds</b>" if times.noisy else ""
     measured = "".join(
-        f"<tr>{_cells(name, f'{timing.median * 1e3:.2f} ms', f'{kept / 2**20:.2f} MiB')}</tr>"
+        f"<tr>{_cells(name, _step(timing), f'{kept / 2**20:.2f} MiB')}</tr>"
         for name, timing, kept in zip(("plain", "rewired"), (times.plain, times.rewired), times.kept, strict=True)
     )
     return (
-        f'{text}<div class="wide"><table><thead><tr><th>model<th>training step, median<th>activations kept</tr></thead>'
-        f"{measured}</table></div><p>Forward and backward on {escape(str(times.device))} with torch "
+        f'{text}<div class="wide"><table><thead><tr><th>model<th>training step, median (quartiles)'
+        f"<th>activations kept</tr></thead>{measured}</table></div>"
+        f"<p>Forward and backward on {escape(str(times.device))} with torch "
         f"{escape(torch.__version__)}, timed in turn {len(times.plain.seconds)} times: the rewired model takes "
-        f"<b>{ratio:.2f}</b> times as long (median of the rounds).</p>"
+        f"<b>{ratio:.2f}</b> times as long (median of the rounds; quartiles {low:.2f} to {high:.2f}){noise}.</p>"
     )
+
+
+def _step(timing: Timing) -> str:
+    low, high = timing.quartiles
+    return f"{timing.median * 1e3:.2f} ms ({low * 1e3:.2f} to {high * 1e3:.2f})"
 
 
 def _left(left: Sequence[LeftAlone]) -> str:

@@ -28,9 +28,10 @@ th, td { padding: .25rem 1.1rem .25rem 0; text-align: left; vertical-align: top;
 th { font-weight: 600; color: var(--muted); white-space: nowrap; }
 .wide { overflow-x: auto; margin: .4rem 0; }
 svg { display: block; } svg text { fill: var(--muted); text-anchor: middle; font-family: system-ui, sans-serif; }
-svg.stream text { font-size: 10.5px; } svg.stream .branch text { fill: var(--ink); }
-svg.stream { margin: 0; } .shortcut { stroke: var(--ink); stroke-width: 2.2; fill: none; }
-.way { stroke: var(--grey); stroke-width: 1.2; fill: none; } .band { fill: var(--card); stroke: var(--line); }
+.stream { display: flex; flex-wrap: wrap; max-height: 44rem; overflow: auto; }
+.stream text { font-size: 10.5px; } .branch text { fill: var(--ink); }
+.shortcut { stroke: var(--ink); stroke-width: 2.2; fill: none; }
+.way { stroke: var(--grey); stroke-width: 1.2; fill: none; } .band { fill: var(--line); }
 .branch rect { fill: var(--card); stroke: var(--grey); } .branch[data-kind*="attention"] rect { stroke: var(--blue); }
 .branch[data-kind="ffn"] rect { stroke: var(--red); }
 .state { fill: var(--ink); } .add circle { fill: var(--page); stroke: var(--ink); stroke-width: 1.6; }
@@ -46,6 +47,7 @@ svg.heatmap rect { stroke-width: .5; } svg.arcs text, svg.heatmap text { font-si
   border-radius: 2px; vertical-align: -.05em; background: var(--blue); }
 .legend .negative::before { background: var(--red); }
 .legend .previous::before, .legend .longer::before { height: .2em; vertical-align: .25em; }
+.legend .loop::before { border: .15em solid var(--grey); border-radius: 50%; background: none; }
 .legend .previous::before { background: var(--grey); }
 #tip { position: fixed; z-index: 1; max-width: 22rem; padding: .25rem .6rem; border-radius: 4px; font-size: .85rem;
   color: var(--page); background: var(--ink); pointer-events: none; overflow-wrap: anywhere; }

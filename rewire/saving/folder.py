@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rewire.errors import RewireError, ShardedModel
+from rewire.errors import RewireError, WrappedModel
 from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms, learned_connections
 from rewire.saving.recipes import connections_of, described, difference, first_line, is_recipe, rewired_by
 from rewire.topologies.names import current_recipe
@@ -50,7 +50,7 @@ def save(
 
     Raises:
         RewireError: the model was not rewired, is wrapped, or holds tensors that are no plain ones.
-        ShardedModel: its parameters are sharded.
+        WrappedModel: its parameters are sharded.
         ValueError: ``weights`` or ``max_shard_bytes`` is no such thing.
 
     Example:
@@ -99,7 +99,7 @@ def load(
         RewireError: there is no such folder, it is damaged or of another format, or it was saved from another model;
             the message shows what differs.
         UnknownName: a topology is not known here.
-        AlreadyRewired, ShardedModel: the model is no plain one.
+        AlreadyRewired, WrappedModel: the model is no plain one.
         ValueError: ``weights`` is no such thing.
 
     Files are compared with the SHA-256 digests in the recipe before anything is built.
@@ -153,7 +153,7 @@ def _check_part(weights: str) -> None:
 def _check_savable(state: dict[str, Tensor]) -> None:
     for name, value in state.items():
         if type(value).__name__ == "DTensor":
-            raise ShardedModel(f"'{name}' is sharded: save the model with torch.distributed.checkpoint.")
+            raise WrappedModel(f"'{name}' is sharded: save the model with torch.distributed.checkpoint.")
         if type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.layout != torch.strided or value.is_quantized:
             raise RewireError(
                 f"'{name}' is a {type(value).__name__} and no plain tensor, which safetensors cannot hold: save the "

@@ -11,6 +11,7 @@ from torch import nn
 from rewire.errors import RewireError, UnknownName
 from rewire.runtime.connection import read_recipe
 from rewire.saving.checkpoint import read_connections
+from rewire.saving.folder import RECIPE
 from rewire.saving.recipes import EXTRA_STATE, connections_of, is_recipe, rewired_by
 
 
@@ -33,6 +34,8 @@ def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **o
         UnknownName: transformers has no such class, or a topology is not known here.
         ImportError: transformers is missing.
     """
+    if (Path(folder) / RECIPE).is_file() and not (Path(folder) / "config.json").is_file():
+        raise RewireError(f"'{folder}' was written by rewire.save: load it with rewire.load(folder, model).")
     recipes = _recipes(Path(folder))
     cls = _saved_class(folder) if model_class is None else model_class
     return _rewiring(cls, recipes).from_pretrained(folder, **options)

@@ -95,7 +95,7 @@ def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start, example_
 
     Raises:
         RewireError: the model is another one than the recipes'; the message shows what differs.
-        AlreadyRewired, ShardedModel: the model is no plain one.
+        AlreadyRewired, WrappedModel: the model is no plain one.
     """
     check_model(model)
     prepared = prepare(model, example_inputs)

@@ -12,7 +12,7 @@ import torch
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rewire.bench.harness import default_device, machine
-from rewire.console import bars, drawn
+from rewire.console import bars, drawn, say
 from rewire.errors import RewireError
 from rewire.studies.contenders import DEFAULT, PLAIN, SCALED, Contender, Scales, parse
 from rewire.studies.page import write
@@ -55,7 +55,7 @@ def study(
         out: folder for what is written.
         storage: a file for a journal, or a URL of a database (``sqlite:///study.db``); default: a journal in ``out``.
         device: default: an accelerator if there is one.
-        progress: whether to show bars on stderr.
+        progress: whether to show bars on stderr; where that is no terminal, a line for each run that ended.
 
     Returns:
         What was found: `Study.rows`, `Study.findings()`, and a table if printed with rich.
@@ -79,7 +79,8 @@ def study(
     settings = {**dataclasses.asdict(budget), "learning_rate": task.learning_rate, "trials": trials}
     with opened(storage or str(folder / "journal.log")) as kept, _bars(progress) as ticks:
         _expect(Trials("settings", kept), settings)
-        scales, rows = _run(Search(task, budget, kept, trials, seeds, where), contenders, ticks)
+        search = Search(task, budget, kept, trials, seeds, where, *([say] if progress else []))
+        scales, rows = _run(search, contenders, ticks)
     about = {**dataclasses.asdict(budget), "trials": trials, "seeds": seeds, "machine": machine(where)}
     found = Study(sorted(rows, key=lambda row: row.mean), scales, about)
     write(found, folder)

@@ -43,6 +43,10 @@ class Result:
     def loss(self) -> float:
         return math.inf if self.stopped else self.curve[-1].loss
 
+    def __str__(self) -> str:
+        last = self.curve[-1]
+        return f"loss {last.loss:.4f} after {last.step} steps" + (", stopped early" if self.stopped else "")
+
 
 class Trials:
     """The runs of one contender for one purpose, in a storage that outlives the process and may be shared.
@@ -169,6 +173,7 @@ class Search:
     Attributes:
         trials: runs at most in a search; a second one for each of the scales, where these are searched.
         seeds: how many runs are compared, with seeds 1, 2, ...; searches take seed 0.
+        say: is called with a line about each run that ended.
     """
 
     task: Task
@@ -177,6 +182,7 @@ class Search:
     trials: int
     seeds: int
     device: torch.device
+    say: Callable[[str], object] = lambda line: None
 
     def tune(
         self,
@@ -199,8 +205,9 @@ class Search:
             setting = next_setting(start, [*known, *runs.results()], runs.running())
             if setting is None:
                 break
-            points = self._points(contender, setting, scales, 0, ticks(f"{contender.name}, {describe(setting)}"))
-            runs.run(setting, points, may_stop=True)
+            name = f"{contender.name}, {describe(setting)}"
+            points = self._points(contender, setting, scales, 0, ticks(name))
+            self.say(f"{name}: {runs.run(setting, points, may_stop=True)}")
         _wait(runs)
         return [*known, *runs.results()]
 
@@ -211,8 +218,9 @@ class Search:
         runs = Trials(f"{contender.name} | seeds", self.storage)
         for seed in range(1, self.seeds + 1):
             if not any(_equal(key, {"seed": seed}) for key in [*(r.setting for r in runs.results()), *runs.running()]):
-                points = self._points(contender, setting, scales, seed, ticks(f"{contender.name}, seed {seed}"))
-                runs.run({"seed": float(seed)}, points, may_stop=False)
+                name = f"{contender.name}, seed {seed}"
+                points = self._points(contender, setting, scales, seed, ticks(name))
+                self.say(f"{name}: {runs.run({'seed': float(seed)}, points, may_stop=False)}")
         _wait(runs)
         by_seed = {result.setting["seed"]: result for result in runs.results()}
         return [by_seed[seed] for seed in sorted(by_seed)]

@@ -186,12 +186,39 @@ def test_style_is_not_left_behind(tmp_path: Path) -> None:
         assert dict(matplotlib.rcParams) == before
 
 
-@pytest.mark.parametrize("plot", [plot_heatmap, plot_arcs])
-def test_the_sign_does_not_count(plot: object, tmp_path: Path) -> None:
-    for name, sign in (("plus", 1), ("minus", -1)):
-        plot({"trunk": sign * random(4)}, tmp_path / f"{name}.png")  # type: ignore[operator]
-    plus, minus = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("plus", "minus"))
-    assert (plus == minus).all()
+def test_heatmaps_tell_signs(figures: list[Figure], tmp_path: Path) -> None:
+    p = torch.tensor([[1.0, 0.0, 0.0], [-0.5, 0.5, 0.0], [0.0, -1e-3, -2.0]])
+    plot_heatmap({"signed": p, "positive": random(3)}, tmp_path / "h.png")
+    first, second, bar = figures[0].axes
+    shown: Any = first.images[0].get_array()
+    assert shown.mask.tolist() == [[0, 1, 1], [0, 0, 1], [0, 0, 0]]
+    assert shown.compressed().tolist() == pytest.approx([1, -1, 1, 0, -5e-4, -1])  # parts of the row's largest
+    assert first.images[0].get_clim() == second.images[0].get_clim() == (-1, 1)
+    assert "red: negative" in bar.get_ylabel()
+    assert [label.get_text() for label in bar.get_yticklabels()] == [
+        "-1",
+        "-0.1",
+        "-0.01",
+        "-0.001",
+        "0",
+        "0.001",
+        "0.01",
+        "0.1",
+        "1",
+    ]
+    red, blue, small, zero = (first.images[0].to_rgba(x)[:3] for x in (-1.0, 1.0, -1e-3, 0.0))
+    assert red[0] > 2 * red[2] and blue[2] > 2 * blue[0]
+    assert small[0] > 1.2 * small[2] and zero == pytest.approx([zero[0]] * 3, abs=0.01)
+
+
+def test_arcs_tell_signs(figures: list[Figure], tmp_path: Path) -> None:
+    plot_arcs({"trunk": torch.tensor([[1.0, 0.0, 0.0], [0.5, -0.9, 0.0], [-0.4, 0.3, 0.8]])}, tmp_path / "a.png")
+    lines: Any = next(c for c in figures[0].axes[0].collections if isinstance(c, LineCollection))
+    ends = [(round(path.vertices[0][0]), round(path.vertices[-1][0])) for path in lines.get_paths()]
+    assert ends == [(1, 3), (0, 3), (0, 2), (2, 3), (1, 2), (0, 1)]
+    red = [bool(color[0] > 1.5 * color[2]) for color in lines.get_colors()]
+    assert red == [False, True, False, False, True, False]
+    assert "negative" in [text.get_text() for text in figures[0].legends[0].get_texts()]
 
 
 def test_matplotlib_is_imported_late_and_without_pyplot(tmp_path: Path) -> None:
@@ -325,6 +352,8 @@ def test_plots_of_what_has_no_weights(tmp_path: Path) -> None:
     for kind in ("heatmap", "bars"):
         with pytest.raises(rewire.RewireError, match="Linear was not rewired"):
             rewire.plot(nn.Linear(2, 2), tmp_path / "x.png", kind)  # type: ignore[arg-type]
+    with pytest.raises(rewire.RewireError, match="on the meta device: load its weights before it is plotted"):
+        rewire.plot(rewire.compile(Stack(PreNorm).to("meta"), validate=False), tmp_path / "x.png")
     with pytest.raises(ValueError, match="kind must be 'heatmap', 'arcs' or 'bars', not 'pie'"):
         rewire.plot(nn.Linear(2, 2), tmp_path / "x.png", "pie")  # type: ignore[arg-type]
 

@@ -14,7 +14,9 @@ from every_topology import mixed
 from torch import nn
 
 import rewire
+from rewire.bench.harness import Timing
 from rewire.patterns import tiny
+from rewire.reporting.costs import Measured
 from rewire.reporting.page import page
 
 HOSTILE = '"><script>alert(1)</script><b id="x" onload=\'alert(2)\'>&amp;'
@@ -73,8 +75,30 @@ def test_it_shows_streams_changes_weights_and_costs() -> None:
             assert f"from state {column} into state {row + 1}: {matrix[row, column]:.4g}" in found.tips
     for line in rewire.diff(model).splitlines()[2:]:
         assert line in found.text
-    assert re.search(r"takes \d+\.\d\d times as long", found.text)
+    assert re.search(r"takes \d+\.\d\d times as long \(median of the rounds; quartiles \d.* to \d", found.text)
+    assert re.search(r"rewired\d+\.\d\d ms \(\d+\.\d\d to \d+\.\d\d\)", found.text)
     assert "layers64" in found.text  # the stream's name, 6 learned weights, 4 states held
+
+
+def test_loops_are_explained() -> None:
+    """DenseFormer's weights of a state on itself: on top of the state, not around it."""
+    text = page(mixed(models.CASES["pre-norm"].make(), "denseformer", example_inputs=models.CASES["pre-norm"].inputs()))
+    loops = re.findall(r'<circle class="arc [a-z]+" cx="[\d.]+" cy="([\d.]+)" r="(\d+)"', text)
+    states = re.findall(r'<circle class="state" cx="[\d.]+" cy="([\d.]+)" r="3"', text)
+    assert len(loops) == 3 and [float(y) + int(r) for y, r in loops] == pytest.approx([float(states[0])] * 3, abs=0.01)
+    assert "loop: what a state keeps of itself" in text and "loop: what" not in page(stack()[0])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "noisy"), [((0.9, 1.0, 1.3), True), ((0.75, 0.89, 1.1), True), ((2, 2.1, 9), False)]
+)
+def test_what_is_noise_is_called_noise(
+    seconds: tuple[float, ...], noisy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = stack()
+    times = Measured(Timing((0.8, 1.0, 1.4)), Timing(seconds), (1, 1), torch.device("cpu"))
+    monkeypatch.setattr("rewire.reporting.page.measured", lambda *_: times)
+    assert ("that is within the noise of these rounds" in Tags(page(model, inputs)).text) == noisy
 
 
 def test_it_leaves_the_model_alone() -> None:
@@ -154,7 +178,7 @@ def test_it_needs_nothing_else(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    model = mixed(NamedByAStranger(), "denseformer", example_inputs=(models.vectors(),))
+    model = mixed(NamedByAStranger(), "denseformer", example_inputs=(models.vectors(),), granularity="sublayer")
     rewire.report(model, path, (models.vectors(),))
     return path
 
@@ -178,6 +202,8 @@ def test_in_a_browser(browser: Any, written: Path, width: int, scheme: str) -> N
     shown.on("request", lambda request: requests.append(request.url))
     shown.goto(written.as_uri())
     assert shown.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    ends = "[...document.querySelectorAll('.stream svg')].map(drawn => drawn.getBoundingClientRect().right)"
+    assert max(shown.evaluate(ends)) <= width  # nothing has to be scrolled sideways
     back = shown.evaluate("getComputedStyle(document.body).backgroundColor")
     light = sum(map(int, re.findall(r"\d+", back)[:3])) > 382
     assert light == (scheme == "light")

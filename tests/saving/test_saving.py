@@ -550,3 +550,9 @@ def test_hostile_programs_of_frozen_trunks_never_become_code(tmp_path: Path, mon
         with pytest.raises(rewire.RewireError, match=r"damaged|do not fit"):
             rewire.load(rewritten(tmp_path / "saved", text.replace(weight, other)), stack())
     assert ran == []
+
+
+def test_from_pretrained_of_what_save_wrote_names_load(tmp_path: Path) -> None:
+    rewire.save(rewire.compile(Stack(PreNorm), "ancre-ingoing", validate=False), tmp_path)
+    with pytest.raises(rewire.RewireError, match=r"by rewire\.save: load it with rewire\.load\(folder, model\)"):
+        rewire.from_pretrained(tmp_path)

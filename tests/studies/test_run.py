@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert code == 0, output
     assert "laurel-rw ends" in output and "no evidence for larger ones" in output
     assert (tmp_path / "study.html").exists()
+    # In a pipe, a line for each run.
+    assert re.search(r"^residual, rate \S+: loss \d\.\d{4} after 20 steps\n", output)
+    assert re.search(r"\nlaurel-rw, seed 1: loss \d\.\d{4} after 20 steps\n", output) and "\x1b" not in output
 
 
 @pytest.mark.parametrize(

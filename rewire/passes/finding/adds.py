@@ -7,6 +7,7 @@ embeddings, masks and position embeddings fail that test, or are told by name.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 from rewire.code.text import place_of, within
@@ -21,6 +22,21 @@ VIEWS = frozenset(
 )
 #: Why a weighted sum of the stream and a branch is no residual add.
 SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
+#: Why other operations with a state and a branch are none.
+_LIKE_ADDS = {
+    "sub": "is a subtraction: only sums are connected, `x + (-f)` say",
+    "lerp": "mixes the state and a branch with `lerp`: only sums are connected",
+    "addcmul": "adds a branch with `addcmul`: only sums are connected, `x + a * f` say",
+    "sum": "sums a stack of the state and a branch: only `x + f` is connected",
+}
+#: And sums with what was made of a state.
+_SHORTCUTS = {
+    "mul": SCALED,
+    "div": SCALED,
+    "detach": "its shortcut is detached: gradients do not pass it, while they do pass connections",
+    "getitem": "its shortcut is indexed: only sums with the state itself are connected, `x + f`",
+    "add": "its shortcut is a sum with a number, as `sum([x, f])` makes one: write `x + f`",
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,13 +81,9 @@ def residual_adds(flow: Flow) -> tuple[list[Add], dict[Add, str]]:
     found: dict[Op, Add] = {}  # by the operation, that of the outermost addition
     rejected: dict[Add, str] = {}
     for op in flow:
-        if not _is_sum(op):
-            continue
-        add = _parallel(op, found, flow) or _plain(op, flow, found) or _projected(op)
-        if add is None:
-            scaled = _scaled(op, flow)
-            if scaled is not None:
-                rejected[scaled] = SCALED
+        add = _is_sum(op) and (_parallel(op, found, flow) or _plain(op, flow, found) or _projected(op))
+        if not add:
+            rejected.update(_near_miss(op, flow))
             continue
         why = _false_friend(add) or _around(add, found)
         if why:
@@ -105,15 +117,31 @@ def _plain(op: Op, flow: Flow, found: dict[Op, Add]) -> Add | None:
     return None
 
 
-def _scaled(op: Op, flow: Flow) -> Add | None:
-    """``a x + f``: what it would be without the factor."""
-    for shortcut, branch in (op.inputs, op.inputs[::-1]):
-        live = [source for source in shortcut.inputs if not source.constant]
-        if shortcut.name in ("mul", "div") and len(live) == 1:
-            region = _branch(op, live[0], branch, flow)
-            if region:
-                return Add(op, shortcut, live[0], live[0], [branch], region)
-    return None
+def _near_miss(op: Op, flow: Flow) -> dict[Add, str]:
+    """What combines a state with what is computed from it through weights in another way; and why it is no such add."""
+    operands = op.inputs
+    if op.name == "sum":
+        operands = operands[0].inputs if operands and operands[0].name == "stack" else ()
+    elif op.name not in _LIKE_ADDS and not _is_sum(op):
+        return {}
+    for shortcut, branch in itertools.permutations(operands, 2):
+        state, why = _combined(op, shortcut)
+        region = _branch(op, state, branch, flow) if why else frozenset()
+        if region:
+            return {Add(op, shortcut, state, state, [branch], region): why}
+    return {}
+
+
+def _combined(op: Op, shortcut: Op) -> tuple[Op, str]:
+    """The state that ``op`` takes in, and why that is no residual add; empty if it may be one."""
+    if op.name != "add":
+        return shortcut, _LIKE_ADDS[op.name]
+    if op.scale is not None and op.scale != 1 and shortcut is op.inputs[1]:
+        return shortcut, SCALED
+    live = [source for source in shortcut.inputs if not source.constant]
+    if len(live) != 1 or (shortcut.name == "getitem" and (shortcut.shape is None or shortcut.shape != live[0].shape)):
+        return shortcut, ""
+    return live[0], _SHORTCUTS.get(shortcut.name, "")
 
 
 def _around(add: Add, found: dict[Op, Add]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -181,3 +183,37 @@ def test_inspecting_changes_and_runs_nothing() -> None:
     assert torch.equal(torch.random.get_rng_state(), random)
     for path, module in model.named_modules():
         assert (type(module), set(vars(module)), dict(module._forward_hooks)) == state[path]
+
+
+NET = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x):
+        f = self.linear(x)
+        return {}
+"""
+NEAR_MISSES: list[tuple[str, str]] = [
+    ("x.detach() + f", "its shortcut is detached"),
+    ("sum([x, f])", "its shortcut is a sum with a number"),
+    ("x[:] + f", "its shortcut is indexed"),
+    ("torch.add(f, x, alpha=0.5)", "its shortcut is scaled"),
+    ("x - f", "is a subtraction"),
+    ("f - x", "is a subtraction"),
+    ("torch.lerp(x, f, 0.5)", "mixes the state and a branch with `lerp`"),
+    ("torch.addcmul(x, f, torch.ones(8))", "adds a branch with `addcmul`"),
+    ("torch.stack([x, f]).sum(0)", "sums a stack"),
+]
+
+
+@pytest.mark.parametrize(("written", "why"), NEAR_MISSES)
+def test_near_misses_are_left_alone_with_a_reason(written: str, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(NET.format(written))
+    names: dict[str, Any] = {"torch": torch, "nn": nn}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    report = rewire.inspect(nn.Sequential(names["Block"](), names["Block"]()), (torch.randn(2, 8),))
+    assert not report.trunks and [left.path for left in report.left] == ["0.linear", "1.linear"]
+    for left in report.left:
+        assert left.why.startswith(why) and left.written == written and left.place == f"{file}:8"
