@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -45,7 +47,8 @@ def out(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several would wait for each other where tests run in parallel
     try:
-        example.main(steps=STEPS, seed=0, runs="ancre,ancre-keep", out=out)
+        with (out.parent / "log").open("w") as log, contextlib.redirect_stdout(log):
+            example.main(steps=STEPS, seed=0, runs="ancre,ancre-keep", out=out)
     finally:
         torch.set_num_threads(threads)
     return out
@@ -60,6 +63,12 @@ def test_everything_is_written(out: Path) -> None:
     pictures, checkpoints = {"loss.png", "heatmap.png", "arcs.png"}, {"ancre.pt", "ancre-keep.pt"}
     assert {path.name for path in out.iterdir()} == {"results.json", *pictures, *checkpoints}
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+
+
+def test_a_log_shows_how_far_it_is(out: Path) -> None:
+    log = (out.parent / "log").read_text()
+    assert re.match(rf"step 1 of {STEPS}: loss of residual \d\.\d+, ancre \d\.\d+, ancre-keep \d\.\d+\n", log)
+    assert "\x1b" not in log and "validation" in log
 
 
 def test_what_the_results_say(results: dict[str, Any]) -> None:
