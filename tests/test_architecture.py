@@ -67,7 +67,7 @@ def test_no_module_of_the_root_has_the_name_of_something_public() -> None:
 
 #: What a newcomer sees first.
 ROOMS = {
-    *("__init__.py", "__main__.py", "cli.py", "compiler.py", "console.py", "conventions.py", "copies.py", "diffs.py"),
+    *("__init__.py", "__main__.py", "compiler.py", "console.py", "conventions.py", "copies.py", "diffs.py"),
     *(
         "errors.py",
         "freezing.py",

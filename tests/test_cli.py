@@ -125,7 +125,7 @@ def test_source_with_a_topology_without_preserving_start(run: Run) -> None:
 
 def test_source_is_highlighted_on_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Console(force_terminal=True, width=100, color_system="standard")
-    monkeypatch.setattr(rewire.cli, "_console", lambda: terminal)
+    monkeypatch.setattr(rewire.cli.output, "console", lambda: terminal)
     with terminal.capture() as captured:
         run("source", "user_net:Net", "1")
     shown = captured.get()
@@ -220,7 +220,7 @@ def test_errors_of_the_users_code_keep_their_traceback(run: Run) -> None:
 def test_files_that_cannot_be_written_are_refused_before_the_work(
     run: Run, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rewire.cli, "_load", lambda spec: pytest.fail("it was loaded"))
+    monkeypatch.setattr(rewire.cli.models, "load", lambda spec: pytest.fail("it was loaded"))
     assert "'no/x.svg' cannot be written: there is no folder 'no'" in failed(run(*command, "no/x.svg"))
     if "--html" not in command:
         assert run(*command, "x.docx").exit_code == 2

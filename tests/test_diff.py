@@ -298,7 +298,7 @@ def test_the_command() -> None:
 def test_the_command_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("user_net.py").write_text(USER_FILE)
     terminal = Console(force_terminal=True, width=100, color_system="standard")
-    monkeypatch.setattr(rewire.cli, "_console", lambda: terminal)
+    monkeypatch.setattr(rewire.cli.output, "console", lambda: terminal)
     with terminal.capture() as captured:
         CliRunner().invoke(app, ["diff", "user_net:Net"])
     (removed,) = (line for line in captured.get().split("\n") if "return x + y" in line)

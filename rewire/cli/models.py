@@ -1,0 +1,181 @@
+"""Commands that look at a model, or write one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+import rewire
+from rewire.bench.shapes import shapes
+from rewire.cli import output
+from rewire.cli.app import app
+from rewire.cli.arguments import (
+    Granularity,
+    Model,
+    Topology,
+    as_messages,
+    inputs_of,
+    load,
+    picture,
+    rewired,
+    writable,
+)
+from rewire.console import progress
+from rewire.ejecting.eject import check_free
+from rewire.kernels import MixSpec, source
+from rewire.passes.inputs import known_inputs
+from rewire.patterns import patterns_for
+
+
+@app.command("inspect")
+def inspect_command(
+    model: Model,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            callback=writable,
+            help="Write a page instead: streams, the diff, weights and costs of MODEL, rewired.",
+        ),
+    ] = None,
+    topology: Topology = "ancre-ingoing",
+    granularity: Granularity = "auto",
+) -> None:
+    """Show the residual streams of MODEL: their residual adds in order, and what would be left alone, and why."""
+    if html is None:
+        output.console().print(rewire.inspect(load(model)))
+        return
+    with progress(f"writing a page about {model}"):
+        loaded = load(model)
+        inputs = known_inputs(loaded, patterns_for(loaded), None)
+        if not rewire.connections(loaded):
+            loaded = rewire.compile(loaded, topology, granularity=granularity, start="paper", validate=False)
+        rewire.report(loaded, html, inputs)
+    typer.echo(f"wrote {html}")
+
+
+@app.command("source")
+def source_command(
+    model: Model,
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A block, as inspect names it: model.layers.0")],
+    topology: Topology = "ancre-ingoing",
+    granularity: Granularity = "auto",
+) -> None:
+    """Rewire MODEL and print the new forward of the block at PATH."""
+    output.print_code(rewire.source(rewired(model, topology, granularity), path), "python")
+
+
+@app.command("diff")
+def diff_command(model: Model, topology: Topology = "ancre-ingoing", granularity: Granularity = "auto") -> None:
+    """Rewire MODEL and print all that this changes in its files, as a unified diff."""
+    output.print_code(rewire.diff(rewired(model, topology, granularity)), "diff")
+
+
+@app.command("eject")
+def eject_command(
+    model: Model,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="Where to write.")],
+    topology: Topology = "ancre-ingoing",
+    granularity: Granularity = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder that holds other files, too.")] = False,
+) -> None:
+    """Write MODEL as Python files and weights that load without rewire; it is rewired first, unless it is already."""
+    if not force:
+        check_free(folder)  # before anything that takes long
+    loaded = load(model)
+    if not rewire.connections(loaded):
+        loaded = rewire.compile(loaded, topology, granularity=granularity)
+    typer.echo(f"wrote {rewire.eject(loaded, folder, force=force)}")
+
+
+@app.command("list")
+def list_command() -> None:
+    """List the topologies, initialisers and architectures that are known here, those of plug-ins included."""
+    console = output.console()
+    console.print(output.table("Topologies", rewire.list_topologies()))
+    console.print(output.table("Shapes that bench knows", shapes()))
+    console.print(output.table("Initialisers", rewire.list_initializers() or {"none": ""}))
+    console.print(
+        output.table("Architectures whose names are known; of others, the structure tells", rewire.list_patterns())
+    )
+
+
+@app.command("plot")
+def plot_command(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            show_default=False,
+            help="State dict of a rewired model: a file written by torch.save, or a .safetensors file.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            callback=picture,
+            help="File to write: .png, .pdf or .svg.  [default: CHECKPOINT's name, KIND.png]",
+        ),
+    ] = None,
+    kind: Annotated[
+        Literal["heatmap", "arcs", "bars"],
+        typer.Option(help="Weights as a matrix, as arcs, or as bars by destination."),
+    ] = "heatmap",
+) -> None:
+    """Draw the connection weights in CHECKPOINT; the model itself is not needed."""
+    target = out or checkpoint.with_suffix(f".{kind}.png")
+    with as_messages(ImportError, OSError):
+        rewire.plot(checkpoint, target, kind)
+    typer.echo(f"wrote {target}")
+
+
+@app.command("diagnose")
+def diagnose_command(
+    model: Model,
+    topology: Annotated[
+        str | None, typer.Option(help="Rewire MODEL first; 'rewire list' shows all.  [default: MODEL as it is]")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences or images in the batch.")] = 2,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 32,
+    probes: Annotated[int, typer.Option(min=0, help="Random probes for chi where it is not exact; 0: no chi.")] = 16,
+    seed: Annotated[int, typer.Option(help="Of the random batch and the probes.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PATH", callback=picture, help="Draw it, too: .png, .pdf or .svg.")
+    ] = None,
+) -> None:
+    """Show how signals and gradients pass through MODEL on a random batch: norms, cosines, effective depth and chi."""
+    loaded = load(model)
+    if topology:
+        loaded = rewire.compile(loaded, topology, start="paper", validate=False)
+    torch.manual_seed(seed)
+    found = rewire.diagnose(loaded, inputs_of(loaded, batch, length), probes=probes, seed=seed)
+    output.console().print(found)
+    if out:
+        with as_messages(ImportError, OSError, ValueError):
+            found.plot(out)
+        typer.echo(f"wrote {out}")
+
+
+@app.command("kernels")
+def kernels_command(
+    sources: Annotated[int, typer.Option(min=1, help="States that are mixed.")] = 4,
+    weights: Annotated[Literal["none", "scalar", "channel"], typer.Option(help="One number, or one per channel.")] = (
+        "scalar"
+    ),
+    scores: Annotated[bool, typer.Option("--scores", help="Weights per token, too.")] = False,
+    added: Annotated[int, typer.Option(min=0, help="Branch outputs that join.")] = 0,
+    outputs: Annotated[int, typer.Option(help="Mixes of the same states, 1 to 8.")] = 1,
+    norm: Annotated[Literal["none", "rms", "layer"], typer.Option(help="The norm that follows.")] = "none",
+    probe: Annotated[bool, typer.Option("--probe", help="Dot products with one more tensor each, too.")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="The kernel of the gradients.")] = False,
+) -> None:
+    """Print the Triton source that is generated for a mix."""
+    follows: Any = None if norm == "none" else norm
+    with as_messages(ValueError):
+        spec = MixSpec(sources, weights, scores, added, outputs, follows, keep_mix=bool(follows), probe=probe)
+        text = source(spec, backward)
+    output.print_code(text, "python")

@@ -1,0 +1,35 @@
+"""What commands print."""
+
+from __future__ import annotations
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+
+_WIDTH = 120  # of what is written to a file or a pipe
+
+
+def console(stderr: bool = False) -> Console:
+    console = Console(stderr=stderr)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    return console
+
+
+def print_code(text: str, language: str) -> None:
+    terminal = console()
+    if terminal.is_terminal:
+        terminal.print(Syntax(text, language, theme="ansi_dark", background_color="default", word_wrap=True))
+    else:
+        typer.echo(text, nl=False)  # as it is, to be read by programs
+
+
+def table(title: str, rows: dict[str, str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE, title_justify="left", title_style="bold", show_header=False, expand=True)
+    table.add_column(no_wrap=True, style="cyan", width=max(map(len, rows)))
+    table.add_column(ratio=1)
+    for name, description in rows.items():
+        table.add_row(name, description.replace("``", ""))
+    return table

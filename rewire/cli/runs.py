@@ -1,0 +1,152 @@
+"""Commands that train or time models: ``study`` and ``bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+import rewire
+from rewire.bench import comparison, harness, workloads
+from rewire.cli import output
+from rewire.cli.app import app
+from rewire.cli.arguments import (
+    MODEL,
+    as_messages,
+    inputs_of,
+    load,
+    picture,
+    task_of,
+)
+from rewire.console import progress
+from rewire.errors import RewireError
+from rewire.plotting import plot_rates, plot_times
+from rewire.studies.contenders import DEFAULT
+
+
+@app.command("study")
+def study_command(
+    task: Annotated[
+        str,
+        typer.Argument(
+            metavar="TASK",
+            show_default=False,
+            help="'package.module:name': a rewire.Task, or a function without arguments that returns one; the current "
+            "directory is importable.",
+        ),
+    ],
+    topologies: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Comma-separated, options after colons: muddformer,ancre-ingoing:start=paper:cascade=keep.  "
+            "[default: a dozen]",
+            show_default=False,
+        ),
+    ] = "",
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of a run.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Seconds of training of a run.")] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Learning rates that are tried of each, at most.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each that are compared.")] = 3,
+    out: Annotated[Path, typer.Option(help="Folder for table, pictures and page.")] = Path("study"),
+    storage: Annotated[
+        str | None,
+        typer.Option(help="Where runs are kept: a file, or a database's URL; may be shared.  [default: in --out]"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to train.  [default: an accelerator if there is one]")] = "",
+) -> None:
+    """Compare residual connections on TASK: rates tuned for each, several seeds, controls. Goes on after a kill."""
+    names = [name.strip() for name in topologies.split(",") if name.strip()] or DEFAULT
+    budget: dict[str, Any] = {"steps": steps, "seconds": seconds}
+    if steps is None and seconds is None:
+        raise RewireError("how long is a run? Give --steps or --seconds.")
+    with as_messages(ImportError, ValueError):
+        found = rewire.study(
+            task_of(task), names, **budget, trials=trials, seeds=seeds, out=out, storage=storage, device=device or None
+        )
+    console = output.console()
+    console.print(found.table())
+    for sentence in [*found.findings(), found.limits()]:
+        console.print(sentence, highlight=False, soft_wrap=True)
+    typer.echo(f"wrote {out / 'study.html'}")
+
+
+@app.command("bench")
+def bench_command(
+    model: Annotated[str | None, MODEL] = None,
+    mixes: Annotated[
+        bool, typer.Option("--mixes", help="Time single mixes instead, beside plain torch and other libraries.")
+    ] = False,
+    topology: Annotated[
+        list[str] | None, typer.Option(help="What to measure; may be given several times.  [default: ancre-ingoing]")
+    ] = None,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Measure each under torch.compile, too.")] = False,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences or images in a batch.  [default: 8; of mixes 1]")
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens in a sequence.  [default: 128; of mixes 1024, on an accelerator 16384]"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 10,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of weights, or states.  [default: float32; of mixes on an accelerator bfloat16]"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to run.  [default: an accelerator if there is one]")] = "",
+    out: Annotated[
+        Path | None, typer.Option("--json", "--out", metavar="PATH", help="Write the times as JSON.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PATH", callback=picture, help="Draw the times: .png, .pdf or .svg.")
+    ] = None,
+) -> None:
+    """Time training steps (forward and backward) of MODEL, plain and rewired, in turn in one run; or single mixes."""
+    where = torch.device(device) if device else harness.default_device()
+    if mixes and (model or topology):
+        raise RewireError("--mixes times mixes without a model: leave out MODEL and --topology.")
+    if mixes:
+        todo = workloads.default_workloads(where, dtype and getattr(torch, dtype), batch, length)
+        _bench_mixes(todo, where, rounds, compiled, out, plot)
+        return
+    if model is None:
+        raise RewireError("there is nothing to time: give a MODEL, or --mixes.")
+    batch, length = batch or 8, length or 128
+    plain = load(model).to(device=where, dtype=getattr(torch, dtype or "float32")).train()
+    inputs = inputs_of(plain, batch, length)
+    models = {"plain": plain}
+    for name in topology or ["ancre-ingoing"]:
+        models[name] = rewire.compile(plain, name, start="paper", validate=False)
+    if compiled:
+        models |= {f"{name}, compiled": torch.compile(each) for name, each in models.items()}  # type: ignore[misc]
+    steps = {name: harness.training_step(each, inputs) for name, each in models.items()}
+    with progress(f"{len(steps)} models on {where}", len(steps) * (harness.WARMUP + rounds)) as step:
+        timings = harness.side_by_side(steps, rounds, where, tick=step)
+    output.console().print(harness.table(timings, "plain"))
+    if out:
+        harness.save(out, [{"model": model, "batch": batch, "length": length, **harness.as_json(timings)}], where)
+    if plot:
+        plot_times({name: timing.seconds for name, timing in timings.items()}, plot)
+
+
+def _bench_mixes(
+    todo: list[workloads.Workload],
+    where: torch.device,
+    rounds: int,
+    compiled: bool,
+    out: Path | None,
+    plot: Path | None,
+) -> None:
+    bandwidth = harness.copy_bandwidth(where)
+    rows = []
+    with progress(f"mixes on {where}", len(todo)) as step:
+        for found in comparison.run(todo, rounds, compiled):
+            rows += found
+            step()
+    output.console().print(comparison.table(rows, bandwidth))
+    if out:
+        comparison.save(out, rows, bandwidth, where)
+    if plot:
+        plot_rates(comparison.rates(rows), bandwidth, plot)
