@@ -1198,8 +1198,13 @@ def test_torchscript_is_refused(whole: bool, given: bool) -> None:
     else:
         model.layers[1] = torch.jit.trace(model.layers[1], torch.ones(2, 9, WIDTH))
     rewire.inspect(model)
-    error = rewire.BadExampleInputs if given else rewire.NoResidualAdds
-    with pytest.raises(error, match="not supported on ScriptModules" if given else "its forward cannot be traced"):
+    if whole:
+        error, words = rewire.WrappedModel, "TorchScript"
+    elif given:
+        error, words = rewire.BadExampleInputs, "not supported on ScriptModules"
+    else:
+        error, words = rewire.NoResidualAdds, "its forward cannot be traced"
+    with pytest.raises(error, match=words):
         rewire.compile(model, "residual", example_inputs=inputs)
 
 
@@ -1292,11 +1297,11 @@ def test_an_interrupt_in_the_models_forward_leaves_everything_as_it_was() -> Non
 @contextlib.contextmanager
 def _interrupted(at: int, counted: list[str]) -> Iterator[None]:
     """KeyboardInterrupt where call number ``at`` of a function of rewire's passes begins; the files of all calls."""
-    folder = str(Path(rewire.__file__).parent / "passes")
+    folders = tuple(str(Path(rewire.__file__).parent / name) for name in ("passes", "code", "copies.py"))
 
     def trace(frame: types.FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(folder) and not code.co_flags & inspect.CO_GENERATOR:
+        if event == "call" and code.co_filename.startswith(folders) and not code.co_flags & inspect.CO_GENERATOR:
             counted.append(Path(code.co_filename).stem)
             if len(counted) == at:
                 raise KeyboardInterrupt
@@ -1328,7 +1333,16 @@ def test_an_interrupt_in_any_pass_leaves_everything_as_it_was(given: bool) -> No
         own = [number for number, file in enumerate(calls, start=1) if file == name]
         places |= {own[0], own[len(own) // 2]}
     before, globals_before = _seen(model), _globals()
-    expected = {"find", "plan", "edit", "apply", "install", *(("record", "validate") if given else ("follow",))}
+    expected = {
+        "find",
+        "plan",
+        "write",
+        "apply",
+        "install",
+        "copies",
+        "text",
+        *(("record", "validate") if given else ("follow",)),
+    }
     assert expected <= set(calls)
     for at in sorted(places):
         with pytest.raises(KeyboardInterrupt), _interrupted(at, []):
