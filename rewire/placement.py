@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rewire.errors import RewireError
@@ -135,11 +135,31 @@ def check_whole(x: Tensor, channel_dim: int, trunk: str) -> None:
         return
     how = _how_sharded(x, channel_dim)
     if how:
-        raise RewireError(
-            f"each rank has a part of the tokens in trunk '{trunk}' ({how}), so that each would train connection "
-            "weights of its own. Call rewire.parallelize(model, mesh, sequence=True) with the mesh of these ranks: the "
-            "gradients of connection weights are then summed over it."
-        )
+        raise _undeclared(trunk, how)
+
+
+def check_norm(norm: nn.Module, trunk: str) -> None:
+    """Refuse plain hidden states that a norm reads whose weights are replicated: those of PyTorch's SequenceParallel.
+
+    What `check_whole` cannot see: behind layers that are frozen, hidden states have no history. Not while compiling: an
+    error there would break the graph, which torch does not survive behind a DTensor's embedding.
+
+    Raises:
+        RewireError: saying what to call.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    weights: list[Any] = [p for p in norm._parameters.values() if is_dtensor(p)]
+    if weights and not any(_sharded(weight.placements) for weight in weights):
+        raise _undeclared(trunk, "its first norm has the weights of SequenceParallel")
+
+
+def _undeclared(trunk: str, how: str) -> RewireError:
+    return RewireError(
+        f"each rank has a part of the tokens in trunk '{trunk}' ({how}), so that each would train connection "
+        "weights of its own. Call rewire.parallelize(model, mesh, sequence=True) with the mesh of these ranks: the "
+        "gradients of connection weights are then summed over it. If all ranks have all tokens, pass sequence=False."
+    )
 
 
 def _how_sharded(x: Tensor, channel_dim: int) -> str:

@@ -372,6 +372,9 @@ def undeclared() -> None:
     refuses("rewire.parallelize", lambda: model(tokens()))
     with torch.no_grad():
         model(tokens())
+    for parameter in (*model.embed.parameters(), *model.layers[0].parameters()):
+        parameter.requires_grad_(False)  # hidden states without a history
+    refuses("SequenceParallel.*rewire.parallelize", lambda: model(tokens()))
 
     class Sliced(nn.Module):
         """An embedding whose result is sliced by hand."""

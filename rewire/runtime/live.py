@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
 from rewire.runtime.stream import Stream
 from rewire.topologies.base import QKVInputs
@@ -86,6 +87,8 @@ class Live:
         stream = self.unread = self.stream
         self.norm = self.normed = self.qkv = None
         self.parts = []
+        if norm is not None and stream.position == 0 and stream.placement is None:
+            check_norm(norm, self.trunk)
         if stream.complete or stream.awaiting:
             value = stream.value()
         elif norm is not None and not stream.layout.reads_qkv(stream.position):
