@@ -24,8 +24,8 @@ def plot_heatmap(matrices: dict[str, Tensor], path: Path, floor: float = -10.0) 
     A panel shows ``log(|p_ij| / max_i |p_ij|)`` for destination j (vertical) and source i (horizontal), so
     the largest weight into each destination is 0. Connections that cannot exist stay blank; existing ones
     below ``floor``, exact zeros included, have the floor's colour. If any weight is negative, the panels show
-    ``p_ij / max_i |p_ij|`` instead: positive ones blue, negative ones red, both on the same logarithmic scale that
-    ends at ``exp(floor)``; connections that cannot exist are grey.
+    ``p_ij / max_i |p_ij|`` instead, from red over white, 0, to blue; colours go by the square root, so that a hundredth
+    is still seen, and connections that cannot exist are grey.
 
     Args:
         matrices: by trunk, float [destinations, sources] as `Topology.matrix` returns them: row j - 1 is
@@ -55,10 +55,7 @@ def plot_heatmap(matrices: dict[str, Tensor], path: Path, floor: float = -10.0) 
         extend = "neither" if signed else "min"
         bar = figure.colorbar(image, ax=used, extend=extend, fraction=0.05, pad=0.02, aspect=24)
         if signed:
-            decades = range(0, int(-floor / math.log(10)), math.ceil(-floor / 10)) or (0,)
-            numbers = sorted([0.0, *(sign * 10.0**-k for k in decades for sign in (1, -1))])
-            bar.set_ticks(numbers, labels=[f"{number:g}" for number in numbers])
-            bar.minorticks_off()
+            bar.set_ticks([-1, -0.5, -0.2, -0.05, 0, 0.05, 0.2, 0.5, 1])
         bar.set_label(_SIGNED if signed else r"$\log\,(p_{ij}\,/\,\max_i\,p_{ij})$")
         bar.outline.set_visible(False)
 
@@ -112,14 +109,14 @@ def _existing(matrix: Tensor) -> Tensor:
 
 def _heatmap(ax: Axes, matrix: Tensor, floor: float, signed: bool) -> Any:
     from matplotlib import colormaps
-    from matplotlib.colors import Normalize, SymLogNorm
+    from matplotlib.colors import FuncNorm, Normalize
 
     destinations, sources = matrix.shape
     largest = matrix.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
     parts = matrix / largest
     norm: Normalize
     if signed:
-        norm, colors = SymLogNorm(math.exp(floor), vmin=-1, vmax=1), colormaps["RdBu"].with_extremes(bad=FAINT)
+        norm, colors = FuncNorm((_root, _square), vmin=-1, vmax=1), colormaps["RdBu"].with_extremes(bad=FAINT)
     else:
         parts = parts.log().clamp(min=floor)  # log 0 = -inf becomes the floor
         norm, colors = Normalize(floor, 0), colormaps["viridis"]
@@ -138,6 +135,15 @@ def _heatmap(ax: Axes, matrix: Tensor, floor: float, signed: bool) -> Any:
     open_axes(ax)
     ax.tick_params(length=2)
     return image
+
+
+def _root(x: Any) -> Any:
+    """The square root, with the sign of x."""
+    return x / (abs(x) + (x == 0)) ** 0.5
+
+
+def _square(x: Any) -> Any:
+    return x * abs(x)
 
 
 def _arcs(ax: Axes, matrix: Tensor, signed: bool) -> None:
@@ -212,4 +218,5 @@ def _arc_legend(figure: Figure, rings: bool, signed: bool) -> None:
     if rings:
         ring = {"marker": "o", "markerfacecolor": "none", "markeredgecolor": GREY, "markeredgewidth": 2}
         handles.append(Line2D([], [], linestyle="", **ring, label="the state itself"))  # type: ignore[arg-type]
-    figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False, fontsize=8)
+    columns = 2 if len(handles) > 3 else 4  # on the width of a shallow network
+    figure.legend(handles=handles, loc="outside upper right", ncols=columns, frameon=False, fontsize=8)
