@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 from pathlib import Path
 
@@ -13,15 +14,10 @@ from torch import nn
 
 import rewire
 
-#: Classes that one writes subclasses or objects of: their files, and docs/, show how.
-EXTENDED = {"ANCRe", "Dims", "Fused", "Initializer", "Pattern", "Residual", "Topology", "QKVInputs"}
-#: What needs more than a small model: an optimiser's loop, a compiler, a folder of transformers'.
-LONGER = {"Backend", "Monitor", "from_pretrained", "register_initializer", "register_pattern"}
-VERBS = [
+PUBLIC = [
     name
     for name in rewire.__all__
-    if name not in EXTENDED | LONGER
-    and not (isinstance(value := getattr(rewire, name), type) and issubclass(value, Exception))
+    if not (isinstance(value := getattr(rewire, name), type) and issubclass(value, Exception))
 ]
 
 
@@ -35,12 +31,12 @@ class Net(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("name", VERBS)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_its_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model, x = Net().eval(), torch.randn(2, 5, 32)
     rewired = rewire.compile(model, "ancre-ingoing", granularity="sublayer", example_inputs=(x,))
-    given = {"rewire": rewire, "torch": torch, "nn": nn, "model": model, "rewired": rewired, "x": x}
+    given = {"rewire": rewire, "copy": copy, "torch": torch, "nn": nn, "model": model, "rewired": rewired, "x": x}
     given |= {"Block": regression.Block, "task": regression.task}
     tests = doctest.DocTestFinder(recurse=False).find(getattr(rewire, name), name, globs=given)
     assert tests and tests[0].examples, f"rewire.{name} has no example"

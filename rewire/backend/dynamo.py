@@ -80,6 +80,13 @@ class Backend:
         UnknownName: no such topology; near names are given. (A trunk that no graph has is one when the last graph of
             a model is compiled.)
         TypeError, ValueError: another argument is not one of what is said above.
+
+    Example:
+        >>> backend = rewire.Backend("denseformer", inner="eager")
+        >>> compiled = torch.compile(model, backend=backend)
+        >>> torch.allclose(compiled(x), model(x), atol=1e-6)  # it starts as the original network
+        True
+        >>> optimizer = torch.optim.AdamW([*model.parameters(), *backend.parameters()])
     """
 
     def __init__(

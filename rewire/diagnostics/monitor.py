@@ -60,6 +60,13 @@ class Monitor:
     Raises:
         TypeError: ``log`` is neither.
         ValueError: a number of steps is below 1.
+
+    Example:
+        >>> logged = {}
+        >>> monitor = rewire.Monitor(rewired, lambda values, step: logged.update(values), every=1)
+        >>> monitor.step()
+        >>> logged["rewire/blocks/weights/change"]
+        0.0
     """
 
     def __init__(

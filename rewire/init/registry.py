@@ -28,7 +28,15 @@ class Rule:
 
 
 class Initializer(abc.ABC):
-    """A rule from role and shape to values. Subclasses are frozen dataclasses: their fields are the options."""
+    """A rule from role and shape to values. Subclasses are frozen dataclasses: their fields are the options.
+
+    Example:
+        >>> from rewire.init import Rule
+        >>> class Halves(rewire.Initializer):
+        ...     def rule(self, weight, roles):
+        ...         return Rule("halved", lambda values, generator: values.mul_(0.5))
+        >>> report = rewire.initialize(copy.deepcopy(model), Halves())
+    """
 
     @abc.abstractmethod
     def rule(self, weight: Weight, roles: Roles) -> Rule | None:
@@ -54,6 +62,15 @@ def register_initializer(name: str) -> Callable[[I], I]:
 
     The first line of its docstring is its description in `list_initializers`. Its parameters are the options that
     ``rewire.initialize(model, name, **options)`` accepts.
+
+    Example:
+        >>> from rewire.init import Rule
+        >>> @rewire.register_initializer("half")
+        ... class Halves(rewire.Initializer):
+        ...     'Half of the weights that are there.'
+        ...     def rule(self, weight, roles):
+        ...         return Rule("halved", lambda values, generator: values.mul_(0.5))
+        >>> report = rewire.initialize(copy.deepcopy(model), "half")
     """
     return _FACTORIES.register(name)
 

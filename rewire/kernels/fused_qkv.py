@@ -20,6 +20,10 @@ class Fused:
     Attributes:
         groups: how often the three follow each other.
         sizes: features of q, k and v in one group.
+
+    Example:
+        >>> rewire.Fused(groups=8, sizes=(64, 64, 64)).rows  # 8 heads, each with its q, k and v
+        1536
     """
 
     groups: int

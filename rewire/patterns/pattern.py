@@ -42,6 +42,9 @@ class Pattern:
             residual adds behind a hand-written fast path. It has to compute the same.
         prepare: changes a model's copy before it is rewritten (to switch a fast path off, say).
         learned: set if models of this architecture have learned depth connections of their own: what they are.
+
+    Example:
+        >>> pattern = rewire.Pattern("my decoder", lambda model: type(model).__name__ == "MyDecoder", attention="mixer")
     """
 
     description: str
@@ -84,6 +87,10 @@ def register_pattern(name: str, pattern: Pattern) -> Pattern:
 
     Installed packages add theirs through the entry point group ``rewire.patterns``: each entry point names a module
     that calls this function. Of several patterns that match a model, the one registered last counts first.
+
+    Example:
+        >>> mine = rewire.Pattern("my decoder", lambda model: type(model).__name__ == "MyDecoder", attention="mixer")
+        >>> registered = rewire.register_pattern("my-decoder", mine)
     """
     _REGISTRY.add(name, pattern)
     return pattern

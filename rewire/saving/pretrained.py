@@ -33,6 +33,14 @@ def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **o
         RewireError: the folder holds no rewired model, or a damaged one.
         UnknownName: transformers has no such class, or a topology is not known here.
         ImportError: transformers is missing.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+        >>> llama = rewire.compile(LlamaForCausalLM(LlamaConfig(**sizes)), "denseformer")
+        >>> llama.save_pretrained("folder")
+        >>> list(rewire.connections(rewire.from_pretrained("folder")))
+        ['model.layers']
     """
     if (Path(folder) / RECIPE).is_file() and not (Path(folder) / "config.json").is_file():
         raise RewireError(f"'{folder}' was written by rewire.save: load it with rewire.load(folder, model).")

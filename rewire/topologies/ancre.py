@@ -89,6 +89,10 @@ class ANCRe(Recurrence[Shortcuts]):
 
     Raises:
         ValueError: an option is not one of those values.
+
+    Example:
+        >>> topology = rewire.ANCRe(temperature=0.1)
+        >>> rewired = rewire.compile(model, topology, example_inputs=(x,))
     """
 
     granularity: ClassVar[Granularity] = "block"  # Section 4.2, Table 1

@@ -34,6 +34,10 @@ class Dims:
         width: channels D of the hidden states; known wherever a topology says that it `needs_width`.
         attention: units t whose branch begins with an attention that has separate q/k/v inputs; empty for topologies
             that do not ask for it.
+
+    Example:
+        >>> sorted(rewire.ANCRe().parameters(rewire.Dims(depth=3), "paper"))
+        ['logits']
     """
 
     depth: int
@@ -48,6 +52,11 @@ class QKVInputs:
     Attributes:
         q, k, v: what each projection sees, of the hidden states' shape.
         residual: what everything else sees, first of all the shortcut around the attention inside a unit.
+
+    Example:
+        >>> inputs = rewire.QKVInputs(x, x, x, residual=x)  # what `Topology.read` may return
+        >>> inputs.q.shape == x.shape
+        True
     """
 
     q: Tensor
@@ -65,6 +74,13 @@ class Topology(ABC, Generic[W]):
     States are tuples of tensors; hidden states, branch outputs and what is read are [..., D], channels last for a
     topology that `needs_width` (the stream moves the channels of convolutional nets). Weights are float32. All
     methods are pure.
+
+    Example:
+        >>> class Halved(rewire.Residual):  # the smallest: one operation of another topology is replaced
+        ...     'Plain residual connections, with half of each branch.'
+        ...     def merge(self, states, weights, t, *branches):
+        ...         return states[0] + 0.5 * sum(branches)
+        >>> halved = rewire.compile(model, Halved(), example_inputs=(x,), start="paper")
     """
 
     #: Granularity that ``granularity="auto"`` selects.

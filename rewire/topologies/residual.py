@@ -20,6 +20,11 @@ class Residual(FirstOrder[None]):
 
     Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. There is nothing to learn: both starts are
     the original model.
+
+    Example:
+        >>> rewired = rewire.compile(model, rewire.Residual(), example_inputs=(x,))
+        >>> torch.equal(rewired(x), model(x))
+        True
     """
 
     granularity: ClassVar[Granularity] = "sublayer"
