@@ -20,7 +20,7 @@ from rewire.cli.arguments import (
     picture,
     task_of,
 )
-from rewire.console import progress
+from rewire.console import progress, say
 from rewire.errors import RewireError
 from rewire.plotting import plot_rates, plot_times
 from rewire.studies.contenders import DEFAULT
@@ -122,6 +122,7 @@ def bench_command(
     if compiled:
         models |= {f"{name}, compiled": torch.compile(each) for name, each in models.items()}  # type: ignore[misc]
     steps = {name: harness.training_step(each, inputs) for name, each in models.items()}
+    say(f"timing {len(steps)} models on {where}: {rounds} rounds")
     with progress(f"{len(steps)} models on {where}", len(steps) * (harness.WARMUP + rounds)) as step:
         timings = harness.side_by_side(steps, rounds, where, tick=step)
     output.console().print(harness.table(timings, "plain"))
@@ -142,8 +143,9 @@ def _bench_mixes(
     bandwidth = harness.copy_bandwidth(where)
     rows = []
     with progress(f"mixes on {where}", len(todo)) as step:
-        for found in comparison.run(todo, rounds, compiled):
+        for done, found in enumerate(comparison.run(todo, rounds, compiled), start=1):
             rows += found
+            say(f"timed {done} of {len(todo)} kinds of mixes")
             step()
     output.console().print(comparison.table(rows, bandwidth))
     if out:
