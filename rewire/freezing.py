@@ -17,7 +17,7 @@ from rewire.console import Shown
 from rewire.copies import shared
 from rewire.errors import BadExampleInputs, UnsupportedTopology
 from rewire.kernels.history import History
-from rewire.passes.checks import check_loaded, check_whole
+from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.passes.inputs import inputs_for
 from rewire.passes.validate import outputs
 from rewire.passes.validating.tensors import relative_error
@@ -122,7 +122,7 @@ def freeze(model: nn.Module, threshold: float = 1e-3, example_inputs: Any = None
     learned = learned_connections(model, "there is nothing to freeze")
     if not threshold >= 0:
         raise ValueError(f"threshold={threshold!r}: it has to be 0 or a positive number, like 1e-3.")
-    check_whole(model)
+    check_unwrapped(model)
     check_loaded(model, "frozen")
     results = {name: _frozen(connection, threshold) for name, connection in learned.items()}
     constant = shared(model)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rewire.compiler import compile
 from rewire.copies import Inputs, shared
-from rewire.passes.checks import check_loaded, check_whole
+from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.runtime.connection import Connection, connections
 from rewire.topologies.residual import Residual
 from rewire.trunk import Trunk
@@ -92,7 +92,7 @@ def observed(model: nn.Module, inputs: Inputs | None = None) -> tuple[nn.Module,
     """
     check_loaded(model, "diagnosed")
     if connections(model):
-        check_whole(model)
+        check_unwrapped(model)
         copied = shared(model)
     else:
         copied = compile(model, Residual(), example_inputs=inputs, validate=False)

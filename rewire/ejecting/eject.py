@@ -16,7 +16,7 @@ from rewire.console import watched
 from rewire.ejecting.modules import RUNTIME, Module, is_cut
 from rewire.ejecting.runtime import ROOTS, Runtime
 from rewire.errors import EditError, RewireError
-from rewire.passes.checks import check_loaded, check_whole
+from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.passes.editing.install import is_edited, original_class
 from rewire.patterns import first_given, is_pretrained, patterns_for
 from rewire.runtime.connection import learned_connections
@@ -64,7 +64,7 @@ def eject(model: nn.Module, folder: str | os.PathLike[str], *, force: bool = Fal
     if not force:
         check_free(target)
     found = learned_connections(model, "there is nothing to eject")
-    check_whole(model)
+    check_unwrapped(model)
     check_loaded(model, "ejected")
     if is_cut(model):
         raise RewireError(f"{type(model).__name__} is one part of a pipeline: eject the whole model.")

@@ -24,14 +24,14 @@ def check_model(model: nn.Module) -> None:
     """Refuse what cannot be rewired."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-    check_whole(model)
+    check_unwrapped(model)
     for path, module in model.named_modules():
         if is_edited(module) or isinstance(module, Connection):
             where = f"'{path}'" if path else "the model"
             raise AlreadyRewired(f"{where} was rewired before: call rewire.restore(model) first.")
 
 
-def check_whole(model: nn.Module) -> None:
+def check_unwrapped(model: nn.Module) -> None:
     """Refuse models that are sharded, wrapped, compiled or scripted.
 
     Raises:

@@ -26,7 +26,7 @@ from rewire.code.functions import forward_of
 from rewire.code.text import text_of, written_at
 from rewire.errors import EditError, TraceError
 from rewire.passes.finding.candidates import Candidates
-from rewire.passes.finding.flow import CONTAINERS, Flow, Place, Scope
+from rewire.passes.finding.flow import CONTAINERS, Flow, Place, Scope, kind_of
 from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.graphs import flow_of
 from rewire.passes.finding.standins import SIZES, Globals, Proxy, Weight, with_globals
@@ -185,7 +185,7 @@ class _Follower(fx.Tracer):
     ) -> Any:
         module: nn.Module = view._rewire_module
         parent = self._here()[0] if self.scopes else None
-        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        kind = kind_of(module)
         scope = Scope(parent, self.paths[module], module, kind, function.__code__, call, key=object())
         globals_ = Globals(function.__globals__, self, frozenset(opaque))
         traced = with_globals(function, globals_)
@@ -224,7 +224,7 @@ class _Follower(fx.Tracer):
     def _rows(self, view: Any) -> None:
         """Follow the blocks of a module whose own forward cannot be traced: each takes what the one before returns."""
         module: nn.Module = view._rewire_module
-        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        kind = kind_of(module)
         scope = Scope(self._here()[0] if self.scopes else None, self.paths[module], module, kind, key=object())
         self.scopes.append(scope)
         try:

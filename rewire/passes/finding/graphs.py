@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from rewire.conventions import is_matrix, matrices
-from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Scope, plain_name
+from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Scope, kind_of, plain_name
 
 #: How Dynamo writes the module that it compiles: a local or a global variable.
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
@@ -76,7 +76,7 @@ def _by_kind(scopes: Iterable[Scope]) -> Callable[[str], bool]:
 
 def _call_of(op: Op, path: str) -> Scope:
     """The call of a module that is one operation."""
-    kind = f"{type(op.leaf).__module__}.{type(op.leaf).__qualname__}"
+    kind = kind_of(op.leaf)
     return Scope(op.scope, path, op.leaf, kind, call=op.place, arguments={"": list(op.inputs)}, key=object())
 
 

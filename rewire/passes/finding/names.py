@@ -41,9 +41,9 @@ def named(add: Add) -> tuple[str, str]:
     """Path, below the block, of the module that the branch mainly is; and the branch's kind."""
     scopes = add.block()
     calls = branch_calls(add, len(scopes))
-    kind = kind_of(calls.values())
+    kind = branch_kind(calls.values())
     if kind == "branch":  # a block that is one branch with its add (`BloomAttention(hidden, residual)`)
-        kind = kind_of([f"{scopes[-1].path.rpartition('.')[-1]} {scopes[-1].kind.rpartition('.')[-1]}"])
+        kind = branch_kind([f"{scopes[-1].path.rpartition('.')[-1]} {scopes[-1].kind.rpartition('.')[-1]}"])
     return _main(calls, kind) or add.branches[0].name, kind
 
 
@@ -53,7 +53,7 @@ def _main(calls: dict[str, str], kind: str) -> str:
     return next(iter([*alike, *calls]), "")
 
 
-def kind_of(texts: Iterable[str]) -> str:
+def branch_kind(texts: Iterable[str]) -> str:
     """``attention``, ``cross-attention``, ``ffn``, ``parallel`` (both), ``conv`` or ``branch``, from names."""
     texts = list(texts)
     kinds = [name for name, pattern in BRANCHES.items() if any(pattern.search(text) for text in texts)]
