@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from rewire.kernels.attended import EPS, AttendedTable, _first
+from rewire.kernels.attended import EPS, AttendedTable
 from rewire.kernels.history import parts
 from rewire.kernels.mix import _by_autograd, mix, softmax
 from rewire.kernels.scored import ScoredTable
@@ -153,7 +153,9 @@ class AttendedHistory(ScoredHistory):
         """The sum of read ``number``, from 0."""
         if number == 0:
             return [self.states[0]]
-        own = torch.stack([scores.select(-1, number - 1 - _first(i)) for i, scores in enumerate(self.scores)])
+        own = torch.stack(
+            [scores.select(-1, number - 1 - self.table.blocks.first_mix(i)) for i, scores in enumerate(self.scores)]
+        )
         shares, _ = softmax(own, self.table.scaled)
         return [Mix(self.states, None, shares.unsqueeze(-1).unbind())]
 

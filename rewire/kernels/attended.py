@@ -11,21 +11,25 @@ section 3.1.2). With g_t, the gradient of r_t,
 
 where n_t is what the weights add up to. So a state's gradient, like that of `history`, is one pass over the state and
 the gradients of its reads, once these are done, and a read's own backward sees ``r_t`` and ``g_t`` alone.
+
+In blocks (see `history.Blocks`), the reads of a block begin together, as in online softmax: of all states before it,
+``y_t = sum_i exp(s_ti - m) x_i`` in float32, m being the largest score so far. Each read then takes y_t as one more
+state, whose numerator is ``exp(m - m_t)``.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators, plain
-from rewire.kernels.mix import Attended, Mix, gradients, pending_mix, softmax
+from rewire.kernels import operators
+from rewire.kernels.history import Blocks, added_up, gathered, present, stand_ins, suffixes
+from rewire.kernels.mix import Attended, Mix, pending_mix, softmax
 from rewire.kernels.scored import ScoredHistory
-from rewire.kernels.tokens import project_normed
+from rewire.kernels.tokens import read_off
 
 EPS = 1e-6  # of the norm
 
@@ -34,161 +38,153 @@ class AttendedTable:
     """Queries of reads in turn: read t = 1, 2, .. is of the t states so far, the first of one state, without a query.
 
     Args:
-        queries: w, float32 [T, D], of the reads 2 to T + 1.
+        queries: w, float32 [T, D], of the reads 2 to T + 1: the first of them is of two states.
         scaled: whether the weights of n states add up to n, not to 1.
+        block: as in `Blocks`; by default what `history.best_block` says, and no blocks where there are no kernels.
 
     Attributes:
+        blocks: how the reads that have a query are arranged.
         queries: of each state those of the reads that have it, [m, D].
         scaled: as above.
         sources: that a read has, on average.
-        block: reads that kernels begin together: none.
     """
 
-    block = 0
-
-    def __init__(self, queries: Tensor, scaled: bool) -> None:
-        self.queries = [queries[_first(state) :] for state in range(len(queries) + 1)]
-        self.scaled, self.sources = scaled, (len(queries) + 3) / 2
-
-
-def _first(state: int) -> int:
-    """The first query of a state's: the first two states are read together."""
-    return max(0, state - 1)
+    def __init__(self, queries: Tensor, scaled: bool, block: int | None = None) -> None:
+        self.blocks = Blocks.of(queries, len(queries), 2, block)
+        self.queries = suffixes(queries, [self.blocks.first_mix(state) for state in range(self.blocks.states)])
+        self.scaled, self.sources = scaled, self.blocks.sources
 
 
 class AttendedHistory(ScoredHistory):
     """The states of a trunk so far, each with the scores of its later reads. Immutable.
 
     Attributes:
-        tallies: of each state, where it has claims, for each of its reads a tensor [3, ...] whose values mean nothing,
-            and whose gradient is what the state's gradient needs to know of the read, ``(m_t, d_t, e_t)``.
+        claims: for each state, or block of them, the first read with a query that claims it; the claims of that read
+            and those that follow; and for each of these reads a tensor [3, ...] whose values mean nothing, and whose
+            gradient is what the states' gradients need to know of the read, ``(m_t, d_t, e_t)``: its *tally*.
+        waiting: the states of the present block as later reads see them, each with its scores for these.
+        begun: for each read of the present block the sum that it begins with, and m and the sum of the numerators.
     """
 
-    __slots__ = ("tallies",)
+    __slots__ = ()
 
     table: AttendedTable  # type: ignore[assignment]
+    claims: tuple[tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]], ...] | None  # type: ignore[assignment]
+    waiting: tuple[tuple[Tensor, Tensor], ...]  # type: ignore[assignment]
+    begun: tuple[tuple[Tensor, Tensor], ...]  # type: ignore[assignment]
 
-    def __init__(self, *fields: Any, tallies: tuple[tuple[Tensor, ...], ...] = (), **others: Any) -> None:
-        super().__init__(*fields, **others)
-        self.tallies = tallies
-
-    def _claimed(self, x: Tensor) -> AttendedHistory:
+    def _claimed(self, x: Tensor, begin: bool) -> AttendedHistory:
         assert self.claims is not None
-        queries = self.table.queries[len(self.states)]
-        *found, x, scores = _Claims.apply(queries.T, x)
-        claims, tallies = found[: len(queries)], found[len(queries) :]
-        return AttendedHistory(
-            self.table,
-            (*self.states, x),
-            (*self.values, x.detach()),
-            (*self.claims, tuple(claims)),
-            (*self.scores, scores),
-            tallies=(*self.tallies, tuple(tallies)),
+        blocks, number, claims, waiting = self.table.blocks, len(self.states), self.claims, self.waiting
+        first, near, later = blocks.first_mix(number), blocks.near(number), blocks.later(number)
+        scores, x = self._scored(number, x)
+        of_near, of_later = scores.split([near, later], -1) if near and later else (scores, scores)
+        again = x
+        if near:
+            # Twice: what comes back from later blocks is added here, too.
+            found = _Claims.apply(2, 1, of_near, x)
+            claims, (x, again) = (*claims, (first, found[:near], found[near:-2])), found[-2:]
+        if later:
+            waiting = (*waiting, (again, of_later))
+            if len(waiting) == blocks.block:
+                states, of_states = zip(*waiting, strict=True)
+                found = _Claims.apply(0, len(states), *of_states, *states)
+                claims, waiting = (*claims, (first, found[:later], found[later:])), ()
+        history = AttendedHistory(
+            self.table, (*self.states, x), (*self.values, x.detach()), claims, (*self.scores, scores)
         )
+        history.waiting, history.begun = waiting, self.begun
+        reads = blocks.beginning(len(history.states))
+        if begin and reads and operators.uses_kernels(x):
+            history.begun = history._beginnings(reads)
+        return history
 
     def read(self, number: int) -> Sequence[Tensor | Mix]:
         """The sum of read ``number``, from 0."""
         if number == 0:
             return [self.states[0]]
-        places = [number - 1 - _first(i) for i in range(number + 1)]
-        own = tuple([s.select(-1, k) for s, k in zip(self.scores, places, strict=True)])
+        blocks, query = self.table.blocks, number - 1
+        columns = [query - blocks.first_mix(i) for i in range(number + 1)]
         if self.claims is None:
+            own = [scores.select(-1, k) for scores, k in zip(self.scores, columns, strict=True)]
             shares, _ = softmax(torch.stack(own), self.table.scaled)
             return [pending_mix(self.states, None, scores=shares.unsqueeze(-1).unbind())]
-        with torch.no_grad():
-            logits = torch.stack(own)
-            if operators.uses_kernels(self.values[0]):
-                shares, statistics = operators.softmax(logits, len(own) if self.table.scaled else 1)
-            else:
-                shares, statistics = softmax(logits, self.table.scaled)
-        claims, tallies = (
-            tuple([of[k] for of, k in zip(each, places, strict=True)]) for each in (self.claims, self.tallies)
-        )
-        attended = Attended(statistics, self.values, own, self.table.scaled)
-        weights = shares.unsqueeze(-1).unbind()
-        return [Mix(self.values, None, weights, claims=claims, attended=attended, tallies=tallies)]
+        begun = self.begun[query % blocks.block] if self.begun else None
+        values, shares, statistics = self._shares(columns, begun)
+        of_read = [
+            (of[query - first], tally[query - first]) for first, of, tally in self.claims if query - first < len(of)
+        ]
+        claims, tallies = zip(*of_read, strict=True)
+        attended = Attended(statistics, self.values, self.scores, columns, self.table.scaled)
+        return [Mix(values, None, shares.unsqueeze(-1).unbind(), claims=claims, attended=attended, tallies=tallies)]
 
-    def _scores(self, number: int, x: Tensor) -> Tensor:
-        return project_normed(x, self.table.queries[number].T, EPS)
+    @torch.no_grad()
+    def _shares(
+        self, columns: Sequence[int], begun: tuple[Tensor, Tensor] | None
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        """What a read adds up, [..., D] each; with which weights, [n, ...]; and the statistics of its softmax."""
+        if not operators.uses_kernels(self.values[0]):
+            own = [scores.select(-1, k) for scores, k in zip(self.scores, columns, strict=True)]
+            return (self.values, *softmax(torch.stack(own), self.table.scaled))
+        before = 0 if begun is None else self.table.blocks.before(columns[0])
+        own = [scores.select(-1, k) for scores, k in zip(self.scores[before:], columns[before:], strict=True)]
+        total, statistics = begun or (None, None)
+        count = len(columns) if self.table.scaled else 1
+        return (*([] if total is None else [total]), *self.values[before:]), *operators.softmax(own, statistics, count)
+
+    @torch.no_grad()
+    def _beginnings(self, reads: range) -> tuple[tuple[Tensor, Tensor], ...]:
+        """What each of these reads begins with: all states so far."""
+        first = self.table.blocks.first_mix
+        of_states = [
+            scores.narrow(-1, reads.start - first(i), len(reads)).movedim(-1, 0) for i, scores in enumerate(self.scores)
+        ]
+        numerators, statistics = operators.softmax(of_states, None, 0)  # [n, B, ...], [2, B, ...]
+        totals = operators.mixes(self.values, None, numerators.movedim((1, 0), (-2, -1)))
+        return tuple(zip(totals, statistics.unbind(1), strict=True))
+
+    def _scored(self, number: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        return read_off(x, self.table.queries[number].T, EPS)
 
 
 class _Claims(torch.autograd.Function):
-    """Claims of m later reads on a state, their tallies, the state, whose gradient joins the sum, and its scores.
+    """Claims of N later reads on M states, their tallies, and ``through`` times the state itself (M = 1).
 
-    ``queries`` is [D, m]. Reads take the scores as constants; only gradients of gradients come back for them.
+    ``tensors`` are the scores of each state, [..., N], and then the states, [..., D].
     """
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        project = operators.project if operators.uses_kernels(x) else plain.project
-        scores, inverse = project(x, queries, EPS)
-        ctx.save_for_backward(queries, x, scores, inverse)
+    def forward(ctx: Any, through: int, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        reads, lead = queries.shape[1], x.shape[:-1]
-        claims = x.new_empty_strided((reads, *x.shape), [0] * (1 + x.dim())).unbind()  # one element
-        tallies = scores.new_empty_strided((reads, 3, *lead), [0] * (1 + x.dim())).unbind()
-        return (*claims, *tallies, x.view_as(x), scores)
+        scores, x = tensors[0], tensors[-count]
+        ctx.states, ctx.reads = count, scores.shape[-1]
+        claims, tallies = stand_ins(x, x.shape, ctx.reads), stand_ins(scores, (3, *x.shape[:-1]), ctx.reads)
+        return (*claims, *tallies, *[x.view_as(x) for _ in range(through)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        queries, x, scores, inverse = ctx.saved_tensors
-        reads = queries.shape[1]
-        of_reads, of_tallies, other, of_scores = grads[:reads], grads[reads : 2 * reads], *grads[2 * reads :]
-        added = [] if other is None else [other]
-        like = next((grad for grad in of_reads if grad is not None), None)
-        if like is None and of_scores is None:
-            return None, other
-        given = [] if like is None else [torch.zeros_like(like) if grad is None else grad for grad in of_reads]
-        tallies = _stacked(of_tallies) if given else None
-        if torch.is_grad_enabled():  # with create_graph=True
-            return _differentiable(given, tallies, x, queries, of_scores, added)
-        by_kernels = operators.uses_kernels(x)
-        if tallies is not None:
-            if by_kernels:
-                dx, found = operators.gather_attended(given, x, scores, tallies, added)
-            else:
-                shares, mean = _shares(scores, tallies)
-                dx, _, dots = plain.combine_with_token_dots(given, x, None, shares, added)
-                found = shares * (dots - mean)
-            of_scores, added = found if of_scores is None else found + of_scores, [dx]
-        assert of_scores is not None
-        backward = operators.project_backward if by_kernels else plain.project_backward
-        dx, of_queries = backward(of_scores, x, queries, scores, inverse, added[0] if added else None)
-        return of_queries.T, dx
+        tensors, reads = ctx.saved_tensors, ctx.reads
+        scores, states = tensors[: ctx.states], tensors[ctx.states :]
+        given, added = present(grads[:reads]), [grad for grad in grads[2 * reads :] if grad is not None]
+        if not given:
+            return (None, None, *[None] * (len(tensors) - 1), added_up(added))
+        tallies = _complete(grads[reads : 2 * reads])
+        if operators.uses_kernels(states[0]) and not torch.is_grad_enabled():
+            *found, of_scores = operators.gather_attended(given, states, scores, tallies, added)
+            return (None, None, *of_scores.unbind(-2), *found)
+        logits = torch.stack(scores, -2)  # [..., M, N]
+        largest, divisor, mean = torch.stack(tallies, -1).unsqueeze(-2).unbind(0)  # [..., 1, N]
+        shares = (logits - largest).exp() / divisor
+        dx, _, dots = gathered(given, states, None, shares, added)
+        assert dots is not None
+        return (None, None, *(shares * (dots - mean)).unbind(-2), *dx)
 
 
-def _stacked(tallies: Sequence[Tensor | None]) -> Tensor:
-    """[m, 3, ...]; of a read that has no gradient, one that makes its weight 0."""
-    like = next(tally for tally in tallies if tally is not None)
-    if any(tally is None for tally in tallies):
-        none = torch.stack([like.new_full(like.shape[1:], value) for value in (torch.inf, 1.0, 0.0)])
-        tallies = [none if tally is None else tally for tally in tallies]
-    return torch.stack(tallies)  # type: ignore[arg-type]
-
-
-def _shares(scores: Tensor, tallies: Tensor) -> tuple[Tensor, Tensor]:
-    """``a_ti`` and ``e_t`` of a state's m reads, [..., m]."""
-    largest, divisor, mean = tallies.unbind(1)  # [m, ...]
-    shares = (scores.movedim(-1, 0) - largest).exp() / divisor
-    return shares.movedim(0, -1), mean.movedim(0, -1)
-
-
-def _differentiable(
-    grads: Sequence[Tensor],
-    tallies: Tensor | None,
-    x: Tensor,
-    queries: Tensor,
-    of_scores: Tensor | None,
-    added: Sequence[Tensor],
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients by operations that autograd knows."""
-    of_all, terms = [] if of_scores is None else [of_scores], list(added)
-    if tallies is not None:
-        shares, mean = _shares(project_normed(x, queries, EPS), tallies)
-        given = torch.stack(list(grads), -2).to(shares.dtype)  # [..., m, D]
-        of_all.append(shares * ((given * x.unsqueeze(-2)).sum(-1) - mean))
-        terms.append((shares.unsqueeze(-1) * given).sum(-2).to(x.dtype))
-    found = functools.reduce(torch.add, of_all)
-    of_x, of_queries = gradients(lambda x, queries: project_normed(x, queries, EPS), (x, queries), found)
-    terms += [] if of_x is None else [of_x]
-    return of_queries, functools.reduce(torch.add, terms) if terms else None
+def _complete(tallies: Sequence[Tensor | None]) -> list[Tensor]:
+    """Of a read that has no gradient, one that makes its weight 0."""
+    known = [tally for tally in tallies if tally is not None]
+    if len(known) == len(tallies):
+        return known
+    none = torch.stack([torch.full_like(known[0][0], value) for value in (torch.inf, 1.0, 0.0)])
+    return [none if tally is None else tally for tally in tallies]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,45 +28,94 @@ BLOCK = 4
 SHORTEST = 9
 
 
+class Blocks(NamedTuple):
+    """Which of S mixes in turn read which states, and which of them are made together.
+
+    Blocks of mixes begin at mixes B, 2 B, ...; blocks of states at states 0, B, 2 B, ....
+
+    Attributes:
+        mixes: S.
+        first: states that the first mix reads; each further one reads one more.
+        block: B, mixes that kernels begin together, and states whose gradients they gather together.
+    """
+
+    mixes: int
+    first: int
+    block: int
+
+    @classmethod
+    def of(cls, like: Tensor, mixes: int, first: int, block: int | None) -> Blocks:
+        """By default of `best_block`, and none where no kernels run on tensors like this."""
+        best = best_block(mixes, first) if operators.uses_kernels(like) else first + mixes
+        return cls(mixes, first, block or best)
+
+    @property
+    def states(self) -> int:
+        """That some mix reads."""
+        return self.first + self.mixes - 1
+
+    @property
+    def sources(self) -> float:
+        """That a mix reads, on average."""
+        return self.first + (self.mixes - 1) / 2
+
+    def first_mix(self, state: int) -> int:
+        """The first that reads a state."""
+        return max(0, state + 1 - self.first)
+
+    def near(self, state: int) -> int:
+        """How many mixes read a state, but not all of its block of states."""
+        return min(self.mixes, self.first_mix(self.last(state))) - self.first_mix(state)
+
+    def later(self, state: int) -> int:
+        """How many mixes read all of a state's block."""
+        return max(0, self.mixes - self.first_mix(self.last(state)))
+
+    def last(self, state: int) -> int:
+        """The last state of the block."""
+        return state // self.block * self.block + self.block - 1
+
+    def before(self, mix: int) -> int:
+        """States before a mix's block of mixes: their part of its sum is begun with that block."""
+        return self.first + mix // self.block * self.block if mix >= self.block else 0
+
+    def beginning(self, states: int) -> range:
+        """Mixes whose sums begin when there are that many states."""
+        mix = states - self.first
+        return range(mix, min(mix + self.block, self.mixes) if mix > 0 and mix % self.block == 0 else mix)
+
+
 class Table:
-    """Weights of S mixes in turn, each of all states so far.
+    """Weights of mixes in turn, each of all states so far.
 
     Args:
         flat: float32 [K] or [K, D]: for each mix in turn, one entry for each of its states, ascending.
-        mixes: S.
-        first: states that the first mix reads; each further one reads one more.
-        block: mixes that kernels begin together, and states whose gradients they gather together; by default what
-            `best_block` says, and no blocks where there are no kernels.
+        mixes, first: as in `Blocks`.
+        block: the same; by default what `best_block` says, and no blocks where there are no kernels.
 
     Attributes:
+        blocks: how they are arranged.
         rows: for each mix its weights, [n] or [n, D].
         begun, rest: the same, detached: those of the states before its block of mixes, and of the others.
         near: for each state, the weights with which mixes read it that do not read all of its block, [n] or [n, D].
         later: for each block of states, those of all mixes that do: of its first state, of its second, ..
-        first, block: as above.
-        sources: that a mix reads, on average.
     """
 
     def __init__(self, flat: Tensor, mixes: int, first: int = 1, block: int | None = None) -> None:
-        states, self.first, self.sources = first + mixes - 1, first, first + (mixes - 1) / 2
-        self.block = block = block or (best_block(mixes, first) if operators.uses_kernels(flat) else states + 1)
-        counts = [first + s for s in range(mixes)]
+        self.blocks = blocks = Blocks.of(flat, mixes, first, block)
+        states, counts = blocks.states, [first + s for s in range(mixes)]
         self.rows = parts(flat, counts)
-        before = [first + s // block * block if s >= block else 0 for s in range(mixes)]
+        before = [blocks.before(s) for s in range(mixes)]
         halves = flat.detach().split([n for s in range(mixes) for n in (before[s], counts[s] - before[s])])
         self.begun, self.rest = halves[::2], halves[1::2]
         state, mix = torch.triu_indices(states, mixes, 1 - first, device=flat.device)
         start = mix * (mix - 1) // 2 + mix * first  # of each mix in the flat weights
         # Later are mixes that read the last state of the block. Sorted on the device: a mask would be waited for.
-        order = (mix >= (state // block + 1) * block - first).byte().argsort(stable=True)
-        later = [mixes - self.first_mix(last) for last in range(block - 1, states, block)]
-        near = [min(mixes, self.first_mix(i // block * block + block - 1)) - self.first_mix(i) for i in range(states)]
-        pieces = parts(flat.index_select(0, (start + state)[order]), [*near, *(block * n for n in later)])
+        order = (mix >= (state // blocks.block + 1) * blocks.block - first).byte().argsort(stable=True)
+        later = [blocks.later(last) for last in range(blocks.block - 1, states, blocks.block)]
+        near = [blocks.near(i) for i in range(states)]
+        pieces = parts(flat.index_select(0, (start + state)[order]), [*near, *(blocks.block * n for n in later)])
         self.near, self.later = pieces[:states], pieces[states:]
-
-    def first_mix(self, state: int) -> int:
-        """The first that reads a state."""
-        return max(0, state + 1 - self.first)
 
 
 def parts(x: Tensor, counts: list[int], dim: int = 0) -> tuple[Tensor, ...]:
@@ -79,12 +128,36 @@ def parts(x: Tensor, counts: list[int], dim: int = 0) -> tuple[Tensor, ...]:
     return tuple(part.clone() for part in parts) if torch.compiler.is_compiling() else parts
 
 
+def suffixes(x: Tensor, starts: Sequence[int]) -> tuple[Tensor, ...]:
+    """``x[start:]`` for each; their gradients are added up at once."""
+    found: tuple[Tensor, ...] = _Suffixes.apply(x, tuple(starts))
+    return found
+
+
+class _Suffixes(torch.autograd.Function):
+    """Autograd would make as many tensors as large as ``x``, and add them one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, starts: tuple[int, ...]) -> tuple[Tensor, ...]:
+        ctx.starts, ctx.shape = starts, x.shape
+        ctx.set_materialize_grads(False)
+        return tuple([x[start:].clone() if torch.compiler.is_compiling() else x[start:] for start in starts])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        given = [(start, grad) for start, grad in zip(ctx.starts, grads, strict=True) if grad is not None]
+        if not given:
+            return None, None
+        none = given[0][1].new_zeros(ctx.shape)
+        padded = torch.cat([part for start, grad in given for part in (none[:start], grad)])
+        return padded.unflatten(0, (len(given), -1)).sum(0), None
+
+
 class History:
     """The states of a trunk so far. Immutable.
 
-    In blocks of B, kernels read all earlier states once for the next B mixes, and all later gradients once for B
-    states: L^2 / 2 reads become about L^1.5. Blocks of mixes begin at mixes B, 2 B, ...; blocks of states at states
-    0, B, 2 B, ....
+    In blocks of B (see `Blocks`), kernels read all earlier states once for the next B mixes, and all later gradients
+    once for B states: L^2 / 2 reads become about L^1.5.
 
     A plain class, not a dataclass: FSDP2 rebuilds every dataclass that it meets in a block's inputs.
 
@@ -123,7 +196,7 @@ class History:
         """The history after further ``states``, of which earlier mixes were made elsewhere."""
         history = self
         for number, x in enumerate(states):
-            history = history.push(x, begin=number >= len(states) - self.table.block)
+            history = history.push(x, begin=number >= len(states) - self.table.blocks.block)
         return history
 
     def push(self, x: Tensor, begin: bool = True) -> History:
@@ -136,25 +209,25 @@ class History:
             x: the state.
             begin: whether the mixes of a block that comes next will be made of this history.
         """
-        table, number, claims = self.table, len(self.states), self.claims
+        table, blocks, number, claims = self.table, self.table.blocks, len(self.states), self.claims
         states = (*self.states, x)
-        if claims is None or left_to_autograd(x, table.sources) or x.shape != states[0].shape:
+        if claims is None or left_to_autograd(x, blocks.sources) or x.shape != states[0].shape:
             return History(table, states, (), None)
         values = (*self.values, x.detach())
         if number >= len(table.near):  # no mix reads it
             return History(table, states, values, claims)
-        waiting, later, near = self.waiting, number // table.block, table.near[number]
+        waiting, later, near = self.waiting, number // blocks.block, table.near[number]
         if near.shape[0]:
             # Twice: what comes back from later blocks is added here, too, and not to that from elsewhere before.
-            *found, x, again = _Claims.apply(near, 2, x)
-            claims, states = (*claims, (table.first_mix(number), tuple(found))), (*self.states, x)
+            *found, x, again = Claims.apply(2, 1, near, x)
+            claims, states = (*claims, (blocks.first_mix(number), tuple(found))), (*self.states, x)
         else:
             again = x
         if later < len(table.later):
             waiting = (*waiting, again)
-            if len(waiting) == table.block:
-                found = _Claims.apply(table.later[later], 0, *waiting)
-                claims, waiting = (*claims, (table.first_mix(number), tuple(found))), ()
+            if len(waiting) == blocks.block:
+                found = Claims.apply(0, len(waiting), table.later[later], *waiting)
+                claims, waiting = (*claims, (blocks.first_mix(number), tuple(found))), ()
         return History(table, states, values, claims, waiting, self._begin(states) if begin else ())
 
     def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
@@ -165,10 +238,10 @@ class History:
         claims = tuple([of[number - first] for first, of in self.claims if 0 <= number - first < len(of)])
         weights, accumulator = self.table.rest[number], None
         if self.begun:
-            accumulator = self.begun[number % self.table.block]
+            accumulator = self.begun[number % self.table.blocks.block]
         elif self.table.begun[number].shape[0]:
             weights = torch.cat((self.table.begun[number], weights))
-        read = self.table.first + number
+        read = self.table.blocks.first + number
         values = self.values[read - weights.shape[0] : read]
         return Mix(values, weights if values else None, (), tuple(added), claims, accumulator)
 
@@ -178,59 +251,112 @@ class History:
 
     def _begin(self, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The sums over ``states`` for the mixes of the block that comes next, if one does now."""
-        start, block = len(states) - self.table.first, self.table.block
-        if start % block or start <= 0 or not operators.uses_kernels(states[0]):
+        mixes = self.table.blocks.beginning(len(states))
+        if not mixes or not operators.uses_kernels(states[0]):
             return self.begun
-        rows = torch.stack(self.table.begun[start : start + block])
+        rows = torch.stack(self.table.begun[mixes.start : mixes.stop])
         with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
             return tuple(operators.mixes(states, rows))
 
 
-class _Claims(torch.autograd.Function):
+class Claims(torch.autograd.Function):
     """Claims of N later mixes on M states: N tensors whose values mean nothing, and whose gradients are the mixes'.
 
-    Weights are float32 [M N] or [M N, D], states M of [..., D]. ``through`` more results are the state itself (M = 1),
-    whose gradients join the sum.
+    ``weights`` are float32 [M N] or [M N, D]. ``tensors`` are the states, [..., D], after weights per token, [..., N]
+    of each state, if there are any. ``through`` more results are the state itself (M = 1), and their gradients join.
     """
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, through: int, *states: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(weights, *states)
+    def forward(ctx: Any, through: int, count: int, weights: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(weights, *tensors)
         ctx.set_materialize_grads(False)
-        ctx.mixes = weights.shape[0] // len(states)
-        x = states[0]
-        claim = torch.empty_strided(x.shape, (0,) * x.dim(), dtype=x.dtype, device=x.device)  # one element
-        return (*[claim.detach() for _ in range(ctx.mixes)], *[x.view_as(x) for _ in range(through)])
+        ctx.states, ctx.mixes = count, weights.shape[0] // count
+        x = tensors[-count]
+        return (*stand_ins(x, x.shape, ctx.mixes), *[x.view_as(x) for _ in range(through)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        flat, *states = ctx.saved_tensors
-        of_mixes, added = grads[: ctx.mixes], [grad for grad in grads[ctx.mixes :] if grad is not None]
-        like = next((grad for grad in of_mixes if grad is not None), None)
-        if like is None:
-            return (None, None, functools.reduce(torch.add, added) if added else None, *[None] * (len(states) - 1))
-        given = [torch.zeros_like(like) if grad is None else grad for grad in of_mixes]
+        flat, *tensors = ctx.saved_tensors
+        scores, states = tensors[: -ctx.states], tensors[-ctx.states :]
+        given, added = present(grads[: ctx.mixes]), [grad for grad in grads[ctx.mixes :] if grad is not None]
+        if not given:
+            return (None, None, None, *[None] * (len(tensors) - 1), added_up(added))
         weights = flat.view(len(states), ctx.mixes, *flat.shape[1:])
-        if torch.is_grad_enabled():  # with create_graph=True
-            dx, dots = _differentiable(given, states, weights, added)
-        elif operators.uses_kernels(like):
-            *dx, dots = operators.gather(given, states, weights, added)
-        else:
-            dx, dots = plain.combine_with_dots(given, states, weights, added)
-        return (dots.reshape(flat.shape), None, *dx)
+        dx, dots, of_scores = gathered(given, states, weights, torch.stack(scores, -2) if scores else None, added)
+        by_token = () if of_scores is None else of_scores.unbind(-2)
+        return (None, None, None if dots is None else dots.reshape(flat.shape), *by_token, *dx)
+
+
+def stand_ins(like: Tensor, shape: Sequence[int], count: int) -> tuple[Tensor, ...]:
+    """Tensors of that shape without memory: one element, in the dtype of ``like``."""
+    return like.new_empty_strided((count, *shape), [0] * (1 + len(shape))).unbind()
+
+
+def present(grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Gradients, zeros for those that there are not; none if there are none at all."""
+    like = next((grad for grad in grads if grad is not None), None)
+    return [] if like is None else [torch.zeros_like(like) if grad is None else grad for grad in grads]
+
+
+def added_up(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Their sum, if there are any."""
+    return functools.reduce(torch.add, tensors) if tensors else None
+
+
+def gathered(
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Tensor | None,
+    added: Sequence[Tensor],
+) -> tuple[Sequence[Tensor], Tensor | None, Tensor | None]:
+    """What N mixes send back to M states that they read: ``dx_m = sum_n (w_mn + s_mn) g_n + sum_j a_j``.
+
+    Args:
+        grads: g_n, N of [..., D].
+        states: x_m, M of [..., D].
+        weights: w, float32 [M, N] or [M, N, D].
+        scores: s, weights per token, [..., M, N].
+        added: a_j [..., D], gradients that came other ways; for a single state.
+
+    Returns:
+        The gradients of the states; those of weights and of scores, ``<x_m, g_n>``, where these are given.
+    """
+    if torch.is_grad_enabled():  # with create_graph=True
+        return _differentiable(grads, states, weights, scores, added)
+    if operators.uses_kernels(states[0]):
+        found = operators.gather(grads, states, weights, added, scores)
+        dots = iter(found[len(states) :])
+        of_weights, of_scores = (None if given is None else next(dots) for given in (weights, scores))
+        return found[: len(states)], of_weights, of_scores
+    if scores is None:
+        assert weights is not None
+        return (*plain.combine_with_dots(grads, states, weights, added), None)
+    return plain.combine_with_token_dots(grads, states, weights, scores, added)
 
 
 def _differentiable(
-    grads: Sequence[Tensor], states: Sequence[Tensor], weights: Tensor, added: Sequence[Tensor]
-) -> tuple[list[Tensor], Tensor]:
-    """What `gather` computes, by operations that autograd knows."""
-    over = tuple(range(states[0].dim() - 1)) if weights.dim() == 3 else None
-    dx = []
-    for row, x in zip(weights, states, strict=True):
-        terms = [w * g for w, g in zip(row, grads, strict=True)]
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Tensor | None,
+    added: Sequence[Tensor],
+) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    """`gathered`, by operations that autograd knows."""
+    precise = torch.promote_types(states[0].dtype, torch.float32)
+    given, dx, products = [g.to(precise) for g in grads], list[Tensor](), list[list[Tensor]]()
+    for m, x in enumerate(states):
+        factors = [[] if weights is None else weights[m], [] if scores is None else scores[..., m, :].split(1, -1)]
+        terms = [w * g for of_kind in factors for w, g in zip(of_kind, given, strict=False)]
         dx.append(functools.reduce(torch.add, [*terms, *added]).to(x.dtype))
-    dots = [torch.stack([(x * g).to(weights.dtype).sum(over) for g in grads]) for x in states]
-    return dx, torch.stack(dots)
+        products.append([x * g for g in given])
+    by_token = [torch.stack([product.sum(-1) for product in of_state], -1) for of_state in products]
+    of_scores = None if scores is None else torch.stack(by_token, -2)
+    if weights is None:
+        return dx, None, of_scores
+    over = tuple(range(states[0].dim() - (weights.dim() == 3)))  # all but the channels, or all
+    dots = [torch.stack([product.sum(over) for product in of_state]) for of_state in products]
+    return dx, torch.stack(dots).to(weights.dtype), of_scores
 
 
 def best_block(mixes: int, first: int = 1) -> int:

@@ -124,7 +124,7 @@ class Mix:
 
     @property
     def _like(self) -> Tensor:
-        return (self.sources or self.added or self.claims)[0]
+        return (self.claims or self.sources or self.added)[0]  # not what a sum begins with: that is float32
 
     def _left_to_autograd(self) -> bool:
         """Whether the lowerings with gradients of their own do not know the sum, or it is not worth them."""
@@ -144,20 +144,22 @@ class Attended(NamedTuple):
     Attributes:
         statistics: m_t and d_t, [2, ...].
         states: x_i, without their history of gradients.
-        scores: s_ti, n of [...], with theirs.
+        scores: of each state those of all of its reads, n of [..., m], with theirs.
+        columns: where s_ti is among them.
         scaled: whether the weights of n states add up to n, not to 1.
     """
 
     statistics: Tensor
     states: tuple[Tensor, ...]
     scores: tuple[Tensor, ...]
+    columns: Sequence[int]
     scaled: bool
 
     def tally(self, grad: Tensor, total: Tensor, statistics: Tensor) -> Tensor:
         """``(m_t, d_t, e_t)``, [3, ...], of the read's gradient and value, [..., D]."""
         count = len(self.states) if self.scaled else 1
         if torch.is_grad_enabled():  # with create_graph=True: d_t depends on the scores
-            statistics = softmax(torch.stack(self.scores), self.scaled)[1]
+            statistics = self._softmax()[1]
         elif operators.uses_kernels(grad):
             return operators.tally(grad, total, statistics, count)
         mean = (grad.to(statistics.dtype) * total).sum(-1) / count
@@ -165,8 +167,12 @@ class Attended(NamedTuple):
 
     def again(self) -> tuple[Tensor, Tensor]:
         """The read's value and its statistics, where who has read the value wrote to it."""
-        shares, statistics = softmax(torch.stack(self.scores), self.scaled)
+        shares, statistics = self._softmax()
         return Mix(self.states, None, shares.unsqueeze(-1).unbind()).value(), statistics
+
+    def _softmax(self) -> tuple[Tensor, Tensor]:
+        own = [scores.select(-1, k) for scores, k in zip(self.scores, self.columns, strict=True)]
+        return softmax(torch.stack(own), self.scaled)
 
 
 def softmax(scores: Tensor, scaled: bool) -> tuple[Tensor, Tensor]:
@@ -265,7 +271,7 @@ class _Sum(torch.autograd.Function):
         constants, weight, accumulator, ctx.attended = fixed
         statistics = () if ctx.attended is None else (ctx.attended.statistics,)
         sources, weight = constants or sources, weights[0] if weights else weight
-        dtype = _plain_dtype(*sources, *added, *claims)
+        dtype = _plain_dtype(*(claims or sources), *added)  # what a sum begins with is float32
         ctx.counts, ctx.kind = counts, kind
         ctx.set_materialize_grads(False)
         # Gradients of sources, weights or scores: all need the sources.
@@ -278,7 +284,7 @@ class _Sum(torch.autograd.Function):
             )
             ctx.save_for_backward(*kept, *scale, total, rstd, *statistics)
             return total, after
-        if operators.uses_kernels((sources or added or claims)[0]):
+        if operators.uses_kernels((claims or sources or added)[0]):
             total = operators.mix(sources, weight, scores, added, accumulator, dtype)
         else:
             total = plain.combine(sources, weight, added, scores)

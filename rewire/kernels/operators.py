@@ -190,14 +190,16 @@ def mix_norm_backward(
     return [found.added, *by_channel, *_of_terms(found)]
 
 
-@_operator(
-    "(Tensor[] sources, Tensor weights) -> Tensor[]",
-    lambda sources, weights: [_like(sources[0], torch.float32) for _ in range(len(weights))],
-)
-def mixes(sources: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-    """M float32 mixes in one pass over the sources; weights [M, N] or [M, N, D]."""
-    spec = spec_of(len(sources), _kind(weights, 2), outputs=weights.shape[0])
-    return list(launch_forward(spec, MixInputs(sources, weights), torch.float32).apart)
+def _mixes_fake(sources: Any, weights: Any, scores: Any = None) -> list[Tensor]:
+    outputs = len(weights) if scores is None else scores.shape[-2]
+    return [_like(sources[0], torch.float32) for _ in range(outputs)]
+
+
+@_operator("(Tensor[] sources, Tensor? weights, Tensor? scores=None) -> Tensor[]", _mixes_fake)
+def mixes(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None = None) -> list[Tensor]:
+    """M float32 mixes in one pass over the sources; weights [M, N] or [M, N, D], scores [..., M, N]."""
+    spec = _spec_of_several(len(sources), weights, scores)
+    return list(launch_forward(spec, MixInputs(sources, weights, _maybe(scores)), torch.float32).apart)
 
 
 def _gather_fake(grads: Any, states: Any, weights: Any, added: Any, scores: Any = None) -> list[Tensor]:
@@ -217,15 +219,14 @@ def gather(
 ) -> list[Tensor]:
     """What N mixes send back to M states that they read: ``dx_m = sum_n w_mn g_n + sum_j a_j``, ``dw_mn = <x_m, g_n>``.
 
-    Weights are [M, N] or [M, N, D]; gradients a_j that came other ways are for a single state, as are weights per
-    token, scores [..., N]. One of both may be missing. Returns gradients of the states, of the weights, of the scores.
+    Weights are [M, N] or [M, N, D]; those per token, scores, are [..., M, N]. One of both may be missing. Gradients a_j
+    that came other ways are for a single state. Returns gradients of the states, of the weights, of the scores.
     """
-    of_scores = [] if scores is None else scores.split(1, -1)
     kind, outputs = _kind(weights, 2), len(states)
     spec = spec_of(len(grads), kind, scores is not None, added=len(added), outputs=outputs, probe=True)
-    done = launch_forward(spec, MixInputs(grads, weights, of_scores, added, probes=states), states[0].dtype)
-    of_scores = None if done.score_dots is None else done.score_dots.squeeze(-2)
-    return [*done.apart, *(dots for dots in (done.weight_dots, of_scores) if dots is not None)]
+    inputs = MixInputs(grads, weights, _maybe(scores), added, probes=states)
+    done = launch_forward(spec, inputs, states[0].dtype)
+    return [*done.apart, *(dots for dots in (done.weight_dots, done.score_dots) if dots is not None)]
 
 
 def _several_fake(streams: Any, sources: Any, weights: Any, scores: Any) -> list[Tensor]:
@@ -248,7 +249,7 @@ def several(
     """
     stacks, given = streams is not None, sources if streams is None else [streams, *sources]
     spec = _spec_of_several(len(sources) + _count(streams), weights, scores)
-    inputs = MixInputs(given, weights, () if scores is None else scores, stacks=stacks)
+    inputs = MixInputs(given, weights, _maybe(scores), stacks=stacks)
     done = launch_forward(spec, inputs, stacked=spec.outputs * stacks)
     return list(done.apart) if done.stacked is None else [done.stacked]
 
@@ -281,12 +282,15 @@ def several_backward(
     """
     n, stacks, given = _count(streams), streams is not None, sources if streams is None else [streams, *sources]
     spec = _spec_of_several(n + len(sources), weights, scores, carried=len(carried) > 0)
-    table: Any = () if scores is None else scores
-    inputs = GradientInputs(grads, given, weights, table, carried=carried, stacks=stacks)
+    inputs = GradientInputs(grads, given, weights, _maybe(scores), carried=carried, stacks=stacks)
     found = launch_backward(spec, inputs, n)
     first = [] if found.stacked is None else [found.stacked]
     dots = [x for x in (found.weights, found.scores) if x is not None]
     return [*first, *found.apart, *dots]
+
+
+def _maybe(scores: Tensor | None) -> Any:
+    return () if scores is None else scores
 
 
 def _count(streams: Tensor | None) -> int:
@@ -335,27 +339,45 @@ def tally(grad: Tensor, total: Tensor, statistics: Tensor, count: int) -> Tensor
     return softmax.tally(grad, total, statistics, count)
 
 
-@_operator(
-    "(Tensor scores, int count) -> (Tensor, Tensor)",
-    lambda scores, count: (torch.empty_like(scores), scores.new_empty((2, *scores.shape[1:]))),
-)
-def softmax(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Weights that add up to ``count``, [n, ...], of scores, float32 [n, ...]; and what `tally` takes of them."""
+def _softmax_fake(scores: Any, begun: Any, count: int) -> tuple[Tensor, Tensor]:
+    like = scores[0] if begun is None else begun[0]
+    return like.new_empty((len(scores) + (begun is not None), *like.shape)), like.new_empty((2, *like.shape))
+
+
+@_operator("(Tensor[] scores, Tensor? begun, int count) -> (Tensor, Tensor)", _softmax_fake)
+def softmax(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    """Weights that add up to ``count``, [n, ...], of n scores, float32 [...]; and what `tally` takes of them, [2, ...].
+
+    Of scores that were seen before, ``begun`` is what came of them with ``count=0``: numerators that are not divided,
+    and their largest score and sum. They weigh as one more state, the first.
+    """
     from rewire.kernels import softmax
 
-    return softmax.forward(scores, count)
+    return softmax.forward(scores, begun, count)
+
+
+def _gather_attended_fake(grads: Any, states: Any, scores: Any, tallies: Any, added: Any) -> list[Tensor]:
+    shape = (len(scores), scores[0].shape[-1], *scores[0].shape[:-1])
+    return [*(_like(x, x.dtype) for x in states), scores[0].new_empty(shape).movedim((0, 1), (-2, -1))]
 
 
 @_operator(
-    "(Tensor[] grads, Tensor x, Tensor scores, Tensor tallies, Tensor[] added) -> (Tensor, Tensor)",
-    lambda grads, x, scores, tallies, added: (_like(x, x.dtype), scores.new_empty(scores.shape)),
+    "(Tensor[] grads, Tensor[] states, Tensor[] scores, Tensor[] tallies, Tensor[] added) -> Tensor[]",
+    _gather_attended_fake,
 )
 def gather_attended(
-    grads: Sequence[Tensor], x: Tensor, scores: Tensor, tallies: Tensor, added: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """`gather` of one state, whose scores in N reads are [..., N] and their tallies [N, 3, ...]."""
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    scores: Sequence[Tensor],
+    tallies: Sequence[Tensor],
+    added: Sequence[Tensor],
+) -> list[Tensor]:
+    """`gather` of M states, whose scores in N reads are M of [..., N], and the reads' tallies N of [3, ...].
+
+    Returns gradients of the states, and of their scores, [..., M, N].
+    """
     from rewire.kernels import softmax
 
-    weights = softmax.shares(scores.movedim(-1, 0).contiguous(), tallies)
-    dx, dots = gather(grads, [x], None, added, weights.movedim(0, -1))
-    return dx, softmax.score_gradients(dots.contiguous(), weights, tallies)
+    shares = softmax.shares(scores, tallies)
+    *dx, dots = gather(grads, states, None, added, shares.movedim((0, 1), (-2, -1)))
+    return [*dx, softmax.score_gradients(dots, shares, tallies).movedim((0, 1), (-2, -1))]

@@ -101,35 +101,39 @@ def combine_with_dots(
 
 @torch.no_grad()
 def combine_with_token_dots(
-    grads: Sequence[Tensor], x: Tensor, weights: Tensor | None, scores: Tensor, added: Sequence[Tensor] = ()
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`combine_with_dots` of one state x, whose mixes have weights per token, too.
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Tensor,
+    added: Sequence[Tensor] = (),
+) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    """`combine_with_dots` of mixes that have weights per token, too.
 
     Args:
-        grads, added: as there.
-        weights: float32 [n] or [n, D]; None: zero.
-        scores: weights per token, [..., n].
+        grads, states, added: as there.
+        weights: float32 [M, n] or [M, n, D]; None: zero.
+        scores: weights per token, [..., M, n].
 
     Returns:
-        The gradient of the state; that of the weights, if given; that of the scores, in their dtype.
+        The gradients of the states; those of the weights, if given; those of the scores, in their dtype.
     """
-    per_channel = weights is not None and weights.dim() == 2
-    columns = None if weights is None else weights.unsqueeze(0)
-    compiled = native.sums(grads, columns, per_channel, added, [x], scores.unsqueeze(-2))
+    per_channel = weights is not None and weights.dim() == 3
+    compiled = native.sums(grads, weights, per_channel, added, states, scores)
     if compiled is not None:
-        dx, *by_channel, by_token = compiled
-        by_token = by_token.squeeze(-2)
-        of_weights = by_channel[0].squeeze(0) if per_channel else by_token.flatten(0, -2).sum(0)
-        return dx, None if weights is None else of_weights.to(weights.dtype), by_token
-    dx = combine(grads, weights, added, scores.split(1, -1))
-    of_channels, of_tokens = list[Tensor](), list[Tensor]()
-    for g in grads:  # one at a time: a product is as large as a state
-        product = g.to(scores.dtype) * x
-        of_tokens.append(product.sum(-1, keepdim=True))
-        if weights is not None:
-            of_channels.append(product.flatten(0, -2).sum(0) if per_channel else of_tokens[-1].sum())
-    of_all = None if weights is None else torch.stack(of_channels).to(weights.dtype)
-    return dx, of_all, torch.cat(of_tokens, -1)
+        *by_channel, by_token = compiled[len(states) :]
+        of_weights = by_channel[0] if per_channel else by_token.flatten(0, -3).sum(0)
+        return compiled[: len(states)], None if weights is None else of_weights.to(weights.dtype), by_token
+    dx, of_channels, of_tokens = list[Tensor](), list[Tensor](), list[Tensor]()
+    for m, x in enumerate(states):
+        row = None if weights is None else weights[m]
+        dx.append(combine(grads, row, added, scores[..., m, :].split(1, -1)))
+        for g in grads:  # one at a time: a product is as large as a state
+            product = g.to(scores.dtype) * x
+            of_tokens.append(product.sum(-1))
+            if weights is not None:
+                of_channels.append(product.flatten(0, -2).sum(0) if per_channel else of_tokens[-1].sum())
+    of_all = None if weights is None else torch.stack(of_channels).view(weights.shape).to(weights.dtype)
+    return dx, of_all, torch.stack(of_tokens, -1).view(scores.shape)
 
 
 @torch.no_grad()

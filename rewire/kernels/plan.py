@@ -186,9 +186,11 @@ class _Maker:
 
     def __init__(self, spec: MixSpec, given: Given) -> None:
         self.spec, self.at = spec, dict[str, Places]()
-        like, _ = (given.get("grads") or [*given["sources"], *given["added"], *given["accumulators"]])[0]
+        of_states = given.get("grads") or [*given["sources"], *given["added"], *given["accumulators"]]
+        like, _ = of_states[0]
         self.shape, self.device = like.shape, like.device
-        self.rows, self.cols, self.itemsize = math.prod(like.shape[:-1]), like.shape[-1], like.dtype.itemsize
+        self.rows, self.cols = math.prod(like.shape[:-1]), like.shape[-1]
+        self.itemsize = min(layout.dtype.itemsize for layout, _ in of_states)  # what a sum begins with may be float32
         self.count = len({at if isinstance(at, int) else at.place for of in given.values() for _, at in of})
         self.strides: dict[At, int] = {}
         self.steps: list[Callable[[list[Tensor]], None]] = []

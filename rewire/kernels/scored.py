@@ -9,7 +9,6 @@ pass over the state and the gradients of its reads, and one of the projection, w
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -17,12 +16,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators, plain
-from rewire.kernels.history import History, parts
-from rewire.kernels.mix import Mix, gradients, left_to_autograd, pending_mix
+from rewire.kernels import operators
+from rewire.kernels.history import Claims, History, parts, suffixes
+from rewire.kernels.mix import Mix, left_to_autograd, pending_mix
 from rewire.kernels.several import mixes
 from rewire.kernels.spec import MAX_OUTPUTS
-from rewire.kernels.tokens import outside_autocast, project
+from rewire.kernels.tokens import outside_autocast, read_off
 
 
 class ScoredTable:
@@ -54,7 +53,7 @@ class ScoredTable:
         self.columns = parts(
             flat.index_select(0, _by_state(ways, flat.device)), [sum(ways[i:]) for i in range(len(ways))]
         )
-        self.queries = [queries[first:] for first in self.first[:-1]]
+        self.queries = suffixes(queries, self.first[:-1])
         self.sources = sum(counts) / sum(ways)
 
 
@@ -104,17 +103,19 @@ class ScoredHistory(History):
         if self.claims is None or left_to_autograd(x, self.table.sources) or x.shape != states[0].shape:
             return self._without_claims(states)
         with outside_autocast(x.device):
-            return self._claimed(x)
+            return self._claimed(x, begin)
 
-    def _claimed(self, x: Tensor) -> Self:
+    def _claimed(self, x: Tensor, begin: bool) -> Self:
         table, number = self.table, len(self.states)
-        *claims, x, scores = _Claims.apply(table.columns[number], table.queries[number].T, x)
+        scores, x = self._scored(number, x)
+        column = table.columns[number]
+        *claims, x = Claims.apply(1, 1, column, scores, x)
         states, values = (*self.states, x), (*self.values, x.detach())
-        return type(self)(table, states, values, (*self.claims, tuple(claims)), (*self.scores, scores))  # type: ignore[misc]
+        return type(self)(table, states, values, (*self.claims, tuple(claims)), (*self.scores, scores.detach()))  # type: ignore[misc]
 
     def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
         known = self.scores if self.claims is None else ()
-        scores = (*known, *(self._scores(i, states[i]) for i in range(len(known), len(states))))
+        scores = (*known, *(self._scored(i, states[i])[0] for i in range(len(known), len(states))))
         return type(self)(self.table, states, (), None, scores)
 
     def read(self, number: int) -> Sequence[Tensor | Mix]:
@@ -138,69 +139,10 @@ class ScoredHistory(History):
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(self.table, claims=None)._without_claims(tuple(map(view, self.states)))
 
-    def _scores(self, number: int, x: Tensor) -> Tensor:
-        return _clamped(project(x, self.table.queries[number].T))
-
-
-def _clamped(products: Tensor) -> Tensor:
-    return products.clamp(min=0)  # not relu: the derivative of clamp is 1 at 0, where all scores start
-
-
-class _Claims(torch.autograd.Function):
-    """Claims of m later mixes on a state, the state itself, whose gradient joins the sum, and its scores.
-
-    ``column`` is [m] or [m, D], ``queries`` [D, m].
-    """
-
-    @staticmethod
-    def forward(ctx: Any, column: Tensor, queries: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        forward = operators.project if operators.uses_kernels(x) else plain.project
-        products, _ = forward(x, queries, None)
-        scores = _clamped(products)
-        ctx.save_for_backward(column, queries, x, products)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(scores)
-        shape = (len(column), *x.shape)
-        claims = x.new_empty_strided(shape, [0] * len(shape)).unbind()  # one element
-        return (*claims, x.view_as(x), scores)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        column, queries, x, products = ctx.saved_tensors
-        *of_mixes, other, _ = grads
-        like = next((grad for grad in of_mixes if grad is not None), None)
-        if like is None:
-            return None, None, other
-        given = [torch.zeros_like(like) if grad is None else grad for grad in of_mixes]
-        added = [] if other is None else [other]
-        if torch.is_grad_enabled():  # with create_graph=True
-            return _differentiable(given, x, column, queries, added)
-        scores = _clamped(products)
-        by_kernels = operators.uses_kernels(x)
-        found: Any = (
-            operators.gather(given, [x], column.unsqueeze(0), added, scores)
-            if by_kernels
-            else plain.combine_with_token_dots(given, x, column, scores, added)
-        )
-        dx, dots, of_scores = found
-        of_scores = torch.where(products >= 0, of_scores, 0.0)
-        backward = operators.project_backward if by_kernels else plain.project_backward
-        dx, of_queries = backward(of_scores, x, queries, products, products.new_empty(0), dx)
-        return dots.squeeze(0) if by_kernels else dots, of_queries.T, dx
-
-
-def _differentiable(
-    grads: Sequence[Tensor], x: Tensor, column: Tensor, queries: Tensor, added: Sequence[Tensor]
-) -> tuple[Tensor | None, ...]:
-    """The gradients by operations that autograd knows."""
-
-    def terms(column: Tensor, queries: Tensor, x: Tensor) -> Tensor:
-        by_channel = column if column.dim() == 2 else column.unsqueeze(-1)
-        return (_clamped(project(x, queries)).unsqueeze(-1) + by_channel) * x.unsqueeze(-2)  # [..., m, D]
-
-    precise = torch.promote_types(x.dtype, torch.float32)
-    *found, of_x = gradients(terms, (column, queries, x), torch.stack(list(grads), -2).to(precise))
-    return (*found, None if of_x is None else functools.reduce(torch.add, added, of_x))
+    def _scored(self, number: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores of a state, and the state as who reads it next is to take it."""
+        products, x = read_off(x, self.table.queries[number].T)
+        return products.clamp(min=0), x  # not relu: the derivative of clamp is 1 at 0, where all scores start
 
 
 class _Claiming(torch.autograd.Function):

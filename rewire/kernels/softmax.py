@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -16,36 +18,50 @@ from rewire.kernels.arguments import Layout, layout, row_stride
 from rewire.kernels.grid import Code, Kernel
 from rewire.kernels.launch import MOST_PLANS
 
-#: Rows of a program that holds a few numbers for each, and elements of these.
-ROWS, ELEMENTS = 128, 2048
-#: Rows of a program that holds one number for each.
-ROWS_OF_STATE = 256
+#: Rows of a program that holds a few numbers for each.
+ROWS = 128
 #: Rows and columns of a tile of states.
 TILE = (16, 128)
 
 
-@triton.jit(do_not_specialize=["rows", "N", "count"])
+@triton.jit(do_not_specialize=["rows", "begun_stride", "count"])
 def softmax_forward(
-    scores,  # float32 [N, rows]
-    shares,  # float32 [N, rows]
+    scores,  # N x float32 [rows]
+    begun,  # float32 [2, rows]: the largest of earlier scores, the sum of their numerators
+    begun_stride,
+    shares,  # float32 [BEGUN + N, rows]
     statistics,  # float32 [2, rows]
     rows,
-    N,
     count,
-    SIZE: tl.constexpr,
+    N: tl.constexpr,
+    BEGUN: tl.constexpr,
+    DIVIDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    state = tl.arange(0, SIZE)[:, None]
-    inside = (state < N) & (row < rows)
-    s = tl.load(scores + state.to(tl.int64) * rows + row, mask=inside, other=0.0)
-    s = tl.where(state < N, s, float("-inf"))
-    largest = tl.max(s, 0, keep_dims=True)  # [1, BLOCK]
-    e = tl.exp(s - largest)
-    divisor = tl.div_rn(tl.sum(e, 0, keep_dims=True), tl.zeros([1, BLOCK], tl.float32) + count)
-    tl.store(shares + state.to(tl.int64) * rows + row, tl.div_rn(e, divisor + tl.zeros_like(e)), mask=inside)
-    tl.store(statistics + row, largest, mask=row < rows)
-    tl.store(statistics + rows + row, divisor, mask=row < rows)
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    if BEGUN:
+        largest = tl.load(begun + row, mask=inside, other=0.0)
+    for i in tl.static_range(N):
+        largest = tl.maximum(largest, tl.load(scores[i] + row, mask=inside, other=0.0))
+    divisor = tl.zeros([BLOCK], tl.float32)
+    factor = divisor
+    if BEGUN:
+        factor = tl.exp(tl.load(begun + row, mask=inside, other=0.0) - largest)
+        divisor = factor * tl.load(begun + (begun_stride.to(tl.int64) + row), mask=inside, other=1.0)
+    for i in tl.static_range(N):
+        divisor += tl.exp(tl.load(scores[i] + row, mask=inside, other=0.0) - largest)
+    if DIVIDED:
+        divisor = tl.div_rn(divisor, tl.zeros([BLOCK], tl.float32) + count)
+    if BEGUN:
+        tl.store(shares + row, tl.div_rn(factor, divisor) if DIVIDED else factor, mask=inside)
+    for i in tl.static_range(N):
+        e = tl.exp(tl.load(scores[i] + row, mask=inside, other=0.0) - largest)
+        place = shares + ((BEGUN + i) * rows.to(tl.int64) + row)
+        tl.store(place, tl.div_rn(e, divisor) if DIVIDED else e, mask=inside)
+    tl.store(statistics + row, largest, mask=inside)
+    tl.store(statistics + (rows + row), divisor, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "count"])
@@ -78,63 +94,76 @@ def tally_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def shares_kernel(
-    scores,  # float32 [N, rows]
-    tallies,  # float32 [N, 3, rows]
-    shares,  # float32 [N, rows]
+    scores,  # M x float32 [N, rows]
+    tallies,  # N x float32 [3, rows]
+    shares,  # float32 [M, N, rows]
     rows,
+    M: tl.constexpr,
+    N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    read = tl.program_id(1).to(tl.int64)
     inside = row < rows
-    s = tl.load(scores + (read * rows + row), mask=inside, other=0.0)
-    largest = tl.load(tallies + (3 * read * rows + row), mask=inside, other=0.0)
-    divisor = tl.load(tallies + ((3 * read + 1) * rows + row), mask=inside, other=1.0)
-    tl.store(shares + (read * rows + row), tl.div_rn(tl.exp(s - largest), divisor), mask=inside)
+    for read in tl.static_range(N):
+        largest = tl.load(tallies[read] + row, mask=inside, other=0.0)
+        divisor = tl.load(tallies[read] + (rows + row), mask=inside, other=1.0)
+        for state in tl.static_range(M):
+            s = tl.load(scores[state] + (read * rows.to(tl.int64) + row), mask=inside, other=0.0)
+            place = shares + ((state * N + read) * rows.to(tl.int64) + row)
+            tl.store(place, tl.div_rn(tl.exp(s - largest), divisor), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "N"])
+@triton.jit(do_not_specialize=["rows"])
 def score_gradients_kernel(
-    dots,  # float32 [rows, N]
-    shares,  # float32 [N, rows]
-    tallies,  # float32 [N, 3, rows]
-    result,  # float32 [rows, N]
+    dots,  # float32 [rows, M, N]
+    shares,  # float32 [M, N, rows]
+    tallies,  # N x float32 [3, rows]
+    result,  # float32 [M, N, rows]
     rows,
-    N,
+    M: tl.constexpr,
+    N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    read = tl.program_id(1).to(tl.int64)
     inside = row < rows
-    share = tl.load(shares + (read * rows + row), mask=inside, other=0.0)
-    mean = tl.load(tallies + ((3 * read + 2) * rows + row), mask=inside, other=0.0)
-    dot = tl.load(dots + (row * N + read), mask=inside, other=0.0)
-    tl.store(result + (row * N + read), share * (dot - mean), mask=inside)
+    for read in tl.static_range(N):
+        mean = tl.load(tallies[read] + (2 * rows.to(tl.int64) + row), mask=inside, other=0.0)
+        for state in tl.static_range(M):
+            place = (state * N + read) * rows.to(tl.int64) + row
+            share = tl.load(shares + place, mask=inside, other=0.0)
+            dot = tl.load(dots + ((row * M + state) * N + read), mask=inside, other=0.0)
+            tl.store(result + place, share * (dot - mean), mask=inside)
 
 
-def forward(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def forward(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
     """Weights ``e_i / (sum_j e_j / count)`` with ``e_i = exp(s_i - m)``; and m and what e is divided by.
 
     Args:
-        scores: float32 [n, ...], contiguous.
-        count: what the weights add up to.
+        scores: n of float32 [...]; none if there is what was begun.
+        begun: of scores that were seen before, m and the sum of their e, float32 [2, ...], each contiguous: they weigh
+            as one more state, the first.
+        count: what the weights add up to; 0: e_i, not divided, and their sum.
 
     Returns:
-        float32 [n, ...] and [2, ...].
+        float32 [n, ...], one more with ``begun``, and [2, ...].
     """
-    shares, statistics = torch.empty_like(scores), scores.new_empty((2, *scores.shape[1:]))
-    _plan_forward(layout(scores), count)((scores, shares, statistics))
+    given = [s.contiguous() for s in scores]
+    like = given[0] if begun is None else begun[0]
+    shares = like.new_empty((len(given) + (begun is not None), *like.shape))
+    statistics = like.new_empty((2, *like.shape))
+    plan = _plan_forward(layout(shares), None if begun is None else begun.stride(0), count)
+    plan((*given, statistics if begun is None else begun, shares, statistics))
     return shares, statistics
 
 
 @functools.lru_cache(MOST_PLANS)
-def _plan_forward(scores: Layout, count: int) -> Kernel:
-    n, rows = scores.shape[0], math.prod(scores.shape[1:])
-    size = 1 << (n - 1).bit_length()
-    block = max(1, min(ROWS, ELEMENTS // size))
-    code = Code(lambda: softmax_forward, (-(-rows // block), 1, 1), {"SIZE": size, "BLOCK": block, "num_warps": 4})
-    places = {"scores": 0, "shares": 1, "statistics": 2}
-    return Kernel(code, scores.device, places, {"rows": rows, "N": n, "count": count})
+def _plan_forward(shares: Layout, begun: int | None, count: int) -> Kernel:
+    """``begun`` is the distance of its rows."""
+    n, rows = shares.shape[0] - (begun is not None), math.prod(shares.shape[1:])
+    constants = {"N": n, "BEGUN": begun is not None, "DIVIDED": count > 0, "BLOCK": ROWS, "num_warps": 4}
+    code = Code(lambda: softmax_forward, (-(-rows // ROWS), 1, 1), constants)
+    places: dict[str, Any] = {"scores": tuple(range(n)), "begun": n, "shares": n + 1, "statistics": n + 2}
+    return Kernel(code, shares.device, places, {"rows": rows, "begun_stride": begun or 0, "count": max(1, count)})
 
 
 def tally(grad: Tensor, total: Tensor, statistics: Tensor, count: int) -> Tensor:
@@ -165,38 +194,42 @@ def _plan_tally(grad: Layout, total: Layout, count: int) -> tuple[Kernel, bool, 
     return Kernel(code, grad.device, places, numbers), strides[0] is None, strides[1] is None
 
 
-def shares(scores: Tensor, tallies: Tensor) -> Tensor:
-    """A state's weights in m reads, [m, ...].
+def shares(scores: Sequence[Tensor], tallies: Sequence[Tensor]) -> Tensor:
+    """``a_mi = exp(s_mi - m_i) / d_i`` of M states in N reads, float32 [M, N, ...].
 
     Args:
-        scores: float32 [m, ...], contiguous.
-        tallies: float32 [m, 3, ...], contiguous.
+        scores: M of float32 [..., N].
+        tallies: N of float32 [3, ...].
     """
-    result = torch.empty_like(scores)
-    _plan_of_state(layout(scores), False)((scores, tallies, result))
+    given = [s.movedim(-1, 0).contiguous() for s in scores]
+    result = given[0].new_empty((len(given), *given[0].shape))
+    _plan_of_states(layout(result), False)((*given, *[t.contiguous() for t in tallies], result))
     return result
 
 
-def score_gradients(dots: Tensor, weights: Tensor, tallies: Tensor) -> Tensor:
-    """``a_i (<x, g_i> - e_i)``, float32 [..., m].
+def score_gradients(dots: Tensor, weights: Tensor, tallies: Sequence[Tensor]) -> Tensor:
+    """``a_mi (<x_m, g_i> - e_i)``, float32 [M, N, ...].
 
     Args:
-        dots: ``<x, g_i>``, float32 [..., m], contiguous.
-        weights: a, float32 [m, ...], contiguous.
-        tallies: float32 [m, 3, ...], contiguous.
+        dots: ``<x_m, g_i>``, float32 [..., M, N].
+        weights: a, float32 [M, N, ...], contiguous.
+        tallies: N of float32 [3, ...].
     """
-    result = torch.empty_like(dots)
-    _plan_of_state(layout(weights), True)((dots, weights, tallies, result))
+    result = torch.empty_like(weights)
+    tensors = (dots.contiguous(), weights, *[t.contiguous() for t in tallies], result)
+    _plan_of_states(layout(weights), True)(tensors)
     return result
 
 
 @functools.lru_cache(MOST_PLANS)
-def _plan_of_state(scores: Layout, gradients: bool) -> Kernel:
-    reads, rows = scores.shape[0], math.prod(scores.shape[1:])
-    jit, places, numbers = shares_kernel, {"scores": 0, "tallies": 1, "shares": 2}, {"rows": rows}
+def _plan_of_states(shares: Layout, gradients: bool) -> Kernel:
+    (states, reads), rows = shares.shape[:2], math.prod(shares.shape[2:])
+    jit, first = (score_gradients_kernel, 2) if gradients else (shares_kernel, states)
+    places: dict[str, Any] = {"tallies": tuple(range(first, first + reads))}
     if gradients:
-        jit, places = score_gradients_kernel, {"dots": 0, "shares": 1, "tallies": 2, "result": 3}
-        numbers["N"] = reads
-    programs = (-(-rows // ROWS_OF_STATE), reads, 1)
-    code = Code(lambda: jit, programs, {"BLOCK": ROWS_OF_STATE, "num_warps": 4}, backward=True)
-    return Kernel(code, scores.device, places, numbers)
+        places |= {"dots": 0, "shares": 1, "result": first + reads}
+    else:
+        places |= {"scores": tuple(range(states)), "shares": first + reads}
+    constants = {"M": states, "N": reads, "BLOCK": ROWS, "num_warps": 4}
+    code = Code(lambda: jit, (-(-rows // ROWS), 1, 1), constants, backward=True)
+    return Kernel(code, shares.device, places, {"rows": rows})

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor
 
-from rewire.kernels import attended, plain, scored
+from rewire.kernels import operators, plain, scored
 from rewire.kernels.attended import AttendedHistory, AttendedTable
 from rewire.kernels.mix import softmax
-from rewire.kernels.tokens import rms_norm
 from rewire.topologies.base import materialize
 
 WIDTH, READS = 6, 5
 
 
-def chain(x: Tensor, queries: Tensor, scaled: bool, in_place: bool = False, ignored: int | None = None) -> Tensor:
+def chain(
+    x: Tensor,
+    queries: Tensor,
+    scaled: bool,
+    in_place: bool = False,
+    ignored: int | None = None,
+    block: int | None = None,
+) -> Tensor:
     """The last of reads in turn, each of whose branches starts with a function that may write to what it reads."""
-    history, state = AttendedHistory(AttendedTable(queries, scaled)), x
+    history, state = AttendedHistory(AttendedTable(queries, scaled, block)), x
     for number in range(len(queries) + 1):
         history = history.push(state)
         value = materialize(history.read(number)[0])
@@ -34,10 +42,10 @@ def gradients(x: Tensor, queries: Tensor, scaled: bool, **options: Any) -> tuple
     return out.detach(), *torch.autograd.grad(out, (x, queries), upstream)
 
 
-def leaves() -> tuple[Tensor, Tensor]:
+def leaves(reads: int = READS, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
-    x, queries = torch.randn(2, 3, WIDTH).double(), torch.randn(READS, WIDTH)
-    return x.requires_grad_(), queries.requires_grad_()
+    x, queries = torch.randn(2, 3, WIDTH), torch.randn(reads, WIDTH)
+    return x.to(dtype).requires_grad_(), queries.requires_grad_()
 
 
 @pytest.fixture
@@ -91,16 +99,12 @@ def test_third_derivatives(left_to_autograd: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(third(), wanted)
 
 
-def test_scores_by_themselves_can_be_differentiated_twice() -> None:
-    """As where the gradient of a gradient comes back for them, and for no read."""
-
-    def second(scores_of: Any) -> tuple[Tensor, ...]:
-        x, queries = (leaf.detach().double().requires_grad_() for leaf in leaves())
-        first = torch.autograd.grad(scores_of(x, queries).sin().sum(), (x, queries), create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), (x, queries))
-
-    wanted = second(lambda x, queries: rms_norm(x) @ queries.T)
-    torch.testing.assert_close(second(lambda x, queries: attended._Claims.apply(queries.T, x)[-1]), wanted)
+@pytest.mark.parametrize("block", [1, 2, 3])
+def test_blocks_of_states_need_no_kernels(block: int, left_to_autograd: pytest.MonkeyPatch) -> None:
+    """Gradients of all later reads come once for each block, those of the others by state."""
+    wanted = gradients(*leaves(), True)
+    left_to_autograd.undo()
+    torch.testing.assert_close(gradients(*leaves(), True, block=block), wanted)
 
 
 def test_equal_scores_weigh_exactly_one() -> None:
@@ -113,3 +117,60 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     x, queries = leaves()
     for found in gradients(x, (1e4 * queries).detach().requires_grad_(), False):
         assert found.isfinite().all()
+
+
+@pytest.mark.slow
+@starts_interpreter
+def test_in_the_interpreter(tmp_path: Path) -> None:
+    interpret(f"{__file__}::TestKernels", tmp_path)
+
+
+class TestKernels:
+    """Reads begun in blocks, and states gathered in blocks, against all of it in float64 by autograd."""
+
+    __test__ = INTERPRETED
+
+    @pytest.mark.parametrize("ignored", [None, 4])
+    @pytest.mark.parametrize("block", [None, 1, 2, 3, 100])
+    @pytest.mark.parametrize("reads", [1, 2, 8, 11])
+    def test_blocks(self, reads: int, block: int | None, ignored: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(scored, "left_to_autograd", lambda x, sources: x.dtype == torch.float64)
+        wanted = gradients(*leaves(reads), False, ignored=ignored)
+        found = gradients(*leaves(reads, torch.float32), False, ignored=ignored, block=block)
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got.double(), want.double(), rtol=1e-4, atol=1e-5)
+
+    def test_blocks_of_bfloat16(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Sums begin in float32: what is read is rounded once, as without blocks."""
+        sources = [x.bfloat16() for x in torch.randn(9, 2, 3, WIDTH, generator=torch.Generator().manual_seed(1))]
+        queries = leaves(8)[1].detach()
+        for number in (2, 5, 8):
+            in_blocks, one_by_one = (
+                materialize(
+                    AttendedHistory(AttendedTable(queries, False, block)).after(sources[: number + 1]).read(number)[0]
+                )
+                for block in (2, 100)
+            )
+            assert in_blocks.dtype == torch.bfloat16
+            torch.testing.assert_close(in_blocks, one_by_one, rtol=2**-8, atol=0)
+
+    def test_equal_scores_weigh_exactly_one_in_blocks(self) -> None:
+        """The preserving start is the plain sum, in its order."""
+        states = torch.randn(12, 2, 3, WIDTH, generator=torch.Generator().manual_seed(1)).unbind()
+        history, total = AttendedHistory(AttendedTable(torch.zeros(11, WIDTH), True)), torch.zeros(2, 3, WIDTH)
+        assert history.table.blocks.block == 4
+        for number, x in enumerate(states):
+            history, total = history.push(x), total + x
+            assert torch.equal(materialize(history.read(number)[0]), total)
+
+    def test_second_derivatives(self) -> None:
+        def second() -> tuple[Tensor, ...]:
+            x, queries = leaves(9, torch.float32)
+            first = torch.autograd.grad(chain(x, queries, False).sum(), (x, queries), create_graph=True)
+            return torch.autograd.grad(sum(g.square().sum() for g in first), (x, queries))
+
+        found = second()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operators, "SWITCHED_ON", False)
+            wanted = second()
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)

@@ -98,10 +98,10 @@ def test_rows_are_mixes_and_columns_are_states(mixes: int, first: int, channels:
     for i, near in enumerate(table.near):
         column = torch.stack([row[i] for row in table.rows if i < len(row)])
         later = torch.empty(0, *flat.shape[1:])
-        if i // table.block < len(table.later):
-            later = table.later[i // table.block].unflatten(0, (table.block, -1))[i % table.block]
+        if i // table.blocks.block < len(table.later):
+            later = table.later[i // table.blocks.block].unflatten(0, (table.blocks.block, -1))[i % table.blocks.block]
         assert torch.equal(torch.cat([near, later]), column)
-        end = i // table.block * table.block + table.block
+        end = i // table.blocks.block * table.blocks.block + table.blocks.block
         assert len(near) == len([row for row in table.rows if i < len(row) < end])
 
 

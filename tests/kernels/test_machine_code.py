@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from rewire.kernels import MixSpec, grid, projection, sinkhorn, softmax, traffic
+from rewire.kernels import MixSpec, grid, operators, projection, sinkhorn, softmax, traffic
 from rewire.kernels.grid import Launch
 
 pytestmark = pytest.mark.slow
@@ -50,8 +50,10 @@ SPECS = {
     "64 sources": MixSpec(64, added=1),
     "64 sources, 4 outputs": MixSpec(64, outputs=4),
     "48 scores, carried": MixSpec(48, "none", True, carried=True),
+    "4 outputs, 64 scores": MixSpec(64, "none", True, outputs=4),
+    "4 probes, scores": MixSpec(16, "none", True, outputs=4, probe=True, accumulate=True),
 }
-WIDTHS = (4096, 4096, 2048, 4096, 8192, 4096, 4096, 4096, 8192, 4096, 8192, 4096, 8192, 4096, 4096, 2048)
+WIDTHS = (4096, 4096, 2048, 4096, 8192, 4096, 4096, 4096, 8192, 4096, 8192, 4096, 8192, 4096, 4096, 2048, 4096, 4096)
 EVERYWHERE = [(name, width, BF16) for name, width in zip(SPECS, WIDTHS, strict=True)]
 MORE = [
     *((name, 4096, F32) for name in ("scalar", "channel + scores", "scores + layer norm")),
@@ -197,14 +199,26 @@ def test_sinkhorn_is_in_registers(n: int, started: list[tuple[Any, dict[str, Any
         assert "bar.sync" not in done.asm["ptx"]
 
 
+def test_sums_that_begin_in_float32() -> None:
+    """Of bfloat16 states: each of them is loaded as without."""
+    state, begun = torch.empty(8192, 4096, dtype=BF16, device="meta"), torch.empty(8192, 4096, device="meta")
+    with grid.noted() as noted:
+        operators.mix([begun, state, state], None, [torch.empty(8192, 1, device="meta")] * 3, [], None, BF16)
+    text = compiled(noted[0], TARGETS["sm_90"]).asm["ptx"]
+    assert text.count("ld.global.v4") == 4 and "bar.sync" not in text
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_softmax_is_in_registers(target: str, started: list[tuple[Any, dict[str, Any]]]) -> None:
-    scores, state = torch.empty(49, 8192), torch.empty(8192, 4096, dtype=BF16)
-    _, statistics = softmax.forward(scores, 49)
+    scores, state = list(torch.empty(49, 8192)), torch.empty(8192, 4096, dtype=BF16)
+    _, statistics = softmax.forward(scores, None, 0)  # of a block that begins
+    softmax.forward([], statistics, 49)
+    softmax.forward(scores[:3], statistics, 49)
     softmax.tally(state, state, statistics, 49)
-    tallies = torch.empty(49, 3, 8192)
-    softmax.score_gradients(torch.empty(8192, 49), softmax.shares(scores, tallies), tallies)
-    assert len(started) == 4
+    tallies = list(torch.empty(45, 3, 8192))
+    shares = softmax.shares([torch.empty(45, 8192).T] * 4, tallies)
+    softmax.score_gradients(torch.empty(8192, 4, 45), shares, tallies)
+    assert len(started) == 6
     for kernel, arguments in started:
         assert usage(specialised(kernel, arguments, TARGETS[target]), TARGETS[target]).spilled == 0
 

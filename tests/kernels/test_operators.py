@@ -116,16 +116,32 @@ class TestOperators:
                 given = (states(N, dtype=dtype), states(count, dtype=dtype), weights_of(kind, count, N), added)
                 checked(operators.gather, *given)
 
+    def test_mixes_and_gather_by_token(self) -> None:
+        for dtype in (F32, BF16):
+            scores = drawn(2, N, 2, 3).permute(2, 3, 0, 1)
+            assert {x.dtype for x in checked(operators.mixes, states(N, dtype=dtype), None, scores)} == {F32}
+            for weights in (None, weights_of("channel", 2, N)):
+                checked(operators.gather, states(N, dtype=dtype), states(2, dtype=dtype), weights, [], scores)
+
     @pytest.mark.parametrize("lead", LEADS)
     def test_reads_that_attend(self, lead: tuple[int, ...]) -> None:
         for dtype in (F32, BF16):
             xs, (x, grad) = states(N, lead, dtype), states(2, lead, dtype)
-            shares, statistics = checked(operators.softmax, drawn(N, *lead), N)
-            torch.testing.assert_close(shares.sum(0), torch.full(lead, float(N)))
+            earlier, later = drawn(2, *lead), drawn(N, *lead)
+            together, statistics = checked(operators.softmax, [*earlier, *later], None, N)
+            torch.testing.assert_close(together.sum(0), torch.full(lead, float(N)))
+            numerators, begun = checked(operators.softmax, list(earlier), None, 0)
+            for own in ([], list(later)):
+                shares, known = checked(operators.softmax, own, begun, N)
+                if own:
+                    torch.testing.assert_close(shares[0] * numerators, together[:2])
+                    torch.testing.assert_close((shares[1:], known), (together[2:], statistics))
             tally = checked(operators.tally, grad, x, statistics, N)
             torch.testing.assert_close(tally[2], (grad.float() * x.float()).sum(-1) / N)
-            scores = drawn(N, *lead).movedim(0, -1)
-            checked(operators.gather_attended, xs, x, scores, torch.stack([tally] * N), [grad])
+            for count in (1, 2):
+                scores = [drawn(N, *lead).movedim(0, -1) for _ in range(count)]
+                added = [grad] if count == 1 else []
+                checked(operators.gather_attended, xs, [x, grad][:count], scores, [tally] * N, added)
 
     @pytest.mark.parametrize("stacked", [0, 2, N])
     @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)

@@ -283,7 +283,7 @@ class TestByKernels(Cases):
             return state
 
         leaves = [flat, x, branches]
-        assert Table(flat, count).block < count
+        assert Table(flat, count).blocks.block < count
         by_kernels = penalty_gradients(result(), leaves)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(operators, "SWITCHED_ON", False)

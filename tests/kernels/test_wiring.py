@@ -120,7 +120,7 @@ class Checkpointed(Net):
 
 def saved_by_mixes(result: Tensor) -> list[Tensor]:
     """All that the functions of `mix` and `history` keep for backward."""
-    by_hand = [n for n in nodes_behind(result) if type(n).__name__ in ("_SumBackward", "_ClaimsBackward")]
+    by_hand = [n for n in nodes_behind(result) if type(n).__name__ in ("_SumBackward", "ClaimsBackward")]
     return [x for node in by_hand for x in node.saved_tensors if x is not None]
 
 
