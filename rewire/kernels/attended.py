@@ -71,7 +71,7 @@ class AttendedHistory(ScoredHistory):
     table: AttendedTable  # type: ignore[assignment]
     claims: tuple[tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]], ...] | None  # type: ignore[assignment]
     waiting: tuple[tuple[Tensor, Tensor], ...]  # type: ignore[assignment]
-    begun: tuple[tuple[Tensor, Tensor], ...]  # type: ignore[assignment]
+    begun: dict[int, tuple[Tensor, Tensor]]  # type: ignore[assignment]
 
     def _claimed(self, x: Tensor, begin: bool) -> AttendedHistory:
         assert self.claims is not None
@@ -109,8 +109,7 @@ class AttendedHistory(ScoredHistory):
             own = [scores.select(-1, k) for scores, k in zip(self.scores, columns, strict=True)]
             shares, _ = softmax(torch.stack(own), self.table.scaled)
             return [pending_mix(self.states, None, scores=shares.unsqueeze(-1).unbind())]
-        begun = self.begun[query % blocks.block] if self.begun else None
-        values, shares, statistics = self._shares(columns, begun)
+        values, shares, statistics = self._shares(columns, self.begun.get(query))
         of_read = [
             (of[query - first], tally[query - first]) for first, of, tally in self.claims if query - first < len(of)
         ]
@@ -133,7 +132,7 @@ class AttendedHistory(ScoredHistory):
         return (*([] if total is None else [total]), *self.values[before:]), *operators.softmax(own, statistics, count)
 
     @torch.no_grad()
-    def _beginnings(self, reads: range) -> tuple[tuple[Tensor, Tensor], ...]:
+    def _beginnings(self, reads: range) -> dict[int, tuple[Tensor, Tensor]]:
         """What each of these reads begins with: all states so far."""
         first = self.table.blocks.first_mix
         of_states = [
@@ -141,7 +140,7 @@ class AttendedHistory(ScoredHistory):
         ]
         numerators, statistics = operators.softmax(of_states, None, 0)  # [n, B, ...], [2, B, ...]
         totals = operators.mixes(self.values, None, numerators.movedim((1, 0), (-2, -1)))
-        return tuple(zip(totals, statistics.unbind(1), strict=True))
+        return dict(zip(reads, zip(totals, statistics.unbind(1), strict=True), strict=True))
 
     def _scored(self, number: int, x: Tensor) -> tuple[Tensor, Tensor]:
         return read_off(x, self.table.queries[number].T, EPS)

@@ -77,12 +77,14 @@ class Blocks(NamedTuple):
 
     def before(self, mix: int) -> int:
         """States before a mix's block of mixes: their part of its sum is begun with that block."""
-        return self.first + mix // self.block * self.block if mix >= self.block else 0
+        start = mix // self.block * self.block
+        return self.first + start if self.beginning(self.first + start) else 0
 
     def beginning(self, states: int) -> range:
-        """Mixes whose sums begin when there are that many states."""
+        """Mixes whose sums begin when there are that many states; not a single one, which is made at once."""
         mix = states - self.first
-        return range(mix, min(mix + self.block, self.mixes) if mix > 0 and mix % self.block == 0 else mix)
+        stop = min(mix + self.block, self.mixes)
+        return range(mix, stop if mix > 0 and mix % self.block == 0 and stop > mix + 1 else mix)
 
 
 class Table:
@@ -170,7 +172,7 @@ class History:
             that follow; None if some state has no claims, as when a compiled block pushed it: then all further mixes
             are left to autograd.
         waiting: the states of the present block as later blocks of mixes see them: their gradients come together.
-        begun: float32 sums over all states before the present block of mixes, for each of its mixes.
+        begun: of each mix of the present block the sum over all states before that block, in float32.
     """
 
     __slots__ = ("begun", "claims", "states", "table", "values", "waiting")
@@ -182,10 +184,10 @@ class History:
         values: tuple[Tensor, ...],
         claims: tuple[tuple[int, tuple[Tensor, ...]], ...] | None,
         waiting: tuple[Tensor, ...] = (),
-        begun: tuple[Tensor, ...] = (),
+        begun: dict[int, Tensor] | None = None,
     ) -> None:
         self.table, self.states, self.values = table, states, values
-        self.claims, self.waiting, self.begun = claims, waiting, begun
+        self.claims, self.waiting, self.begun = claims, waiting, begun or {}
 
     @classmethod
     def empty(cls, table: Table) -> History:
@@ -228,7 +230,7 @@ class History:
             if len(waiting) == blocks.block:
                 found = Claims.apply(0, len(waiting), table.later[later], *waiting)
                 claims, waiting = (*claims, (blocks.first_mix(number), tuple(found))), ()
-        return History(table, states, values, claims, waiting, self._begin(states) if begin else ())
+        return History(table, states, values, claims, waiting, self._begin(states) if begin else {})
 
     def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
         """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""
@@ -236,10 +238,8 @@ class History:
             row = self.table.rows[number]
             return Mix(self.states[: len(row)], row, (), tuple(added))
         claims = tuple([of[number - first] for first, of in self.claims if 0 <= number - first < len(of)])
-        weights, accumulator = self.table.rest[number], None
-        if self.begun:
-            accumulator = self.begun[number % self.table.blocks.block]
-        elif self.table.begun[number].shape[0]:
+        weights, accumulator = self.table.rest[number], self.begun.get(number)
+        if accumulator is None and self.table.begun[number].shape[0]:
             weights = torch.cat((self.table.begun[number], weights))
         read = self.table.blocks.first + number
         values = self.values[read - weights.shape[0] : read]
@@ -249,14 +249,14 @@ class History:
         """The history in other dimensions; what was arranged for one pass over memory is left to autograd from here."""
         return History(self.table, tuple(map(view, self.states)), (), None)
 
-    def _begin(self, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The sums over ``states`` for the mixes of the block that comes next, if one does now."""
+    def _begin(self, states: tuple[Tensor, ...]) -> dict[int, Tensor]:
+        """With the sums over ``states`` for the mixes of the block that comes next, if one does now."""
         mixes = self.table.blocks.beginning(len(states))
         if not mixes or not operators.uses_kernels(states[0]):
             return self.begun
         rows = torch.stack(self.table.begun[mixes.start : mixes.stop])
         with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
-            return tuple(operators.mixes(states, rows))
+            return dict(zip(mixes, operators.mixes(states, rows), strict=True))
 
 
 class Claims(torch.autograd.Function):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels.grid import Launch, noted
+from rewire.kernels.history import Blocks
 from rewire.kernels.launch import GradientInputs, MixInputs, mix_backward, mix_forward
 from rewire.kernels.spec import MixSpec
 
@@ -118,19 +119,18 @@ def bytes_of_history(
         block: mixes that are begun together, up to 8; None: without blocks.
         rows, cols, itemsize: of the states.
     """
-    states, block = first + mixes - 1, block or first + mixes
-    forward = [MixSpec(first + start, outputs=min(block, mixes - start)) for start in range(block, mixes, block)]
+    blocks = Blocks(mixes, first, block or first + mixes)
+    together = [blocks.beginning(states) for states in range(first, blocks.states + 1)]
+    forward = [MixSpec(first + begun.start, outputs=len(begun)) for begun in together if begun]
     moved = sum(bytes_moved(spec, rows, cols, itemsize, out_itemsize=4) for spec in forward)
     for number in range(mixes):
-        near = number % block + (first if number < block else 0)
-        spec = MixSpec(near, "scalar" if near else "none", added=1, accumulate=number >= block)
+        begun = blocks.before(number)
+        near = first + number - begun
+        spec = MixSpec(near, "scalar" if near else "none", added=1, accumulate=begun > 0)
         moved += bytes_moved(spec, rows, cols, itemsize)
     backward = []
-    for start in range(0, states, block):
-        inside = range(start, min(start + block, states))
-        later = max(0, mixes - max(0, start + block - first))
-        for state in inside:
-            near = mixes - max(0, state + 1 - first) - later
-            backward += [MixSpec(near, added=int(later > 0), probe=True)] if near else []
-        backward += [MixSpec(later, outputs=block, probe=True)] if later else []
+    for state in range(blocks.states):
+        near, later = blocks.near(state), blocks.later(state)
+        backward += [MixSpec(near, added=int(later > 0), probe=True)] if near else []
+        backward += [MixSpec(later, outputs=blocks.block, probe=True)] if later and state == blocks.last(state) else []
     return moved, sum(bytes_moved(spec, rows, cols, itemsize) for spec in backward)
