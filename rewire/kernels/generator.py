@@ -113,6 +113,8 @@ def _forward(spec: MixSpec) -> tuple[Lines, Lines]:
     norm = _load_norm(spec, spec.shifted)
     if not spec.probe:
         return parameters, [*_columns(), *norm, *_one_tile(), *tile]
+    room, stored = _score_dots(spec)
+    tile = [*room, *tile, *stored]
     return parameters, [*_columns(), *norm, *_dot_accumulators(spec), *_all_tiles(tile), *_store_dots(spec)]
 
 
@@ -143,6 +145,8 @@ def _backward(spec: MixSpec) -> tuple[Lines, Lines]:
         tile += [_load(f"c{k}", f"carried[{k}]", f"carried_strides[{k}]") for k in group if spec.carried]
         tile += _each(_dots(spec, k, "g") for k in group)
         tile += _each(_grad_source(spec, k) for k in group)
+    room, stored = _score_dots(spec)
+    tile = [*room, *tile, *stored]
     norm = _load_norm(spec, bias=False)
     sums = [*_norm_accumulators(spec), *_dot_accumulators(spec)]
     return parameters, [*_columns(), *norm, *sums, *_all_tiles(tile), *_store_norm_partials(spec), *_store_dots(spec)]
@@ -273,20 +277,36 @@ def _dot_accumulators(spec: MixSpec) -> Lines:
 
 def _dots(spec: MixSpec, k: int, other: str) -> Lines:
     """Products of ``x_k`` with gradients ``g_o`` or probes ``p_o``: per channel, or summed along the row."""
-    place = f"(tl.program_id(1).to(tl.int64) * rows + row) * {spec.pairs}  # [BLOCK_ROWS, 1]"
-    lines = _if(spec.scores and k == 0, f"ds_row = score_partials + {place}")
+    lines = []
     for o in range(spec.outputs):
         i, product = o * spec.sources + k, f"{other}{o} * x{k}"
         lines += _if(spec.weights == "channel", f"dw{i} += {product}")
         if spec.scores:
             lines += [
                 f"ds = {_row_sum(product)}",
-                f"tl.store(ds_row + {i}, ds, mask=row < rows)",
+                f"ds{o} = tl.where(slot == {k}, ds, ds{o})",
                 *_if(spec.weights == "scalar", f"dw{i} += ds"),
             ]
         elif spec.weights == "scalar":
             lines.append(f"dw{i} += {_row_sum(product)}")
     return lines
+
+
+def _score_dots(spec: MixSpec) -> tuple[Lines, Lines]:
+    """What makes room for the scores' dot products of a tile, and what stores them.
+
+    Side by side: stored one by one, each would pass through shared memory, between barriers.
+    """
+    if not (spec.scores and spec.sources):
+        return [], []
+    width = 1 << (spec.sources - 1).bit_length()
+    room = [f"ds{o} = tl.zeros([BLOCK_ROWS, {width}], tl.float32)" for o in range(spec.outputs)]
+    stores = [
+        f"tl.store(ds_row + {o * spec.sources}, ds{o}, mask=(row < rows) & (slot < {spec.sources}))"
+        for o in range(spec.outputs)
+    ]
+    row = f"score_partials + (tl.program_id(1).to(tl.int64) * rows + row) * {spec.pairs} + slot"
+    return [f"slot = tl.arange(0, {width})[None, :]  # [1, {width}]", *room], [f"ds_row = {row}", *stores]
 
 
 def _store_dots(spec: MixSpec) -> Lines:

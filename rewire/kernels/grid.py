@@ -63,7 +63,7 @@ def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int
     """Rows, columns and warps of a tile.
 
     Each thread loads 16 bytes of a tensor at once; half of that in bfloat16 where it also holds sums per channel for
-    every source, or 6 or more mixes, gradients and probes. A warp holds whole rows of the tile, so that sums along
+    every source, weights per channel for 3 or more mixes, or 6 or more mixes, gradients and probes. A warp holds whole rows of the tile, so that sums along
     them stay in the warp. With a norm the rows of the tile are whole; in backward, which holds several at once, more
     warps share them.
     """
@@ -72,7 +72,8 @@ def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int
         warps = min(16, max(4, width // (256 if sums else 512)))
         return max(1, 512 // width), width, warps
     many = spec.outputs * (1 + spec.probe) >= 6
-    elements = 4 if many or (sums and spec.weights == "channel") else 16 // itemsize
+    by_channel = spec.weights == "channel" and (sums or spec.outputs >= 3)
+    elements = 4 if many or by_channel else 16 // itemsize
     block_cols = min(width, 32 * elements)
     return 128 * elements // block_cols, block_cols, 4
 
