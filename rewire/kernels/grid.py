@@ -63,9 +63,9 @@ def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int
     """Rows, columns and warps of a tile.
 
     Each thread loads 16 bytes of a tensor at once; half of that in bfloat16 where it also holds sums per channel for
-    every source, weights per channel for 3 or more mixes, or 6 or more mixes, gradients and probes. A warp holds whole rows of the tile, so that sums along
-    them stay in the warp. With a norm the rows of the tile are whole; in backward, which holds several at once, more
-    warps share them.
+    every source, weights per channel for 3 or more mixes, or 6 or more mixes, gradients and probes. A warp holds whole
+    rows of the tile, so that sums along them stay in the warp. With a norm the rows of the tile are whole; in backward,
+    which holds several at once, more warps share them.
     """
     width = max(16, 1 << (cols - 1).bit_length()) if cols else 16  # the next power of two
     if spec.norm:
