@@ -93,10 +93,9 @@ class AttendedHistory(ScoredHistory):
         history = AttendedHistory(
             self.table, (*self.states, x), (*self.values, x.detach()), claims, (*self.scores, scores)
         )
-        history.waiting, history.begun = waiting, self.begun
         reads = blocks.beginning(len(history.states))
-        if begin and reads and operators.uses_kernels(x):
-            history.begun = history._beginnings(reads)
+        history.begun = history._beginnings(reads) if begin and reads and operators.uses_kernels(x) else self.begun
+        history.waiting = waiting
         return history
 
     def read(self, number: int) -> Sequence[Tensor | Mix]:
@@ -173,7 +172,7 @@ class _Claims(torch.autograd.Function):
             *found, of_scores = operators.gather_attended(given, states, scores, tallies, added)
             return (None, None, *of_scores.unbind(-2), *found)
         logits = torch.stack(scores, -2)  # [..., M, N]
-        largest, divisor, mean = torch.stack(tallies, -1).unsqueeze(-2).unbind(0)  # [..., 1, N]
+        largest, divisor, mean = torch.stack(tallies).movedim(0, -1).unsqueeze(-2).unbind(0)  # [..., 1, N]
         shares = (logits - largest).exp() / divisor
         dx, _, dots = gathered(given, states, None, shares, added)
         assert dots is not None

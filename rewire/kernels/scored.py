@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators
-from rewire.kernels.history import Claims, History, parts, suffixes
+from rewire.kernels.history import Blocks, Claims, History, parts, suffixes
 from rewire.kernels.mix import Mix, left_to_autograd, pending_mix
 from rewire.kernels.several import mixes
 from rewire.kernels.spec import MAX_OUTPUTS
@@ -39,10 +39,8 @@ class ScoredTable:
         queries: of each state, w of these mixes, [m, D].
         first: of each read, the number of its first mix.
         sources: that a mix reads, on average.
-        block: mixes that kernels begin together: none.
+        blocks: reads that kernels begin together, where each has one way; states are gathered one by one.
     """
-
-    block = 0
 
     def __init__(self, flat: Tensor, queries: Tensor, ways: Sequence[int]) -> None:
         self.first = [0, *itertools.accumulate(ways)]
@@ -55,6 +53,9 @@ class ScoredTable:
         )
         self.queries = suffixes(queries, self.first[:-1])
         self.sources = sum(counts) / sum(ways)
+        # With several ways, what is begun would move more than it saves. Nor do registers hold the sums of more than
+        # one state's weights per channel.
+        self.blocks = Blocks.of(flat, len(ways), 1, None if len(ways) == sum(ways) else len(ways) + 1)
 
 
 def _by_state(ways: Sequence[int], device: torch.device) -> Tensor:
@@ -98,7 +99,7 @@ class ScoredHistory(History):
         self.scores = scores
 
     def push(self, x: Tensor, begin: bool = True) -> Self:
-        """The history with a further state: see `History.push`. No sums are begun."""
+        """The history with a further state: see `History.push`."""
         states = (*self.states, x)
         if self.claims is None or left_to_autograd(x, self.table.sources) or x.shape != states[0].shape:
             return self._without_claims(states)
@@ -110,8 +111,19 @@ class ScoredHistory(History):
         scores, x = self._scored(number, x)
         column = table.columns[number]
         *claims, x = Claims.apply(1, 1, column, scores, x)
-        states, values = (*self.states, x), (*self.values, x.detach())
-        return type(self)(table, states, values, (*self.claims, tuple(claims)), (*self.scores, scores.detach()))  # type: ignore[misc]
+        states, values, known = (*self.states, x), (*self.values, x.detach()), (*self.scores, scores.detach())
+        history = type(self)(table, states, values, (*self.claims, tuple(claims)), known)  # type: ignore[misc]
+        reads = table.blocks.beginning(len(states))
+        history.begun = history._beginnings(reads) if begin and reads and operators.uses_kernels(x) else self.begun
+        return history
+
+    @torch.no_grad()
+    def _beginnings(self, reads: range) -> dict[int, Any]:
+        """What each of these reads, of one way, begins with: all states so far."""
+        states = len(self.values)
+        rows = torch.stack([row[0, :states] for row in self.table.constants[reads.start : reads.stop]])
+        of_states = [s.narrow(-1, reads.start - i, len(reads)) for i, s in enumerate(self.scores)]
+        return dict(zip(reads, operators.mixes(self.values, rows, torch.stack(of_states, -1)), strict=True))
 
     def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
         known = self.scores if self.claims is None else ()
@@ -128,8 +140,12 @@ class ScoredHistory(History):
             if len(rows) == 1:
                 return [pending_mix(self.states, rows[0], scores=scores[0])]
             return mixes(self.states, rows, torch.stack([torch.cat(way, -1) for way in scores], -2))[0]
-        rows = table.constants[number]
+        rows, begun = table.constants[number], self.begun.get(number)
         claims = [tuple(of[k + way] for of, k in zip(self.claims, places, strict=True)) for way in ways]
+        if begun is not None:
+            before = table.blocks.before(number)
+            weights = rows[0, before:] if number + 1 > before else None
+            return [Mix(self.values[before:], weights, tuple(scores[0][before:]), (), claims[0], begun)]
         found = [Mix(self.values, rows[way], tuple(scores[way]), (), claims[way]) for way in ways]
         if len(rows) == 1 or len(rows) > MAX_OUTPUTS or not operators.uses_kernels(self.values[0]):
             return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tenso
     Gradients from there join the pass over memory that this one's backward makes.
     """
     with outside_autocast(x.device):
-        if x.dim() > 1 and weight.shape[1] > 0 and not left_to_autograd(x, 1):
+        # However small x is: what autograd would call one by one takes longer, each way.
+        if x.dim() > 1 and weight.shape[1] > 0 and not left_to_autograd(x, math.inf):
             scores, x = _ReadOff.apply(x, weight, eps)
             return scores, x
         if under_transforms():
