@@ -137,7 +137,10 @@ def dims_of(topology: Topology[Any], depth: int, width: int) -> Dims:
 
 
 def measure(topology: Topology[Any], depth: int) -> dict[str, Any]:
-    """Forward, backward and what is saved between them, for each unit; the learned weights are made once a step."""
+    """Forward, backward and what is saved between them, for each unit; the learned weights are made once a step.
+
+    With the operations of torch by name, and the launches of kernels.
+    """
     dims = dims_of(topology, depth, COLS)
     start = "preserve"
     topology = topology.for_start(start)
@@ -156,12 +159,14 @@ def measure(topology: Topology[Any], depth: int) -> dict[str, Any]:
             ),
         ):
             out = run(topology, weights, dims, x)
+        kernels = launches
         counts["forward"], names = count(launches, counter, depth), {"forward": counter.by_name}
         saved = sum(t.untyped_storage().nbytes() for t in kept.values() if t.numel() >= ROWS)
         with grid.noted() as launches, Counter() as counter:
             out.backward(torch.empty_like(out))
         counts["backward"], names["backward"] = count(launches, counter, depth), counter.by_name
-    return {**{way: one._asdict() for way, one in counts.items()}, "saved": saved / state() / depth, "names": names}
+    found = {way: one._asdict() for way, one in counts.items()} | {"saved": saved / state() / depth}
+    return found | {"names": names, "kernels": kernels + launches}
 
 
 def count(launches: list[grid.Launch], counter: Counter, depth: int) -> Count:
@@ -186,7 +191,7 @@ def main() -> None:
         found[case] = {"units": depth, **measure(make_topology(name, options), depth)}
     table = Table("topology", "units", "forward: kernels + torch", "backward", "launches", "saved")
     for case, one in found.items():
-        names = one.pop("names")
+        names, _ = one.pop("names"), one.pop("kernels")
         ways = one["forward"], one["backward"]
         table.add_row(
             case, str(one["units"]), *(f"{way['kernel_passes']:.1f} + {way['torch_passes']:.1f}" for way in ways),

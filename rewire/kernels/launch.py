@@ -62,7 +62,8 @@ class Mixed(NamedTuple):
         normed: [..., D], with a norm.
         rstd: float32 [rows], 1 / sqrt(mean square or variance + eps), for backward.
         weight_dots: float32 [outputs, N] or [outputs, N, D], <x_k, p_o>; None without probes, or without weights.
-        score_dots: float32 [..., outputs, N], with probes and scores.
+        score_dots: float32 [..., outputs, N], with probes and scores; [parts, ..., outputs, N] if they were not to be
+            added up.
         stacked: [..., stacked, D], the first mixes; None if none were to be stacked.
     """
 
@@ -140,13 +141,19 @@ class Gradients(NamedTuple):
 
 
 def mix_forward(
-    spec: MixSpec, inputs: MixInputs, dtype: torch.dtype | None = None, eps: float = 1e-6, stacked: int = 0
+    spec: MixSpec,
+    inputs: MixInputs,
+    dtype: torch.dtype | None = None,
+    eps: float = 1e-6,
+    stacked: int = 0,
+    in_parts: bool = False,
 ) -> Mixed:
     """The mixes of `spec`, accumulated in float32 and rounded once.
 
     Args:
         dtype: of the results; by default what plain adds of sources and added would have.
         eps: of the norm.
+        in_parts: whether ``score_dots`` are left as programs leave them, one part for each block of columns.
         stacked: how many mixes, from the first on, are to be views of one new tensor [..., stacked, D]. Not with a
             norm.
 
@@ -154,7 +161,7 @@ def mix_forward(
         TypeError: a dtype that the kernels do not accumulate exactly enough (float64), or do not know.
         ValueError: shapes or arguments do not fit the spec.
     """
-    apart, others = _run(plan.forward, spec, inputs, (dtype, eps, stacked))
+    apart, others = _run(plan.forward, spec, inputs, (dtype, eps, stacked, in_parts))
     return Mixed(apart, **others)
 
 

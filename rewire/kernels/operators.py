@@ -379,5 +379,8 @@ def gather_attended(
     from rewire.kernels import softmax
 
     shares = softmax.shares(scores, tallies)
-    *dx, dots = gather(grads, states, None, added, shares.movedim((0, 1), (-2, -1)))
-    return [*dx, softmax.score_gradients(dots, shares, tallies).movedim((0, 1), (-2, -1))]
+    spec = spec_of(len(grads), "none", True, added=len(added), outputs=len(states), probe=True)
+    inputs = MixInputs(grads, None, shares.movedim((0, 1), (-2, -1)), added, probes=states)
+    done = launch_forward(spec, inputs, states[0].dtype, in_parts=True)
+    assert done.score_dots is not None
+    return [*done.apart, softmax.score_gradients(done.score_dots, shares, tallies).movedim((0, 1), (-2, -1))]

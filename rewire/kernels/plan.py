@@ -68,7 +68,9 @@ class Plan:
         return tuple([tensors[i] for i in self.states]), {name: tensors[i] for name, i in self.others}
 
 
-def forward(spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, stacked: int) -> Plan:
+def forward(
+    spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, stacked: int, in_parts: bool = False
+) -> Plan:
     """Of `launch.mix_forward`.
 
     Args:
@@ -93,6 +95,8 @@ def forward(spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, 
             arguments |= norm | made
             make.results |= made
         make.kernel(step, False, arguments, eps=eps)
+    if in_parts:
+        make.results |= make.parts("score_partials", "score_dots")
     make.results |= make.sums({"weight_partials": "weight_dots", "score_partials": "score_dots"})
     return Plan(make.steps, mixes, make.results)
 
@@ -229,6 +233,12 @@ class _Maker:
                 together = functools.partial(_side_by_side, places, dim)
                 found[result] = places[0] if len(places) == 1 else self._made(0, together)
         return found
+
+    def parts(self, name: str, result: str) -> dict[str, int]:
+        """A sum as programs leave it, [parts, ...]; those of a chain of kernels, all of one grid, side by side."""
+        places = tuple([place for place, _ in self.partials.pop(name)])
+        together = functools.partial(_side_by_side, places, -1)
+        return {result: places[0] if len(places) == 1 else self._made(0, together)}
 
     # What is made: each returns its place.
 

@@ -115,11 +115,12 @@ def shares_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def score_gradients_kernel(
-    dots,  # float32 [rows, M, N]
+    dots,  # float32 [PARTS, rows, M, N]
     shares,  # float32 [M, N, rows]
     tallies,  # N x float32 [3, rows]
     result,  # float32 [M, N, rows]
     rows,
+    PARTS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -131,7 +132,10 @@ def score_gradients_kernel(
         for state in tl.static_range(M):
             place = (state * N + read) * rows.to(tl.int64) + row
             share = tl.load(shares + place, mask=inside, other=0.0)
-            dot = tl.load(dots + ((row * M + state) * N + read), mask=inside, other=0.0)
+            dot = tl.zeros([BLOCK], tl.float32)
+            for part in range(PARTS):
+                along = part * rows.to(tl.int64) + row
+                dot += tl.load(dots + ((along * M + state) * N + read), mask=inside, other=0.0)
             tl.store(result + place, share * (dot - mean), mask=inside)
 
 
@@ -203,7 +207,7 @@ def shares(scores: Sequence[Tensor], tallies: Sequence[Tensor]) -> Tensor:
     """
     given = [s.movedim(-1, 0).contiguous() for s in scores]
     result = given[0].new_empty((len(given), *given[0].shape))
-    _plan_of_states(layout(result), False)((*given, *[t.contiguous() for t in tallies], result))
+    _plan_of_states(layout(result), 0)((*given, *[t.contiguous() for t in tallies], result))
     return result
 
 
@@ -211,25 +215,27 @@ def score_gradients(dots: Tensor, weights: Tensor, tallies: Sequence[Tensor]) ->
     """``a_mi (<x_m, g_i> - e_i)``, float32 [M, N, ...].
 
     Args:
-        dots: ``<x_m, g_i>``, float32 [..., M, N].
+        dots: ``<x_m, g_i>``, float32 [..., M, N], or in parts to be added up, [parts, ..., M, N]; contiguous.
         weights: a, float32 [M, N, ...], contiguous.
         tallies: N of float32 [3, ...].
     """
     result = torch.empty_like(weights)
-    tensors = (dots.contiguous(), weights, *[t.contiguous() for t in tallies], result)
-    _plan_of_states(layout(weights), True)(tensors)
+    parts = len(dots) if dots.dim() > weights.dim() else 1
+    _plan_of_states(layout(weights), parts)((dots, weights, *[t.contiguous() for t in tallies], result))
     return result
 
 
 @functools.lru_cache(MOST_PLANS)
-def _plan_of_states(shares: Layout, gradients: bool) -> Kernel:
+def _plan_of_states(shares: Layout, parts: int) -> Kernel:
+    """Of their scores' gradients, whose dots come in that many parts; or, without any, of shares."""
     (states, reads), rows = shares.shape[:2], math.prod(shares.shape[2:])
-    jit, first = (score_gradients_kernel, 2) if gradients else (shares_kernel, states)
+    jit, first = (score_gradients_kernel, 2) if parts else (shares_kernel, states)
     places: dict[str, Any] = {"tallies": tuple(range(first, first + reads))}
-    if gradients:
+    constants = {"M": states, "N": reads, "BLOCK": ROWS, "num_warps": 4}
+    if parts:
         places |= {"dots": 0, "shares": 1, "result": first + reads}
+        constants["PARTS"] = parts
     else:
         places |= {"scores": tuple(range(states)), "shares": first + reads}
-    constants = {"M": states, "N": reads, "BLOCK": ROWS, "num_warps": 4}
     code = Code(lambda: jit, (-(-rows // ROWS), 1, 1), constants, backward=True)
     return Kernel(code, shares.device, places, {"rows": rows})

@@ -174,3 +174,18 @@ class TestKernels:
             patch.setattr(operators, "SWITCHED_ON", False)
             wanted = second()
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+    @pytest.mark.parametrize("count", [3, 18])
+    def test_rows_of_several_programs(self, count: int) -> None:
+        """Each program has a part of the columns, and so of the products; kernels are chained for many reads."""
+        generator = torch.Generator().manual_seed(3)
+        states, grads = (torch.randn(n, 5, 300, generator=generator).unbind() for n in (2, count))
+        scores = torch.randn(2, 5, count, generator=generator).unbind()
+        tallies = torch.rand(count, 3, 5, generator=generator).add(0.5).unbind()
+        *dx, of_scores = operators.gather_attended(grads, states, scores, tallies, [])
+        largest, divisor, mean = torch.stack(tallies, -1).double().unsqueeze(-2)
+        shares = (torch.stack(scores, -2).double() - largest).exp() / divisor  # [5, 2, count]
+        xs, gs = torch.stack(states, -2).double(), torch.stack(grads, -2).double()
+        torch.testing.assert_close(torch.stack(dx, -2).double(), shares @ gs, rtol=1e-5, atol=1e-4)
+        wanted = shares * (xs @ gs.mT - mean)
+        torch.testing.assert_close(of_scores.double(), wanted, rtol=1e-5, atol=1e-3)

@@ -6,6 +6,7 @@ As a script it prints the table of docs/kernels.md.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 import subprocess
 import tempfile
@@ -23,8 +24,16 @@ from triton.runtime.jit import create_function_from_signature
 
 from rewire.kernels import MixSpec, grid, operators, projection, sinkhorn, softmax, traffic
 from rewire.kernels.grid import Launch
+from rewire.topologies.registry import make_topology
 
 pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "passes.py"
+_spec = importlib.util.spec_from_file_location("benchmarks_passes", SCRIPT)
+assert _spec is not None
+assert _spec.loader is not None
+passes = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(passes)
 
 BF16, F32 = torch.bfloat16, torch.float32
 TARGETS = {
@@ -224,6 +233,30 @@ def test_sums_that_begin_in_float32() -> None:
         operators.mix([begun, state, state], None, [torch.empty(8192, 1, device="meta")] * 3, [], None, BF16)
     text = compiled(noted[0], TARGETS["sm_90"]).asm["ptx"]
     assert text.count("ld.global.v4") == 4 and "bar.sync" not in text
+
+
+@pytest.mark.parametrize("case", passes.CASES)
+def test_every_kernel_of_a_trunk(case: str) -> None:
+    """24 blocks, whose reads have up to 49 states; width 2048, bfloat16.
+
+    At most two numbers are spilled (in gathers of 13 gradients with both kinds of weights; elsewhere none). States are
+    loaded as vectors. Sums have barriers only where their float32 results, of loads in
+    bfloat16, pass through shared memory: 2 for each, at the end. Loops over tiles have them only where they add up
+    scores' gradients: 2 for each mix.
+    """
+    name, options, depth = passes.CASES[case]
+    kernels = {(one.spec, one.backward): one for one in passes.measure(make_topology(name, options), depth)["kernels"]}
+    for (spec, backward), call in kernels.items():
+        if spec is None:
+            continue
+        kernel = compiled(call, TARGETS["sm_90"])
+        text, about = kernel.asm["ptx"], f"{'backward' if backward else 'forward'} of {spec}"
+        assert usage(kernel, TARGETS["sm_90"]).spilled <= 8, about
+        assert not re.search(r"ld\.global\.[bu]16", text), about
+        if backward or spec.probe:
+            assert barriers_in_loops(text) <= 2 * spec.outputs * spec.scores, about
+        else:
+            assert text.count("bar.sync") <= 2 * spec.outputs * (call.arguments["mixes"][0].dtype == F32), about
 
 
 @pytest.mark.parametrize("target", TARGETS)
