@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -398,13 +399,12 @@ def _found(graph: fx.GraphModule) -> Finding:
 
 
 def _norms(graph: fx.GraphModule, chain: Chain, layout: Layout) -> dict[int, tuple[FlatNorm | None, Fusion | None]]:
-    """By the numbers of residual adds, the norms that read their states first, where kernels can compute them."""
+    """Where kernels run, the norms that read the state between two adds first, by the number of the second add."""
     like = tensor_of(chain.entry.node, graph)
     if like is None or not uses_kernels(like):
         return {}
-    values = [chain.entry, *(add.result for add in chain.adds)]
-    regions = {number: add.region for number, add in enumerate(chain.adds) if not layout.reads_qkv(number)}
-    return {number: find_norm(values[number], region) for number, region in regions.items()}
+    pairs = enumerate(itertools.pairwise(chain.adds), 1)
+    return {n: find_norm(before.result, add.region) for n, (before, add) in pairs if not layout.reads_qkv(n)}
 
 
 def _both(first: Iterable[_Item], second: Iterable[_Item]) -> tuple[_Item, ...]:

@@ -32,20 +32,18 @@ def rewrite_chain(
         chain: the residual adds.
         opens: path of the module that opens the stream.
         attentions: those that get separate values for queries, keys and values, by the number of their add.
-        norms: those that are computed together with what they read, by the number of their add.
+        norms: those that are computed together with what they read, by the number, from 1, of the add behind it.
     """
     entry = chain.entry.node
     with graph.inserting_after(_last_placeholder(entry)):
         stream = graph.call_module(opens, (entry,))
     branches = {user for user in entry.users if user is not stream}
-    stream, value, normed = _read(graph, stream, norms.get(0))
+    stream, value, _ = _read(graph, stream)
     first = chain.adds[0]
     for user in branches & {op.node for op in first.region} | branches & {first.op.node}:
         user.replace_input_with(entry, value)
     if 0 in attentions:
         separate(graph, value, attentions[0])
-    if 0 in norms:
-        norms[0].replace(graph, normed)
     for number, add in enumerate(chain.adds):
         pushed = stream = _write(graph, add, stream)
         norm = norms.get(number + 1)
@@ -63,7 +61,7 @@ def rewrite_chain(
         _sweep(graph, add)
 
 
-def _read(graph: fx.Graph, stream: fx.Node, norm: FlatNorm | None) -> tuple[fx.Node, fx.Node, fx.Node]:
+def _read(graph: fx.Graph, stream: fx.Node, norm: FlatNorm | None = None) -> tuple[fx.Node, fx.Node, fx.Node]:
     """The stream to write to, its value, and what ``norm`` makes of that (without one, the value)."""
     with graph.inserting_before(stream.next):
         given = () if norm is None else (norm.insert(graph),)
