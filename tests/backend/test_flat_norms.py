@@ -64,6 +64,16 @@ def found(module: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[Any, A
     return find_norm(next(op for op in ops if not op.constant), [op for op in ops if op.inputs])
 
 
+def detached(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        return w * rms(x)
+
+
+def cast_by_torch(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return w * rms(x)
+
+
 def two_passes(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     centred = x - x.mean(-1, keepdim=True)
     return b + w * (centred / (centred * centred).mean(dim=-1, keepdim=True).add(1e-5).sqrt())
@@ -114,6 +124,8 @@ OTHERS: dict[str, tuple[Callable[..., Tensor], str | None]] = {
     "no weight": (lambda x, w, b: rms(x), None),
     "a weight of its own": (lambda x, w, b: torch.ones(WIDTH) * rms(x), None),
     "a matrix": (lambda x, w, b: torch.outer(w, b).matmul(rms(x).mT).mT, None),
+    "without gradients": (detached, "'_set_grad_enabled', between what it reads"),
+    "under autocast": (cast_by_torch, "'_enter_autocast', between what it reads"),
     "the value was changed": (lambda x, w, b: (x.mul_(2), w * rms(x))[1], "'mul_', between what it reads"),
 }  # fmt: skip
 
@@ -357,7 +369,7 @@ class TestFused:
     )
     def test_topologies(self, topology: str, fused: int, launched: Counter[str]) -> None:
         """Where what is read is no sum yet to be computed, the norm's own operations run."""
-        model, x, _ = made("by hand")
+        model, x, _ = made("no modules")
         got = Run(model, x, topology=topology, granularity="sublayer")
         launched.clear()
         results(got.compiled, model, got.weights, x)
@@ -400,6 +412,11 @@ class TestFused:
         output = results(module, module, weights, x)["output"]
         assert launched == {"mix_norm": fused, "mix_norm_backward": fused}
         assert_same({"": Run(model, x, fuse=False).results["output"]}, {"": output}, 1e-5)
+
+    def test_exported_programs_compute_norms_once(self) -> None:
+        model, x, _ = made("by hand", torch.bfloat16)
+        module = backend().rewrite(torch.export.export(model, (x,)))
+        assert sum("rsqrt" in str(node.target) for node in module.graph.nodes) == 1  # of the first, behind no sum
 
     def test_rewritten_programs_are_compiled(self) -> None:
         model, x, _ = made("no modules")
