@@ -1,4 +1,4 @@
-"""Norms that can join a kernel: which modules they are, and what stands in the way."""
+"""Norms that can join a kernel: which modules, or operations, they are, and what stands in the way."""
 
 from __future__ import annotations
 
