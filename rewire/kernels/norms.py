@@ -163,14 +163,17 @@ def obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def norm_of(module: nn.Module | Inlined, x: Tensor) -> Norm | None:
+def norm_of(module: Callable[[Tensor], Tensor], x: Tensor) -> Norm | None:
     """The norm that ``module`` computes of tensors like ``x`` [..., D], if a kernel may do it.
 
     Not if the weight has another dtype: modules differ in the dtype that they return then.
     """
-    if isinstance(module, nn.Module) and obstacle(module) is not None:
+    if isinstance(module, Inlined):
+        kind = module.kind
+    elif not isinstance(module, nn.Module) or obstacle(module) is not None:
         return None
-    kind: Kind = module.kind if isinstance(module, Inlined) else module.__dict__[_MARK]
+    else:
+        kind = module.__dict__[_MARK]
     weight, bias, eps = module.weight, getattr(module, "bias", None), _eps(module)
     assert isinstance(weight, Tensor)
     assert eps is not None
@@ -189,7 +192,7 @@ def normed(x: Tensor, norm: Norm) -> Tensor:
     return (result if norm.bias is None else result + norm.bias).to(x.dtype)
 
 
-def _eps(module: object) -> float | None:
+def _eps(module: nn.Module | Inlined) -> float | None:
     for name in ("eps", "variance_epsilon"):
         value = getattr(module, name, None)
         if isinstance(value, float):
