@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,18 +20,25 @@ from torch.utils._pytree import tree_leaves
 from rewire.backend.captured import check_captured, copied
 from rewire.backend.flat import rewrite_chain
 from rewire.backend.flat_attention import find_attention
+from rewire.backend.flat_norms import FlatNorm, find_norm
 from rewire.backend.mixes import LoweredMix, lower_mixes
 from rewire.errors import RewireError, UnsupportedCall, UnsupportedTopology
+from rewire.kernels.operators import uses_kernels
 from rewire.passes.checks import check_choices
 from rewire.passes.choose import assigned, check_names, chosen_topologies, layout_of
+from rewire.passes.editing.fusions import Fusion
 from rewire.passes.find import Finding, finding_in
-from rewire.passes.finding.graphs import flow_of
+from rewire.passes.finding.chains import Chain
+from rewire.passes.finding.graphs import flow_of, tensor_of
 from rewire.runtime.connection import CONNECTIONS, Connection, connections
+from rewire.runtime.layout import Layout
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
-from rewire.trunk import LeftAlone, Report, Trunk
+from rewire.trunk import Report, Trunk
 
 log = logging.getLogger("rewire")
+
+_Item = TypeVar("_Item")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +50,21 @@ class BackendReport:
         residuals: the trunks that were rewired; and what was left alone, with the reason.
         mixes: sums written by hand that were handed to the kernels.
         left: what looked like such a sum -> why it stays as it is.
+        norms: on devices with kernels, those that read a residual stream first, and what stands in the way of computing
+            them together with the read.
     """
 
     graphs: int
     residuals: Report
     mixes: tuple[LoweredMix, ...]
     left: dict[str, str]
+    norms: tuple[Fusion, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.graphs} graph{'s' * (self.graphs != 1)}"]
         lines += [f"{mix.where}: a {mix.form} of {mix.sources} states -> mix" for mix in self.mixes]
         lines += [f"{where}: stays, {reason}" for where, reason in self.left.items()]
+        lines += [f"{norm.module}: {norm.obstacle or 'computed together with what it reads'}" for norm in self.norms]
         return "\n".join(lines) + f"\n{self.residuals}"
 
 
@@ -217,14 +229,14 @@ class Backend:
         """Rewrite a graph in place, compare it on ``inputs`` with what it was, and return the names of its trunks."""
         captured = copied(graph)
         found = _found(graph)
-        rewired = []
+        rewired, norms = list[Trunk](), list[Fusion]()
         if self.topologies:
             trunks = list(found.trunks.values())
             chosen = {trunk.name: self.topologies[key] for trunk, key in assigned(trunks, self.topologies)}
             self._check_names(graph, trunks)
             self._check_whole(graph, found, chosen)
             for name, topology in chosen.items():
-                self._connect(graph, found, name, topology)
+                norms += self._connect(graph, found, name, topology)
                 rewired.append(found.trunks[name])
             if rewired and self.validate and inputs:
                 graph.graph.lint()
@@ -233,7 +245,7 @@ class Backend:
         mixes, left = lower_mixes(graph.graph, graph)
         graph.graph.lint()
         graph.recompile()
-        self._note(rewired, found.left, mixes, left)
+        self._note(BackendReport(1, Report(tuple(rewired), tuple(found.left)), tuple(mixes), left, tuple(norms)))
         return [trunk.name for trunk in rewired]
 
     def _check_names(self, graph: fx.GraphModule, trunks: Sequence[Trunk]) -> None:
@@ -245,8 +257,8 @@ class Backend:
             if seen or reason is None:
                 check_names(self.topologies, seen)
 
-    def _connect(self, graph: fx.GraphModule, found: Finding, name: str, topology: Topology) -> None:
-        """Let a trunk go through a stream that this backend's connection opens."""
+    def _connect(self, graph: fx.GraphModule, found: Finding, name: str, topology: Topology) -> list[Fusion]:
+        """Let a trunk go through a stream that this backend's connection opens; the norms that read it first."""
         trunk, chain, key = found.trunks[name], found.chains[name], name.replace(".", "_")
         if key not in self._connections:
             layout = layout_of(trunk, topology, self.granularity)
@@ -266,9 +278,11 @@ class Backend:
         layout = connections(self._connections)[name].layout
         adds = [number for number in range(len(chain.adds)) if layout.reads_qkv(number)]
         attentions = {n: find_attention(found.flow, chain.adds[n], trunk.sites[n]) for n in adds}
+        norms = _norms(graph, chain, layout)
         gate = f"{CONNECTIONS}.{key}"
         graph.add_submodule(gate, self._connections[key])  # what `rewrite_chain` calls
-        rewrite_chain(graph.graph, chain, gate, attentions)
+        rewrite_chain(graph.graph, chain, gate, attentions, {n: norm for n, (norm, _) in norms.items() if norm})
+        return [fusion for _, fusion in norms.values() if fusion]
 
     def _check_whole(self, graph: fx.GraphModule, found: Finding, chosen: Collection[str]) -> None:
         """Refuse trunks that go on outside this graph, as far as one graph of Dynamo's can tell."""
@@ -332,16 +346,13 @@ class Backend:
                 )
             self._owners[trunk] = [weakref.ref(parameter) for parameter in parameters]
 
-    def _note(
-        self, rewired: Sequence[Trunk], skipped: Sequence[LeftAlone], mixes: Sequence[LoweredMix], left: dict[str, str]
-    ) -> None:
+    def _note(self, new: BackendReport) -> None:
         old = self._report
         residuals = Report(
-            tuple(dict.fromkeys((*old.residuals.trunks, *rewired))),
-            tuple(dict.fromkeys((*old.residuals.left, *skipped))),
+            _both(old.residuals.trunks, new.residuals.trunks), _both(old.residuals.left, new.residuals.left)
         )
-        all_mixes = tuple(dict.fromkeys((*old.mixes, *mixes)))
-        self._report = BackendReport(old.graphs + 1, residuals, all_mixes, {**old.left, **left})
+        mixes, norms = _both(old.mixes, new.mixes), _both(old.norms, new.norms)
+        self._report = BackendReport(old.graphs + new.graphs, residuals, mixes, {**old.left, **new.left}, norms)
 
     def _made(self) -> nn.ModuleDict:
         if not self._connections:
@@ -385,6 +396,20 @@ def _found(graph: fx.GraphModule) -> Finding:
         elif any(op.scale not in (None, 1) for add in chain.adds for op in (add.op, *add.inner)):
             found.leave(name, "its adds have a factor (alpha), which this backend ignores")
     return found
+
+
+def _norms(graph: fx.GraphModule, chain: Chain, layout: Layout) -> dict[int, tuple[FlatNorm | None, Fusion | None]]:
+    """Where kernels run, the norms that read the state between two adds first, by the number of the second add."""
+    like = tensor_of(chain.entry.node, graph)
+    if like is None or not uses_kernels(like):
+        return {}
+    pairs = enumerate(itertools.pairwise(chain.adds), 1)
+    return {n: find_norm(before.result, add.region) for n, (before, add) in pairs if not layout.reads_qkv(n)}
+
+
+def _both(first: Iterable[_Item], second: Iterable[_Item]) -> tuple[_Item, ...]:
+    """The items of both, each once."""
+    return tuple(dict.fromkeys((*first, *second)))
 
 
 def _declare_parameters(graph: fx.GraphModule) -> None:

@@ -97,7 +97,7 @@ class Mix:
         total: Tensor = self._computed(None)
         return total
 
-    def normed(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+    def normed(self, module: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The sum, and what ``module``, a norm, makes of it: by one kernel if it may be fused."""
         like = self._like
         norm = norm_of(module, like) if operators.uses_kernels(like) and operators.fits_norm(like) else None

@@ -1,7 +1,9 @@
-"""Norms that can join a kernel: which modules they are, and what stands in the way."""
+"""Norms that can join a kernel: which modules, or operations, they are, and what stands in the way."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 #: What a norm computes; "rms+1" scales by one plus its weight (Gemma's).
 Kind = Literal["rms", "rms+1", "layer"]
 
+#: The parameters that a norm may have.
+_PARAMETERS = ("weight", "bias")
 #: Attribute of modules that were found to be norms; modules that take their place later do not have it.
 _MARK = "_rewire_norm"
 
@@ -28,6 +32,28 @@ class Norm(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Inlined:
+    """A norm in a flat graph, which has its operations and no module.
+
+    Attributes:
+        kind: what they compute.
+        eps: of the norm.
+        operations: a function of the value [..., D], the weight and, if there is one, the bias.
+        weight: [D].
+        bias: [D] or None.
+    """
+
+    kind: Kind
+    eps: float
+    operations: Callable[..., Tensor]
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.operations(x, self.weight) if self.bias is None else self.operations(x, self.weight, self.bias)
 
 
 def mark(module: nn.Module) -> str | None:
@@ -49,30 +75,50 @@ def recognise(module: nn.Module) -> tuple[Kind, None] | tuple[None, str]:
     called does not matter. Its parameters may be on the meta device.
     """
     parameters = dict(module.named_parameters(recurse=False))
-    if set(parameters) - {"weight", "bias"} or "weight" not in parameters or parameters["weight"].dim() != 1:
+    if set(parameters) - set(_PARAMETERS) or "weight" not in parameters or parameters["weight"].dim() != 1:
         return None, "its parameters are not those of an RMSNorm or LayerNorm with a weight"
     if any(True for _ in module.buffers()):
         return None, "it has buffers"
     if any(True for _ in module.children()):
         return None, "it calls other modules"
-    generator = torch.Generator("cpu").manual_seed(0)
-    width = parameters["weight"].shape[0]
-    values = {name: torch.rand(width, generator=generator, device="cpu") + 0.5 for name in parameters}
     eps = _eps(module)
     if eps is None:
         return None, "it does not say its eps"
+    forward = _Forward(module)
+
+    def run(rows: Tensor, *values: Tensor) -> object:
+        given = {f"of.{name}": value for name, value in zip(_PARAMETERS, values, strict=False)}
+        return torch.func.functional_call(forward, given, (rows,))
+
+    return kind_of(run, parameters["weight"].shape[0], len(parameters), eps)
+
+
+def kind_of(
+    function: Callable[..., object], width: int, parameters: int, eps: float
+) -> tuple[Kind, None] | tuple[None, str]:
+    """Which norm a function computes, or None and the reason why it is none that kernels know.
+
+    Args:
+        function: of rows [..., D], a weight [D] and perhaps a bias [D]; it is run on random ones.
+        width: D.
+        parameters: 2 if there is a bias, else 1.
+        eps: of the norm.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    values = [torch.rand(width, generator=generator, device="cpu") + 0.5 for _ in range(parameters)]
     sizes = torch.tensor([[1.0], [10.0], [eps**0.5]], device="cpu")  # in rows of the last one eps matters
     # Of three dimensions: on two, norms of the second dimension would pass.
     rows = torch.randn(2, 3, width, generator=generator, device="cpu") * sizes
     try:
         with torch.no_grad():
-            got = torch.func.functional_call(_Forward(module), {f"of.{name}": v for name, v in values.items()}, (rows,))
-    except Exception as error:  # whatever a module does that is no norm
+            got = function(rows, *values)
+    except Exception as error:  # whatever a function does that is no norm
         return None, f"it cannot be run on rows: {error}"
-    kinds: tuple[Kind, ...] = ("layer",) if "bias" in parameters else ("rms", "rms+1", "layer")
+    weight, bias = values[0], values[1] if parameters > 1 else None
+    kinds: tuple[Kind, ...] = ("rms", "rms+1", "layer") if bias is None else ("layer",)
     for kind in kinds:
-        weight = values["weight"] + 1 if kind == "rms+1" else values["weight"]
-        want = normed(rows, Norm("layer" if kind == "layer" else "rms", weight, values.get("bias"), eps))
+        scale = weight + 1 if kind == "rms+1" else weight
+        want = normed(rows, Norm("layer" if kind == "layer" else "rms", scale, bias, eps))
         if isinstance(got, Tensor) and got.shape == want.shape and torch.allclose(got, want, rtol=1e-5, atol=1e-5):
             return kind, None
     return None, "it computes neither an RMSNorm nor a LayerNorm"
@@ -117,14 +163,17 @@ def obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def norm_of(module: nn.Module, x: Tensor) -> Norm | None:
+def norm_of(module: Callable[[Tensor], Tensor], x: Tensor) -> Norm | None:
     """The norm that ``module`` computes of tensors like ``x`` [..., D], if a kernel may do it.
 
     Not if the weight has another dtype: modules differ in the dtype that they return then.
     """
-    if obstacle(module) is not None:
+    if isinstance(module, Inlined):
+        kind = module.kind
+    elif not isinstance(module, nn.Module) or obstacle(module) is not None:
         return None
-    kind: Kind = module.__dict__[_MARK]
+    else:
+        kind = module.__dict__[_MARK]
     weight, bias, eps = module.weight, getattr(module, "bias", None), _eps(module)
     assert isinstance(weight, Tensor)
     assert eps is not None
@@ -143,7 +192,7 @@ def normed(x: Tensor, norm: Norm) -> Tensor:
     return (result if norm.bias is None else result + norm.bias).to(x.dtype)
 
 
-def _eps(module: nn.Module) -> float | None:
+def _eps(module: nn.Module | Inlined) -> float | None:
     for name in ("eps", "variance_epsilon"):
         value = getattr(module, name, None)
         if isinstance(value, float):

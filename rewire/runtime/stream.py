@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
@@ -176,7 +176,7 @@ class Stream(TensorLike):
             value = QKVInputs(value, value, value, value)
         return self._out(value), stream._opened(value.residual, value)
 
-    def read_normed(self, norm: nn.Module) -> tuple[Tensor, Tensor, Stream]:
+    def read_normed(self, norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Stream]:
         """`read`, and what ``norm`` makes of the value: by one kernel, if the value is a sum yet to be computed.
 
         Not for separate q/k/v inputs.

@@ -17,7 +17,7 @@ class Fusion:
     """A norm that follows a read of the residual stream.
 
     Attributes:
-        module: path of the norm.
+        module: path of the norm; in a flat graph, of the module that it ran in.
         obstacle: why kernels do not compute it together with the read; None if they do.
     """
 
