@@ -68,11 +68,11 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
         [..., k, C]
     """
     by_kernels = _by_kernels([streams, *branches], weights.shape[-1])
-    even = weights.shape[:-2] in ((), streams.shape[:-2]) and all(f.shape[-2] == 1 for f in branches)
-    if by_kernels is not None and even:
-        table = weights.mT if write is None else torch.cat([weights.mT, *[write.unsqueeze(-1)] * len(branches)], -1)
-        static = table.dim() == 2
-        given = (table if static else None, None if static else table, streams, *(f.squeeze(-2) for f in branches))
+    if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
+        terms = [] if write is None else [_terms(f, write) for f in branches]
+        table = torch.cat([weights.mT, *(columns for _, columns in terms)], -1) if terms else weights.mT
+        static, apart = table.dim() == 2, [part for parts, _ in terms for part in parts]
+        given = (table if static else None, None if static else table, streams, *apart)
         result: Tensor = _Several.apply(by_kernels, True, 0, *given)[0]
         return result
     if _exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
@@ -82,6 +82,13 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
     if write is None:
         return mix(sources, None, scores=scores)
     return mix((*sources, *branches), None, scores=(*scores, *[write.unsqueeze(-1)] * len(branches)))
+
+
+def _terms(branch: Tensor, write: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+    """The parts of a branch [..., 1 or k, C], and what k results take of them, [..., k, 1 or k]: each its own one."""
+    if branch.shape[-2] == 1:
+        return [branch.squeeze(-2)], write.unsqueeze(-1)  # whose gradients are views, which those of unbind are not
+    return branch.unbind(-2), torch.diag_embed(write)
 
 
 def write_and_read(

@@ -311,7 +311,9 @@ class TestByKernels(Cases):
         results, _ = mixes(sources, weights, scores)
         assert {type(y.grad_fn).__name__ for y in results} == {"_SeveralBackward"}
         assert results[0].grad_fn is results[1].grad_fn
-        assert type(combine(*arguments_of_combine(F32, True, True, False)).grad_fn).__name__ == "_SeveralBackward"
+        for spread in (False, True):
+            result = combine(*arguments_of_combine(F32, True, True, spread))
+            assert type(result.grad_fn).__name__ == "_SeveralBackward"
         written, result = step(*arguments_of_write_and_read(F32, 1))
         assert written.grad_fn is result.grad_fn and type(result.grad_fn).__name__ == "_SeveralBackward"
         assert written.is_contiguous() and result.is_contiguous()
