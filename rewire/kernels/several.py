@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rewire.kernels import native, operators
 from rewire.kernels.mix import gradients, left_to_autograd, mix
@@ -147,8 +147,8 @@ def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor], writ
 def _by_kernels(tensors: Sequence[Tensor], outputs: int) -> bool | None:
     """What makes several sums of such tensors in one pass: kernels, or the compiled loop of a CPU; None: nothing."""
     first = tensors[0]
-    if left_to_autograd(first, len(tensors)):
-        return None
+    if left_to_autograd(first, len(tensors)) or any(type(x) not in (Tensor, nn.Parameter) for x in tensors[1:]):
+        return None  # branches that are still on their way from other ranks: their views have no memory
     if operators.uses_kernels(first):
         return True if outputs <= MAX_OUTPUTS else None
     return False if native.knows(first) and all(x.dtype == first.dtype for x in tensors) else None

@@ -123,6 +123,10 @@ def arguments_of_write_and_read(dtype: torch.dtype, branches: int, n: int = N) -
     return drawn(2, 3, n, WIDTH, dtype=dtype), *weights, of_each
 
 
+class Held(Tensor):
+    """A tensor of another type."""
+
+
 class Cases:
     """Run as they are, and again by kernels."""
 
@@ -145,6 +149,15 @@ class Cases:
             given = arguments_of_combine(dtype, per_token, written, spread)
             got = compare(combine, twin_of_combine, given, TOLERANCES[dtype])
             assert got.dtype == dtype and got.shape == (2, 3, M, WIDTH)
+
+    @pytest.mark.parametrize("spread", [False, True])
+    def test_branches_that_stand_for_others(self, spread: bool) -> None:
+        """As those that other ranks still compute, of which there is nothing in memory."""
+        streams, weights, branches, write = arguments_of_combine(F32, False, True, spread)
+        held = [f.detach().as_subclass(Held) for f in branches]
+        got, want = (combine(streams, weights, given, write) for given in (held, branches))
+        torch.testing.assert_close(got.as_subclass(Tensor), want)
+        assert type(got.grad_fn).__name__ != "_SeveralBackward"
 
     @pytest.mark.parametrize("branches", [1, 3])
     def test_write_and_read(self, branches: int) -> None:
