@@ -55,8 +55,8 @@ def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), write: Tensor | None = None) -> Tensor:
     """``H'_j = sum_i w_ij H_i + sum_f b_j f_j``, in float32 (float64 for float64), rounded once.
 
-    Without a kernel, in eager mode on a CPU, it is a matrix product for each token, and so are its gradients. Nowhere
-    else: autocast or TF32 would round them.
+    Without a kernel, in eager mode on a CPU, it is a matrix product for each token, and so are its gradients; also for
+    branches with a part for each result. Nowhere else: autocast or TF32 would round them.
 
     Args:
         streams: H [..., n, C].
@@ -68,6 +68,8 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
         [..., k, C]
     """
     by_kernels = _by_kernels([streams, *branches], weights.shape[-1])
+    if by_kernels is False and _exact_products(streams) and any(f.shape[-2] > 1 for f in branches):
+        by_kernels = None  # the loop would multiply by zeros, per token
     if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
         terms = [] if write is None else [_terms(f, write) for f in branches]
         table = torch.cat([weights.mT, *(columns for _, columns in terms)], -1) if terms else weights.mT
