@@ -44,6 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "hc-static": ("hc-static", {}, 48),
     "hc-dynamic": ("hc-dynamic", {}, 48),
     "mhc": ("mhc", {}, 48),
+    "frac-hc": ("frac-hc", {}, 48),
 }
 
 

@@ -337,8 +337,9 @@ def outline(connection: Connection, positions: Sequence[int]) -> list[Stream]:
 
 
 def _flat(stream: Stream) -> tuple[list[Tensor], Any]:
-    """The tensors of a stream's states, and how they are put together."""
-    return pytree.tree_flatten(tuple(s.states if isinstance(s, History) else s for s in stream.states))
+    """The tensors of a stream's states that go on, and how they are put together."""
+    states = stream.layout.topology.lasting(stream.states)
+    return pytree.tree_flatten(tuple(s.states if isinstance(s, History) else s for s in states))
 
 
 class Kept:

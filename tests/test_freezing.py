@@ -207,7 +207,8 @@ def test_streams_that_nobody_reads_are_freed() -> None:
         static[-1, :, 1:3] = torch.tensor([[1.0, 1.0], [1e-5, 1e-5]])
     _, report = rewire.freeze(learned, 1e-3, (token_ids(),))
     (trunk,) = report.trunks
-    assert trunk.states == (2, 2)  # both streams at the end, where each has its share of the output
+    # Both streams and the next read; and both streams at the end, where each has its share of the output.
+    assert trunk.states == (3, 2)
     unread = {edge.destination for edge in trunk.dropped if edge.unread}
     assert unread == {f"s{t}_1" for t in range(1, 6)}
 

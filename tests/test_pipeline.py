@@ -112,6 +112,7 @@ def test_every_kind_of_topology(tmp_path: Path) -> None:
         ("attnres", 5, 8 * worker.WIDTH),  # two units in a block
         ("muddformer", 3, None),
         ("hc-dynamic", 4, None),  # n streams
+        ("hc-static", 4, 8 * 4 * 6),  # without the next read
         ("x0-lambdas", 2, 2 * 4),
     ],
 )

@@ -187,6 +187,24 @@ def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return combine(streams, weights), streams
 
 
+def write_and_read(
+    streams: Tensor, table: Tensor, weights: Tensor, branches: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`combine`, and what is read of the new streams.
+
+    Args:
+        streams: H [..., n, C].
+        table: float32 [n + 1, n + 1]: in row j what H'_j takes of H and, in the last column, of each branch.
+        weights: float32 [n, 1], what the read takes of H'.
+        branches: f [..., C].
+
+    Returns:
+        H' [..., n, C], and the read, [..., C].
+    """
+    streams = combine(streams, table[:-1, :-1].mT, [f.unsqueeze(-2) for f in branches], table[:-1, -1])
+    return streams, combine(streams, weights).squeeze(-2)
+
+
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), write: Tensor | None = None) -> Tensor:
     """``H'_j = sum_i w_ij H_i + sum_f b_j f_j``, in float32 (float64 for float64), rounded once.
 

@@ -86,16 +86,21 @@ def sums(
 
 
 def several(
-    streams: Tensor | None, sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None
+    streams: Tensor | None,
+    sources: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Tensor | None,
+    apart: int = 0,
 ) -> list[Tensor]:
     """`operators.several`, of tensors of one dtype that this kernel `knows`."""
     terms = _evenly(_apart(streams, sources))
     shape, results = terms[0].shape, len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
-    stack = None if streams is None else terms[0].new_empty(*shape[:-1], results, shape[-1])
-    outs = [terms[0].new_empty(shape) for _ in range(results)] if stack is None else stack.unbind(-2)
+    stack = None if streams is None else terms[0].new_empty(*shape[:-1], results - apart, shape[-1])
+    single = [terms[0].new_empty(shape) for _ in range(results if stack is None else apart)]
+    outs = _apart(stack, single)
     done = _run(_Tensors(outs, (), (), terms, ()), weights, weights is not None and weights.dim() == 3, scores)
     assert done is not None
-    return list(outs) if stack is None else [stack]
+    return single if stack is None else [stack, *single]
 
 
 def several_backward(
@@ -111,7 +116,7 @@ def several_backward(
     outs: Sequence[Tensor] = made
     joined, terms = carried, grads
     if streams is not None:
-        outs, terms = _apart(made[0], made[1:]), grads[0].unbind(-2)
+        outs, terms = _apart(made[0], made[1:]), _apart(grads[0], grads[1:])
         joined = _apart(carried[0], carried[1:]) if carried else ()
     by_channel = weights is not None and weights.dim() == 3
     across = None if weights is None else weights.transpose(0, 1)

@@ -229,29 +229,37 @@ def gather(
     return [*done.apart, *(dots for dots in (done.weight_dots, done.score_dots) if dots is not None)]
 
 
-def _several_fake(streams: Any, sources: Any, weights: Any, scores: Any) -> list[Tensor]:
+def _several_fake(streams: Any, sources: Any, weights: Any, scores: Any, apart: int = 0) -> list[Tensor]:
     outputs = len(weights) if scores is None else scores.shape[-2]
     given = [*sources, *([] if streams is None else [streams])]
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in given])
-    if streams is not None:
-        return [streams.new_empty((*streams.shape[:-2], outputs, streams.shape[-1]), dtype=dtype)]
-    return [_like(sources[0], dtype) for _ in range(outputs)]
+    if streams is None:
+        return [_like(sources[0], dtype) for _ in range(outputs)]
+    *lead, _, cols = streams.shape
+    stack = streams.new_empty((*lead, outputs - apart, cols), dtype=dtype)
+    return [stack, *(streams.new_empty((*lead, cols), dtype=dtype) for _ in range(apart))]
 
 
-@_operator("(Tensor? streams, Tensor[] sources, Tensor? weights, Tensor? scores) -> Tensor[]", _several_fake)
+@_operator(
+    "(Tensor? streams, Tensor[] sources, Tensor? weights, Tensor? scores, int apart=0) -> Tensor[]", _several_fake
+)
 def several(
-    streams: Tensor | None, sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None
+    streams: Tensor | None,
+    sources: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Tensor | None,
+    apart: int = 0,
 ) -> list[Tensor]:
     """M mixes of the same N sources, in one pass over them.
 
-    The first sources may come in one tensor, ``streams`` [..., n, D]: then the mixes do, too, [..., M, D]. Weights are
-    [M, N] or [M, N, D], scores [..., M, N].
+    The first sources may come in one tensor, ``streams`` [..., n, D]: then the mixes do, too, [..., M - apart, D], but
+    for the last ``apart``, fewer than M. Weights are [M, N] or [M, N, D], scores [..., M, N].
     """
     stacks, given = streams is not None, sources if streams is None else [streams, *sources]
     spec = _spec_of_several(len(sources) + _count(streams), weights, scores)
     inputs = MixInputs(given, weights, _maybe(scores), stacks=stacks)
-    done = launch_forward(spec, inputs, stacked=spec.outputs * stacks)
-    return list(done.apart) if done.stacked is None else [done.stacked]
+    done = launch_forward(spec, inputs, stacked=(spec.outputs - apart) * stacks)
+    return list(done.apart) if done.stacked is None else [done.stacked, *done.apart]
 
 
 def _several_backward_fake(

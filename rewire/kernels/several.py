@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rewire.kernels import native, operators
 from rewire.kernels.mix import gradients, left_to_autograd, mix
@@ -34,7 +34,7 @@ def mixes(
     even = len({x.shape for x in sources}) == 1 and (scores is None or scores.shape[:-2] == lead)
     by_kernels = _by_kernels(sources, outputs)
     if even and by_kernels is not None:
-        found = _Several.apply(by_kernels, False, weights, scores, *sources)
+        found = _Several.apply(by_kernels, False, 0, weights, scores, *sources)
         return list(found[:outputs]), found[outputs:]
     per_token = [None] * outputs if scores is None else [way.split(1, dim=-1) for way in scores.unbind(-2)]
     of_all = [None] * outputs if weights is None else weights
@@ -47,7 +47,7 @@ def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
         static = weights.dim() == 2
         table = (weights.mT, None) if static else (None, weights.mT)
-        result, streams = _Several.apply(by_kernels, True, *table, streams)
+        result, streams = _Several.apply(by_kernels, True, 0, *table, streams)
         return result, streams
     return combine(streams, weights), streams
 
@@ -55,8 +55,8 @@ def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), write: Tensor | None = None) -> Tensor:
     """``H'_j = sum_i w_ij H_i + sum_f b_j f_j``, in float32 (float64 for float64), rounded once.
 
-    Without a kernel, in eager mode on a CPU, it is a matrix product for each token, and so are its gradients. Nowhere
-    else: autocast or TF32 would round them.
+    Without a kernel, in eager mode on a CPU, it is a matrix product for each token, and so are its gradients; also for
+    branches with a part for each result. Nowhere else: autocast or TF32 would round them.
 
     Args:
         streams: H [..., n, C].
@@ -68,12 +68,14 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
         [..., k, C]
     """
     by_kernels = _by_kernels([streams, *branches], weights.shape[-1])
-    even = weights.shape[:-2] in ((), streams.shape[:-2]) and all(f.shape[-2] == 1 for f in branches)
-    if by_kernels is not None and even:
-        table = weights.mT if write is None else torch.cat([weights.mT, *[write.unsqueeze(-1)] * len(branches)], -1)
-        static = table.dim() == 2
-        given = (table if static else None, None if static else table, streams, *(f.squeeze(-2) for f in branches))
-        result: Tensor = _Several.apply(by_kernels, True, *given)[0]
+    if by_kernels is False and _exact_products(streams) and any(f.shape[-2] > 1 for f in branches):
+        by_kernels = None  # the loop would multiply by zeros, per token
+    if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
+        terms = [] if write is None else [_terms(f, write) for f in branches]
+        table = torch.cat([weights.mT, *(columns for _, columns in terms)], -1) if terms else weights.mT
+        static, apart = table.dim() == 2, [part for parts, _ in terms for part in parts]
+        given = (table if static else None, None if static else table, streams, *apart)
+        result: Tensor = _Several.apply(by_kernels, True, 0, *given)[0]
         return result
     if _exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
         return _products(streams, weights, branches, write)
@@ -82,6 +84,42 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
     if write is None:
         return mix(sources, None, scores=scores)
     return mix((*sources, *branches), None, scores=(*scores, *[write.unsqueeze(-1)] * len(branches)))
+
+
+def _terms(branch: Tensor, write: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+    """The parts of a branch [..., 1 or k, C], and what k results take of them, [..., k, 1 or k]: each its own one."""
+    if branch.shape[-2] == 1:
+        return [branch.squeeze(-2)], write.unsqueeze(-1)  # whose gradients are views, which those of unbind are not
+    return branch.unbind(-2), torch.diag_embed(write)
+
+
+def write_and_read(
+    streams: Tensor, table: Tensor, weights: Tensor, branches: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`combine`, and a `read` of the new streams: one pass over the old ones writes both.
+
+    Then the read is not of streams that were rounded. Without a kernel, and for float64, which ``table`` does not have,
+    it is.
+
+    Args:
+        streams: H [..., n, C].
+        table: float32 [n + 1, n + 1]: in row j what H'_j takes of H and, in the last column, of each branch; in the
+            last row what the read takes of them, the sum of the other rows with ``weights``.
+        weights: float32 [n, 1], what the read takes of H'.
+        branches: f [..., C].
+
+    Returns:
+        H' [..., n, C], and the read, [..., C].
+    """
+    by_kernels = None if streams.dtype == torch.float64 else _by_kernels([streams, *branches], len(table))
+    if by_kernels is None:
+        apart = [f.unsqueeze(-2) for f in branches]
+        result, streams = read(combine(streams, table[:-1, :-1].mT, apart, table[:-1, -1]), weights)
+        return streams, result.squeeze(-2)
+    if len(branches) > 1:
+        table = torch.cat([table, *[table[:, -1:]] * (len(branches) - 1)], -1)
+    written, result, *_ = _Several.apply(by_kernels, True, 1, table, None, streams, *branches)
+    return written, result
 
 
 def _exact_products(x: Tensor) -> bool:
@@ -111,15 +149,17 @@ def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor], writ
 def _by_kernels(tensors: Sequence[Tensor], outputs: int) -> bool | None:
     """What makes several sums of such tensors in one pass: kernels, or the compiled loop of a CPU; None: nothing."""
     first = tensors[0]
-    if left_to_autograd(first, len(tensors)):
-        return None
+    if left_to_autograd(first, len(tensors)) or any(type(x) not in (Tensor, nn.Parameter) for x in tensors[1:]):
+        return None  # branches that are still on their way from other ranks: their views have no memory
     if operators.uses_kernels(first):
         return True if outputs <= MAX_OUTPUTS else None
     return False if native.knows(first) and all(x.dtype == first.dtype for x in tensors) else None
 
 
 class _Several(torch.autograd.Function):
-    """`mixes` in one pass; ``stacked``: the first tensor [..., n, D] is n sources, and so is the result.
+    """`mixes` in one pass; ``stacked``: the first tensor [..., n, D] is n sources, and so is the first result.
+
+    The last ``apart`` mixes are results of their own even then.
 
     All tensors are handed on. What comes back for them joins their gradients in one pass, which autograd would add in
     three: a unit that reads n states, one after the other, would move 3n states for that.
@@ -127,13 +167,20 @@ class _Several(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, by_kernels: bool, stacked: bool, weights: Tensor | None, scores: Tensor | None, *tensors: Tensor
+        ctx: Any,
+        by_kernels: bool,
+        stacked: bool,
+        apart: int,
+        weights: Tensor | None,
+        scores: Tensor | None,
+        *tensors: Tensor,
     ) -> Any:
         ctx.by_kernels, ctx.stacked = by_kernels, stacked
         ctx.save_for_backward(weights, scores, *tensors)
         ctx.set_materialize_grads(False)
         several = operators.several if by_kernels else native.several
-        done = several(*_apart(stacked, tensors), weights, scores)
+        done = several(*_apart(stacked, tensors), weights, scores, apart)
+        ctx.shapes = [y.shape for y in done]
         return (*done, *[x.view_as(x) for x in tensors])
 
     @staticmethod
@@ -142,11 +189,11 @@ class _Several(torch.autograd.Function):
         of_mixes, carried = grads[: -len(tensors)], grads[-len(tensors) :]
         like = next((g for g in of_mixes if g is not None), None)
         if like is None:
-            return (None, None, None, None, *carried)
-        given = [torch.zeros_like(like) if g is None else g for g in of_mixes]
+            return (None, None, None, None, None, *carried)
+        given = [like.new_zeros(shape) if g is None else g for g, shape in zip(of_mixes, ctx.shapes, strict=True)]
         if torch.is_grad_enabled():  # with create_graph=True
             of_tensors, of_weights, of_scores = _differentiable(given, ctx.stacked, weights, scores, tensors)
-            return (None, None, of_weights, of_scores, *map(_sum, of_tensors, carried))
+            return (None, None, None, of_weights, of_scores, *map(_sum, of_tensors, carried))
         known = [x for x in carried if x is not None]
         joined = known if len(known) == len(carried) else []
         backward = operators.several_backward if ctx.by_kernels else native.several_backward
@@ -155,8 +202,8 @@ class _Several(torch.autograd.Function):
         of_weights = None if weights is None else next(dots)
         of_scores = None if scores is None else next(dots)
         if not joined:
-            return (None, None, of_weights, of_scores, *map(_sum, found, carried))
-        return (None, None, of_weights, of_scores, *found[: len(tensors)])
+            return (None, None, None, of_weights, of_scores, *map(_sum, found, carried))
+        return (None, None, None, of_weights, of_scores, *found[: len(tensors)])
 
 
 def _apart(stacked: bool, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:
@@ -182,7 +229,7 @@ def _differentiable(
     """Gradients of `_Several` by operations that autograd knows."""
     factors = [x for x in (weights, scores) if x is not None]
     precision = torch.promote_types(grads[0].dtype, torch.float32)
-    upstream = (grads[0] if stacked else torch.stack(list(grads), -2)).to(precision)
+    upstream = torch.stack(_sources(stacked, grads), -2).to(precision)
 
     def total(*inputs: Tensor) -> Tensor:
         sources = torch.stack(_sources(stacked, inputs[len(factors) :]), -2).to(precision)  # [..., N, D]

@@ -144,6 +144,10 @@ class Topology(ABC, Generic[W]):
     def finish(self, states: States, weights: W, dims: Dims) -> Tensor:
         """The trunk's output after its last unit."""
 
+    def lasting(self, states: States) -> States:
+        """States between units without what `read` computes again if it is not there: what a pipeline's stage sends."""
+        return states
+
     def template(self, states: States) -> Tensor:
         """A tensor of the hidden states' shape, dtype and device; its values mean nothing."""
         return states[0]

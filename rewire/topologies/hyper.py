@@ -56,11 +56,14 @@ class Weights(NamedTuple):
         units: of each t.
         last: of the read that is the output, if it is learned.
         constants: of the topology, if it has any.
+        steps: of units in turn whose next read needs no other weights than these, float32 [n + 1, n + 1]: what new
+            streams (rows), and in the last row that read, take of the streams and of the branch (last column).
     """
 
     units: tuple[Unit, ...]
     last: Unit | None
     constants: Tensor | None = None
+    steps: tuple[Tensor, ...] = ()
 
 
 class Streams(Topology[Weights]):
@@ -232,6 +235,26 @@ class HyperConnections(ParallelStreams):
             static[-1, :, 1:] /= n
         return {"static": static} | ({"last_static": torch.full((n, 1), 1 / n)} if self.output == "learned" else {})
 
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
+        found = super().weights(parameters, dims)
+        return found if "dynamic" in parameters else found._replace(steps=_steps(parameters["static"].float()))
+
+    def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor, States]:
+        if len(states) == 1:
+            return super().read(states, weights, t)
+        streams, value = states
+        gates = self.gates(weights.units[t - 1].static, weights)
+        return value, (streams, gates.carry, gates.write)
+
+    def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
+        if t > len(weights.steps):
+            return super().write(states, weights, t, *branches)
+        after = self.gates(weights.units[t].static, weights)
+        return several.write_and_read(states[0], weights.steps[t - 1], after.read, branches)
+
+    def lasting(self, states: States) -> States:
+        return states[:1]
+
     def program(self, weights: Weights, dims: Dims) -> Program:
         if any(unit.dynamic is not None for unit in weights.units):
             return super().program(weights, dims)
@@ -356,6 +379,14 @@ class FracConnections(Streams):
 
     def template(self, states: States) -> Tensor:
         return states[0].flatten(-2)
+
+
+def _steps(static: Tensor) -> tuple[Tensor, ...]:
+    """`Weights.steps` of static values ``A_m | A_r | B``, [T, n, 1 + n + 1]: of all units but the last."""
+    _, carry, write = static[:-1].tensor_split((1, -1), dim=-1)
+    written = torch.cat([carry.mT, write], dim=-1)  # [T - 1, n, n + 1]
+    read = (static[1:, :, :1] * written).sum(-2, keepdim=True)  # no matrix product: TF32 would round
+    return torch.cat([written, read], dim=-2).unbind()
 
 
 def _terms(streams: Sequence[str], weights: Tensor) -> tuple[Term, ...]:

@@ -32,7 +32,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("rezero", 1, 18, 18),  # product and sum are one operator
         # each unit and the output read all increments before them; two branches make an increment
         ("grn-v1", 3, None, 1 + 2 + 3 + 4 + 4 + 9),
-        ("hc-static", 4, None, None),
+        ("hc-static", 5, None, None),  # streams, and the next read
     ],
 )
 def test_what_is_counted(script: Any, name: str, held: float, eager: float | None, floor: float | None) -> None:

@@ -55,6 +55,7 @@ SPECS = {
     "4 probes": MixSpec(16, outputs=4, probe=True, accumulate=True),
     "4 probes, channel": MixSpec(4, "channel", outputs=4, probe=True, accumulate=True),
     "hyper-connections, n = 4": MixSpec(5, "none", True, outputs=5),
+    "hyper-connections, constant": MixSpec(5, outputs=5),
     "4 added + layer norm": MixSpec(0, "none", added=4, norm="layer", keep_mix=True),
     "64 sources": MixSpec(64, added=1),
     "64 sources, 4 outputs": MixSpec(64, outputs=4),
@@ -62,7 +63,27 @@ SPECS = {
     "4 outputs, 64 scores": MixSpec(64, "none", True, outputs=4),
     "4 probes, scores": MixSpec(16, "none", True, outputs=4, probe=True, accumulate=True),
 }
-WIDTHS = (4096, 4096, 2048, 4096, 8192, 4096, 4096, 4096, 8192, 4096, 8192, 4096, 8192, 4096, 4096, 2048, 4096, 4096)
+WIDTHS = (
+    4096,
+    4096,
+    2048,
+    4096,
+    8192,
+    4096,
+    4096,
+    4096,
+    8192,
+    4096,
+    8192,
+    4096,
+    4096,
+    8192,
+    4096,
+    4096,
+    2048,
+    4096,
+    4096,
+)
 EVERYWHERE = [(name, width, BF16) for name, width in zip(SPECS, WIDTHS, strict=True)]
 MORE = [
     *((name, 4096, F32) for name in ("scalar", "channel + scores", "scores + layer norm")),

@@ -157,6 +157,19 @@ class TestOperators:
         for given in ([], carried):
             checked(operators.several_backward, grads, streams, sources, weights, scores, given)
 
+    @pytest.mark.parametrize("apart", [1, 2])
+    @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)
+    def test_several_of_which_some_are_tensors_of_their_own(self, kind: str, scored: bool, apart: int) -> None:
+        dtype = BF16 if scored else F32
+        streams, sources = drawn(2, 3, 2, WIDTH, dtype=dtype), states(1, dtype=dtype)
+        weights, scores = weights_of(kind, 3, N), drawn(2, 3, 3, N) if scored else None
+        (together,) = operators.several(streams, sources, weights, scores)
+        stack, *others = grads = checked(operators.several, streams, sources, weights, scores, apart)
+        assert torch.equal(torch.stack([*stack.unbind(-2), *others], -2), together) and len(others) == apart
+        got = checked(operators.several_backward, grads, streams, sources, weights, scores, [])
+        want = operators.several_backward([together], streams, sources, weights, scores, [])
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
     @pytest.mark.parametrize(("kind", "scored"), [*WEIGHTED, ("none", False)])
     @pytest.mark.parametrize("norm", ["rms", "layer", None])
     def test_mixes_of_a_function_and_their_gradients(self, norm: Any, kind: str, scored: bool) -> None:

@@ -14,7 +14,7 @@ from rewire.kernels import native, operators
 from rewire.kernels.history import History, Table
 from rewire.kernels.mix import pending_mix
 from rewire.kernels.norms import mark
-from rewire.kernels.several import combine, mixes, read
+from rewire.kernels.several import combine, mixes, read, write_and_read
 from rewire.kernels.spec import MAX_OUTPUTS
 
 F32, F64 = torch.float32, torch.float64
@@ -38,6 +38,31 @@ def twin_of_combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor]
 
 def twin_of_read(streams: Tensor, weights: Tensor) -> Tensor:
     return twin_of_combine(streams, weights, (), None)
+
+
+def step(
+    streams: Tensor, carry: Tensor, write: Tensor, weights: Tensor, branches: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    rows = torch.cat([carry.mT, write.unsqueeze(-1)], -1)
+    table = torch.cat([rows, (weights * rows).sum(0, keepdim=True)])
+    return write_and_read(streams, table, weights, branches)
+
+
+def twin_of_step(
+    streams: Tensor, carry: Tensor, write: Tensor, weights: Tensor, branches: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    written = twin_of_combine(streams, carry, [f.unsqueeze(-2) for f in branches], write)
+    return written, twin_of_read(written, weights).squeeze(-2)
+
+
+def side_by_side(function: Any) -> Any:
+    """New streams, and behind them the read, in one tensor."""
+
+    def both(*arguments: Any) -> Tensor:
+        written, result = function(*arguments)
+        return torch.cat([written, result.unsqueeze(-2)], -2)
+
+    return both
 
 
 def drawn(*shape: int, dtype: torch.dtype = F32) -> Tensor:
@@ -91,6 +116,17 @@ def arguments_of_combine(
     return drawn(2, 3, n, WIDTH, dtype=dtype), drawn(*lead, n, M, dtype=precise), branches, write
 
 
+def arguments_of_write_and_read(dtype: torch.dtype, branches: int, n: int = N) -> tuple[Any, ...]:
+    precise = torch.promote_types(dtype, F32)
+    of_each = [drawn(2, 3, WIDTH, dtype=dtype) for _ in range(branches)]
+    weights = [drawn(*shape, dtype=precise) for shape in ((n, n), (n,), (n, 1))]
+    return drawn(2, 3, n, WIDTH, dtype=dtype), *weights, of_each
+
+
+class Held(Tensor):
+    """A tensor of another type."""
+
+
 class Cases:
     """Run as they are, and again by kernels."""
 
@@ -113,6 +149,37 @@ class Cases:
             given = arguments_of_combine(dtype, per_token, written, spread)
             got = compare(combine, twin_of_combine, given, TOLERANCES[dtype])
             assert got.dtype == dtype and got.shape == (2, 3, M, WIDTH)
+
+    @pytest.mark.parametrize("spread", [False, True])
+    def test_branches_that_stand_for_others(self, spread: bool) -> None:
+        """As those that other ranks still compute, of which there is nothing in memory."""
+        streams, weights, branches, write = arguments_of_combine(F32, False, True, spread)
+        held = [f.detach().as_subclass(Held) for f in branches]
+        got, want = (combine(streams, weights, given, write) for given in (held, branches))
+        torch.testing.assert_close(got.as_subclass(Tensor), want)
+        assert type(got.grad_fn).__name__ != "_SeveralBackward"
+
+    @pytest.mark.parametrize("branches", [1, 3])
+    def test_write_and_read(self, branches: int) -> None:
+        for dtype in self.dtypes:
+            given = arguments_of_write_and_read(dtype, branches)
+            got = compare(side_by_side(step), side_by_side(twin_of_step), given, TOLERANCES[dtype])
+            assert got.dtype == dtype
+
+    @pytest.mark.parametrize("n", [1, MAX_OUTPUTS - 1, MAX_OUTPUTS])
+    def test_any_number_of_streams(self, n: int) -> None:
+        compare(side_by_side(step), side_by_side(twin_of_step), arguments_of_write_and_read(F32, 1, n), 1e-5)
+
+    @pytest.mark.parametrize("which", [0, 1], ids=["streams", "read"])
+    def test_only_streams_or_only_a_read_are_used(self, which: int) -> None:
+        arguments = arguments_of_write_and_read(F32, 1)
+        exact = precise_copy(arguments)
+        got, want = step(*arguments)[which], twin_of_step(*exact)[which]
+        up = torch.randn(got.shape)
+        found = torch.autograd.grad(got, leaves_of(arguments), up, materialize_grads=True)
+        wanted = torch.autograd.grad(want, leaves_of(exact), up.double(), materialize_grads=True)
+        for a, b in zip((got, *found), (want, *wanted), strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
     def test_one_stream_and_streams_that_are_one_tensor(self) -> None:
         compare(combine, twin_of_combine, arguments_of_combine(F32, True, True, False, n=1), 1e-5)
@@ -150,7 +217,7 @@ class Cases:
         (got,) = torch.autograd.grad(stacked_mixes(frozen, weights.detach(), scores.detach()), sources[1], up)
         assert torch.equal(got, want)
 
-    @pytest.mark.parametrize("case", ["mixes", "mixes by channel", "combine", "static combine"])
+    @pytest.mark.parametrize("case", ["mixes", "mixes by channel", "combine", "static combine", "write and read"])
     def test_second_derivatives(self, case: str) -> None:
         """Of a function of the first ones, against float64."""
         function, twin, arguments = {
@@ -158,6 +225,11 @@ class Cases:
             "mixes by channel": (stacked_mixes, twin_of_mixes, arguments_of_mixes("channel", False, F32)),
             "combine": (combine, twin_of_combine, arguments_of_combine(F32, True, True, False)),
             "static combine": (combine, twin_of_combine, arguments_of_combine(F32, False, False, False)),
+            "write and read": (
+                side_by_side(step),
+                side_by_side(twin_of_step),
+                arguments_of_write_and_read(F32, 2),
+            ),
         }[case]
         exact = precise_copy(arguments)
         found = penalty_gradients(function(*arguments).sin(), leaves_of(arguments))
@@ -187,6 +259,11 @@ class TestPlain(Cases):
         leaves = leaves_of((sources, weights, scores))
         assert torch.autograd.gradcheck(function, leaves)
         assert torch.autograd.gradgradcheck(function, leaves)
+
+    def test_writing_and_reading_is_one_sum_unless_that_would_round_weights(self) -> None:
+        for dtype in self.dtypes:
+            written, result = step(*arguments_of_write_and_read(dtype, 1))
+            assert (written.grad_fn is result.grad_fn) == (dtype != F64)
 
     def test_gradients_of_gradients_of_combine(self) -> None:
         streams, weights, branches, write = arguments_of_combine(F64, True, True, False, n=2)
@@ -247,7 +324,12 @@ class TestByKernels(Cases):
         results, _ = mixes(sources, weights, scores)
         assert {type(y.grad_fn).__name__ for y in results} == {"_SeveralBackward"}
         assert results[0].grad_fn is results[1].grad_fn
-        assert type(combine(*arguments_of_combine(F32, True, True, False)).grad_fn).__name__ == "_SeveralBackward"
+        for spread in (False, True):
+            result = combine(*arguments_of_combine(F32, True, True, spread))
+            assert type(result.grad_fn).__name__ == "_SeveralBackward"
+        written, result = step(*arguments_of_write_and_read(F32, 1))
+        assert written.grad_fn is result.grad_fn and type(result.grad_fn).__name__ == "_SeveralBackward"
+        assert written.is_contiguous() and result.is_contiguous()
 
     @pytest.mark.parametrize("norm", ["rms", "layer", "frozen", None])
     def test_second_derivatives_of_a_mix_and_its_norm(self, norm: str | None) -> None:

@@ -169,6 +169,11 @@ class TestWiring:
         check(mixed(Net(depth), key, granularity="sublayer"), states())
         assert launched.counts["mixes"] > 1 and 1 < launched.largest < depth
 
+    def test_hyper_connections_write_and_read_at_once(self, launched: Launched) -> None:
+        model = mixed(Net(4), "hc-static", granularity="sublayer")
+        check(model, states())
+        assert launched.counts["several"] == launched.counts["several_backward"] == 8 + 1  # the first read
+
     @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v2"])
     def test_states_of_other_shapes_and_no_tokens(self, key: str) -> None:
         model = mixed(Net(), key)
@@ -176,7 +181,7 @@ class TestWiring:
             got, want = model(x), plain(lambda x=x: model(x))
             torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
 
-    @pytest.mark.parametrize("key", ["ancre-ingoing", "denseformer", "residual", "hc-dynamic"])
+    @pytest.mark.parametrize("key", ["ancre-ingoing", "denseformer", "residual", "hc-dynamic", "hc-static"])
     def test_activation_checkpointing(self, key: str) -> None:
         """Nothing waits between checkpointed blocks: what waits would be kept beside the state that it makes."""
         model, waiting = mixed(Checkpointed(), key, granularity="sublayer"), []
@@ -197,7 +202,7 @@ class TestWiring:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         assert_same(want, results(model, ids(1, 5), use_cache=False), TOLERANCE)
 
-    @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v2", "dca", "hc-dynamic"])
+    @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v2", "dca", "hc-dynamic", "hc-static"])
     def test_hidden_states(self, key: str) -> None:
         model = mixed(llama(), key)
         got, want = model(ids(), output_hidden_states=True), plain(lambda: model(ids(), output_hidden_states=True))
@@ -220,7 +225,7 @@ class TestWiring:
         assert torch.equal(tokens, want_tokens) and tokens.shape == (2, 17)
         assert launched.counts["mix_norm"] and not launched.counts["mix_norm_backward"]
 
-    @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v2", "attnres"])
+    @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v2", "attnres", "hc-static"])
     def test_two_forwards_before_one_backward(self, key: str) -> None:
         model = mixed(Net(), key)
         first, second = states(), (2 * states().flip(0)).detach().requires_grad_()
@@ -232,14 +237,14 @@ class TestWiring:
         want = {n: x + y for n, x, y in zip(names, *apart, strict=True) if x is not None}
         assert_same(want, {n: g for n, g in zip(names, together, strict=True) if g is not None}, TOLERANCE)
 
-    @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v2", "attnres"])
+    @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v2", "attnres", "hc-static"])
     def test_a_second_backward_is_bitwise_the_first(self, key: str) -> None:
         model, x = mixed(Net(6), key, granularity="sublayer"), states()
         loss, leaves = model(x).square().sum(), [x, *model.parameters()]
         first, second = (torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True) if a is not None)
 
-    @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v3", "hc-dynamic"])
+    @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v3", "hc-dynamic", "hc-static"])
     def test_all_parameters_but_connection_weights_are_frozen(self, key: str) -> None:
         model = mixed(Net(), key)
         for name, p in model.named_parameters():
@@ -251,7 +256,10 @@ class TestWiring:
 
     @pytest.mark.parametrize(
         ("key", "trained"),
-        [("ancre-ingoing", "mlp.down"), *((key, "norm_2") for key in ("ancre-ingoing", "grn-v3", "hc-dynamic"))],
+        [
+            ("ancre-ingoing", "mlp.down"),
+            *((key, "norm_2") for key in ("ancre-ingoing", "grn-v3", "hc-dynamic", "hc-static")),
+        ],
     )
     def test_most_parameters_are_frozen(self, key: str, trained: str) -> None:
         model = mixed(Net(), key)

@@ -78,6 +78,43 @@ def test_formulas_and_gradients(topology: Streams, depth: int, shape: tuple[int,
         torch.testing.assert_close(got_grad.double(), want_grad, rtol=1e-5, atol=1e-5 * float(want_grad.abs().max()))
 
 
+STATIC = [topology for topology in VARIANTS if type(topology) is HyperConnections]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("topology", STATIC, ids=str)
+def test_written_and_read_in_one_pass(topology: HyperConnections, dtype: torch.dtype) -> None:
+    """Against the formulas in float64, which does not take that way."""
+    values = learned(topology, 4, "paper", noise=0.3)
+    twins = {name: value.detach().double().requires_grad_() for name, value in values.items()}
+    x = torch.randn(2, 3, WIDTH).to(dtype).requires_grad_()
+    exact, blocks = x.detach().double().requires_grad_(), net(4, dtype)
+    want, _ = naive(topology, exact, copy.deepcopy(nn.ModuleList(blocks)).double(), twins)
+    got = run_learned(topology, values, x, blocks)
+    found = torch.autograd.grad(got.square().sum(), [x, *values.values()])
+    wanted = torch.autograd.grad(want.square().sum(), [exact, *twins.values()])
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    for a, b in zip((got, *found), (want, *wanted), strict=True):
+        assert (a.double() - b).norm() <= tolerance * b.norm()
+
+
+def test_a_read_that_comes_with_a_write() -> None:
+    """It is there, and the same is computed where it did not come along, but for rounding."""
+    topology, dims, x = HyperConnections(4), Dims(2), torch.randn(5, WIDTH, requires_grad=True)
+    values = learned(topology, 2, "paper", noise=0.5)
+    weights = topology.weights(values, dims)
+    states = topology.write(topology.read(topology.start(x, weights), weights, 1)[1], weights, 1, x.sin())
+    (streams,) = topology.lasting(states)
+    assert streams is states[0] and topology.lasting((streams,)) == (streams,)
+    (got, opened), (want, again) = topology.read(states, weights, 2), topology.read((streams,), weights, 2)
+    assert got is states[1] and opened[0] is streams
+    torch.testing.assert_close(got, want)
+    ends = [topology.write(one, weights, 2, read.cos()) for read, one in ((got, opened), (want, again))]
+    assert [len(end) for end in ends] == [1, 1]
+    leaves = [x, *values.values()]
+    torch.testing.assert_close(*(torch.autograd.grad(end[0].sum(), leaves, retain_graph=True) for end in ends))
+
+
 def test_start_values() -> None:
     static = HyperConnections(3).parameters(Dims(4), "paper")["static"]
     assert static.dtype == torch.float32
@@ -144,7 +181,7 @@ def test_states(topology: Streams) -> None:
     states = begin(topology, x, weights)
     assert states[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()  # n copies cost nothing
     for t in (1, 2):
-        assert len(states) == 1
+        assert len(states) == (2 if t == 2 and type(topology) is HyperConnections else 1)
         read, opened = topology.read(states, weights, t)
         for now in (states, opened):
             like = topology.template(now)
@@ -156,16 +193,17 @@ def test_states(topology: Streams) -> None:
 
 def test_low_precision_rounds_once() -> None:
     topology = HyperConnections(4)
-    values = learned(topology, 1, "paper", noise=0.5)
-    weights, streams = topology.weights(values, Dims(1)), torch.randn(32, 4, WIDTH).bfloat16()
+    values = learned(topology, 2, "paper", noise=0.5)
+    weights, streams = topology.weights(values, Dims(2)), torch.randn(32, 4, WIDTH).bfloat16()
     f, g = torch.randn(2, 32, WIDTH).bfloat16()
     read, opened = topology.read((streams,), weights, 1)
-    (got,) = topology.write(opened, weights, 1, f, g)
-    a = values["static"][0].detach().double()
+    got, after = topology.write(opened, weights, 1, f, g)
+    a, b = values["static"].detach().double()
     exact = a[:, 1:5].T @ streams.double() + a[:, 5:] * (f.double() + g.double()).unsqueeze(-2)
     half = {"rtol": 0.51 * torch.finfo(torch.bfloat16).eps, "atol": 1e-6}
     torch.testing.assert_close(got.double(), exact, **half)
     torch.testing.assert_close(read.double(), (a[:, :1].T @ streams.double()).squeeze(-2), **half)
+    torch.testing.assert_close(after.double(), (b[:, :1].T @ exact).squeeze(-2), **half)
 
 
 def test_parallel_branches_keep_the_order_of_plain_adds() -> None:
@@ -206,7 +244,7 @@ def test_autocast_changes_only_the_branches(topology: Streams) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", [DynamicHyperConnections(2), FracConnections(2)], ids=str)
+@pytest.mark.parametrize("topology", [HyperConnections(2), DynamicHyperConnections(2), FracConnections(2)], ids=str)
 def test_compiles_in_one_graph(topology: Streams) -> None:
     blocks, x, values = net(3), torch.randn(4, WIDTH), learned(topology, 3, noise=0.5)
     compiled = torch.compile(run_learned, fullgraph=True, backend="aot_eager")
