@@ -148,6 +148,10 @@ def taken(tensors: Sequence[Tensor], at: At) -> Tensor:
     return tensors[at] if isinstance(at, int) else at.view(tensors[at.place])
 
 
+class WithoutMemory(RuntimeError):
+    """A kernel was to read a tensor that stands for another, as of a collective that other ranks still compute."""
+
+
 class Kernel:
     """A kernel with all of its arguments but the tensors, which it takes from a list.
 
@@ -195,6 +199,8 @@ class Kernel:
         """Start it."""
         if self.compiled:
             pointers = tuple([tensors[i].data_ptr() + offset for i, offset in self.pointers])
+            if 0 in pointers:
+                _check_memory([tensors[i] for i, _ in self.pointers])
             known = self.compiled.get(_aligned(pointers))
             if known is not None:
                 if self.index is None or self.index == torch.cuda.current_device():
@@ -212,6 +218,8 @@ class Kernel:
 
     def start(self, used: Sequence[Tensor]) -> None:
         """Through Triton, which compiles what it does not know; on the meta device, it is noted."""
+        if self.device.type != "meta":
+            _check_memory(used)
         jit: Any = None if self.device.type == "meta" else self.code.jit()
         compiled = self._by_triton(jit, used)
         known = hasattr(type(compiled), "__getitem__")  # neither none, in the interpreter, nor one that is awaited
@@ -241,6 +249,11 @@ class Kernel:
             runner(*arguments)
 
         return start
+
+
+def _check_memory(tensors: Sequence[Tensor]) -> None:
+    if any(x.numel() and not x.data_ptr() for x in tensors):
+        raise WithoutMemory(f"A kernel cannot read a {next(type(x).__name__ for x in tensors if not x.data_ptr())}.")
 
 
 #: Parameters of the function that Triton makes for a compiled kernel, as far as it is known here.

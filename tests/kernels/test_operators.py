@@ -143,6 +143,21 @@ class TestOperators:
                 added = [grad] if count == 1 else []
                 checked(operators.gather_attended, xs, [x, grad][:count], scores, [tally] * N, added)
 
+    def test_tensors_that_other_ranks_still_compute(self) -> None:
+        """Tensor parallelism hands over branches, and gradients, that stand for what a collective will have written."""
+        functional = pytest.importorskip("torch.distributed._functional_collectives")
+        for awaited in (functional.AsyncCollectiveTensor, lambda x: functional.AsyncCollectiveTensor(x).view(x.shape)):
+            sources, weights, (f, grad) = states(N), weights_of("scalar", N), states(2)
+            wanted = operators.mix(sources, weights, [], [f], None, F32)
+            torch.testing.assert_close(operators.mix(sources, weights, [], [awaited(f)], None, F32), wanted)
+            gradients = operators.mix_backward(grad, sources, weights, [])
+            torch.testing.assert_close(operators.mix_backward(awaited(grad), sources, weights, []), gradients)
+            x, w = sources[0], drawn(WIDTH, 3)
+            scores, inverse = operators.project(x, w, 1e-6)
+            back = (drawn(2, 3, 3), x, w, scores, inverse)
+            wanted_by_row = operators.project_backward(*back, grad)
+            torch.testing.assert_close(operators.project_backward(*back, awaited(grad)), wanted_by_row)
+
     @pytest.mark.parametrize("stacked", [0, 2, N])
     @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)
     def test_several_and_its_backward(self, kind: str, scored: bool, stacked: int) -> None:
