@@ -33,8 +33,11 @@ SPECS = {
     "sum of 4, begun": MixSpec(4, added=1, accumulate=True),
     "gather 16 for 1": MixSpec(16, probe=True),
     "gather 16 for 4": MixSpec(16, outputs=4, probe=True),
+    "4 sums of 16, per token": MixSpec(16, "none", True, outputs=4),
+    "gather 16 for 4, per token": MixSpec(16, "none", True, outputs=4, probe=True),
     "queries, keys, values of 12": MixSpec(12, "channel", True, outputs=3),
     "4 streams": MixSpec(5, "none", True, outputs=4),
+    "4 streams and a read": MixSpec(5, outputs=5),
 }
 
 

@@ -49,16 +49,16 @@ class ModelCheck:
 
 
 def checks(small: bool) -> list[ModelCheck]:
-    """The first is deep enough for depth blocking, in every case."""
+    """The first and those of reads that attend are deep enough for depth blocking, in every case."""
     few = 2 if small else 4
     deep = [("ancre-ingoing", 9 if small else 14, "norm, several, gathered")]
     deep += [("denseformer", few if small else 14, "gathered" if small else "several, gathered")]
+    deep += [("attnres", 5 if small else 7, "scores, norm, several, gathered")]
+    deep += [("grn-v3", few if small else 14, "scores, channel, norm" + ", several" * (not small))]
     others = [
         ("grn-v1", "gathered"),
-        ("grn-v3", "scores, channel, norm"),
         ("dca", "scores, channel, several"),
         ("muddformer", "scores, several"),
-        ("attnres", "scores"),
         ("hc-static", "several"),
         ("hc-dynamic", "scores, several"),
         ("mhc", "scores, several"),
