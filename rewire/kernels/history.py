@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators, plain
-from rewire.kernels.mix import Mix, left_to_autograd
+from rewire.kernels.mix import Mix, left_to_autograd, under_transforms
 
 #: States whose gradients one kernel gathers, and mixes that it begins, in histories of at least `SHORTEST` states.
 BLOCK = 4
@@ -132,6 +132,8 @@ def parts(x: Tensor, counts: list[int], dim: int = 0) -> tuple[Tensor, ...]:
 
 def suffixes(x: Tensor, starts: Sequence[int]) -> tuple[Tensor, ...]:
     """``x[start:]`` for each; their gradients are added up at once."""
+    if under_transforms():
+        return tuple([x[start:] for start in starts])
     found: tuple[Tensor, ...] = _Suffixes.apply(x, tuple(starts))
     return found
 
