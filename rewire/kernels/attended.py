@@ -94,7 +94,8 @@ class AttendedHistory(ScoredHistory):
             self.table, (*self.states, x), (*self.values, x.detach()), claims, (*self.scores, scores)
         )
         reads = blocks.beginning(len(history.states))
-        history.begun = history._beginnings(reads) if begin and reads and operators.uses_kernels(x) else self.begun
+        with torch.no_grad():
+            history.begun = history._beginnings(reads) if begin and reads and operators.uses_kernels(x) else self.begun
         history.waiting = waiting
         return history
 
@@ -108,7 +109,8 @@ class AttendedHistory(ScoredHistory):
             own = [scores.select(-1, k) for scores, k in zip(self.scores, columns, strict=True)]
             shares, _ = softmax(torch.stack(own), self.table.scaled)
             return [pending_mix(self.states, None, scores=shares.unsqueeze(-1).unbind())]
-        values, shares, statistics = self._shares(columns, self.begun.get(query))
+        with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
+            values, shares, statistics = self._shares(columns, self.begun.get(query))
         of_read = [
             (of[query - first], tally[query - first]) for first, of, tally in self.claims if query - first < len(of)
         ]
@@ -116,7 +118,6 @@ class AttendedHistory(ScoredHistory):
         attended = Attended(statistics, self.values, self.scores, columns, self.table.scaled)
         return [Mix(values, None, shares.unsqueeze(-1).unbind(), claims=claims, attended=attended, tallies=tallies)]
 
-    @torch.no_grad()
     def _shares(
         self, columns: Sequence[int], begun: tuple[Tensor, Tensor] | None
     ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
@@ -130,7 +131,6 @@ class AttendedHistory(ScoredHistory):
         count = len(columns) if self.table.scaled else 1
         return (*([] if total is None else [total]), *self.values[before:]), *operators.softmax(own, statistics, count)
 
-    @torch.no_grad()
     def _beginnings(self, reads: range) -> dict[int, tuple[Tensor, Tensor]]:
         """What each of these reads begins with: all states so far."""
         first = self.table.blocks.first_mix

@@ -117,13 +117,14 @@ class ScoredHistory(History):
         history.begun = history._beginnings(reads) if begin and reads and operators.uses_kernels(x) else self.begun
         return history
 
-    @torch.no_grad()
     def _beginnings(self, reads: range) -> dict[int, Any]:
         """What each of these reads, of one way, begins with: all states so far."""
         states = len(self.values)
         rows = torch.stack([row[0, :states] for row in self.table.constants[reads.start : reads.stop]])
         of_states = [s.narrow(-1, reads.start - i, len(reads)) for i, s in enumerate(self.scores)]
-        return dict(zip(reads, operators.mixes(self.values, rows, torch.stack(of_states, -1)), strict=True))
+        with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
+            totals = operators.mixes(self.values, rows, torch.stack(of_states, -1))
+        return dict(zip(reads, totals, strict=True))
 
     def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
         known = self.scores if self.claims is None else ()
