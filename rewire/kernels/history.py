@@ -252,7 +252,7 @@ class History:
         return History(self.table, tuple(map(view, self.states)), (), None)
 
     def _begin(self, states: tuple[Tensor, ...]) -> dict[int, Tensor]:
-        """With the sums over ``states`` for the mixes of the block that comes next, if one does now."""
+        """``begun``; if a block of mixes comes next, the sums over ``states`` for these."""
         mixes = self.table.blocks.beginning(len(states))
         if not mixes or not operators.uses_kernels(states[0]):
             return self.begun
