@@ -34,7 +34,9 @@ def test_gradients_for_each_example(key: str) -> None:
         model(one[None]).square().sum().backward()
         for name, p in model.named_parameters():
             expected = torch.zeros_like(p) if p.grad is None else p.grad
-            torch.testing.assert_close(found[name][number], expected, rtol=1e-6, atol=1e-8, msg=name)
+            # Gradients of float32 weights are sums in another order than by hand.
+            atol = 1e-8 if p.dtype == torch.float64 else 1e-8 + 1e-6 * float(expected.abs().max())
+            torch.testing.assert_close(found[name][number], expected, rtol=1e-6, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("key", kinds_first(EVERY))
