@@ -54,7 +54,7 @@ def checks(small: bool) -> list[ModelCheck]:
     deep = [("ancre-ingoing", 9 if small else 14, "norm, several, gathered")]
     deep += [("denseformer", few if small else 14, "gathered" if small else "several, gathered")]
     deep += [("attnres", 5 if small else 7, "scores, norm, several, gathered")]
-    deep += [("grn-v3", few if small else 14, "scores, channel, norm" + ", several" * (not small))]
+    deep += [("grn-v3", few if small else 14, "scores, channel, norm" if small else "scores, channel, norm, several")]
     others = [
         ("grn-v1", "gathered"),
         ("dca", "scores, channel, several"),

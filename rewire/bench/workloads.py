@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from rewire.bench import peers
 from rewire.bench.peers import Implementation, Results
-from rewire.kernels.history import History, Table, best_block
+from rewire.kernels.blocks import best_block
+from rewire.kernels.history import History, Table
 from rewire.kernels.mix import mix, pending_mix
 from rewire.kernels.norms import mark
 from rewire.kernels.several import mixes

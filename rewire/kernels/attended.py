@@ -12,7 +12,7 @@ section 3.1.2). With g_t, the gradient of r_t,
 where n_t is what the weights add up to. So a state's gradient, like that of `history`, is one pass over the state and
 the gradients of its reads, once these are done, and a read's own backward sees ``r_t`` and ``g_t`` alone.
 
-In blocks (see `history.Blocks`), the reads of a block begin together, as in online softmax: of all states before it,
+In blocks (see `blocks.Blocks`), the reads of a block begin together, as in online softmax: of all states before it,
 ``y_t = sum_i exp(s_ti - m) x_i`` in float32, m being the largest score so far. Each read then takes y_t as one more
 state, whose numerator is ``exp(m - m_t)``.
 """
@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators
-from rewire.kernels.history import Blocks, added_up, gathered, present, stand_ins, suffixes
+from rewire.kernels.blocks import Blocks
+from rewire.kernels.claims import added_up, gathered, present, stand_ins
+from rewire.kernels.history import suffixes
 from rewire.kernels.mix import Attended, Mix, pending_mix, softmax
 from rewire.kernels.scored import ScoredHistory
 from rewire.kernels.tokens import read_off
@@ -40,7 +42,7 @@ class AttendedTable:
     Args:
         queries: w, float32 [T, D], of the reads 2 to T + 1: the first of them is of two states.
         scaled: whether the weights of n states add up to n, not to 1.
-        block: as in `Blocks`; by default what `history.best_block` says, and no blocks where there are no kernels.
+        block: as in `Blocks`; by default what `blocks.best_block` says, and no blocks where there are no kernels.
 
     Attributes:
         blocks: how the reads that have a query are arranged.
@@ -71,7 +73,7 @@ class AttendedHistory(ScoredHistory):
     table: AttendedTable  # type: ignore[assignment]
     claims: tuple[tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]], ...] | None  # type: ignore[assignment]
     waiting: tuple[tuple[Tensor, Tensor], ...]  # type: ignore[assignment]
-    begun: dict[int, tuple[Tensor, Tensor]]  # type: ignore[assignment]
+    begun: dict[int, tuple[Tensor, Tensor]]
 
     def _claimed(self, x: Tensor, begin: bool) -> AttendedHistory:
         assert self.claims is not None
@@ -93,11 +95,8 @@ class AttendedHistory(ScoredHistory):
         history = AttendedHistory(
             self.table, (*self.states, x), (*self.values, x.detach()), claims, (*self.scores, scores)
         )
-        reads = blocks.beginning(len(history.states))
-        with torch.no_grad():
-            history.begun = history._beginnings(reads) if begin and reads and operators.uses_kernels(x) else self.begun
-        history.waiting = waiting
-        return history
+        history.waiting, history.begun = waiting, self.begun
+        return history._begin(begin)
 
     def read(self, number: int) -> Sequence[Tensor | Mix]:
         """The sum of read ``number``, from 0."""
@@ -131,8 +130,7 @@ class AttendedHistory(ScoredHistory):
         count = len(columns) if self.table.scaled else 1
         return (*([] if total is None else [total]), *self.values[before:]), *operators.softmax(own, statistics, count)
 
-    def _beginnings(self, reads: range) -> dict[int, tuple[Tensor, Tensor]]:
-        """What each of these reads begins with: all states so far."""
+    def _sums(self, reads: range) -> dict[int, tuple[Tensor, Tensor]]:
         first = self.table.blocks.first_mix
         of_states = [
             scores.narrow(-1, reads.start - first(i), len(reads)).movedim(-1, 0) for i, scores in enumerate(self.scores)

@@ -218,9 +218,10 @@ class Kernel:
 
     def start(self, used: Sequence[Tensor]) -> None:
         """Through Triton, which compiles what it does not know; on the meta device, it is noted."""
+        jit: Any = None
         if self.device.type != "meta":
             _check_memory(used)
-        jit: Any = None if self.device.type == "meta" else self.code.jit()
+            jit = self.code.jit()
         compiled = self._by_triton(jit, used)
         known = hasattr(type(compiled), "__getitem__")  # neither none, in the interpreter, nor one that is awaited
         if known and torch.version.hip is None and len(self.compiled) < MOST_COMPILED:
@@ -252,8 +253,9 @@ class Kernel:
 
 
 def _check_memory(tensors: Sequence[Tensor]) -> None:
-    if any(x.numel() and not x.data_ptr() for x in tensors):
-        raise WithoutMemory(f"A kernel cannot read a {next(type(x).__name__ for x in tensors if not x.data_ptr())}.")
+    for x in tensors:
+        if x.numel() and not x.data_ptr():
+            raise WithoutMemory(f"A kernel cannot read {type(x).__name__}: it has no memory of its own.")
 
 
 #: Parameters of the function that Triton makes for a compiled kernel, as far as it is known here.

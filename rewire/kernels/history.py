@@ -13,78 +13,16 @@ checkpointing, ``retain_graph``, gradients of gradients, and whatever order forw
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators, plain
+from rewire.kernels import operators
+from rewire.kernels.blocks import Blocks
+from rewire.kernels.claims import Claims
 from rewire.kernels.mix import Mix, left_to_autograd, under_transforms
-
-#: States whose gradients one kernel gathers, and mixes that it begins, in histories of at least `SHORTEST` states.
-BLOCK = 4
-SHORTEST = 9
-
-
-class Blocks(NamedTuple):
-    """Which of S mixes in turn read which states, and which of them are made together.
-
-    Blocks of mixes begin at mixes B, 2 B, ...; blocks of states at states 0, B, 2 B, ....
-
-    Attributes:
-        mixes: S.
-        first: states that the first mix reads; each further one reads one more.
-        block: B, mixes that kernels begin together, and states whose gradients they gather together.
-    """
-
-    mixes: int
-    first: int
-    block: int
-
-    @classmethod
-    def of(cls, like: Tensor, mixes: int, first: int, block: int | None) -> Blocks:
-        """By default of `best_block`, and none where no kernels run on tensors like this."""
-        best = best_block(mixes, first) if operators.uses_kernels(like) else first + mixes
-        return cls(mixes, first, block or best)
-
-    @property
-    def states(self) -> int:
-        """That some mix reads."""
-        return self.first + self.mixes - 1
-
-    @property
-    def sources(self) -> float:
-        """That a mix reads, on average."""
-        return self.first + (self.mixes - 1) / 2
-
-    def first_mix(self, state: int) -> int:
-        """The first that reads a state."""
-        return max(0, state + 1 - self.first)
-
-    def near(self, state: int) -> int:
-        """How many mixes read a state, but not all of its block of states."""
-        return min(self.mixes, self.first_mix(self.last(state))) - self.first_mix(state)
-
-    def later(self, state: int) -> int:
-        """How many mixes read all of a state's block."""
-        return max(0, self.mixes - self.first_mix(self.last(state)))
-
-    def last(self, state: int) -> int:
-        """The last state of the block."""
-        return state // self.block * self.block + self.block - 1
-
-    def before(self, mix: int) -> int:
-        """States before a mix's block of mixes: their part of its sum is begun with that block."""
-        start = mix // self.block * self.block
-        return self.first + start if self.beginning(self.first + start) else 0
-
-    def beginning(self, states: int) -> range:
-        """Mixes whose sums begin when there are that many states; not a single one, which is made at once."""
-        mix = states - self.first
-        stop = min(mix + self.block, self.mixes)
-        return range(mix, stop if mix > 0 and mix % self.block == 0 and stop > mix + 1 else mix)
 
 
 class Table:
@@ -186,7 +124,7 @@ class History:
         values: tuple[Tensor, ...],
         claims: tuple[tuple[int, tuple[Tensor, ...]], ...] | None,
         waiting: tuple[Tensor, ...] = (),
-        begun: dict[int, Tensor] | None = None,
+        begun: dict[int, Any] | None = None,
     ) -> None:
         self.table, self.states, self.values = table, states, values
         self.claims, self.waiting, self.begun = claims, waiting, begun or {}
@@ -232,7 +170,7 @@ class History:
             if len(waiting) == blocks.block:
                 found = Claims.apply(0, len(waiting), table.later[later], *waiting)
                 claims, waiting = (*claims, (blocks.first_mix(number), tuple(found))), ()
-        return History(table, states, values, claims, waiting, self._begin(states) if begin else {})
+        return History(table, states, values, claims, waiting, self.begun)._begin(begin)
 
     def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
         """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""
@@ -251,121 +189,15 @@ class History:
         """The history in other dimensions; what was arranged for one pass over memory is left to autograd from here."""
         return History(self.table, tuple(map(view, self.states)), (), None)
 
-    def _begin(self, states: tuple[Tensor, ...]) -> dict[int, Tensor]:
-        """``begun``; if a block of mixes comes next, the sums over ``states`` for these."""
-        mixes = self.table.blocks.beginning(len(states))
-        if not mixes or not operators.uses_kernels(states[0]):
-            return self.begun
+    def _begin(self, begin: bool) -> Self:
+        """The history; with the sums of the mixes of the block that comes next, if one does now."""
+        mixes = self.table.blocks.beginning(len(self.states))
+        if begin and mixes and operators.uses_kernels(self.states[0]):
+            with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
+                self.begun = self._sums(mixes)
+        return self
+
+    def _sums(self, mixes: range) -> dict[int, Any]:
+        """What each of these mixes begins with: all states so far."""
         rows = torch.stack(self.table.begun[mixes.start : mixes.stop])
-        with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
-            return dict(zip(mixes, operators.mixes(states, rows), strict=True))
-
-
-class Claims(torch.autograd.Function):
-    """Claims of N later mixes on M states: N tensors whose values mean nothing, and whose gradients are the mixes'.
-
-    ``weights`` are float32 [M N] or [M N, D]. ``tensors`` are the states, [..., D], after weights per token, [..., N]
-    of each state, if there are any. ``through`` more results are the state itself (M = 1), and their gradients join.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, through: int, count: int, weights: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(weights, *tensors)
-        ctx.set_materialize_grads(False)
-        ctx.states, ctx.mixes = count, weights.shape[0] // count
-        x = tensors[-count]
-        return (*stand_ins(x, x.shape, ctx.mixes), *[x.view_as(x) for _ in range(through)])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        flat, *tensors = ctx.saved_tensors
-        scores, states = tensors[: -ctx.states], tensors[-ctx.states :]
-        given, added = present(grads[: ctx.mixes]), [grad for grad in grads[ctx.mixes :] if grad is not None]
-        if not given:
-            return (None, None, None, *[None] * (len(tensors) - 1), added_up(added))
-        weights = flat.view(len(states), ctx.mixes, *flat.shape[1:])
-        dx, dots, of_scores = gathered(given, states, weights, torch.stack(scores, -2) if scores else None, added)
-        by_token = () if of_scores is None else of_scores.unbind(-2)
-        return (None, None, None if dots is None else dots.reshape(flat.shape), *by_token, *dx)
-
-
-def stand_ins(like: Tensor, shape: Sequence[int], count: int) -> tuple[Tensor, ...]:
-    """Tensors of that shape without memory: one element, in the dtype of ``like``."""
-    return like.new_empty_strided((count, *shape), [0] * (1 + len(shape))).unbind()
-
-
-def present(grads: Sequence[Tensor | None]) -> list[Tensor]:
-    """Gradients, zeros for those that there are not; none if there are none at all."""
-    like = next((grad for grad in grads if grad is not None), None)
-    return [] if like is None else [torch.zeros_like(like) if grad is None else grad for grad in grads]
-
-
-def added_up(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Their sum, if there are any."""
-    return functools.reduce(torch.add, tensors) if tensors else None
-
-
-def gathered(
-    grads: Sequence[Tensor],
-    states: Sequence[Tensor],
-    weights: Tensor | None,
-    scores: Tensor | None,
-    added: Sequence[Tensor],
-) -> tuple[Sequence[Tensor], Tensor | None, Tensor | None]:
-    """What N mixes send back to M states that they read: ``dx_m = sum_n (w_mn + s_mn) g_n + sum_j a_j``.
-
-    Args:
-        grads: g_n, N of [..., D].
-        states: x_m, M of [..., D].
-        weights: w, float32 [M, N] or [M, N, D].
-        scores: s, weights per token, [..., M, N].
-        added: a_j [..., D], gradients that came other ways; for a single state.
-
-    Returns:
-        The gradients of the states; those of weights and of scores, ``<x_m, g_n>``, where these are given.
-    """
-    if torch.is_grad_enabled():  # with create_graph=True
-        return _differentiable(grads, states, weights, scores, added)
-    if operators.uses_kernels(states[0]):
-        found = operators.gather(grads, states, weights, added, scores)
-        dots = iter(found[len(states) :])
-        of_weights, of_scores = (None if given is None else next(dots) for given in (weights, scores))
-        return found[: len(states)], of_weights, of_scores
-    if scores is None:
-        assert weights is not None
-        return (*plain.combine_with_dots(grads, states, weights, added), None)
-    return plain.combine_with_token_dots(grads, states, weights, scores, added)
-
-
-def _differentiable(
-    grads: Sequence[Tensor],
-    states: Sequence[Tensor],
-    weights: Tensor | None,
-    scores: Tensor | None,
-    added: Sequence[Tensor],
-) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """`gathered`, by operations that autograd knows."""
-    precise = torch.promote_types(states[0].dtype, torch.float32)
-    given, dx, products = [g.to(precise) for g in grads], list[Tensor](), list[list[Tensor]]()
-    for m, x in enumerate(states):
-        factors = [[] if weights is None else weights[m], [] if scores is None else scores[..., m, :].split(1, -1)]
-        terms = [w * g for of_kind in factors for w, g in zip(of_kind, given, strict=False)]
-        dx.append(functools.reduce(torch.add, [*terms, *added]).to(x.dtype))
-        products.append([x * g for g in given])
-    by_token = [torch.stack([product.sum(-1) for product in of_state], -1) for of_state in products]
-    of_scores = None if scores is None else torch.stack(by_token, -2)
-    if weights is None:
-        return dx, None, of_scores
-    over = tuple(range(states[0].dim() - (weights.dim() == 3)))  # all but the channels, or all
-    dots = [torch.stack([product.sum(over) for product in of_state]) for of_state in products]
-    return dx, torch.stack(dots).to(weights.dtype), of_scores
-
-
-def best_block(mixes: int, first: int = 1) -> int:
-    """B for a chain of mixes; more than all states if blocks do not pay.
-
-    Within 5 % of the fewest bytes for chains of 10 to 100 mixes, the accumulators between chained kernels included
-    (`traffic.bytes_of_history`; table in docs/kernels.md).
-    """
-    states = first + mixes - 1
-    return BLOCK if states >= SHORTEST else states + 1
+        return dict(zip(mixes, operators.mixes(self.values, rows), strict=True))

@@ -1,7 +1,8 @@
 """States that all later reads mix with weights of which a part is computed from the state itself (GRN-v3, DCA).
 
 Read t weighs state i with ``b_ti + relu(w_t . x_i)``. All that these weights depend on is known when the state is: it
-is projected once, for all reads to come, and its claims (see `history`) are weighted with both parts. Backward is one
+is projected once, for all reads to come, and its claims (see `history`) are weighted with both parts. Reads of one way
+begin in blocks. Backward is one
 pass over the state and the gradients of its reads, and one of the projection, which adds up with it:
 
     dx_i = sum_t (b_ti + s_ti) g_t + sum_t ds_ti w_t        ds_ti = <x_i, g_t> where s_ti is not clamped, for each token
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators
-from rewire.kernels.history import Blocks, Claims, History, parts, suffixes
+from rewire.kernels.blocks import Blocks
+from rewire.kernels.claims import Claims
+from rewire.kernels.history import History, parts, suffixes
 from rewire.kernels.mix import Mix, left_to_autograd, pending_mix
 from rewire.kernels.several import mixes
 from rewire.kernels.spec import MAX_OUTPUTS
@@ -113,18 +116,14 @@ class ScoredHistory(History):
         *claims, x = Claims.apply(1, 1, column, scores, x)
         states, values, known = (*self.states, x), (*self.values, x.detach()), (*self.scores, scores.detach())
         history = type(self)(table, states, values, (*self.claims, tuple(claims)), known)  # type: ignore[misc]
-        reads = table.blocks.beginning(len(states))
-        history.begun = history._beginnings(reads) if begin and reads and operators.uses_kernels(x) else self.begun
-        return history
+        history.begun = self.begun
+        return history._begin(begin)
 
-    def _beginnings(self, reads: range) -> dict[int, Any]:
-        """What each of these reads, of one way, begins with: all states so far."""
+    def _sums(self, reads: range) -> dict[int, Any]:  # each of one way
         states = len(self.values)
         rows = torch.stack([row[0, :states] for row in self.table.constants[reads.start : reads.stop]])
         of_states = [s.narrow(-1, reads.start - i, len(reads)) for i, s in enumerate(self.scores)]
-        with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
-            totals = operators.mixes(self.values, rows, torch.stack(of_states, -1))
-        return dict(zip(reads, totals, strict=True))
+        return dict(zip(reads, operators.mixes(self.values, rows, torch.stack(of_states, -1)), strict=True))
 
     def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
         known = self.scores if self.claims is None else ()

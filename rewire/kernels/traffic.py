@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from rewire.kernels.blocks import Blocks
 from rewire.kernels.grid import Launch, noted
-from rewire.kernels.history import Blocks
 from rewire.kernels.launch import GradientInputs, MixInputs, mix_backward, mix_forward
 from rewire.kernels.spec import MixSpec
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 from every_topology import EVERY, PRESERVING
+from scripts import script
 
 from rewire.topologies.registry import make_topology
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "passes.py"
-spec = importlib.util.spec_from_file_location("benchmarks_passes", SCRIPT)
-assert spec is not None
-assert spec.loader is not None
-passes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(passes)
+passes = script("passes")
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ As a script it prints the table of docs/kernels.md.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 import subprocess
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
+from scripts import script
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
@@ -28,12 +28,7 @@ from rewire.topologies.registry import make_topology
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "passes.py"
-_spec = importlib.util.spec_from_file_location("benchmarks_passes", SCRIPT)
-assert _spec is not None
-assert _spec.loader is not None
-passes = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(passes)
+passes = script("passes")
 
 BF16, F32 = torch.bfloat16, torch.float32
 TARGETS = {
