@@ -35,6 +35,12 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tenso
         return (_Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)), x
 
 
+def read_off_streams(streams: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, None]:
+    """The same of streams [..., n, D], of each apart or of all side by side; and no claim on them."""
+    products, x = read_off(streams if weight.shape[0] == streams.shape[-1] else streams.flatten(-2), weight, eps)
+    return products, x.view(streams.shape), None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mix:
     """A weighted sum that has not been computed yet.
@@ -182,7 +188,7 @@ def mixes(
     return [mix(sources, w, scores=s) for w, s in zip(of_all, per_token, strict=True)], sources
 
 
-def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def read(streams: Tensor, weights: Tensor, claim: None = None) -> tuple[Tensor, Tensor]:
     """`combine` without branches, and the streams."""
     return combine(streams, weights), streams
 

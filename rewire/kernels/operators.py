@@ -330,16 +330,40 @@ def project(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tenso
 
 
 @_operator(
-    "(Tensor grad, Tensor x, Tensor weight, Tensor scores, Tensor inverse, Tensor? carried) -> (Tensor, Tensor)",
+    "(Tensor grad, Tensor x, Tensor weight, Tensor scores, Tensor inverse, Tensor? carried, Tensor? of_read=None,"
+    " Tensor? factors=None) -> (Tensor, Tensor)",
     lambda grad, x, weight, *_: (_like(x, x.dtype), weight.new_empty((weight.shape[1], weight.shape[0]))),
 )
 def project_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scores: Tensor, inverse: Tensor, carried: Tensor | None
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scores: Tensor,
+    inverse: Tensor,
+    carried: Tensor | None,
+    of_read: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `project`: of x, to which ``carried`` is added, and of the weight, [K, D]."""
+    """Gradients of `project`: of x, to which ``carried`` is added, and of the weight, [K, D].
+
+    Of streams x, [..., n, D] or side by side [..., n D], also the part of a read ``sum_i m_i x_i`` is added: its
+    gradient ``of_read`` [..., 1, D] times the ``factors`` m, float32 [..., n, 1].
+    """
     from rewire.kernels import projection
 
-    return projection.backward(grad, x, weight, scores, inverse, carried)
+    read = None if of_read is None or factors is None else projection.Read(of_read, factors)
+    return projection.backward(grad, x, weight, scores, inverse, carried, read)
+
+
+@_operator(
+    "(Tensor grad, Tensor streams) -> Tensor",
+    lambda grad, streams: streams.new_empty((*streams.shape[:-1], 1), dtype=torch.float32),
+)
+def products(grad: Tensor, streams: Tensor) -> Tensor:
+    """``<grad, streams_i>``, float32 [..., n, 1], of the gradient [..., 1, D] of a read and streams [..., n, D]."""
+    from rewire.kernels import projection
+
+    return projection.products(grad, streams)
 
 
 @_operator(

@@ -28,6 +28,8 @@ MOST = 128
 #: Rows and columns of a tile, and warps, by the columns of the weight: what registers hold.
 FORWARD = {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 8), 128: (64, 32, 8)}
 BACKWARD = {16: (32, 64, 4), 32: (32, 64, 4), 64: (16, 32, 8), 128: (16, 32, 8)}
+#: Rows and columns of a tile of the products of a read's gradient.
+TILE = (16, 256)
 
 
 @triton.jit(do_not_specialize=["rows", "K"])
@@ -68,7 +70,7 @@ def project_forward(
     tl.store(scores + (k.to(tl.int64) * rows + row), total, mask=(row < rows) & (k < K))
 
 
-@triton.jit(do_not_specialize=["rows", "K", "grad_row_stride", "grad_stride"])
+@triton.jit(do_not_specialize=["rows", "K", "grad_row_stride", "grad_stride", "factor_stride", "stream_stride"])
 def project_backward(
     grad,  # float32 [rows, K]
     grad_row_stride,
@@ -81,13 +83,21 @@ def project_backward(
     weight_strides: tl.constexpr,
     carried,  # [rows, cols], if CARRIED
     carried_stride: tl.constexpr,
+    grad_read,  # [tokens, WIDTH], if READ
+    grad_read_stride: tl.constexpr,
+    factors,  # float32 [tokens, streams], if READ
+    factor_stride,
+    stream_stride,
     grad_x,  # [rows, cols], contiguous
     weight_partials,  # float32 [row programs, K, cols]
     rows,
     K,
     COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKEN_ROWS: tl.constexpr,
     NORMED: tl.constexpr,
     CARRIED: tl.constexpr,
+    READ: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
@@ -95,7 +105,8 @@ def project_backward(
 ):
     """``dx = r g W^T - r^2 (sum_k g_k s_k) / D x`` for scores ``s = r x W``, and ``dW = x^T (r g)``.
 
-    Not NORMED, r is 1 and the second term is not there.
+    Not NORMED, r is 1 and the second term is not there. READ, x are streams of tokens: each in a row of its own, or
+    those of a token side by side in one row; and ``m_i dr`` is added for a read ``sum_i m_i x_i`` of a token.
     """
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]
     k = tl.arange(0, BLOCK_K)
@@ -112,6 +123,13 @@ def project_backward(
             dx = tl.load(carried + (row * carried_stride + col), mask=inside, other=0.0).to(tl.float32)
         else:
             dx = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+        if READ:
+            token = row // TOKEN_ROWS
+            dr = tl.load(grad_read + (token * grad_read_stride + col % WIDTH), mask=inside, other=0.0).to(tl.float32)
+            # One stream for the tile, where there is no other in it
+            of_tile = tl.program_id(1) * BLOCK_COLS if WIDTH == COLS or WIDTH % BLOCK_COLS == 0 else col
+            place = token * factor_stride + (row % TOKEN_ROWS + of_tile // WIDTH) * stream_stride
+            dx += tl.load(factors + place, mask=(row < rows) & (of_tile < COLS), other=0.0) * dr
         if NORMED:
             s = tl.load(scores + (k[None, :].to(tl.int64) * rows + row), mask=known, other=0.0)
             r = tl.load(inverse + row, mask=row < rows, other=0.0)
@@ -124,16 +142,41 @@ def project_backward(
     tl.store(weight_partials + place, total, mask=(col < COLS) & (k[:, None] < K))
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def products_of_read(
+    grad,  # [tokens, cols]
+    grad_stride: tl.constexpr,
+    streams,  # [tokens, N, cols]
+    strides: tl.constexpr,
+    result,  # float32 [tokens, N]
+    tokens,
+    N: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # [BLOCK_ROWS, 1]
+    for stream in tl.static_range(N):  # the gradient comes from the cache after the first
+        total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+        for first in range(0, COLS, BLOCK_COLS):
+            col = first + tl.arange(0, BLOCK_COLS)[None, :]
+            inside = (token < tokens) & (col < COLS)
+            g = tl.load(grad + (token * grad_stride + col), mask=inside, other=0.0).to(tl.float32)
+            place = token * strides[0] + (stream * strides[1] + col)
+            total += g * tl.load(streams + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(result + (token * N + stream), tl.sum(total, 1, keep_dims=True), mask=token < tokens)
+
+
 class _Plan(NamedTuple):
     """What is done for tensors of given layouts.
 
     Attributes:
-        copied: whether the rows of x are, and those of what is carried.
+        copied: whether the rows of x are, those of what is carried, and those of a read's gradient.
         programs: how many leave partial sums.
         kernel: of a list of tensors, in the order of its parameters.
     """
 
-    copied: tuple[bool, bool]
+    copied: tuple[bool, bool, bool]
     programs: int
     kernel: Kernel
 
@@ -171,11 +214,29 @@ def _plan_forward(x: Layout, weight: Layout, eps: float | None) -> _Plan:
     programs = -(-rows // constants["BLOCK_ROWS"])
     code = Code(lambda: project_forward, (programs, 1, 1), constants)
     places = {"x": 0, "weight": 1, "scores": 2, "inverse": 3}
-    return _Plan((stride is None, False), programs, Kernel(code, x.device, places, numbers))
+    return _Plan((stride is None, False, False), programs, Kernel(code, x.device, places, numbers))
+
+
+class Read(NamedTuple):
+    """What a read ``r = sum_i m_i x_i`` of n streams of each token sends back.
+
+    Attributes:
+        grad: of r, [..., 1, D].
+        factors: m, float32 [..., n, 1].
+    """
+
+    grad: Tensor
+    factors: Tensor
 
 
 def backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scores: Tensor, inverse: Tensor, carried: Tensor | None
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scores: Tensor,
+    inverse: Tensor,
+    carried: Tensor | None,
+    read: Read | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x, in its dtype, and of the weight, [K, D], of `forward`.
 
@@ -184,44 +245,94 @@ def backward(
         x, weight: as in forward.
         scores, inverse: as forward returned them.
         carried: [..., D], what is added to the gradient of x.
+        read: of x as streams [..., n, D], or [..., n D]; its part of their gradient is added, too.
     """
     if weight.shape[1] > MOST:
         of_weight = []
         for g, columns, known in zip(grad.split(MOST, -1), weight.split(MOST, 1), scores.split(MOST, -1), strict=True):
-            carried, found = backward(g, x, columns, known, inverse, carried)
+            carried, found = backward(g, x, columns, known, inverse, carried, read)
             of_weight.append(found)
+            read = None  # it is in what is carried
         assert carried is not None
         return carried, torch.cat(of_weight)
     rows, most, cols = x.shape[:-1].numel(), weight.shape[1], x.shape[-1]
     given, normed = grad.reshape(rows, most), inverse.numel() > 0
     # As forward made them; saved tensors may come back with other strides (`save_on_cpu`).
     by_column = scores.reshape(rows, most).t().contiguous() if normed else inverse
-    joined = None if carried is None else layout(carried)
-    plan = _plan_backward(layout(x), layout(weight), given.stride(), normed, joined)
+    factors = None if read is None else read.factors.reshape(-1, read.factors.shape[-2])
+    joined = [None if t is None else layout(t) for t in (carried, read and read.grad, factors)]
+    plan = _plan_backward(layout(x), layout(weight), given.stride(), normed, *joined)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partials = torch.empty(plan.programs, most, cols, dtype=torch.float32, device=x.device)
-    of_x, of_carried = plan.copied
-    plain, added = x.contiguous() if of_x else x, x if carried is None else carried
-    added = added.contiguous() if of_carried else added
-    plan.kernel((given, by_column, inverse, plain, weight, added, grad_x, partials))
+    states = (x, inverse if carried is None else carried, inverse if read is None else read.grad)
+    even = [state.contiguous() if copied else state for state, copied in zip(states, plan.copied, strict=True)]
+    plan.kernel((given, by_column, inverse, *even, weight, inverse if factors is None else factors, grad_x, partials))
     return grad_x, partials[0] if plan.programs == 1 else partials.sum(0)
 
 
 @functools.lru_cache(MOST_PLANS)
-def _plan_backward(x: Layout, weight: Layout, grad: tuple[int, int], normed: bool, carried: Layout | None) -> _Plan:
-    """``grad`` has the strides of [rows, K]."""
+def _plan_backward(
+    x: Layout,
+    weight: Layout,
+    grad: tuple[int, int],
+    normed: bool,
+    carried: Layout | None,
+    grad_read: Layout | None,
+    factors: Layout | None,
+) -> _Plan:
+    """``grad`` has the strides of [rows, K], ``factors`` are [tokens, streams]."""
     (rows, cols, stride), most = _rows(x), weight.shape[1]
-    constants = {"NORMED": normed, "CARRIED": carried is not None} | _constants(BACKWARD, cols, most)
+    given = {"CARRIED": carried is not None, "READ": grad_read is not None}
+    constants = {"NORMED": normed} | given | _constants(BACKWARD, cols, most)
     col_programs = -(-cols // constants["BLOCK_COLS"])
     programs = min(-(-rows // constants["BLOCK_ROWS"]), max(1, PROGRAMS // col_programs))
     numbers: dict[str, Any] = {"grad_row_stride": grad[0], "grad_stride": grad[1], "rows": rows, "K": most}
     numbers |= {"x_stride": cols if stride is None else stride, "weight_strides": weight.strides}
-    along = cols if carried is None else row_stride(carried.shape, carried.strides)
-    numbers["carried_stride"] = cols if along is None else along
-    names = ("grad", "scores", "inverse", "x", "weight", "carried", "grad_x", "weight_partials")
+    along = [cols if t is None else row_stride(t.shape, t.strides) for t in (carried, grad_read)]
+    width, token_rows = cols, 1
+    if grad_read is not None and factors is not None:
+        width = grad_read.shape[-1]
+        token_rows = rows // factors.shape[0]
+    even = [t.shape[-1] if t and step is None else step for t, step in zip((carried, grad_read), along, strict=True)]
+    numbers |= {"carried_stride": even[0], "grad_read_stride": even[1], "WIDTH": width, "TOKEN_ROWS": token_rows}
+    numbers["factor_stride"], numbers["stream_stride"] = (0, 0) if factors is None else factors.strides
+    names = ("grad", "scores", "inverse", "x", "carried", "grad_read", "weight", "factors", "grad_x", "weight_partials")
     places = {name: place for place, name in enumerate(names)}
     code = Code(lambda: project_backward, (programs, col_programs, 1), constants, backward=True)
-    return _Plan((stride is None, along is None), programs, Kernel(code, x.device, places, numbers))
+    return _Plan(
+        (stride is None, along[0] is None, along[1] is None), programs, Kernel(code, x.device, places, numbers)
+    )
+
+
+def products(grad: Tensor, streams: Tensor) -> Tensor:
+    """``<grad, streams_i>``, float32 [..., n, 1].
+
+    Args:
+        grad: of a read, [..., 1, D].
+        streams: [..., n, D].
+    """
+    kernel, of_grad, of_streams = _plan_products(layout(grad), layout(streams))
+    result = torch.empty(*streams.shape[:-1], 1, dtype=torch.float32, device=streams.device)
+    kernel((grad.contiguous() if of_grad else grad, streams.contiguous() if of_streams else streams, result))
+    return result
+
+
+@functools.lru_cache(MOST_PLANS)
+def _plan_products(grad: Layout, streams: Layout) -> tuple[Kernel, bool, bool]:
+    """The kernel, and whether gradients and streams have to be copied, their rows not being even."""
+    (*lead, n, cols), (*along, step, last) = streams.shape, streams.strides
+    of_grad, of_tokens = row_stride(grad.shape, grad.strides), row_stride((*lead, cols), (*along, last))
+    even = of_tokens is not None and row_stride((n, cols), (step, last)) is not None
+    numbers = {
+        "grad_stride": cols if of_grad is None else of_grad,
+        "strides": (of_tokens, step) if even else (n * cols, cols),
+        "tokens": math.prod(lead),
+    }
+    rows, columns = TILE
+    constants = {"N": n, "COLS": cols, "BLOCK_ROWS": rows, "BLOCK_COLS": columns, "num_warps": 4}
+    code = Code(lambda: products_of_read, (-(-math.prod(lead) // rows), 1, 1), constants, backward=True)
+    kernel = Kernel(code, streams.device, {"grad": 0, "streams": 1, "result": 2}, numbers)
+    return kernel, of_grad is None, not even
 
 
 def _rows(x: Layout) -> tuple[int, int, int | None]:

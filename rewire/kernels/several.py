@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rewire.kernels import native, operators
 from rewire.kernels.mix import gradients, left_to_autograd, mix
 from rewire.kernels.spec import MAX_OUTPUTS
-from rewire.kernels.tokens import outside_autocast
+from rewire.kernels.tokens import Claim, outside_autocast
 
 
 def mixes(
@@ -41,8 +41,15 @@ def mixes(
     return [mix(sources, w, scores=s) for w, s in zip(of_all, per_token, strict=True)], sources
 
 
-def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`combine` without branches, and the streams, as who reads them next is to take them: see `mixes`."""
+def read(streams: Tensor, weights: Tensor, claim: Claim | None = None) -> tuple[Tensor, Tensor]:
+    """`combine` without branches, and the streams, as who reads them next is to take them: see `mixes`.
+
+    Args:
+        streams, weights: as in `combine`.
+        claim: what `tokens.read_off_streams` returned with the streams, for one read of them with k = 1.
+    """
+    if claim is not None and weights.shape[-1] == 1:
+        return _Claimed.apply(streams, weights, *claim), streams
     by_kernels = _by_kernels([streams], weights.shape[-1])
     if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
         static = weights.dim() == 2
@@ -50,6 +57,25 @@ def read(streams: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         result, streams = _Several.apply(by_kernels, True, 0, *table, streams)
         return result, streams
     return combine(streams, weights), streams
+
+
+class _Claimed(torch.autograd.Function):
+    """A read of streams whose part of their gradient is not computed here, but by who gave out the claim."""
+
+    @staticmethod
+    def forward(ctx: Any, streams: Tensor, weights: Tensor, *claim: Tensor) -> Tensor:
+        ctx.save_for_backward(streams, weights)
+        result: Tensor = operators.several(streams, (), None, weights.mT)[0]
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        streams, weights = ctx.saved_tensors
+        if torch.is_grad_enabled():  # with create_graph=True
+            products = (grad.float() * streams.float()).sum(-1, keepdim=True)
+        else:
+            products = operators.products(grad, streams)
+        return None, products, grad, weights
 
 
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), write: Tensor | None = None) -> Tensor:

@@ -6,7 +6,6 @@ On GPUs a projection is one kernel each way (`projection`); elsewhere matrix pro
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from typing import Any
 
@@ -14,7 +13,11 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators, plain, sinkhorn_cpu
+from rewire.kernels.claims import added_up, stand_ins
 from rewire.kernels.mix import gradients, left_to_autograd, under_transforms
+
+#: What a read of streams needs to leave its part of their gradient to the pass over memory of `read_off_streams`.
+Claim = tuple[Tensor, Tensor]
 
 
 def outside_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -54,7 +57,7 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tenso
     with outside_autocast(x.device):
         # However small x is: what autograd would call one by one takes longer, each way.
         if x.dim() > 1 and weight.shape[1] > 0 and not left_to_autograd(x, math.inf):
-            scores, x = _ReadOff.apply(x, weight, eps)
+            scores, x = _ReadOff.apply(x, weight, eps, None)
             return scores, x
         if under_transforms():
             scores = _Project.forward(x, weight) if eps is None else _ProjectNormed.forward(x, weight, eps)
@@ -63,32 +66,68 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tenso
         return scores, x
 
 
+def read_off_streams(streams: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Claim | None]:
+    """`read_off` of streams [..., n, D], or of all streams of a token side by side if the weight is [n D, K].
+
+    Returns:
+        The scores [..., n, K], or [..., K]; the streams, handed on; and what `several.read` is to be given with these,
+        whose gradients then join that pass, too: None where there are no kernels.
+    """
+    (*lead, n, width), side_by_side = streams.shape, weight.shape[0] > streams.shape[-1]
+    x = streams.flatten(-2) if side_by_side else streams
+    if n == 1 or left_to_autograd(x, math.inf) or not _by_kernels(x, weight):
+        scores, x = read_off(x, weight, eps)
+        return scores, x.view(streams.shape), None
+    with outside_autocast(x.device):
+        scores, x, grad, factors = _ReadOff.apply(x, weight, eps, (*lead, 1, width))
+    return scores, x.view(streams.shape), (grad, factors)
+
+
 class _ReadOff(torch.autograd.Function):
-    """Keeps for backward ``x`` as it is, and of a norm the scores and a number for each row."""
+    """Keeps for backward ``x`` as it is, and of a norm the scores and a number for each row.
+
+    With ``shape``, of a read [..., 1, D] of n streams, it also returns a claim on them (see `history`): two tensors
+    whose values mean nothing. The read sends its gradient back to the one, and to the other the factors, [..., n, 1],
+    that it read the streams with: products of the two are part of the gradient of x.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
-        ctx.eps, ctx.by_kernels = eps, weight.dtype == torch.float32 and x.numel() > 0 and operators.uses_kernels(x)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float | None, shape: tuple[int, ...] | None
+    ) -> tuple[Tensor, ...]:
+        ctx.eps, ctx.by_kernels = eps, _by_kernels(x, weight)
         forward = operators.project if ctx.by_kernels else plain.project
         scores, inverse = forward(x, weight, eps)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, scores, inverse) if eps is not None else ctx.save_for_backward(x, weight)
-        return scores, x.view_as(x)
+        if shape is None:
+            return scores, x.view_as(x)
+        factors = (*shape[:-2], x.numel() // math.prod(shape), 1)
+        return scores, x.view_as(x), *stand_ins(x, shape, 1), *stand_ins(scores, factors, 1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, carried: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
-        if grad is None:
-            return carried, None, None
+    def backward(ctx: Any, grad: Tensor | None, carried: Tensor | None, *read: Tensor | None) -> Any:
         x, weight, *of_norm = ctx.saved_tensors
-        if torch.is_grad_enabled():  # with create_graph=True
-            again = _Project.apply if ctx.eps is None else lambda x, w: _ProjectNormed.apply(x, w, ctx.eps)
-            of_x, of_weight = gradients(again, (x, weight), grad)
-            joined = [t for t in (of_x, carried) if t is not None]
-            return (functools.reduce(torch.add, joined) if joined else None), of_weight, None
+        if grad is None or torch.is_grad_enabled():  # with create_graph=True
+            parts, of_weight = [carried, _by_read(x, *read)], None
+            if grad is not None:
+                again = _Project.apply if ctx.eps is None else lambda x, w: _ProjectNormed.apply(x, w, ctx.eps)
+                of_x, of_weight = gradients(again, (x, weight), grad)
+                parts.append(of_x)
+            return added_up([part for part in parts if part is not None]), of_weight, None, None
         scores, inverse = of_norm or (grad, grad.new_empty(0))
         backward = operators.project_backward if ctx.by_kernels else plain.project_backward
-        of_x, of_weight = backward(grad, x, weight, scores, inverse, carried)
-        return of_x, of_weight.T, None
+        of_x, of_weight = backward(grad, x, weight, scores, inverse, carried, *read)
+        return of_x, of_weight.T, None, None
+
+
+def _by_read(x: Tensor, grad: Tensor | None = None, factors: Tensor | None = None) -> Tensor | None:
+    """What a read of streams x, if there was one, is part of their gradient with."""
+    return None if grad is None or factors is None else (factors * grad).to(x.dtype).reshape(x.shape)
+
+
+def _by_kernels(x: Tensor, weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and x.numel() > 0 and operators.uses_kernels(x)
 
 
 class _Project(torch.autograd.Function):

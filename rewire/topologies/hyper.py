@@ -13,14 +13,13 @@ from torch import Tensor
 from rewire.errors import UnsupportedTopology
 from rewire.kernels import several
 from rewire.kernels.several import combine
-from rewire.kernels.tokens import read_off
+from rewire.kernels.tokens import Claim, read_off_streams
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, check_choice, check_count
 from rewire.topologies.program import Line, Program, Term, branch_of
 from rewire.topologies.program import Unit as ProgramUnit
 from rewire.topologies.registry import register_topology
 
 Output = Literal["mean", "sum", "learned"]
-_EPS = 1e-6  # of the norm
 
 
 class Gates(NamedTuple):
@@ -103,13 +102,14 @@ class Streams(Topology[Weights]):
             return Weights(units, None)
         return Weights(units, Unit(last, (parameters["last_scale"].float(), parameters["last_dynamic"].float())))
 
-    def signal(self, streams: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
-        """What is scaled and added to the static values, and the streams, as who reads them next is to take them.
+    @property
+    def norm_eps(self) -> float:
+        """Of the norm of the streams."""
+        return 1e-6
 
-        Here row i, on stream i [..., n, K], is from that stream.
-        """
-        found, streams = read_off(streams, projection, _EPS)
-        return torch.tanh(found), streams
+    def signal(self, products: Tensor) -> Tensor:
+        """What is scaled and added to the static values; here row i of [..., n, K] is of the normed stream i."""
+        return torch.tanh(products)
 
     def gates(self, values: Tensor, weights: Weights) -> Gates:
         """The gates from their values; here [..., n, K], side by side as they are."""
@@ -117,18 +117,20 @@ class Streams(Topology[Weights]):
         read, carry, write = values.split([self.parts, n, 1], dim=-1)
         return Gates(read, carry, write.squeeze(-1))
 
-    def values(self, streams: Tensor, unit: Unit) -> tuple[Tensor, Tensor]:
-        """The values that the gates of ``unit`` are made of, per token if it is dynamic; and the streams, handed on."""
+    def values(self, streams: Tensor, unit: Unit) -> tuple[Tensor, Tensor, Claim | None]:
+        """The values that the gates of ``unit`` are made of, per token if it is dynamic; and what `several.read` takes:
+        the streams, and a claim on them.
+        """
         if unit.dynamic is None:
-            return unit.static, streams
+            return unit.static, streams, None
         scale, projection = unit.dynamic
-        signal, streams = self.signal(streams, projection)
-        return unit.static + scale * signal, streams
+        products, streams, claim = read_off_streams(streams, projection, self.norm_eps)
+        return unit.static + scale * self.signal(products), streams, claim
 
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor, States]:
-        values, streams = self.values(states[0], weights.units[t - 1])
+        values, streams, claim = self.values(states[0], weights.units[t - 1])
         gates = self.gates(values, weights)
-        value, streams = several.read(streams, gates.read)
+        value, streams = several.read(streams, gates.read, claim)
         return value.flatten(-2), (streams, gates.carry, gates.write)
 
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
@@ -186,8 +188,8 @@ class ParallelStreams(Streams):
     def finish(self, states: States, weights: Weights, dims: Dims) -> Tensor:
         (streams,) = states
         if weights.last is not None:
-            values, streams = self.values(streams, weights.last)
-            return combine(streams, self.reading(values)).squeeze(-2)
+            values, streams, claim = self.values(streams, weights.last)
+            return several.read(streams, self.reading(values), claim)[0].squeeze(-2)
         # With a dtype: autocast would make the sum float32.
         return streams.mean(-2) if self.output == "mean" else streams.sum(-2, dtype=streams.dtype)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rewire.kernels.mix import under_transforms
-from rewire.kernels.tokens import read_off
 from rewire.topologies.base import Dims, Start, check_choice, check_count, no_preserving_start
 from rewire.topologies.hyper import Gates, ParallelStreams, Weights
 from rewire.topologies.manifolds import cayley, convex, permutations, sinkhorn, sinkhorn_steps
@@ -163,9 +162,8 @@ class ManifoldHyperConnections(ParallelStreams):
             return found
         return found._replace(constants=permutations(self.streams, parameters["static"].device))
 
-    def signal(self, streams: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
-        found, flat = read_off(streams.flatten(-2), projection, self.norm_eps)
-        return found, flat.view(streams.shape)
+    def signal(self, products: Tensor) -> Tensor:
+        return products
 
     def reading(self, values: Tensor) -> Tensor:
         return (torch.sigmoid(values) + self.eps).unsqueeze(-1)

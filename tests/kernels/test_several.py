@@ -16,6 +16,7 @@ from rewire.kernels.mix import pending_mix
 from rewire.kernels.norms import mark
 from rewire.kernels.several import combine, mixes, read, write_and_read
 from rewire.kernels.spec import MAX_OUTPUTS
+from rewire.kernels.tokens import read_off_streams, rms_norm
 
 F32, F64 = torch.float32, torch.float64
 M, N, WIDTH = 3, 4, 9
@@ -53,6 +54,30 @@ def twin_of_step(
 ) -> tuple[Tensor, Tensor]:
     written = twin_of_combine(streams, carry, [f.unsqueeze(-2) for f in branches], write)
     return written, twin_of_read(written, weights).squeeze(-2)
+
+
+def projected(streams: Tensor, weight: Tensor) -> Tensor:
+    """A read with weights made of the streams, and the streams that are handed on."""
+    products, streams, claim = read_off_streams(streams, weight, 1e-2)
+    result, streams = read(streams, torch.tanh(_first(products, streams)), claim)
+    return torch.cat([result, streams], -2)
+
+
+def twin_of_projected(streams: Tensor, weight: Tensor) -> Tensor:
+    x = streams if len(weight) == streams.shape[-1] else streams.flatten(-2)
+    products = rms_norm(x, 1e-2) @ weight
+    return torch.cat([twin_of_read(streams, torch.tanh(_first(products, streams))), streams], -2)
+
+
+def _first(products: Tensor, streams: Tensor) -> Tensor:
+    """[..., n, 1], of what was found for each stream, or for all of a token."""
+    return products[..., :1] if products.dim() == streams.dim() else products[..., : streams.shape[-2], None]
+
+
+def arguments_of_projected(dtype: torch.dtype, apart: bool, n: int = N, width: int = WIDTH) -> tuple[Any, ...]:
+    streams = torch.randn(2, 3, 1, width) + torch.randn(2, 3, n, width)
+    weight = torch.randn(n + 2, width if apart else n * width) / n  # as parameters, transposed
+    return streams.to(dtype).requires_grad_(), weight.to(torch.promote_types(dtype, F32)).T.requires_grad_()
 
 
 def side_by_side(function: Any) -> Any:
@@ -181,6 +206,27 @@ class Cases:
         for a, b in zip((got, *found), (want, *wanted), strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.parametrize("apart", [True, False], ids=["apart", "side by side"])
+    @pytest.mark.parametrize(("n", "width"), [(N, WIDTH), (3, 40), (2, 64), (1, WIDTH)])
+    def test_reads_by_what_was_projected(self, apart: bool, n: int, width: int) -> None:
+        for dtype in self.dtypes:
+            given = arguments_of_projected(dtype, apart, n, width)
+            got = compare(projected, twin_of_projected, given, 2 * TOLERANCES[dtype])
+            assert got.dtype == dtype
+
+    @pytest.mark.parametrize("apart", [True, False], ids=["apart", "side by side"])
+    @pytest.mark.parametrize("used", ["read", "streams", "frozen"])
+    def test_only_a_part_of_what_was_projected_is_used(self, apart: bool, used: str) -> None:
+        streams, weight = arguments_of_projected(F32, apart)
+        part = slice(0, 1) if used == "read" else slice(1, None) if used == "streams" else slice(None)
+        leaves = (streams, weight.detach().requires_grad_(used != "frozen"))
+        exact = precise_copy((streams, weight))
+        got, want = projected(*leaves)[..., part, :], twin_of_projected(*exact)[..., part, :]
+        up = torch.randn(got.shape)
+        (found,) = torch.autograd.grad(got, streams, up)
+        (wanted,) = torch.autograd.grad(want, exact[0], up.double())
+        assert distance(found, wanted) <= 1e-5
+
     def test_one_stream_and_streams_that_are_one_tensor(self) -> None:
         compare(combine, twin_of_combine, arguments_of_combine(F32, True, True, False, n=1), 1e-5)
         x, (_, *rest) = drawn(2, 3, WIDTH), arguments_of_combine(F32, True, True, False)
@@ -217,7 +263,9 @@ class Cases:
         (got,) = torch.autograd.grad(stacked_mixes(frozen, weights.detach(), scores.detach()), sources[1], up)
         assert torch.equal(got, want)
 
-    @pytest.mark.parametrize("case", ["mixes", "mixes by channel", "combine", "static combine", "write and read"])
+    @pytest.mark.parametrize(
+        "case", ["mixes", "mixes by channel", "combine", "static combine", "write and read", "apart", "side by side"]
+    )
     def test_second_derivatives(self, case: str) -> None:
         """Of a function of the first ones, against float64."""
         function, twin, arguments = {
@@ -230,6 +278,8 @@ class Cases:
                 side_by_side(twin_of_step),
                 arguments_of_write_and_read(F32, 2),
             ),
+            "apart": (projected, twin_of_projected, arguments_of_projected(F32, True)),
+            "side by side": (projected, twin_of_projected, arguments_of_projected(F32, False)),
         }[case]
         exact = precise_copy(arguments)
         found = penalty_gradients(function(*arguments).sin(), leaves_of(arguments))
@@ -330,6 +380,10 @@ class TestByKernels(Cases):
         written, result = step(*arguments_of_write_and_read(F32, 1))
         assert written.grad_fn is result.grad_fn and type(result.grad_fn).__name__ == "_SeveralBackward"
         assert written.is_contiguous() and result.is_contiguous()
+        streams, weight = arguments_of_projected(F32, True)
+        products, streams, claim = read_off_streams(streams, weight, 1e-2)
+        result, handed_on = read(streams, products[..., :1], claim)
+        assert type(result.grad_fn).__name__ == "_ClaimedBackward" and handed_on is streams
 
     @pytest.mark.parametrize("norm", ["rms", "layer", "frozen", None])
     def test_second_derivatives_of_a_mix_and_its_norm(self, norm: str | None) -> None:
