@@ -207,24 +207,23 @@ def write_and_read(
     Returns:
         H' [..., n, C], and the read, [..., C].
     """
-    streams = combine(streams, table[:-1, :-1].mT, [f.unsqueeze(-2) for f in branches], table[:-1, -1])
+    streams = combine(streams, table[:-1].mT, [f.unsqueeze(-2) for f in branches])
     return streams, combine(streams, weights).squeeze(-2)
 
 
-def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), write: Tensor | None = None) -> Tensor:
-    """``H'_j = sum_i w_ij H_i + sum_f b_j f_j``, in float32 (float64 for float64), rounded once.
+def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -> Tensor:
+    """``H'_j = sum_i w_ij H_i + sum_k w_(n+k)j sum_f f_k``, in float32 (float64 for float64), rounded once.
 
     Args:
         streams: H [..., n, C].
-        weights: w [..., n, k], from stream i to row j of the result; [n, k] if it does not depend on the token.
-        branches: f [..., k, C] or, the same for all j, [..., 1, C].
-        write: b [..., k].
+        weights: w [..., n + b, k], from stream i, and then from part i - n of each branch, to row j of the result;
+            [n + b, k] if it does not depend on the token. Without branches [..., n, k].
+        branches: f [..., b, C].
 
     Returns:
         [..., k, C]
     """
-    sources = (*streams.unsqueeze(-2).unbind(-3), *branches)  # n of [..., 1, C]
-    scores = weights.unsqueeze(-1).unbind(-3)  # n of [..., k, 1]
-    if write is not None:
-        scores = (*scores, *[write.unsqueeze(-1)] * len(branches))
-    return mix(sources, None, scores=scores)
+    sources = streams.unsqueeze(-2).unbind(-3)  # n of [..., 1, C]
+    parts = [part for f in branches for part in f.unsqueeze(-2).unbind(-3)]
+    scores = weights.unsqueeze(-1).unbind(-3)  # n + b of [..., k, 1]
+    return mix((*sources, *parts), None, scores=(*scores, *scores[len(sources) :] * (len(branches) - 1)))

@@ -78,17 +78,17 @@ class _Claimed(torch.autograd.Function):
         return None, products, grad, weights
 
 
-def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), write: Tensor | None = None) -> Tensor:
-    """``H'_j = sum_i w_ij H_i + sum_f b_j f_j``, in float32 (float64 for float64), rounded once.
+def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -> Tensor:
+    """``H'_j = sum_i w_ij H_i + sum_k w_(n+k)j sum_f f_k``, in float32 (float64 for float64), rounded once.
 
     Without a kernel, in eager mode on a CPU, it is a matrix product for each token, and so are its gradients; also for
-    branches with a part for each result. Nowhere else: autocast or TF32 would round them.
+    branches of several parts. Nowhere else: autocast or TF32 would round them.
 
     Args:
         streams: H [..., n, C].
-        weights: w [..., n, k], from stream i to row j of the result; [n, k] if it does not depend on the token.
-        branches: f [..., k, C] or, the same for all j, [..., 1, C].
-        write: b [..., k].
+        weights: w [..., n + b, k], from stream i, and then from part i - n of each branch, to row j of the result;
+            [n + b, k] if it does not depend on the token. Without branches [..., n, k].
+        branches: f [..., b, C].
 
     Returns:
         [..., k, C]
@@ -97,26 +97,20 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = (), w
     if by_kernels is False and _exact_products(streams) and any(f.shape[-2] > 1 for f in branches):
         by_kernels = None  # the loop would multiply by zeros, per token
     if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
-        terms = [] if write is None else [_terms(f, write) for f in branches]
-        table = torch.cat([weights.mT, *(columns for _, columns in terms)], -1) if terms else weights.mT
-        static, apart = table.dim() == 2, [part for parts, _ in terms for part in parts]
-        given = (table if static else None, None if static else table, streams, *apart)
-        result: Tensor = _Several.apply(by_kernels, True, 0, *given)[0]
+        # The part of a branch by itself: gradients of it are views, which those of unbind are not.
+        parts = [part for f in branches for part in ([f.squeeze(-2)] if f.shape[-2] == 1 else f.unbind(-2))]
+        table = weights.mT
+        if len(branches) > 1:
+            table = torch.cat([table, *[table[..., streams.shape[-2] :]] * (len(branches) - 1)], -1)
+        given = (table, None) if table.dim() == 2 else (None, table)
+        result: Tensor = _Several.apply(by_kernels, True, 0, *given, streams, *parts)[0]
         return result
     if _exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
-        return _products(streams, weights, branches, write)
+        return _products(streams, weights, branches)
     sources = streams.unsqueeze(-2).unbind(-3)  # n of [..., 1, C]
-    scores = weights.unsqueeze(-1).unbind(-3)  # n of [..., k, 1]
-    if write is None:
-        return mix(sources, None, scores=scores)
-    return mix((*sources, *branches), None, scores=(*scores, *[write.unsqueeze(-1)] * len(branches)))
-
-
-def _terms(branch: Tensor, write: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-    """The parts of a branch [..., 1 or k, C], and what k results take of them, [..., k, 1 or k]: each its own one."""
-    if branch.shape[-2] == 1:
-        return [branch.squeeze(-2)], write.unsqueeze(-1)  # whose gradients are views, which those of unbind are not
-    return branch.unbind(-2), torch.diag_embed(write)
+    parts = [part for f in branches for part in f.unsqueeze(-2).unbind(-3)]
+    scores = weights.unsqueeze(-1).unbind(-3)  # n + b of [..., k, 1]
+    return mix((*sources, *parts), None, scores=(*scores, *scores[len(sources) :] * (len(branches) - 1)))
 
 
 def write_and_read(
@@ -139,8 +133,7 @@ def write_and_read(
     """
     by_kernels = None if streams.dtype == torch.float64 else _by_kernels([streams, *branches], len(table))
     if by_kernels is None:
-        apart = [f.unsqueeze(-2) for f in branches]
-        result, streams = read(combine(streams, table[:-1, :-1].mT, apart, table[:-1, -1]), weights)
+        result, streams = read(combine(streams, table[:-1].mT, [f.unsqueeze(-2) for f in branches]), weights)
         return streams, result.squeeze(-2)
     if len(branches) > 1:
         table = torch.cat([table, *[table[:, -1:]] * (len(branches) - 1)], -1)
@@ -155,19 +148,20 @@ def _exact_products(x: Tensor) -> bool:
     return x.dtype == torch.float64 or (x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "medium")
 
 
-def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor], write: Tensor | None) -> Tensor:
+def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor]) -> Tensor:
     """`combine` by matrix products, in the dtype of the streams; branches are added in the order of plain adds.
 
     All of them contiguous: of strided ones torch computes a product for each token by itself, 20 times as slow.
     """
     k, (n, channels), tokens = weights.shape[-1], streams.shape[-2:], streams.shape[:-2]
     with outside_autocast(streams.device):
-        table = weights.mT.to(streams.dtype).expand(*tokens, k, n).reshape(-1, k, n).contiguous()
+        whole = weights.mT.to(streams.dtype)
+        table = whole[..., :n].expand(*tokens, k, n).reshape(-1, k, n).contiguous()
         flat = streams.reshape(-1, n, channels).contiguous()
-        if write is None or not branches:
+        if not branches:
             return torch.bmm(table, flat).view(*tokens, k, channels)
-        factor = write.to(streams.dtype).contiguous().unsqueeze(-1)
-        first, *others = [factor @ f if f.shape[-2] == 1 else factor * f for f in branches]
+        factor = whole[..., n:].contiguous()
+        first, *others = [factor @ f for f in branches]
         total = torch.baddbmm(first.reshape(-1, k, channels), table, flat).view(first.shape)
         return functools.reduce(torch.add, others, total)
 

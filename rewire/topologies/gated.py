@@ -121,7 +121,8 @@ class GatedHyperConnections(Topology[Weights]):
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
         streams, write = states
         kept = torch.eye(self.streams, dtype=write.dtype, device=write.device).expand(*write.shape, -1)
-        return (combine(streams, kept, [branch.unsqueeze(-2) for branch in branches], write),)
+        table = torch.cat([kept, write.unsqueeze(-2)], dim=-2)
+        return (combine(streams, table, [branch.unsqueeze(-2) for branch in branches]),)
 
     def finish(self, states: States, weights: Weights, dims: Dims) -> Tensor:
         return self._read(states[0], weights, dims.depth)[0]

@@ -27,12 +27,11 @@ class Gates(NamedTuple):
 
     Attributes:
         read: A_m [..., n, p], from stream i to part k of what the branch sees.
-        carry: A_r [..., n, n], from stream i to stream j.
-        write: B [..., n], from the branch output to stream j.
+        write: A_r and, below it, B; [..., n + p, n]: from stream i, and then from part k of the branch output, to
+            stream j.
     """
 
     read: Tensor
-    carry: Tensor
     write: Tensor
 
 
@@ -69,8 +68,8 @@ class Streams(Topology[Weights]):
     """Base of all hyper-connections: ``r_t = A_m^T H``, ``H' = A_r^T H + B f_t^T`` (arXiv 2409.19606, Section 2).
 
     The one state is H [..., n, D/p]: n streams, each as wide as one of the p parts of a hidden state. While a
-    branch runs it is (H, A_r, B): all gates come from the same normalised H, but the mix waits for `write`,
-    which rounds once and needs no second copy of the streams.
+    branch runs it is H and what `write` does with it: all gates come from the same normalised H, but the mix waits
+    for the branch, rounds once, and needs no second copy of the streams.
     """
 
     granularity: ClassVar[Granularity] = "sublayer"  # attention and feed-forward are wrapped one by one
@@ -112,10 +111,10 @@ class Streams(Topology[Weights]):
         return torch.tanh(products)
 
     def gates(self, values: Tensor, weights: Weights) -> Gates:
-        """The gates from their values; here [..., n, K], side by side as they are."""
-        n = values.shape[-2]
-        read, carry, write = values.split([self.parts, n, 1], dim=-1)
-        return Gates(read, carry, write.squeeze(-1))
+        """The gates from their values; here [..., n, K], side by side: A_m, A_r, and B of the stream's part."""
+        read, carry, write = values.split([self.parts, values.shape[-2], 1], dim=-1)
+        of_parts = write.mT if self.parts == 1 else torch.diag_embed(write.squeeze(-1))
+        return Gates(read, torch.cat([carry, of_parts], dim=-2))
 
     def values(self, streams: Tensor, unit: Unit) -> tuple[Tensor, Tensor, Claim | None]:
         """The values that the gates of ``unit`` are made of, per token if it is dynamic; and what `several.read` takes:
@@ -131,12 +130,12 @@ class Streams(Topology[Weights]):
         values, streams, claim = self.values(states[0], weights.units[t - 1])
         gates = self.gates(values, weights)
         value, streams = several.read(streams, gates.read, claim)
-        return value.flatten(-2), (streams, gates.carry, gates.write)
+        return value.flatten(-2), (streams, gates.write)
 
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
-        streams, carry, write = states
+        streams, table = states
         split = [branch.unflatten(-1, (self.parts, -1)) for branch in branches]  # [..., p, D/p]
-        return (combine(streams, carry, split, write),)
+        return (combine(streams, table, split),)
 
     def matrix(self, weights: Weights, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.
@@ -245,14 +244,14 @@ class HyperConnections(ParallelStreams):
         if len(states) == 1:
             return super().read(states, weights, t)
         streams, value = states
-        gates = self.gates(weights.units[t - 1].static, weights)
-        return value, (streams, gates.carry, gates.write)
+        if t <= len(weights.steps):
+            return value, (streams,)
+        return value, (streams, self.gates(weights.units[t - 1].static, weights).write)
 
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
         if t > len(weights.steps):
             return super().write(states, weights, t, *branches)
-        after = self.gates(weights.units[t].static, weights)
-        return several.write_and_read(states[0], weights.steps[t - 1], after.read, branches)
+        return several.write_and_read(states[0], weights.steps[t - 1], weights.units[t].static[:, :1], branches)
 
     def lasting(self, states: States) -> States:
         return states[:1]
@@ -262,13 +261,10 @@ class HyperConnections(ParallelStreams):
             return super().program(weights, dims)
         units, streams = list[ProgramUnit](), ["x0"] * self.streams
         for t, unit in enumerate(weights.units, start=1):
-            read, carry, write = self.gates(unit.static, weights)
+            read, write = self.gates(unit.static, weights)
             opened = Line(f"r{t}", _terms(streams, read[:, 0]))
             names = [f"s{t}_{j}" for j in range(self.streams)]
-            written = [
-                Line(name, (*_terms(streams, carry[:, j]), Term(branch_of(t), float(write[j]))))
-                for j, name in enumerate(names)
-            ]
+            written = [Line(name, _terms([*streams, branch_of(t)], write[:, j])) for j, name in enumerate(names)]
             units.append(ProgramUnit((opened,), opened.target, tuple(written)))
             streams = names
         share = 1 / self.streams if self.output == "mean" else 1.0

@@ -32,13 +32,13 @@ def twin_of_mixes(sources: Sequence[Tensor], weights: Tensor | None, scores: Ten
     return total if scores is None else total + torch.einsum("...mn,n...d->m...d", scores, stacked)
 
 
-def twin_of_combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor], write: Tensor | None) -> Tensor:
-    total = torch.einsum("...nk,...nc->...kc", weights, streams)
-    return total + sum(write.unsqueeze(-1) * f for f in branches) if write is not None else total
+def twin_of_combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor]) -> Tensor:
+    total = [streams, sum(branches)] if branches else [streams]
+    return torch.einsum("...nk,...nc->...kc", weights, torch.cat(total, -2))
 
 
 def twin_of_read(streams: Tensor, weights: Tensor) -> Tensor:
-    return twin_of_combine(streams, weights, (), None)
+    return twin_of_combine(streams, weights, ())
 
 
 def step(
@@ -52,7 +52,8 @@ def step(
 def twin_of_step(
     streams: Tensor, carry: Tensor, write: Tensor, weights: Tensor, branches: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    written = twin_of_combine(streams, carry, [f.unsqueeze(-2) for f in branches], write)
+    table = torch.cat([carry, write.unsqueeze(-2)], -2)
+    written = twin_of_combine(streams, table, [f.unsqueeze(-2) for f in branches])
     return written, twin_of_read(written, weights).squeeze(-2)
 
 
@@ -131,14 +132,11 @@ def stacked_mixes(*arguments: Any) -> Tensor:
     return torch.stack(mixes(*arguments)[0])
 
 
-def arguments_of_combine(
-    dtype: torch.dtype, per_token: bool, written: bool, spread: bool, n: int = N
-) -> tuple[Any, ...]:
-    """``spread``: branches that differ from one result to the next."""
+def arguments_of_combine(dtype: torch.dtype, per_token: bool, parts: int, n: int = N) -> tuple[Any, ...]:
+    """``parts``: of two branches; 0: none."""
     precise, lead = torch.promote_types(dtype, F32), (2, 3) if per_token else ()
-    branches = [drawn(2, 3, M if spread else 1, WIDTH, dtype=dtype) for _ in range(2 * written)]
-    write = drawn(*lead, M, dtype=precise) if written else None
-    return drawn(2, 3, n, WIDTH, dtype=dtype), drawn(*lead, n, M, dtype=precise), branches, write
+    branches = [drawn(2, 3, parts, WIDTH, dtype=dtype) for _ in range(2) if parts]
+    return drawn(2, 3, n, WIDTH, dtype=dtype), drawn(*lead, n + parts, M, dtype=precise), branches
 
 
 def arguments_of_write_and_read(dtype: torch.dtype, branches: int, n: int = N) -> tuple[Any, ...]:
@@ -168,19 +166,19 @@ class Cases:
         compare(stacked_mixes, twin_of_mixes, arguments_of_mixes("scalar", True, F32, outputs, 2), 1e-5)
 
     @pytest.mark.parametrize("per_token", [False, True])
-    @pytest.mark.parametrize(("written", "spread"), [(False, False), (True, False), (True, True)])
-    def test_combine(self, per_token: bool, written: bool, spread: bool) -> None:
+    @pytest.mark.parametrize("parts", [0, 1, M])
+    def test_combine(self, per_token: bool, parts: int) -> None:
         for dtype in self.dtypes:
-            given = arguments_of_combine(dtype, per_token, written, spread)
+            given = arguments_of_combine(dtype, per_token, parts)
             got = compare(combine, twin_of_combine, given, TOLERANCES[dtype])
             assert got.dtype == dtype and got.shape == (2, 3, M, WIDTH)
 
-    @pytest.mark.parametrize("spread", [False, True])
-    def test_branches_that_stand_for_others(self, spread: bool) -> None:
+    @pytest.mark.parametrize("parts", [1, M])
+    def test_branches_that_stand_for_others(self, parts: int) -> None:
         """As those that other ranks still compute, of which there is nothing in memory."""
-        streams, weights, branches, write = arguments_of_combine(F32, False, True, spread)
+        streams, weights, branches = arguments_of_combine(F32, False, parts)
         held = [f.detach().as_subclass(Held) for f in branches]
-        got, want = (combine(streams, weights, given, write) for given in (held, branches))
+        got, want = (combine(streams, weights, given) for given in (held, branches))
         torch.testing.assert_close(got.as_subclass(Tensor), want)
         assert type(got.grad_fn).__name__ != "_SeveralBackward"
 
@@ -228,8 +226,8 @@ class Cases:
         assert distance(found, wanted) <= 1e-5
 
     def test_one_stream_and_streams_that_are_one_tensor(self) -> None:
-        compare(combine, twin_of_combine, arguments_of_combine(F32, True, True, False, n=1), 1e-5)
-        x, (_, *rest) = drawn(2, 3, WIDTH), arguments_of_combine(F32, True, True, False)
+        compare(combine, twin_of_combine, arguments_of_combine(F32, True, 1, n=1), 1e-5)
+        x, (_, *rest) = drawn(2, 3, WIDTH), arguments_of_combine(F32, True, 1)
 
         def expanded(function: Any) -> Any:
             return lambda x, *others: function(x.unsqueeze(-2).expand(2, 3, N, WIDTH), *others)
@@ -248,7 +246,7 @@ class Cases:
 
         compare(several, broadcast, (first, second, weights), 1e-5)
         streams = drawn(2, 3, N, WIDTH)
-        compare(combine, twin_of_combine, (streams, drawn(1, 3, N, M), [], None), 1e-5)
+        compare(combine, twin_of_combine, (streams, drawn(1, 3, N, M), []), 1e-5)
         compare(lambda *a: read(*a)[0], twin_of_read, (streams, drawn(1, 3, N, 1)), 1e-5)
 
     def test_only_some_results_are_used(self) -> None:
@@ -271,8 +269,8 @@ class Cases:
         function, twin, arguments = {
             "mixes": (stacked_mixes, twin_of_mixes, arguments_of_mixes("scalar", True, F32)),
             "mixes by channel": (stacked_mixes, twin_of_mixes, arguments_of_mixes("channel", False, F32)),
-            "combine": (combine, twin_of_combine, arguments_of_combine(F32, True, True, False)),
-            "static combine": (combine, twin_of_combine, arguments_of_combine(F32, False, False, False)),
+            "combine": (combine, twin_of_combine, arguments_of_combine(F32, True, 1)),
+            "static combine": (combine, twin_of_combine, arguments_of_combine(F32, False, 0)),
             "write and read": (
                 side_by_side(step),
                 side_by_side(twin_of_step),
@@ -316,12 +314,12 @@ class TestPlain(Cases):
             assert (written.grad_fn is result.grad_fn) == (dtype != F64)
 
     def test_gradients_of_gradients_of_combine(self) -> None:
-        streams, weights, branches, write = arguments_of_combine(F64, True, True, False, n=2)
+        streams, weights, branches = arguments_of_combine(F64, True, 1, n=2)
 
-        def function(streams: Tensor, weights: Tensor, write: Tensor, *branches: Tensor) -> Tensor:
-            return combine(streams, weights, branches, write)
+        def function(streams: Tensor, weights: Tensor, *branches: Tensor) -> Tensor:
+            return combine(streams, weights, branches)
 
-        assert torch.autograd.gradgradcheck(function, (streams, weights, write, *branches))
+        assert torch.autograd.gradgradcheck(function, (streams, weights, *branches))
 
 
 class TestWithoutCompiler(Cases):
@@ -351,11 +349,11 @@ class Products(TorchDispatchMode):
 def test_products_of_streams_are_of_dense_tensors(static: bool) -> None:
     """Others are computed token by token on a CPU."""
     streams = torch.randn(3, 5, 1, 8).expand(3, 5, 4, 8).requires_grad_()
-    scores = torch.randn(4, 6) if static else torch.randn(3, 5, 4, 6)  # read, write and table side by side
-    write, read, table = (part.requires_grad_() for part in scores.split([1, 1, 4], -1))
+    scores = torch.randn(5, 5) if static else torch.randn(3, 5, 5, 5)  # read and table side by side
+    read, table = (part.requires_grad_() for part in scores.split([1, 4], -1))
     with Products() as products:
-        branch = combine(streams, read)
-        combine(streams, table, [branch], write.squeeze(-1)).square().sum().backward()
+        branch = combine(streams, read[..., :4, :])
+        combine(streams, table, [branch]).square().sum().backward()
     assert len(products.dense) > 10 and all(products.dense)  # forward and backward
 
 
@@ -374,8 +372,8 @@ class TestByKernels(Cases):
         results, _ = mixes(sources, weights, scores)
         assert {type(y.grad_fn).__name__ for y in results} == {"_SeveralBackward"}
         assert results[0].grad_fn is results[1].grad_fn
-        for spread in (False, True):
-            result = combine(*arguments_of_combine(F32, True, True, spread))
+        for parts in (1, M):
+            result = combine(*arguments_of_combine(F32, True, parts))
             assert type(result.grad_fn).__name__ == "_SeveralBackward"
         written, result = step(*arguments_of_write_and_read(F32, 1))
         assert written.grad_fn is result.grad_fn and type(result.grad_fn).__name__ == "_SeveralBackward"

@@ -241,7 +241,8 @@ def test_start_values(residual: Any, start: Any) -> None:
     assert values["dynamic"].any() == values["last_dynamic"].any() == (start == "paper")
     if start == "paper":
         assert values["dynamic"].std() == pytest.approx(0.02, rel=0.25)
-    read, carry, write = topology.gates(values["static"], topology.weights(values, Dims(2, WIDTH)))
+    read, table = topology.gates(values["static"], topology.weights(values, Dims(2, WIDTH)))
+    carry, write = table[:, :3], table[:, 3]
     pre = 1 / 3 if residual == "identity" else 1 / 2
     want = torch.full((3,), pre) if start == "paper" else torch.tensor([7, 4, 7]) / 18
     torch.testing.assert_close(read.squeeze(-1), want.expand(2, 3))
