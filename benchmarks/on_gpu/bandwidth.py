@@ -13,7 +13,7 @@ import torch
 
 from on_gpu.kernel_checks import Check, Inputs
 from rewire.bench import harness
-from rewire.kernels import projection, sinkhorn, traffic
+from rewire.kernels import gates, projection, traffic
 from rewire.kernels.spec import MixSpec
 
 #: Runs forward; what it returns runs backward.
@@ -46,7 +46,9 @@ def cases() -> dict[str, Callable[[int, int, torch.device], Case]]:
     return {
         **{name: functools.partial(_mix, spec) for name, spec in SPECS.items()},
         **{f"projection to {columns}": functools.partial(_projection, columns) for columns in (8, 24, 96)},
-        "Sinkhorn of 4 x 4": _sinkhorn,
+        "read of 4 streams, sent back": _read,
+        "gates of 4 streams": functools.partial(_gates, 0),
+        "gates of 4 streams, Sinkhorn": functools.partial(_gates, 20),
     }
 
 
@@ -112,13 +114,31 @@ def _projection(columns: int, rows: int, width: int, device: torch.device) -> Ca
     return run, x.nbytes + factors, 2 * x.nbytes + 2 * weight.nbytes + 2 * grad.nbytes + 4 * rows
 
 
-def _sinkhorn(rows: int, width: int, device: torch.device) -> Case:
-    """As many matrices as a state has 16 times 16 channels; the arithmetic of 20 iterations counts, too."""
-    logits = torch.randn(rows * max(1, width // 16), 4, 4, device=device)
-    grad = torch.randn_like(logits)
+def _read(rows: int, width: int, device: torch.device) -> Case:
+    """Products of a read's gradient with the streams, as if they were forward; and the projection's backward."""
+    streams = torch.randn(rows, 4, width, device=device).bfloat16()
+    grad, carried = torch.randn(rows, 1, width, device=device).bfloat16(), torch.randn_like(streams)
+    weight, factors = torch.randn(width, 6, device=device), torch.randn(rows, 4, 1, device=device)
+    scores, inverse = projection.forward(streams, weight, 1e-6)
 
     def run() -> Callable[[], object]:
-        sinkhorn.forward(logits, 20, 0.0)
-        return lambda: sinkhorn.backward(grad, logits, 20, 0.0)
+        projection.products(grad, streams)
+        read = projection.Read(grad, factors)
+        return lambda: projection.backward(scores, streams, weight, scores, inverse, carried, read)
 
-    return run, 2 * logits.nbytes, 3 * logits.nbytes
+    small = 2 * scores.nbytes + inverse.nbytes + factors.nbytes + 2 * weight.nbytes
+    return run, streams.nbytes + grad.nbytes + factors.nbytes, 3 * streams.nbytes + grad.nbytes + small
+
+
+def _gates(iterations: int, rows: int, width: int, device: torch.device) -> Case:
+    """Of as many tokens as a state has 16 channels; the arithmetic of iterations counts, too."""
+    tokens, lead = rows * max(1, width // 16), () if iterations else (4,)
+    columns = 24 if iterations else 6
+    products = torch.randn(columns, tokens, *lead, device=device).movedim(0, -1)
+    static, scale = torch.randn(*lead, columns, device=device), torch.randn(columns, device=device)
+
+    def run() -> Callable[[], object]:
+        read, write = gates.forward(products, static, scale, 4, iterations, 0.0, 2.0)
+        return lambda: gates.backward(read, write, products, static, scale, iterations, 0.0, 2.0)
+
+    return run, 2 * products.nbytes, 3 * products.nbytes

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from on_gpu import model_checks
 from on_gpu.processes import Skipped
-from rewire.kernels import launch, projection
+from rewire.kernels import gates, launch, projection
 from rewire.kernels.launch import GradientInputs, MixInputs
 from rewire.kernels.mix import mix
-from rewire.kernels.sinkhorn import backward as sinkhorn_backward
-from rewire.kernels.sinkhorn import forward as sinkhorn_forward
 from rewire.kernels.spec import MixSpec
 
 Results = dict[str, Tensor]
@@ -86,11 +84,31 @@ def _project(xs: Sequence[Tensor], w: Tensor, scores: Tensor) -> Results:
     return {"scores": found, "gradient": back[0], "sum of weights": back[1]}
 
 
-def _sinkhorn(xs: Sequence[Tensor], w: Tensor, scores: Tensor) -> Results:
-    """A float32 [rows, n, n] for each row."""
-    n = 8
-    logits = xs[0][..., : n * n].float().unflatten(-1, (n, n))
-    return {"result": sinkhorn_forward(logits, 4, 0.0), "gradient": sinkhorn_backward(logits, logits, 4, 0.0)}
+def _streams(xs: Sequence[Tensor], w: Tensor, scores: Tensor) -> Results:
+    """Two streams side by side in each row, and what a read of them sends back."""
+    streams, grad = xs[0].unflatten(-1, (2, -1)), xs[1].unflatten(-1, (2, -1))[..., :1, :]
+    weight = w.repeat(-(-streams.shape[-1] // 4), 1)[: streams.shape[-1]]
+    found, inverse = projection.forward(streams, weight, 1e-6)
+    read = projection.Read(grad, scores[:, :2, None])
+    back = projection.backward(found, streams, weight, found, inverse, None, read)
+    products = projection.products(grad, streams)
+    return {"products": products, "gradient": back[0], "sum of weights": back[1]}
+
+
+def _gates(iterations: int) -> Callable[[Sequence[Tensor], Tensor, Tensor], Results]:
+    """Of values that are the first numbers of a state."""
+
+    def run(xs: Sequence[Tensor], w: Tensor, scores: Tensor) -> Results:
+        n = 4
+        products = xs[0][..., :24].float()
+        products = products if iterations else products.unflatten(-1, (n, -1))
+        static, scale = torch.full_like(products[0], 0.5), torch.full_like(products[0], 0.1).flatten()
+        given = products, static, scale[: products.shape[-1]]
+        read, write = gates.forward(*given, n, iterations, 0.0, 2.0)
+        of_products, sums = gates.backward(read, write, *given, iterations, 0.0, 2.0)
+        return {"read": read, "write": write, "gradient": of_products, "sum of values": sums}
+
+    return run
 
 
 #: By name: what is computed of three states [rows, width], weights [4, 4] and scores [rows, 4]; and the width.
@@ -101,7 +119,9 @@ _FAR: dict[str, tuple[Callable[[Sequence[Tensor], Tensor, Tensor], Results], int
     "gather": (_gather, 2048),
     "stacked": (_stacked, 2048),
     "projection": (_project, 2048),
-    "sinkhorn": (_sinkhorn, 64),
+    "streams": (_streams, 2048),
+    "gates": (_gates(0), 64),
+    "gates with Sinkhorn-Knopp": (_gates(4), 64),
 }
 
 

@@ -24,9 +24,20 @@ def uses_kernels(x: Tensor) -> bool:
     return False
 
 
-def sinkhorn_kernels(logits: Tensor, iterations: int) -> Any:
-    """Kernels of Sinkhorn-Knopp: there are none here."""
+def compiled_sinkhorn(logits: Tensor) -> Any:
+    """The compiled loop of Sinkhorn-Knopp: there is none here."""
     return None
+
+
+def gates_of(
+    gating: Any,
+    formula: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    products: Tensor,
+    static: Tensor,
+    scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """What ``formula`` makes of the next three: there are no kernels here."""
+    return formula(products, static, scale)
 
 
 def read_off(x: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tensor, Tensor]:

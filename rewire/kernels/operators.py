@@ -366,6 +366,49 @@ def products(grad: Tensor, streams: Tensor) -> Tensor:
     return projection.products(grad, streams)
 
 
+def _gates_fake(products: Any, static: Any, scale: Any, n: int, iterations: int, *_: Any) -> tuple[Tensor, Tensor]:
+    lead = products.shape[: -1 if iterations else -2]
+    return products.new_empty((*lead, n, 1)), products.new_empty((*lead, n, n + 1)).mT
+
+
+@_operator(
+    "(Tensor products, Tensor static, Tensor scale, int n, int iterations, float eps, float magnitude)"
+    " -> (Tensor, Tensor)",
+    _gates_fake,
+)
+def gates(
+    products: Tensor, static: Tensor, scale: Tensor, n: int, iterations: int, eps: float, magnitude: float
+) -> tuple[Tensor, Tensor]:
+    """What units of hyper-connections read, [..., n, 1], and write, [..., n + 1, n], with: see `gating`."""
+    from rewire.kernels import gates  # only where there is Triton
+
+    return gates.forward(products, static, scale, n, iterations, eps, magnitude)
+
+
+@_operator(
+    "(Tensor of_read, Tensor of_write, Tensor products, Tensor static, Tensor scale, int iterations, float eps,"
+    " float magnitude) -> (Tensor, Tensor)",
+    lambda of_read, of_write, products, static, *_: (
+        torch.empty_like(products),
+        static.new_empty((1 + static.numel() // static.shape[-1], static.shape[-1])),
+    ),
+)
+def gates_backward(
+    of_read: Tensor,
+    of_write: Tensor,
+    products: Tensor,
+    static: Tensor,
+    scale: Tensor,
+    iterations: int,
+    eps: float,
+    magnitude: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of what `gates` is made of: of the products; of the static values and, in one more row, the scale."""
+    from rewire.kernels import gates
+
+    return gates.backward(of_read, of_write, products, static, scale, iterations, eps, magnitude)
+
+
 @_operator(
     "(Tensor grad, Tensor total, Tensor statistics, int count) -> Tensor",
     lambda grad, total, statistics, count: statistics.new_empty((3, *statistics.shape[1:])),

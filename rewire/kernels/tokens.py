@@ -177,12 +177,8 @@ class _ProjectNormed(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-def sinkhorn_kernels(logits: Tensor, iterations: int) -> Any:
-    """The module of the kernels of Sinkhorn-Knopp, where they run and take such matrices; else None."""
-    if operators.uses_kernels(logits):
-        from rewire.kernels import sinkhorn  # only where there is Triton
-
-        return sinkhorn if sinkhorn.fits(logits, iterations) else None
+def compiled_sinkhorn(logits: Tensor) -> Any:
+    """The module of the compiled loop of Sinkhorn-Knopp, where it takes such matrices; else None."""
     return sinkhorn_cpu if sinkhorn_cpu.fits(logits) else None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
 from rewire.kernels import several
+from rewire.kernels.gating import Gating, gates_of
 from rewire.kernels.several import combine
 from rewire.kernels.tokens import Claim, read_off_streams
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, check_choice, check_count
@@ -116,6 +117,11 @@ class Streams(Topology[Weights]):
         of_parts = write.mT if self.parts == 1 else torch.diag_embed(write.squeeze(-1))
         return Gates(read, torch.cat([carry, of_parts], dim=-2))
 
+    @property
+    def gating(self) -> Gating | None:
+        """Which gates kernels make where values depend on the token; None: none of these."""
+        return None
+
     def values(self, streams: Tensor, unit: Unit) -> tuple[Tensor, Tensor, Claim | None]:
         """The values that the gates of ``unit`` are made of, per token if it is dynamic; and what `several.read` takes:
         the streams, and a claim on them.
@@ -126,9 +132,21 @@ class Streams(Topology[Weights]):
         products, streams, claim = read_off_streams(streams, projection, self.norm_eps)
         return unit.static + scale * self.signal(products), streams, claim
 
+    def opened(self, streams: Tensor, unit: Unit, weights: Weights) -> tuple[Gates, Tensor, Claim | None]:
+        """The gates of a unit instead of its values."""
+        if unit.dynamic is None or self.gating is None:
+            values, streams, claim = self.values(streams, unit)
+            return self.gates(values, weights), streams, claim
+        scale, projection = unit.dynamic
+        products, streams, claim = read_off_streams(streams, projection, self.norm_eps)
+
+        def formula(products: Tensor, static: Tensor, scale: Tensor) -> Gates:
+            return self.gates(static + scale * self.signal(products), weights)
+
+        return Gates(*gates_of(self.gating, formula, products, unit.static, scale)), streams, claim
+
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor, States]:
-        values, streams, claim = self.values(states[0], weights.units[t - 1])
-        gates = self.gates(values, weights)
+        gates, streams, claim = self.opened(states[0], weights.units[t - 1], weights)
         value, streams = several.read(streams, gates.read, claim)
         return value.flatten(-2), (streams, gates.write)
 
@@ -297,6 +315,10 @@ class DynamicHyperConnections(HyperConnections):
 
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"dynamic", "last_dynamic"})
+
+    @property
+    def gating(self) -> Gating:
+        return Gating(self.streams)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``static`` as without input; ``dynamic``, W, float32 [T, D, 1 + n + 1]; ``scale``, s, float32 [T, 2].

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.kernels.tokens import project, sinkhorn_kernels
+from rewire.kernels.tokens import compiled_sinkhorn, project
 
 
 def permutations(n: int, device: torch.device) -> Tensor:
@@ -61,8 +61,8 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     The first of them in the logarithmic domain, where no logits overflow or leave a row that is all zero. From there on
     sums stay between 1/n and n: columns that sum to 1 are divided by at most n. It is an operator of its own,
     so that the backward recomputes the steps instead of keeping them, and because torch.compile takes several times as
-    long for a model with the unrolled loop in each unit. On GPUs it is one kernel each way (`rewire.kernels.sinkhorn`),
-    on CPUs a compiled loop; derivatives of gradients are operations of torch everywhere.
+    long for a model with the unrolled loop in each unit. On CPUs it is a compiled loop; on GPUs gates of units are
+    made by kernels that contain it (`rewire.kernels.gates`). Derivatives of gradients are operations of torch.
 
     Args:
         logits: [..., n, n], float32 or float64.
@@ -72,8 +72,8 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     Returns:
         [..., n, n]: rows sum to 1, exactly for ``eps=0``; columns in the limit.
     """
-    kernels = sinkhorn_kernels(logits, iterations)
-    return sinkhorn_steps(logits, iterations, eps) if kernels is None else kernels.forward(logits, iterations, eps)
+    loop = compiled_sinkhorn(logits)
+    return sinkhorn_steps(logits, iterations, eps) if loop is None else loop.forward(logits, iterations, eps)
 
 
 def sinkhorn_steps(logits: Tensor, iterations: int, eps: float) -> Tensor:
@@ -85,10 +85,8 @@ def sinkhorn_steps(logits: Tensor, iterations: int, eps: float) -> Tensor:
 @torch.library.custom_op("rewire::sinkhorn_backward", mutates_args=())
 def sinkhorn_backward(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
     """Gradient of the logits of `sinkhorn` from that of its result."""
-    kernels = sinkhorn_kernels(logits, iterations)
-    if kernels is not None:
-        return kernels.backward(grad, logits, iterations, eps)
-    return _gradient(grad, logits, iterations, eps)
+    loop = compiled_sinkhorn(logits)
+    return (_gradient if loop is None else loop.backward)(grad, logits, iterations, eps)
 
 
 def _gradient(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:

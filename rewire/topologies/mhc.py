@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from rewire.kernels.gating import Gating
 from rewire.kernels.mix import under_transforms
 from rewire.topologies.base import Dims, Start, check_choice, check_count, no_preserving_start
 from rewire.topologies.hyper import Gates, ParallelStreams, Weights
@@ -161,6 +162,12 @@ class ManifoldHyperConnections(ParallelStreams):
         if self.residual != "permutations":
             return found
         return found._replace(constants=permutations(self.streams, parameters["static"].device))
+
+    @property
+    def gating(self) -> Gating | None:
+        if self.residual != "sinkhorn":
+            return None
+        return Gating(self.streams, self.iterations, self.eps, self.magnitude)
 
     def signal(self, products: Tensor) -> Tensor:
         return products

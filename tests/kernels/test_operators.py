@@ -143,6 +143,24 @@ class TestOperators:
                 added = [grad] if count == 1 else []
                 checked(operators.gather_attended, xs, [x, grad][:count], scores, [tally] * N, added)
 
+    def test_reads_and_gates_of_streams(self) -> None:
+        for lead in ((3,), (2, 3)):
+            streams, grad = drawn(*lead, N, WIDTH, dtype=BF16), drawn(*lead, 1, WIDTH, dtype=BF16)
+            weight = drawn(WIDTH, N + 2)
+            products, inverse = checked(operators.project, streams, weight, 1e-6)
+            found = checked(operators.products, grad, streams)
+            torch.testing.assert_close(found, (grad.float() * streams.float()).sum(-1, keepdim=True))
+            given = products, streams, weight, products, inverse
+            (of_read, _), (without, _) = (
+                checked(operators.project_backward, *given, None, *read) for read in ((grad, found), ())
+            )
+            torch.testing.assert_close(of_read.float(), without.float() + found * grad.float(), rtol=2e-2, atol=0.1)
+            for iterations, values in ((0, drawn(N + 1, N + 2)), (3, drawn(2, 2 * N + N * N))):
+                s = products if iterations == 0 else drawn(*lead, 2 * N + N * N)
+                static = values[:-1].view(s.shape[len(lead) :])
+                read, write = checked(operators.gates, s, static, values[-1], N, iterations, 0.0, 2.0)
+                checked(operators.gates_backward, read, write, s, static, values[-1], iterations, 0.0, 2.0)
+
     def test_tensors_that_other_ranks_still_compute(self) -> None:
         """Tensor parallelism hands over branches, and gradients, that stand for what a collective will have written."""
         functional = pytest.importorskip("torch.distributed._functional_collectives")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rewire.kernels import arguments, grid, launch, operators, projection, sinkhorn
+from rewire.kernels import arguments, gates, grid, launch, operators, projection
 from rewire.kernels.spec import MixSpec
 
 BF16 = torch.bfloat16
@@ -255,12 +255,12 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], Sta
     """What runs kernels that are written by hand, forward and backward: how each was started, and with what."""
     calls: list[tuple[str, Any]] = []
     parameters: dict[str, list[list[str]]] = {}
-    for module, verb in ((projection, "project"), (sinkhorn, "sinkhorn")):
+    for module, verb in ((projection, "project"), (gates, "sinkhorn")):
         names = [f"{verb}_forward", f"{verb}_backward"]
         parameters[module.__name__] = [getattr(module, name).arg_names for name in names]
         for name in names:
             monkeypatch.setattr(module, name, Function(getattr(module, name).arg_names, calls))
-    for plan in (projection._plan_forward, projection._plan_backward, sinkhorn._plan):
+    for plan in (projection._plan_forward, projection._plan_backward, gates._plan):
         plan.cache_clear()
 
     def named(module: Any) -> Started:
@@ -278,14 +278,18 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], Sta
         assert (scores.shape, grad.shape, of_weight.shape) == ((*x.shape[:-1], 3), x.shape, (3, x.shape[-1]))
         return named(projection)
 
-    def normalise(x: Tensor) -> Started:
-        assert sinkhorn.backward(sinkhorn.forward(x, 3, 0.0), x, 3, 0.0).shape == x.shape
-        return named(sinkhorn)
+    def gate(x: Tensor) -> Started:
+        values = torch.zeros(2, x.shape[-1])
+        read, write = gates.forward(x, *values, 2, 3, 0.0, 2.0)
+        assert (read.shape, write.shape) == ((*x.shape[:-1], 2, 1), (*x.shape[:-1], 3, 2))
+        grad, sums = gates.backward(read, write, x, *values, 3, 0.0, 2.0)
+        assert (grad.shape, sums.shape) == (x.shape, values.shape)
+        return named(gates)
 
-    return {"x": project, "logits": normalise}
+    return {"x": project, "products": gate}
 
 
-@pytest.mark.parametrize(("name", "shape"), [("x", (2, 5, 8)), ("logits", (2, 4, 4))])
+@pytest.mark.parametrize(("name", "shape"), [("x", (2, 5, 8)), ("products", (2, 5, 8))])
 def test_kernels_written_by_hand_start_directly_too(name: str, shape: tuple[int, ...], by_hand: Any) -> None:
     x = torch.zeros(shape)
     assert [(way, given[name].data_ptr()) for way, given in by_hand[name](x)] == [("by Triton", x.data_ptr())] * 2
@@ -305,8 +309,9 @@ def test_kernels_written_by_hand_take_rows_as_they_lie(by_hand: Any) -> None:
             found = [given for _, given in by_hand["x"](x)]
             assert [given["x_stride"] for given in found] == [stride, stride]
         assert all((given["x"] == x.data_ptr()) == (x is not uneven) for given in found)
-    found = [given for _, given in by_hand["logits"](torch.zeros(2, 4, 16)[..., :4])]
-    assert [given["strides"] for given in found] == [(64, 16, 1)] * 2
+    columns_first = torch.zeros(8, 10).T
+    found = [given for _, given in by_hand["products"](columns_first)]
+    assert [given["strides"] for given in found] == [(1, 10)] * 2
 
 
 def test_gradients_are_those_of_the_shapes_at_hand() -> None:
