@@ -161,7 +161,7 @@ class TestWiring:
         ("key", "granularity"),
         [
             *((key, "sublayer") for key in ("residual", *FAMILIES)),
-            *((key, "block") for key in ("residual", "ancre-ingoing", "grn-v1", "hc-dynamic")),
+            *((key, "block") for key in ("residual", "ancre-ingoing", "grn-v1", "hc-dynamic", "mhc")),
         ],
     )
     def test_odd_widths_and_strided_states(self, key: str, granularity: str) -> None:
