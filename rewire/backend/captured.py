@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 
 from rewire.copies import Inputs, shared
 from rewire.errors import BadExampleInputs, ValidationMismatch
 from rewire.logs import validate as log
+from rewire.passes.finding.graphs import number
 from rewire.passes.validate import compare_both
 from rewire.passes.validating.runs import Setting
 from rewire.runtime.connection import connections
@@ -72,7 +72,7 @@ def check_captured(original: fx.GraphModule, rewritten: fx.GraphModule, inputs: 
     if start == "preserve":
         for connection in connections(after).values():  # which may have learned since, in another graph
             connection.become(connection.layout)
-    given: Inputs = tuple(_number(value) for value in inputs if not isinstance(value, nn.Parameter)), {}
+    given: Inputs = tuple(number(value) for value in inputs if not isinstance(value, nn.Parameter)), {}
     try:
         compare_both("a graph", before, after, given, SETTINGS, STARTS if start == "preserve" else ())
     except BadExampleInputs as error:
@@ -85,8 +85,3 @@ def check_captured(original: fx.GraphModule, rewritten: fx.GraphModule, inputs: 
 
 def _has_no_values(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor))
-
-
-def _number(value: Any) -> Any:
-    """A size that may change between calls, as it is in this one."""
-    return value.node.hint if isinstance(value, torch.SymInt) else value

@@ -125,6 +125,7 @@ class Backend:
         self._connections = nn.ModuleDict()
         self._trunks: dict[str, Trunk] = {}
         self._owners: dict[str, list[weakref.ref[nn.Parameter]]] = {}  # by trunk: parameters of the model
+        self._kept: dict[int, weakref.WeakSet[Callable[..., Any]]] = {}  # by frame of Dynamo: what it runs
         self._seen: list[Trunk] = []  # found in any graph of the model that is being compiled
         self._break = ""  # the last graph break
         self.__name__ = "rewire"  # in messages of torch.compile
@@ -150,17 +151,21 @@ class Backend:
         """Compile one graph; ``torch.compile`` calls this.
 
         Raises:
-            UnsupportedCall: a graph break cuts a trunk, or a trunk differs from the one of that name in earlier graphs.
+            UnsupportedCall: a graph break cuts a trunk, a trunk differs from the one of that name in earlier graphs, or
+                there are so many graphs that Dynamo would run the next kind of inputs without any.
             UnsupportedTopology, WidthMismatch, ValidationMismatch: as `rewire.compile`.
         """
         rewired = self._rewrite(graph, example_inputs)
+        kept = self._kept_with_room() if rewired else weakref.WeakSet()
         _declare_parameters(graph)
         compiled: Callable[..., Any]
         if self.inner == "inductor":
             compiled = torch._inductor.compile(graph, list(example_inputs), self.inner_options)
         else:
             compiled = torch._dynamo.lookup_backend(self.inner)(graph, example_inputs)  # type: ignore[arg-type]
-        return self._for_one_model(compiled, rewired, example_inputs)
+        run = self._for_one_model(compiled, rewired, example_inputs)
+        kept.add(run)
+        return run
 
     def rewrite(self, program: fx.GraphModule | torch.export.ExportedProgram, *inputs: Any) -> fx.GraphModule:
         """The module of an exported program, or a copy of a graph module, rewritten: to be run, trained or compiled.
@@ -312,6 +317,26 @@ class Backend:
                     "the whole model, or use rewire.compile, which does not depend on graphs."
                 )
 
+    def _kept_with_room(self) -> weakref.WeakSet[Callable[..., Any]]:
+        """Graphs that Dynamo keeps for the frame that it compiles, of which there is not to be a last one.
+
+        Raises:
+            UnsupportedCall: it is: Dynamo would run further kinds of inputs as Python code, without the connections.
+        """
+        compilation = torch._guards.CompileContext.current_compile_id()
+        if compilation is None or compilation.frame_id is None:  # not Dynamo's
+            return weakref.WeakSet()
+        kept = self._kept.setdefault(compilation.frame_id, weakref.WeakSet())
+        limit = torch._dynamo.config.recompile_limit
+        if len(kept) + 1 >= limit:
+            raise UnsupportedCall(
+                f"this is graph {len(kept) + 1} of the same code, and torch._dynamo.config.recompile_limit is {limit}: "
+                "the next kind of inputs torch.compile would run without the connections. If sizes change from call to "
+                "call, pass torch.compile(.., dynamic=True); TORCH_LOGS=recompiles says what else changes. Or raise "
+                "the limit. rewire.compile does not depend on graphs."
+            )
+        return kept
+
     def _for_one_model(
         self, compiled: Callable[..., Any], trunks: Sequence[str], inputs: Sequence[Any]
     ) -> Callable[..., Any]:
@@ -321,7 +346,7 @@ class Backend:
         """
         first = next((n for n, value in enumerate(inputs) if isinstance(value, nn.Parameter)), None)
         if first is None or not trunks:
-            return compiled
+            return lambda *args: compiled(*args)  # an object of its own
         self._check_owner(trunks, inputs)
         known = weakref.ref(inputs[first])
 

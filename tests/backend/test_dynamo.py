@@ -447,6 +447,38 @@ def test_a_backend_is_for_one_model() -> None:
         assert isinstance(getattr(info.value, "inner_exception", info.value), rewire.UnsupportedCall)
 
 
+@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("topology", ["denseformer", "grn-v3"])
+def test_lengths_may_change(topology: str, dynamic: bool | None) -> None:
+    """At once, or from the second length on: further ones are no new graphs."""
+    model, flat = Stack(PreNorm), backend(topology)
+    compiled, rewired = torch.compile(model, backend=flat, dynamic=dynamic), rewire.compile(model, topology)
+    graphs = []
+    for number, length in enumerate((7, 9, 12, 20)):
+        if number == 1:
+            for theirs, ours in zip(rewire.connections(rewired)["layers"].parameters(), flat.parameters(), strict=True):
+                scrambled(ours)
+                theirs.data.copy_(ours.data)
+        torch.testing.assert_close(compiled(vectors(length=length)), rewired(vectors(length=length)))
+        graphs.append(flat.report.graphs)
+    assert len(set(graphs)) == (1 if dynamic else 2) and graphs[1] == graphs[-1]
+
+
+@torch._dynamo.config.patch(recompile_limit=3)
+def test_more_graphs_than_are_kept_are_refused() -> None:
+    """The next kind of inputs would run as Python code, and train the plain model."""
+    compiled = torch.compile(Stack(PreNorm), backend=backend(), dynamic=False)
+    for length in (7, 9):
+        compiled(vectors(length=length))
+    for length in (12, 12, 20):
+        with pytest.raises(BackendCompilerFailed, match=r"graph 3 of the same code.* dynamic=True"):
+            compiled(vectors(length=length))
+    compiled(vectors(length=9))
+    torch._dynamo.reset()  # which forgets them
+    gc.collect()
+    compiled(vectors(length=12))
+
+
 def test_options_that_are_not_ours_are_inductors() -> None:
     flat = rewire.Backend.of({"topology": "denseformer", "triton.cudagraphs": True})
     assert flat.inner_options == {"triton.cudagraphs": True}

@@ -46,7 +46,7 @@ def flow_of(graph: fx.Graph, root: nn.Module, constants: Mapping[str, torch.Tens
         value = constants.get(str(node.target)) if node.op == "get_attr" else None
         value = tensor_of(node, root) if value is None else value
         op = Op(len(flow.ops), _name(node), inputs, _scope(node, scopes), node.meta.get("place"), node=node)
-        op.shape, op.dtype = (None, None) if value is None else (value.shape, value.dtype)
+        op.shape, op.dtype = (None, None) if value is None else (_sizes(value), value.dtype)
         weight = _is_weight(node, root) or str(node.target) in constants
         op.parameter = str(node.target) if node.op == "get_attr" and weight else ""
         op.constant = weight or (bool(inputs) and all(source.constant for source in inputs))
@@ -132,6 +132,19 @@ def tensor_of(node: fx.Node, root: nn.Module) -> torch.Tensor | None:
     if value is None and node.op == "get_attr":
         value = attribute_at(root, str(node.target))
     return value if isinstance(value, torch.Tensor) else None
+
+
+def _sizes(x: torch.Tensor) -> torch.Size | None:
+    """The shape, in numbers: comparing those that may change would fix them. None if there is one that nobody knows."""
+    sizes = [number(size) for size in x.shape]
+    return None if None in sizes else torch.Size(sizes)
+
+
+def number(value: Any) -> Any:
+    """A size that may change between calls as it is in this one, None if that is not known; others as they are."""
+    if not isinstance(value, torch.SymInt):
+        return value
+    return value.node.hint if value.node.has_hint() else None
 
 
 def attribute_at(root: nn.Module, path: str) -> Any:
