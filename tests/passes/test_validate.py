@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from models import WIDTH, NanoGPT, PreNorm, vectors
+from models import WIDTH, NanoGPT, PreNorm, Stack, vectors
 from torch import Tensor, nn
 
 import rewire
@@ -200,3 +200,37 @@ def test_a_model_that_amplifies_rounding_is_compared_in_float64():
     reordered.factor = 1 + 1e-6
     with pytest.raises(ValidationMismatch, match="output 0"):
         compare(original, reordered, inputs)
+
+
+class PreciseHead(nn.Module):
+    """A bfloat16 body, and a float32 head that gets what it needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = Stack(PreNorm).bfloat16(), nn.Linear(Stack(PreNorm).out.out_features, 5)
+
+    def forward(self, x):
+        return self.head(self.body(x.bfloat16()).float())
+
+
+@pytest.mark.parametrize("by", ["source", "graph"])
+def test_a_model_that_is_less_precise_than_its_output_is_compared_as_such(by):
+    """A sum that is rounded once is not, to the last bit, what plain adds make; what is wrong by more is refused."""
+
+    def rewired(topology):
+        torch.manual_seed(0)
+        if by == "source":
+            return rewire.compile(PreciseHead(), topology, example_inputs=(vectors(),))(vectors())
+        backend = rewire.Backend(topology, inner="eager")
+        return torch.compile(PreciseHead(), backend=backend)(vectors())
+
+    assert rewired("grn-v3").dtype == torch.float32
+    with pytest.raises(Exception, match="differs from the original's by"):
+        rewired(Scaled())
+
+
+class Scaled(Residual):
+    """Wrong in the first unit."""
+
+    def merge(self, states, weights, t, *branches):
+        return materialize(super().merge(states, weights, t, *branches)) * (1.2 if t == 1 else 1.0)

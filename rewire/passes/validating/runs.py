@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from rewire.copies import Inputs, own_inputs, private, seeded
-from rewire.passes.validating.tensors import gradient_error, real, tensors_in
+from rewire.passes.validating.tensors import gradient_error, real, tensors_in, tolerance
 from rewire.runtime.stream import Stream
 
 #: Models with more parameters have only those perturbed that are constant: a second set would not fit everywhere.
@@ -30,6 +30,7 @@ class Setting:
         strided: with inputs that are not contiguous, if the original takes such.
         rounding: outputs may differ by rounding; then gradients may differ by what a ReLU makes of that, and are not
             compared.
+        within: the relative error that outputs may have at least, where something on the way to them is less precise.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Setting:
     perturbed: bool = False
     strided: bool = False
     rounding: bool = False
+    within: float = 0.0
 
 
 @dataclasses.dataclass
@@ -50,6 +52,7 @@ class Run:
         gradients: those that were kept, by parameter.
         wrong: in words, what differs from those expected.
         compared: number of gradients that were.
+        within: see `Setting`.
     """
 
     outputs: list[Tensor] = dataclasses.field(default_factory=list)
@@ -57,6 +60,7 @@ class Run:
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     wrong: list[str] = dataclasses.field(default_factory=list)
     compared: int = 0
+    within: float = 0.0
 
     def __post_init__(self) -> None:
         self._largest = max((float(g.float().norm()) for g in (self.expected or {}).values()), default=0.0)
@@ -67,7 +71,7 @@ class Run:
             self.gradients[name] = gradient.detach()
         elif name in self.expected:
             self.compared += 1
-            error = gradient_error(self.expected.pop(name), gradient, self._largest)
+            error = gradient_error(self.expected.pop(name), gradient, self._largest, self.within)
             if error:
                 self.wrong.append(f"the gradient of '{name}' differs from the original's by {error:.1e} (relative)")
         elif "depth_connections" not in name and float(gradient.float().norm()) > 0:
@@ -91,7 +95,7 @@ def run(
         expected: gradients to compare with; see `Run`.
     """
     bench = _copy(setting, model, noise)
-    result = Run(expected=expected)
+    result = Run(expected=expected, within=setting.within)
     with _gradients_to(result, bench) as trained, torch.enable_grad(), seeded(0, bench):
         args, kwargs = own_inputs(inputs)
         outputs = [t for t in tensors_in(bench(*args, **kwargs)) if t.is_floating_point() or t.is_complex()]
@@ -168,6 +172,13 @@ def block_outputs(
         args, kwargs = own_inputs(inputs)
         bench(*args, **kwargs)
     return blocks
+
+
+def coarsest(setting: Setting, model: nn.Module, inputs: Inputs, noise: dict[str, Tensor]) -> float:
+    """The relative error that the least precise of its matrices and hidden states may have."""
+    states = [value for _, value in block_outputs(setting, model, inputs, noise)]
+    matrices = [p for p in model.parameters() if p.dim() > 1 and p.is_floating_point()]
+    return max(map(tolerance, (*states, *matrices)), default=0.0)
 
 
 def noise_for(model: nn.Module) -> dict[str, Tensor]:

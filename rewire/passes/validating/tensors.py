@@ -50,12 +50,17 @@ def relative_error(reference: Tensor, other: Tensor) -> float:
     return float((a - b).norm() / a.norm().clamp_min(torch.finfo(a.dtype).tiny))
 
 
-def gradient_error(reference: Tensor, gradient: Tensor, largest: float) -> float:
+def gradient_error(reference: Tensor, gradient: Tensor, largest: float, within: float = 0.0) -> float:
     """Relative error of a gradient if it is too large, else 0.
 
     A gradient that is zero in exact arithmetic (a key bias, say) is rounding noise in both.
+
+    Args:
+        reference, gradient: of the original, and of what is compared with it.
+        largest: norm of the largest gradient of the original.
+        within: the relative error that outputs may have at least.
     """
-    tolerance = _GRADIENT_SLACK * TOLERANCES.get(reference.dtype, 1e-5)
+    tolerance = _GRADIENT_SLACK * max(within, TOLERANCES.get(reference.dtype, 1e-5))
     difference = float((reference.float() - gradient.float()).norm())
     if difference > tolerance * max(float(reference.float().norm()), 1e-3 * largest):
         return relative_error(reference, gradient)
