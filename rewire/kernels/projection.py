@@ -128,8 +128,8 @@ def project_backward(
             dr = tl.load(grad_read + (token * grad_read_stride + col % WIDTH), mask=inside, other=0.0).to(tl.float32)
             # One stream for the tile, where there is no other in it
             of_tile = tl.program_id(1) * BLOCK_COLS if WIDTH == COLS or WIDTH % BLOCK_COLS == 0 else col
-            place = token * factor_stride + (row % TOKEN_ROWS + of_tile // WIDTH) * stream_stride
-            dx += tl.load(factors + place, mask=(row < rows) & (of_tile < COLS), other=0.0) * dr
+            factor = token * factor_stride + (row % TOKEN_ROWS + of_tile // WIDTH) * stream_stride
+            dx += tl.load(factors + factor, mask=(row < rows) & (of_tile < COLS), other=0.0) * dr
         if NORMED:
             s = tl.load(scores + (k[None, :].to(tl.int64) * rows + row), mask=known, other=0.0)
             r = tl.load(inverse + row, mask=row < rows, other=0.0)
