@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,7 +80,8 @@ def tanh_backward(
     scale,  # float32 [N + 2]
     grad_read,  # float32 [tokens, N]
     grad_table,  # float32 [tokens, N, N + 1]
-    grad_products,  # float32, with the strides of products
+    grad_products,  # float32, as products
+    grad_strides,
     partials,  # float32 [programs, N + 1, N + 2]: of the static values, and of the scale
     tokens,
     N: tl.constexpr,
@@ -97,6 +97,7 @@ def tanh_backward(
     g = tl.load(grad_read + (token * N + i + 0 * k), mask=inside & (k == 0), other=0.0)
     g += tl.load(grad_table + (token * (N * (N + 1)) + _place(i, k, N)), mask=inside & (k > 0), other=0.0)
     a = tl.load(scale + k, mask=k < N + 2, other=0.0)
+    place = token * grad_strides[0] + i * grad_strides[1] + k * grad_strides[2]
     tl.store(grad_products + place, a * g * (1.0 - t * t), mask=inside)
     whole = partials + tl.program_id(0).to(tl.int64) * ((N + 1) * (N + 2))
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, COLUMNS)
@@ -193,7 +194,8 @@ def sinkhorn_backward(
     scale,  # float32 [2 N + N N]
     grad_read,  # float32 [tokens, N]
     grad_table,  # float32 [tokens, N, N + 1]
-    grad_products,  # float32, with the strides of products
+    grad_products,  # float32, as products
+    grad_strides,
     partials,  # float32 [programs, 2, 2 N + N N]: of the static values, and of the scale
     tokens,
     floor,
@@ -219,7 +221,7 @@ def sinkhorn_backward(
             g = magnitude * tl.load(grad_table + ((token * N + i) * (N + 1) + N), mask=inside, other=0.0)
         share = _sigmoid(z)
         g *= share * (1.0 - share)
-        tl.store(grad_products + (token * strides[0] + column * strides[1]), a * g, mask=inside)
+        tl.store(grad_products + (token * grad_strides[0] + column * grad_strides[1]), a * g, mask=inside)
         tl.store(partials + column, tl.sum(g, 0, keep_dims=True), mask=i < N)
         tl.store(partials + columns + column, tl.sum(g * s, 0, keep_dims=True), mask=i < N)
 
@@ -258,7 +260,7 @@ def sinkhorn_backward(
     if FLOORED:
         g *= tl.exp(first_step - padded)
     g -= tl.exp(first_step) * tl.sum(g, 1, keep_dims=True)
-    tl.store(grad_products + (token * strides[0] + column * strides[1]), a * g, mask=inside)
+    tl.store(grad_products + (token * grad_strides[0] + column * grad_strides[1]), a * g, mask=inside)
     tl.store(partials + column, tl.sum(g, 0, keep_dims=True), mask=known)
     tl.store(partials + columns + column, tl.sum(g * s, 0, keep_dims=True), mask=known)
 
@@ -275,10 +277,11 @@ def forward(
         iterations: of Sinkhorn-Knopp; 0: gates are values with a hyperbolic tangent.
         eps, magnitude: as in `ManifoldHyperConnections`.
     """
-    by_token, lead = _by_token(products, iterations)
+    lead = products.shape[: -1 if iterations else -2]
+    by_token = products.reshape(-1, *products.shape[len(lead) :])
     read = torch.empty(*lead, n, 1, dtype=torch.float32, device=products.device)
     table = torch.empty(*lead, n, n + 1, dtype=torch.float32, device=products.device)
-    kernel, _ = _plan(layout(by_token), n, iterations, eps, magnitude, False)
+    kernel, *_ = _plan(layout(by_token), n, iterations, eps, magnitude, False)
     kernel((by_token, static.contiguous(), scale.contiguous(), read, table))
     return read, table.mT
 
@@ -297,30 +300,26 @@ def backward(
 
     The latter is [n + 1, n + 2] or [2, 2 n + n n].
     """
-    by_token, _ = _by_token(products, iterations)
-    kernel, programs = _plan(layout(by_token), grad_read.shape[-2], iterations, eps, magnitude, True)
-    found, columns = torch.empty_like(by_token), scale.shape[0]  # with the same strides
+    by_token, columns = products.reshape(-1, *products.shape[-1 if iterations else -2 :]), scale.shape[0]
+    kernel, programs, strides = _plan(layout(by_token), grad_read.shape[-2], iterations, eps, magnitude, True)
+    found = torch.empty_strided(by_token.shape, strides, dtype=torch.float32, device=products.device)
     partials = torch.empty(programs, 1 + static.numel() // columns, columns, dtype=torch.float32, device=found.device)
     given = (by_token, static.contiguous(), scale.contiguous(), grad_read.contiguous(), grad_write.mT.contiguous())
     kernel((*given, found, partials))
     return found.view(products.shape), partials.sum(0)
 
 
-def _by_token(products: Tensor, iterations: int) -> tuple[Tensor, Sequence[int]]:
-    """Products [tokens, ...], dense in some order of the dimensions, and the leading dimensions."""
-    lead = products.shape[: -1 if iterations else -2]
-    by_token = products.reshape(-1, *products.shape[len(lead) :])
-    order = sorted(range(by_token.dim()), key=by_token.stride, reverse=True)
-    return by_token if by_token.permute(order).is_contiguous() else by_token.contiguous(), lead
-
-
 @functools.lru_cache(MOST_PLANS)
 def _plan(
     products: Layout, n: int, iterations: int, eps: float, magnitude: float, backward: bool
-) -> tuple[Kernel, int]:
-    """The kernel for products of all tokens, of a list of tensors in the order of its parameters; and its programs."""
+) -> tuple[Kernel, int, tuple[int, ...]]:
+    """The kernel for products of all tokens, of a list of tensors in the order of its parameters; its programs; and
+    the strides of the products' gradient.
+    """
     tokens, size = products.shape[0], 1 << (n - 1).bit_length()
     numbers: dict[str, Any] = {"strides": products.strides, "tokens": tokens, "N": n}
+    strides = _dense(products)
+    numbers |= {"grad_strides": strides} if backward else {}
     constants: dict[str, Any] = {"SIZE": size, "num_warps": 4}
     names = ["products", "static", "scale"]
     names += ["grad_read", "grad_table", "grad_products", "partials"] if backward else ["read", "table"]
@@ -339,4 +338,13 @@ def _plan(
         jit = tanh_backward if backward else tanh_forward
     programs = -(-tokens // block)
     code = Code(lambda: jit, (programs, 1, 1), constants, backward=backward)
-    return Kernel(code, products.device, {name: place for place, name in enumerate(names)}, numbers), programs
+    kernel = Kernel(code, products.device, {name: place for place, name in enumerate(names)}, numbers)
+    return kernel, programs, strides
+
+
+def _dense(x: Layout) -> tuple[int, ...]:
+    """Strides of a tensor without gaps whose dimensions lie in the order of those of ``x``."""
+    strides, step = [0] * len(x.shape), 1
+    for dim in sorted(range(len(x.shape)), key=lambda dim: (x.strides[dim], -dim)):
+        strides[dim], step = step, step * max(1, x.shape[dim])
+    return tuple(strides)

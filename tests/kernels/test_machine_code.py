@@ -249,7 +249,7 @@ def test_gates_are_in_registers(n: int, iterations: int, started: list[tuple[Any
     for kernel, arguments in started:
         done = specialised(kernel, arguments, TARGETS["sm_90"])
         found = usage(done, TARGETS["sm_90"])
-        assert found.spilled == 0 and found.registers <= 108
+        assert found.spilled == 0 and found.registers <= 128
         assert not iterations or barriers_in_loops(done.asm["ptx"]) == 0
 
 
