@@ -223,18 +223,18 @@ def write_and_read(
 
 
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -> Tensor:
-    """``H'_j = sum_i w_ij H_i + sum_k w_(n+k)j sum_f f_k``, in float32 (float64 for float64), rounded once.
+    """``H'_j = sum_i w_ij H_i + w_nj sum_f f_j``, in float32 (float64 for float64), rounded once.
 
     Args:
         streams: H [..., n, C].
-        weights: w [..., n + b, k], from stream i, and then from part i - n of each branch, to row j of the result;
-            [n + b, k] if it does not depend on the token. Without branches [..., n, k].
-        branches: f [..., b, C].
+        weights: w [..., n + 1, k], from stream i, and in the last row from each branch, to row j of the result;
+            [n + 1, k] if it does not depend on the token. Without branches there are n rows.
+        branches: f [..., k, C] or, the same for all j, [..., 1, C].
 
     Returns:
         [..., k, C]
     """
     sources = streams.unsqueeze(-2).unbind(-3)  # n of [..., 1, C]
-    parts = [part for f in branches for part in f.unsqueeze(-2).unbind(-3)]
-    scores = weights.unsqueeze(-1).unbind(-3)  # n + b of [..., k, 1]
-    return mix((*sources, *parts), None, scores=(*scores, *scores[len(sources) :] * (len(branches) - 1)))
+    scores = weights.unsqueeze(-1).unbind(-3)  # n + 1 of [..., k, 1]
+    n = len(sources)
+    return mix((*sources, *branches), None, scores=(*scores[:n], *scores[n:] * len(branches)))

@@ -79,38 +79,46 @@ class _Claimed(torch.autograd.Function):
 
 
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -> Tensor:
-    """``H'_j = sum_i w_ij H_i + sum_k w_(n+k)j sum_f f_k``, in float32 (float64 for float64), rounded once.
+    """``H'_j = sum_i w_ij H_i + w_nj sum_f f_j``, in float32 (float64 for float64), rounded once.
 
     Without a kernel, in eager mode on a CPU, it is a matrix product for each token, and so are its gradients; also for
-    branches of several parts. Nowhere else: autocast or TF32 would round them.
+    branches with a part for each result. Nowhere else: autocast or TF32 would round them.
 
     Args:
         streams: H [..., n, C].
-        weights: w [..., n + b, k], from stream i, and then from part i - n of each branch, to row j of the result;
-            [n + b, k] if it does not depend on the token. Without branches [..., n, k].
-        branches: f [..., b, C].
+        weights: w [..., n + 1, k], from stream i, and in the last row from each branch, to row j of the result;
+            [n + 1, k] if it does not depend on the token. Without branches there are n rows.
+        branches: f [..., k, C] or, the same for all j, [..., 1, C].
 
     Returns:
         [..., k, C]
     """
-    by_kernels = _by_kernels([streams, *branches], weights.shape[-1])
+    n, by_kernels = streams.shape[-2], _by_kernels([streams, *branches], weights.shape[-1])
     if by_kernels is False and _exact_products(streams) and any(f.shape[-2] > 1 for f in branches):
         by_kernels = None  # the loop would multiply by zeros, per token
     if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
-        # The part of a branch by itself: gradients of it are views, which those of unbind are not.
-        parts = [part for f in branches for part in ([f.squeeze(-2)] if f.shape[-2] == 1 else f.unbind(-2))]
-        table = weights.mT
-        if len(branches) > 1:
-            table = torch.cat([table, *[table[..., streams.shape[-2] :]] * (len(branches) - 1)], -1)
+        terms, table = [_terms(f, weights[..., n:, :]) for f in branches], weights.mT
+        if len(terms) > 1 or any(len(parts) > 1 for parts, _ in terms):
+            table = torch.cat([table[..., :n], *(columns for _, columns in terms)], -1)
         given = (table, None) if table.dim() == 2 else (None, table)
+        parts = [part for parts, _ in terms for part in parts]
         result: Tensor = _Several.apply(by_kernels, True, 0, *given, streams, *parts)[0]
         return result
     if _exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
         return _products(streams, weights, branches)
     sources = streams.unsqueeze(-2).unbind(-3)  # n of [..., 1, C]
-    parts = [part for f in branches for part in f.unsqueeze(-2).unbind(-3)]
-    scores = weights.unsqueeze(-1).unbind(-3)  # n + b of [..., k, 1]
-    return mix((*sources, *parts), None, scores=(*scores, *scores[len(sources) :] * (len(branches) - 1)))
+    scores = weights.unsqueeze(-1).unbind(-3)  # n + 1 of [..., k, 1]
+    return mix((*sources, *branches), None, scores=(*scores[:n], *scores[n:] * len(branches)))
+
+
+def _terms(branch: Tensor, write: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+    """The parts of a branch [..., 1 or k, C], and what k results take of them, [..., k, 1 or k]: each its own one.
+
+    ``write`` is [..., 1, k].
+    """
+    if branch.shape[-2] == 1:
+        return [branch.squeeze(-2)], write.mT  # whose gradients are views, which those of unbind are not
+    return branch.unbind(-2), torch.diag_embed(write.squeeze(-2))
 
 
 def write_and_read(
@@ -161,7 +169,7 @@ def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor]) -> T
         if not branches:
             return torch.bmm(table, flat).view(*tokens, k, channels)
         factor = whole[..., n:].contiguous()
-        first, *others = [factor @ f for f in branches]
+        first, *others = [factor @ f if f.shape[-2] == 1 else factor * f for f in branches]
         total = torch.baddbmm(first.reshape(-1, k, channels), table, flat).view(first.shape)
         return functools.reduce(torch.add, others, total)
 

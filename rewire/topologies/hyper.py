@@ -28,7 +28,7 @@ class Gates(NamedTuple):
 
     Attributes:
         read: A_m [..., n, p], from stream i to part k of what the branch sees.
-        write: A_r and, below it, B; [..., n + p, n]: from stream i, and then from part k of the branch output, to
+        write: A_r and, below it, B, [..., n + 1, n]: from stream i, and in the last row from the branch output, to
             stream j.
     """
 
@@ -112,10 +112,9 @@ class Streams(Topology[Weights]):
         return torch.tanh(products)
 
     def gates(self, values: Tensor, weights: Weights) -> Gates:
-        """The gates from their values; here [..., n, K], side by side: A_m, A_r, and B of the stream's part."""
+        """The gates from their values; here [..., n, K], side by side: A_m, A_r and B."""
         read, carry, write = values.split([self.parts, values.shape[-2], 1], dim=-1)
-        of_parts = write.mT if self.parts == 1 else torch.diag_embed(write.squeeze(-1))
-        return Gates(read, torch.cat([carry, of_parts], dim=-2))
+        return Gates(read, torch.cat([carry.mT, write], dim=-1).mT)  # side by side, as sums take them
 
     @property
     def gating(self) -> Gating | None:

@@ -178,7 +178,8 @@ class ManifoldHyperConnections(ParallelStreams):
     def gates(self, values: Tensor, weights: Weights) -> Gates:
         pre, post, res = values.tensor_split((self.streams, 2 * self.streams), dim=-1)
         write = self.magnitude * torch.sigmoid(post) + self._added
-        return Gates(self.reading(pre), torch.cat([self._mixed(res, weights, write).mT, write.unsqueeze(-2)], dim=-2))
+        # Side by side, as sums take them
+        return Gates(self.reading(pre), torch.cat([self._mixed(res, weights, write), write.unsqueeze(-1)], dim=-1).mT)
 
     def _mixed(self, res: Tensor, weights: Weights, like: Tensor) -> Tensor:
         """H_res [..., out, in], in the dtype of ``like`` [..., n]."""

@@ -33,8 +33,9 @@ def twin_of_mixes(sources: Sequence[Tensor], weights: Tensor | None, scores: Ten
 
 
 def twin_of_combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor]) -> Tensor:
-    total = [streams, sum(branches)] if branches else [streams]
-    return torch.einsum("...nk,...nc->...kc", weights, torch.cat(total, -2))
+    n = streams.shape[-2]
+    total = torch.einsum("...nk,...nc->...kc", weights[..., :n, :], streams)
+    return total + sum(weights[..., n, :, None] * f for f in branches)
 
 
 def twin_of_read(streams: Tensor, weights: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ def arguments_of_combine(dtype: torch.dtype, per_token: bool, parts: int, n: int
     """``parts``: of two branches; 0: none."""
     precise, lead = torch.promote_types(dtype, F32), (2, 3) if per_token else ()
     branches = [drawn(2, 3, parts, WIDTH, dtype=dtype) for _ in range(2) if parts]
-    return drawn(2, 3, n, WIDTH, dtype=dtype), drawn(*lead, n + parts, M, dtype=precise), branches
+    return drawn(2, 3, n, WIDTH, dtype=dtype), drawn(*lead, n + (parts > 0), M, dtype=precise), branches
 
 
 def arguments_of_write_and_read(dtype: torch.dtype, branches: int, n: int = N) -> tuple[Any, ...]:
