@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rewire.kernels.attended import EPS, AttendedTable
 from rewire.kernels.history import parts
@@ -40,10 +41,17 @@ def gates_of(
     return formula(products, static, scale)
 
 
-def read_off(x: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tensor, Tensor]:
-    """``x @ weight`` in float32, with ``eps`` of the normed x; and ``x``."""
+def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool = False) -> tuple[Tensor, Tensor]:
+    """``x @ weight`` in float32, with ``eps`` of the normed x; ``clamped``, nothing below zero; and ``x``."""
     with outside_autocast(x.device):
-        return (_Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)), x
+        scores = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
+    return scores.clamp(min=0) if clamped else scores, x  # not relu: the derivative of clamp is 1 at 0
+
+
+def read_off_hidden(x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``gelu(rms_norm(x) @ weight) @ out + static``, and ``x``."""
+    hidden, x = read_off(x, weight, eps)
+    return project(F.gelu(hidden), out) + static, x
 
 
 def read_off_streams(streams: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, None]:

@@ -35,9 +35,14 @@ class Claims(torch.autograd.Function):
         if not given:
             return (None, None, None, *[None] * (len(tensors) - 1), added_up(added))
         weights = flat.view(len(states), ctx.mixes, *flat.shape[1:])
-        dx, dots, of_scores = gathered(given, states, weights, torch.stack(scores, -2) if scores else None, added)
+        dx, dots, of_scores = gathered(given, states, weights, _of_states(scores), added)
         by_token = () if of_scores is None else of_scores.unbind(-2)
         return (None, None, None if dots is None else dots.reshape(flat.shape), *by_token, *dx)
+
+
+def _of_states(scores: Sequence[Tensor]) -> Tensor | None:
+    """Weights per token of M states, [..., M, N], if there are any."""
+    return torch.stack(list(scores), -2) if len(scores) > 1 else scores[0].unsqueeze(-2) if scores else None
 
 
 def stand_ins(like: Tensor, shape: Sequence[int], count: int) -> tuple[Tensor, ...]:

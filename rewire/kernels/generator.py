@@ -69,6 +69,7 @@ def _describe(spec: MixSpec) -> str:
         "probes": spec.probe and spec.outputs > 1,
         "accumulator": spec.accumulate,
         "carried gradients": spec.carried,
+        "attended": spec.attended,
     }
     return ", ".join(
         [f"{spec.sources} sources", kinds[spec.weights], *(text for text, given in extras.items() if given)]
@@ -90,6 +91,7 @@ def _forward(spec: MixSpec) -> tuple[Lines, Lines]:
         ),
         *_if(spec.added, f"added,  # {spec.outputs * spec.added} x [rows, cols]", "added_strides: tl.constexpr,"),
         *_if(spec.probe, f"probes,  # {spec.outputs} x [rows, cols]", "probe_strides: tl.constexpr,"),
+        *_if(spec.attended, f"tallies,  # {spec.sources} x float32 [3, rows]"),
         *_norm_parameters(spec),
         *_if(spec.norm, "eps,"),
         *_if(spec.mixed, f"mixes,  # {spec.outputs} x [rows, cols]", "mix_strides: tl.constexpr,"),
@@ -112,10 +114,8 @@ def _forward(spec: MixSpec) -> tuple[Lines, Lines]:
     ]
     norm = _load_norm(spec, spec.shifted)
     if not spec.probe:
-        return parameters, [*_columns(), *norm, *_one_tile(), *tile]
-    room, stored = _score_dots(spec)
-    tile = [*room, *tile, *stored]
-    return parameters, [*_columns(), *norm, *_dot_accumulators(spec), *_all_tiles(tile), *_store_dots(spec)]
+        return parameters, [_columns(), *norm, *_one_tile(), *tile]
+    return parameters, _loop(spec, _dot_accumulators(spec), tile, _store_dots(spec))
 
 
 def _backward(spec: MixSpec) -> tuple[Lines, Lines]:
@@ -145,11 +145,8 @@ def _backward(spec: MixSpec) -> tuple[Lines, Lines]:
         tile += [_load(f"c{k}", f"carried[{k}]", f"carried_strides[{k}]") for k in group if spec.carried]
         tile += _each(_dots(spec, k, "g") for k in group)
         tile += _each(_grad_source(spec, k) for k in group)
-    room, stored = _score_dots(spec)
-    tile = [*room, *tile, *stored]
-    norm = _load_norm(spec, bias=False)
-    sums = [*_norm_accumulators(spec), *_dot_accumulators(spec)]
-    return parameters, [*_columns(), *norm, *sums, *_all_tiles(tile), *_store_norm_partials(spec), *_store_dots(spec)]
+    first = [*_load_norm(spec, bias=False), *_norm_accumulators(spec), *_dot_accumulators(spec)]
+    return parameters, _loop(spec, first, tile, [*_store_norm_partials(spec), *_store_dots(spec)])
 
 
 def _groups(spec: MixSpec, together: int) -> list[range]:
@@ -160,8 +157,8 @@ def _groups(spec: MixSpec, together: int) -> list[range]:
 # The tile of a program.
 
 
-def _columns() -> Lines:
-    return ["col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]"]
+def _columns(first: str = "tl.program_id(1) * BLOCK_COLS") -> str:
+    return f"col = {first} + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]"
 
 
 _INSIDE = "inside = (row < rows) & (col < COLS)  # [BLOCK_ROWS, BLOCK_COLS], as every tile"
@@ -175,10 +172,16 @@ def _one_tile() -> Lines:
     ]
 
 
-def _all_tiles(tile: Lines) -> Lines:
+def _loop(spec: MixSpec, first: Lines, tile: Lines, last: Lines) -> Lines:
+    """All tiles of a program, which has its columns or, where all sums are along rows, goes through several."""
     loop = "for first in range(tl.program_id(0) * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS):"
     row = "row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]  # int64 [BLOCK_ROWS, 1]"
-    return [loop, *_indent([row, _INSIDE, *tile])]
+    room, stored = _score_dots(spec)
+    tile, columns = [_INSIDE, *tile], [_columns()]
+    if spec.along_rows:
+        each = "for start in range(tl.program_id(1) * BLOCK_COLS, COLS, tl.num_programs(1) * BLOCK_COLS):"
+        tile, columns = [each, *_indent([_columns("start"), *tile])], []
+    return [*columns, *first, loop, *_indent([row, *room, *tile, *stored]), *last]
 
 
 def _load(name: str, pointer: str, stride: str) -> str:
@@ -284,7 +287,7 @@ def _dots(spec: MixSpec, k: int, other: str) -> Lines:
         if spec.scores:
             lines += [
                 f"ds = {_row_sum(product)}",
-                f"ds{o} = tl.where(slot == {k}, ds, ds{o})",
+                f"ds{o} += tl.where(slot == {k}, ds, 0.0)",
                 *_if(spec.weights == "scalar", f"dw{i} += ds"),
             ]
         elif spec.weights == "scalar":
@@ -305,8 +308,20 @@ def _score_dots(spec: MixSpec) -> tuple[Lines, Lines]:
         f"tl.store(ds_row + {o * spec.sources}, ds{o}, mask=(row < rows) & (slot < {spec.sources}))"
         for o in range(spec.outputs)
     ]
+    softmax = _each(_of_softmax(spec, k) for k in range(spec.sources * spec.attended))
     row = f"score_partials + (tl.program_id(1).to(tl.int64) * rows + row) * {spec.pairs} + slot"
-    return [f"slot = tl.arange(0, {width})[None, :]  # [1, {width}]", *room], [f"ds_row = {row}", *stores]
+    return [f"slot = tl.arange(0, {width})[None, :]  # [1, {width}]", *room], [*softmax, f"ds_row = {row}", *stores]
+
+
+def _of_softmax(spec: MixSpec, k: int) -> Lines:
+    """Dot products with ``x_k`` become gradients of logits."""
+    lines = [
+        f"e = tl.load(tallies[{k}] + (2 * rows.to(tl.int64) + row), mask=row < rows, other=0.0)  # [BLOCK_ROWS, 1]"
+    ]
+    for o in range(spec.outputs):
+        factor, loads = _factor(spec, o, k)
+        lines += [*loads, f"ds{o} = tl.where(slot == {k}, {factor} * (ds{o} - e), ds{o})"]
+    return lines
 
 
 def _store_dots(spec: MixSpec) -> Lines:

@@ -48,7 +48,10 @@ class Grid:
         """Tiles that registers hold: see `_tile`. Kernels that sum over rows get few programs, which loop."""
         block_rows, block_cols, warps = _tile(spec, cols, sums, itemsize)
         row_programs, col_programs = -(-rows // block_rows), -(-cols // block_cols)
-        if sums:
+        if sums and spec.along_rows:  # columns are divided only where rows are few
+            row_programs = min(row_programs, PROGRAMS)
+            col_programs = min(col_programs, 1 if spec.attended else max(1, PROGRAMS // max(1, row_programs)))
+        elif sums:
             row_programs = min(row_programs, max(1, PROGRAMS // max(1, col_programs)))
         return cls(row_programs, col_programs, block_rows, block_cols, warps)
 

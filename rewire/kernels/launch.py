@@ -30,11 +30,14 @@ class MixInputs(NamedTuple):
     Attributes:
         sources: [..., D], float32, bfloat16 or float16, of one shape; rows may be strided, each in its own way.
         weights: float32 [outputs, N] or [outputs, N, D]; the first dimension may be missing for one output.
-        scores: float32 [..., 1], outputs times N, those of the first output first; or in one tensor [..., outputs, N].
+        scores: float32 [..., 1], outputs times N, those of the first output first; or [..., outputs] of each source;
+            or in one tensor [..., outputs, N].
         added: [..., D], outputs times ``spec.added``, those of the first output first.
         accumulators: float32 [..., D], one for each output.
         probes: [..., D], one for each output.
         norm_weight, norm_bias: [D].
+        tallies: float32 [3, ...] for each source of what is attended; the last of the three is what a softmax takes
+            away from dot products.
         stacks: whether the first of the sources is a stack [..., n, D] of n.
     """
 
@@ -46,12 +49,14 @@ class MixInputs(NamedTuple):
     probes: Sequence[Tensor] = ()
     norm_weight: Tensor | None = None
     norm_bias: Tensor | None = None
+    tallies: Sequence[Tensor] = ()
     stacks: bool = False
 
     def groups(self) -> tuple[Sequence[Tensor], ...]:
         """Each field as a sequence."""
         weights, scale, bias = _maybe(self.weights), _maybe(self.norm_weight), _maybe(self.norm_bias)
-        return self.sources, weights, _several(self.scores), self.added, self.accumulators, self.probes, scale, bias
+        terms = (self.sources, weights, _several(self.scores), self.added)
+        return (*terms, self.accumulators, self.probes, scale, bias, self.tallies)
 
 
 class Mixed(NamedTuple):
@@ -62,8 +67,7 @@ class Mixed(NamedTuple):
         normed: [..., D], with a norm.
         rstd: float32 [rows], 1 / sqrt(mean square or variance + eps), for backward.
         weight_dots: float32 [outputs, N] or [outputs, N, D], <x_k, p_o>; None without probes, or without weights.
-        score_dots: float32 [..., outputs, N], with probes and scores; [parts, ..., outputs, N] if they were not to be
-            added up.
+        score_dots: float32 [..., outputs, N], with probes and scores; of what is attended, the gradients of logits.
         stacked: [..., stacked, D], the first mixes; None if none were to be stacked.
     """
 
@@ -146,14 +150,12 @@ def mix_forward(
     dtype: torch.dtype | None = None,
     eps: float = 1e-6,
     stacked: int = 0,
-    in_parts: bool = False,
 ) -> Mixed:
     """The mixes of `spec`, accumulated in float32 and rounded once.
 
     Args:
         dtype: of the results; by default what plain adds of sources and added would have.
         eps: of the norm.
-        in_parts: whether ``score_dots`` are left as programs leave them, one part for each block of columns.
         stacked: how many mixes, from the first on, are to be views of one new tensor [..., stacked, D]. Not with a
             norm.
 
@@ -161,7 +163,7 @@ def mix_forward(
         TypeError: a dtype that the kernels do not accumulate exactly enough (float64), or do not know.
         ValueError: shapes or arguments do not fit the spec.
     """
-    apart, others = _run(plan.forward, spec, inputs, (dtype, eps, stacked, in_parts))
+    apart, others = _run(plan.forward, spec, inputs, (dtype, eps, stacked))
     return Mixed(apart, **others)
 
 

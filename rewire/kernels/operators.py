@@ -25,6 +25,8 @@ from rewire.kernels.spec import MAX_NORM_WIDTH, MixSpec, Norm, Weights, spec_of
 
 #: ``REWIRE_KERNELS=off`` leaves every mix to plain PyTorch.
 SWITCHED_ON = os.environ.get("REWIRE_KERNELS", "on").lower() not in ("off", "0", "false")
+#: Columns of a hidden layer up to which kernels compute it.
+MOST_HIDDEN = 128
 #: Triton's interpreter runs kernels on a CPU: for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -268,6 +270,16 @@ def several(
     return list(done.apart) if done.stacked is None else [done.stacked, *done.apart]
 
 
+@_operator(
+    "(Tensor[] sources, Tensor weights, Tensor[] scores) -> Tensor[]",
+    lambda sources, weights, _: [_like(sources[0], sources[0].dtype) for _ in weights],
+)
+def ways(sources: Sequence[Tensor], weights: Tensor, scores: Sequence[Tensor]) -> list[Tensor]:
+    """`several` of M mixes, with scores that lie apart: of each source, [..., M]."""
+    spec = spec_of(len(sources), _kind(weights, 2), True, outputs=len(weights))
+    return list(launch_forward(spec, MixInputs(sources, weights, scores)).apart)
+
+
 def _several_backward_fake(
     grads: Any, streams: Any, sources: Any, weights: Any, scores: Any, carried: Any
 ) -> list[Tensor]:
@@ -316,22 +328,25 @@ def _spec_of_several(sources: int, weights: Tensor | None, scores: Tensor | None
     return spec_of(sources, _kind(weights, 2), scores is not None, outputs=outputs, carried=carried)
 
 
-def _project_fake(x: Any, weight: Any, eps: float | None) -> tuple[Tensor, Tensor]:
+def _project_fake(x: Any, weight: Any, eps: float | None, clamped: bool = False) -> tuple[Tensor, Tensor]:
     scores = x.new_empty((weight.shape[1], *x.shape[:-1]), dtype=torch.float32).movedim(0, -1)
     return scores, x.new_empty(x.numel() // x.shape[-1] * (eps is not None), dtype=torch.float32)
 
 
-@_operator("(Tensor x, Tensor weight, float? eps) -> (Tensor, Tensor)", _project_fake)
-def project(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
-    """``x @ weight``, [..., K], or with eps that of ``rms_norm(x)``, and the norm's factor for each row."""
+@_operator("(Tensor x, Tensor weight, float? eps, bool clamped=False) -> (Tensor, Tensor)", _project_fake)
+def project(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> tuple[Tensor, Tensor]:
+    """``x @ weight``, [..., K], or with eps that of ``rms_norm(x)``, and the norm's factor for each row.
+
+    ``clamped``, what is below zero becomes -0, by which backward knows it.
+    """
     from rewire.kernels import projection  # only where there is Triton
 
-    return projection.forward(x, weight, eps)
+    return projection.forward(x, weight, eps, clamped)
 
 
 @_operator(
     "(Tensor grad, Tensor x, Tensor weight, Tensor scores, Tensor inverse, Tensor? carried, Tensor? of_read=None,"
-    " Tensor? factors=None) -> (Tensor, Tensor)",
+    " Tensor? factors=None, bool clamped=False) -> (Tensor, Tensor)",
     lambda grad, x, weight, *_: (_like(x, x.dtype), weight.new_empty((weight.shape[1], weight.shape[0]))),
 )
 def project_backward(
@@ -343,6 +358,7 @@ def project_backward(
     carried: Tensor | None,
     of_read: Tensor | None = None,
     factors: Tensor | None = None,
+    clamped: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `project`: of x, to which ``carried`` is added, and of the weight, [K, D].
 
@@ -352,7 +368,37 @@ def project_backward(
     from rewire.kernels import projection
 
     read = None if of_read is None or factors is None else projection.Read(of_read, factors)
-    return projection.backward(grad, x, weight, scores, inverse, carried, read)
+    return projection.backward(grad, x, weight, scores, inverse, carried, read, clamped)
+
+
+@_operator(
+    "(Tensor hidden, Tensor weight, Tensor static) -> Tensor",
+    lambda hidden, *_: torch.empty_like(hidden.movedim(-1, 0), memory_format=torch.contiguous_format).movedim(0, -1),
+)
+def hidden(hidden: Tensor, weight: Tensor, static: Tensor) -> Tensor:
+    """``gelu(h) @ W + b``, float32 [..., K], of a hidden layer h as `project` returns it; W [K, K], b [K]."""
+    from rewire.kernels import hidden as kernels
+
+    return kernels.forward(hidden, weight, static)
+
+
+def _hidden_backward_fake(grad: Any, x: Any, read: Any, weight: Any, *_: Any) -> tuple[Tensor, ...]:
+    most = weight.shape[0]
+    return _like(x, x.dtype), *(weight.new_empty(shape) for shape in ((most, x.shape[-1]), (most, most), (most,)))
+
+
+@_operator(
+    "(Tensor grad, Tensor x, Tensor read, Tensor weight, Tensor hidden, Tensor inverse, Tensor? carried)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _hidden_backward_fake,
+)
+def hidden_backward(
+    grad: Tensor, x: Tensor, read: Tensor, weight: Tensor, hidden: Tensor, inverse: Tensor, carried: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `hidden` of ``project(x, read)``: of x, to which ``carried`` is added; of read, [K, D]; of W; of b."""
+    from rewire.kernels import hidden as kernels
+
+    return kernels.backward(grad, x, read, weight, hidden, inverse, carried)
 
 
 @_operator(
@@ -438,8 +484,8 @@ def softmax(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple
 
 
 def _gather_attended_fake(grads: Any, states: Any, scores: Any, tallies: Any, added: Any) -> list[Tensor]:
-    shape = (len(scores), scores[0].shape[-1], *scores[0].shape[:-1])
-    return [*(_like(x, x.dtype) for x in states), scores[0].new_empty(shape).movedim((0, 1), (-2, -1))]
+    *lead, reads = scores[0].shape
+    return [*(_like(x, x.dtype) for x in states), scores[0].new_empty((*lead, len(scores), reads))]
 
 
 @_operator(
@@ -460,8 +506,8 @@ def gather_attended(
     from rewire.kernels import softmax
 
     shares = softmax.shares(scores, tallies)
-    spec = spec_of(len(grads), "none", True, added=len(added), outputs=len(states), probe=True)
-    inputs = MixInputs(grads, None, shares.movedim((0, 1), (-2, -1)), added, probes=states)
-    done = launch_forward(spec, inputs, states[0].dtype, in_parts=True)
+    spec = spec_of(len(grads), "none", True, added=len(added), outputs=len(states), probe=True, attended=True)
+    inputs = MixInputs(grads, None, shares.movedim((0, 1), (-2, -1)), added, probes=states, tallies=tallies)
+    done = launch_forward(spec, inputs, states[0].dtype)
     assert done.score_dots is not None
-    return [*done.apart, softmax.score_gradients(done.score_dots, shares, tallies).movedim((0, 1), (-2, -1))]
+    return [*done.apart, done.score_dots]

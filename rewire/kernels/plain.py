@@ -165,34 +165,44 @@ def combine_backward(
 
 
 @torch.no_grad()
-def project(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
+def project(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> tuple[Tensor, Tensor]:
     """``x @ weight``, [..., K], or with eps that of ``rms_norm(x)``; and the norm's factor for each row, [rows].
 
     Args:
         x: [..., D].
         weight: float32 [D, K].
         eps: of the norm; None: x is not normed.
+        clamped: whether what is below zero becomes -0, by which backward knows it.
     """
     precision = torch.promote_types(x.dtype, weight.dtype)
     x, weight = x.to(precision), weight.to(precision)
-    found = x @ weight
-    if eps is None:
-        return found, found.new_empty(0)
-    inverse = torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps)
-    return found.mul_(inverse), inverse.flatten()
+    found, inverse = x @ weight, x.new_empty(0)
+    if eps is not None:
+        inverse = torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps)
+        found.mul_(inverse)
+    return torch.where(found < 0, -0.0, found.add_(0.0)) if clamped else found, inverse.flatten()
 
 
 @torch.no_grad()
 def project_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scores: Tensor, inverse: Tensor, carried: Tensor | None
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scores: Tensor,
+    inverse: Tensor,
+    carried: Tensor | None,
+    clamped: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `project`: of x, to which ``carried`` is added, and of the weight, [K, D].
 
-    For scores ``s = r x W``: ``dx = r g W^T - r^2 mean(g s) x``, the mean being the sum over s divided by D.
+    For scores ``s = r x W``: ``dx = r g W^T - r^2 mean(g s) x``, the mean being the sum over s divided by D. Where
+    they were clamped, g is 0.
     """
     rows, precision = x.reshape(-1, x.shape[-1]).to(grad.dtype), grad.dtype
     given, weight = grad.reshape(-1, grad.shape[-1]), weight.to(precision)
     factor = None
+    if clamped:
+        given = torch.where(scores.reshape(given.shape).signbit(), 0.0, given)
     if inverse.numel() > 0:
         r = inverse.unsqueeze(1)
         factor = r.square() * (given * scores.reshape(given.shape)).sum(1, keepdim=True) / -rows.shape[1]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch import Tensor
 from rewire.kernels.arguments import Layout, check_backward, check_forward, row_stride
 from rewire.kernels.grid import At, Grid, Kernel, Part, generated, taken
 from rewire.kernels.spec import DOTS_FAN_IN, MAX_NORM_WIDTH, MixSpec
+
+if TYPE_CHECKING:
+    from rewire.kernels.totals import Sums
 
 Places = tuple[At, ...]
 #: Arguments of a kernel: where a tensor is, or several are.
@@ -41,7 +44,7 @@ STRIDES = {
     "grad_sources": "grad_source_strides",
 }
 #: What is given as one block of memory.
-DENSE = ("weights", "norm_weight", "norm_bias", "rstd")
+DENSE = ("weights", "norm_weight", "norm_bias", "rstd", "tallies")
 
 
 class Plan:
@@ -68,9 +71,7 @@ class Plan:
         return tuple([tensors[i] for i in self.states]), {name: tensors[i] for name, i in self.others}
 
 
-def forward(
-    spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, stacked: int, in_parts: bool = False
-) -> Plan:
+def forward(spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, stacked: int) -> Plan:
     """Of `launch.mix_forward`.
 
     Args:
@@ -88,6 +89,7 @@ def forward(
         arguments |= {"accumulators": running} if step.accumulate else {}
         arguments |= {"added": make.at["added"]} if step.added else {}
         arguments |= {"probes": make.at["probes"]} if step.probe else {}
+        arguments |= {"tallies": make.at["tallies"][part]} if step.attended else {}
         running = mixes if part.stop == spec.sources else make.states([torch.float32] * spec.outputs)
         arguments |= {"mixes": running} if step.mixed else {}
         if step.norm:
@@ -95,8 +97,6 @@ def forward(
             arguments |= norm | made
             make.results |= made
         make.kernel(step, False, arguments, eps=eps)
-    if in_parts:
-        make.results |= make.parts("score_partials", "score_dots")
     make.results |= make.sums({"weight_partials": "weight_dots", "score_partials": "score_dots"})
     return Plan(make.steps, mixes, make.results)
 
@@ -146,8 +146,12 @@ def given(groups: Mapping[str, Sequence[Layout]], stacks: bool, table: bool) -> 
     number = 0
     for name, layouts in groups.items():
         found[name] = []
+        if name == "scores" and not table:
+            found[name] += _of_columns(layouts, number)
+            number += len(layouts)
+            continue
         for place, layout in enumerate(layouts, start=number):
-            if table and name == "scores":
+            if name == "scores":
                 found[name] += _of_table(layout, place)
             elif stacks and place == number and name in ("sources", "grads", "carried"):
                 found[name] += _of_stack(layout, place)
@@ -174,6 +178,18 @@ def _of_table(table: Layout, place: int) -> list[tuple[Layout, At]]:
     ]
 
 
+def _of_columns(layouts: Sequence[Layout], place: int) -> list[tuple[Layout, At]]:
+    """Of tensors [..., M] the first column of each, then the second of each, ..; those of one column as they are."""
+    found: list[tuple[Layout, At]] = []
+    for column in range(layouts[0].shape[-1] if layouts else 0):
+        for at, layout in enumerate(layouts, start=place):
+            part = layout._replace(shape=(*layout.shape[:-1], 1))
+            whole = layout.shape[-1] == 1
+            view = functools.partial(_narrowed, -1, column, 1)
+            found.append((part, at if whole else Part(at, column * layout.strides[-1] * layout.dtype.itemsize, view)))
+    return found
+
+
 def _layouts(given: Given) -> dict[str, list[Layout]]:
     return {name: [layout for layout, _ in tensors] for name, tensors in given.items()}
 
@@ -184,7 +200,7 @@ class _Maker:
     Attributes:
         at: places of what is given, by name.
         rows, cols: of each state.
-        partials: by parameter, the places of sums that programs left a part of, each with the number of parts.
+        partials: by parameter, sums of which each program left a part, those of a chain of kernels in turn.
         results: by field, what was found so far.
     """
 
@@ -198,7 +214,7 @@ class _Maker:
         self.count = len({at if isinstance(at, int) else at.place for of in given.values() for _, at in of})
         self.strides: dict[At, int] = {}
         self.steps: list[Callable[[list[Tensor]], None]] = []
-        self.partials: dict[str, list[tuple[int, int]]] = {}
+        self.partials: dict[str, list[_Partial]] = {}
         self.results: dict[str, int] = {}
         for name, tensors in given.items():
             self.at[name] = tuple([self._given(name in DENSE, layout, at) for layout, at in tensors])
@@ -220,25 +236,23 @@ class _Maker:
     def sums(self, names: Mapping[str, str]) -> dict[str, int]:
         """The second step of sums, by the names of their results: over programs, in a fixed order.
 
-        Those of a chain of kernels come side by side.
+        Of a chain of kernels each leaves those of its sources, which come side by side.
         """
-        found = {}
-        for name, result in names.items():
-            parts = self.partials.get(name, [])
-            places = tuple(
-                place if count == 1 else self._made(0, functools.partial(_sum, place)) for place, count in parts
-            )
-            dim = -1 if name == "score_partials" else 1
-            if places:
-                together = functools.partial(_side_by_side, places, dim)
-                found[result] = places[0] if len(places) == 1 else self._made(0, together)
-        return found
+        left = {name: self.partials[name] for name in names if name in self.partials}
+        found = {names[name]: of[0].place for name, of in left.items() if len(of) == 1 and of[0].parts == 1}
+        left = {name: of for name, of in left.items() if names[name] not in found}
+        if [len(of) for of in left.values()] == [1]:  # torch takes less time of the host
+            ((name, (one,)),) = left.items()
+            return found | {names[name]: self._made(0, functools.partial(_sum, one.place))}
+        together: list[Sums] = []
+        for name, of in left.items():
+            found[names[name]] = place = self.floats(*_side_by_side(name, [one.shape for one in of]))
+            together += _into(name, of, place)
+        if together:
+            from rewire.kernels import totals  # only where there is Triton
 
-    def parts(self, name: str, result: str) -> dict[str, int]:
-        """A sum as programs leave it, [parts, ...]; those of a chain of kernels, all of one grid, side by side."""
-        places = tuple([place for place, _ in self.partials.pop(name)])
-        together = functools.partial(_side_by_side, places, -1)
-        return {result: places[0] if len(places) == 1 else self._made(0, together)}
+            self.steps.append(totals.kernel(together, self.device))
+        return found
 
     # What is made: each returns its place.
 
@@ -308,7 +322,7 @@ class _Maker:
             for name, shape in self._sums(spec, backward).items():
                 parts = grid.parts(name, spec)
                 arguments[name] = place = self.floats(*(() if parts == 1 else (parts,)), *shape)
-                self.partials.setdefault(name, []).append((place, parts))
+                self.partials.setdefault(name, []).append(_Partial(place, parts, shape))
         strides = {
             STRIDES[name]: self.strides[at] if isinstance(at, (int, Part)) else tuple(self.strides[i] for i in at)
             for name, at in arguments.items()
@@ -330,6 +344,48 @@ class _Maker:
         return {name: shape for name, shape in shapes.items() if shape}
 
 
+class _Partial(NamedTuple):
+    """Sums that a kernel leaves, in parts: where, of how many programs, and the shape of the sums."""
+
+    place: int
+    parts: int
+    shape: tuple[int, ...]
+
+
+def _along(name: str) -> int:
+    """Which dimension of sums is that of the sources."""
+    return -1 if name == "score_partials" else 1
+
+
+def _side_by_side(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of sums of these shapes, by the sources of one kernel after those of another."""
+    if len(shapes) == 1:
+        return shapes[0]
+    whole, dim = list(shapes[0]), _along(name)
+    whole[dim] = sum(shape[dim] for shape in shapes)
+    return tuple(whole)
+
+
+def _into(name: str, of_name: Sequence[_Partial], result: int) -> Iterator[Sums]:
+    """Those sums, and where they go in the result."""
+    from rewire.kernels.totals import Sums  # only where there is Triton
+
+    whole = _side_by_side(name, [one.shape for one in of_name])
+    dim = _along(name) % len(whole) if len(of_name) > 1 else 0
+    apart, first = math.prod(whole[dim + 1 :]), 0
+    for one in of_name:
+        n, at = (
+            one.shape[dim],
+            Part(result, 4 * first * apart, functools.partial(_narrowed, dim, first, one.shape[dim])),
+        )
+        yield Sums(one.place, at, one.parts, math.prod(one.shape), n * apart, whole[dim] * apart)
+        first += n
+
+
+def _narrowed(dim: int, first: int, n: int, x: Tensor) -> Tensor:
+    return x.narrow(dim, first, n)
+
+
 # Steps: what they do to the tensors so far.
 
 
@@ -349,10 +405,6 @@ def _to(place: int, dtype: torch.dtype, tensors: list[Tensor]) -> None:
 
 def _sum(place: int, tensors: list[Tensor]) -> None:
     tensors.append(tensors[place].sum(0))
-
-
-def _side_by_side(places: tuple[int, ...], dim: int, tensors: list[Tensor]) -> None:
-    tensors.append(torch.cat([tensors[i] for i in places], dim))
 
 
 def _narrow(at: At, spec: MixSpec, part: slice, tensors: list[Tensor]) -> None:

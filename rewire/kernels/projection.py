@@ -45,11 +45,13 @@ def project_forward(
     eps,
     COLS: tl.constexpr,
     NORMED: tl.constexpr,
+    CLAMPED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """CLAMPED, scores below zero are stored as the zero that has a sign: backward can tell it from others."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # [BLOCK_ROWS, 1]
     k = tl.arange(0, BLOCK_K)[None, :]
     total = tl.zeros([BLOCK_ROWS, BLOCK_K], tl.float32)
@@ -67,6 +69,9 @@ def project_forward(
         r = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / COLS + eps)  # [BLOCK_ROWS, 1]
         tl.store(inverse + row, r, mask=row < rows)
         total *= r
+    if CLAMPED:
+        sign = (total.to(tl.int32, bitcast=True) & -2147483648).to(tl.float32, bitcast=True)  # -0.0 would be 0.0
+        total = tl.where(total < 0.0, sign, total + 0.0)
     tl.store(scores + (k.to(tl.int64) * rows + row), total, mask=(row < rows) & (k < K))
 
 
@@ -75,7 +80,7 @@ def project_backward(
     grad,  # float32 [rows, K]
     grad_row_stride,
     grad_stride,
-    scores,  # float32 [K, rows], if NORMED
+    scores,  # float32 [K, rows], if NORMED or CLAMPED
     inverse,  # float32 [rows], if NORMED
     x,  # [rows, cols]
     x_stride: tl.constexpr,
@@ -96,6 +101,7 @@ def project_backward(
     WIDTH: tl.constexpr,
     TOKEN_ROWS: tl.constexpr,
     NORMED: tl.constexpr,
+    CLAMPED: tl.constexpr,
     CARRIED: tl.constexpr,
     READ: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -105,7 +111,7 @@ def project_backward(
 ):
     """``dx = r g W^T - r^2 (sum_k g_k s_k) / D x`` for scores ``s = r x W``, and ``dW = x^T (r g)``.
 
-    Not NORMED, r is 1 and the second term is not there. READ, x are streams of tokens: each in a row of its own, or
+    Not NORMED, r is 1 and the second term is not there. CLAMPED, g is 0 where s was below zero. READ, x are streams of tokens: each in a row of its own, or
     those of a token side by side in one row; and ``m_i dr`` is added for a read ``sum_i m_i x_i`` of a token.
     """
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]
@@ -130,8 +136,11 @@ def project_backward(
             of_tile = tl.program_id(1) * BLOCK_COLS if WIDTH == COLS or WIDTH % BLOCK_COLS == 0 else col
             factor = token * factor_stride + (row % TOKEN_ROWS + of_tile // WIDTH) * stream_stride
             dx += tl.load(factors + factor, mask=(row < rows) & (of_tile < COLS), other=0.0) * dr
-        if NORMED:
+        if NORMED or CLAMPED:
             s = tl.load(scores + (k[None, :].to(tl.int64) * rows + row), mask=known, other=0.0)
+        if CLAMPED:
+            g = tl.where(s.to(tl.int32, bitcast=True) < 0, 0.0, g)
+        if NORMED:
             r = tl.load(inverse + row, mask=row < rows, other=0.0)
             dx -= values * (r * r * tl.sum(g * s, 1, keep_dims=True) * (1.0 / COLS))
             g *= r
@@ -181,18 +190,19 @@ class _Plan(NamedTuple):
     kernel: Kernel
 
 
-def forward(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> tuple[Tensor, Tensor]:
     """``x @ weight``, [..., K], each of the K contiguous; and, with eps, ``r`` [rows], float32.
 
     Args:
         x: [..., D], float32, bfloat16 or float16.
         weight: float32 [D, K].
         eps: of the norm; None: x is not normed.
+        clamped: whether what is below zero becomes -0.
     """
     if weight.shape[1] > MOST:
-        found = [forward(x, columns, eps) for columns in weight.split(MOST, dim=1)]
+        found = [forward(x, columns, eps, clamped) for columns in weight.split(MOST, dim=1)]
         return torch.cat([scores.movedim(-1, 0) for scores, _ in found]).movedim(0, -1), found[0][1]
-    plan = _plan_forward(layout(x), layout(weight), eps)
+    plan = _plan_forward(layout(x), layout(weight), eps, clamped)
     lead, most = x.shape[:-1], weight.shape[1]
     scores = torch.empty(most, *lead, dtype=torch.float32, device=x.device)
     inverse = torch.empty(lead.numel() * (eps is not None), dtype=torch.float32, device=x.device)
@@ -201,7 +211,7 @@ def forward(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tenso
 
 
 @functools.lru_cache(MOST_PLANS)
-def _plan_forward(x: Layout, weight: Layout, eps: float | None) -> _Plan:
+def _plan_forward(x: Layout, weight: Layout, eps: float | None, clamped: bool) -> _Plan:
     (rows, cols, stride), most = _rows(x), weight.shape[1]
     numbers = {
         "x_stride": cols if stride is None else stride,
@@ -210,7 +220,7 @@ def _plan_forward(x: Layout, weight: Layout, eps: float | None) -> _Plan:
         "K": most,
         "eps": eps or 0.0,
     }
-    constants = {"NORMED": eps is not None} | _constants(FORWARD, cols, most)
+    constants = {"NORMED": eps is not None, "CLAMPED": clamped} | _constants(FORWARD, cols, most)
     programs = -(-rows // constants["BLOCK_ROWS"])
     code = Code(lambda: project_forward, (programs, 1, 1), constants)
     places = {"x": 0, "weight": 1, "scores": 2, "inverse": 3}
@@ -237,6 +247,7 @@ def backward(
     inverse: Tensor,
     carried: Tensor | None,
     read: Read | None = None,
+    clamped: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x, in its dtype, and of the weight, [K, D], of `forward`.
 
@@ -246,28 +257,44 @@ def backward(
         scores, inverse: as forward returned them.
         carried: [..., D], what is added to the gradient of x.
         read: of x as streams [..., n, D], or [..., n D]; its part of their gradient is added, too.
+        clamped: as in forward.
     """
     if weight.shape[1] > MOST:
         of_weight = []
         for g, columns, known in zip(grad.split(MOST, -1), weight.split(MOST, 1), scores.split(MOST, -1), strict=True):
-            carried, found = backward(g, x, columns, known, inverse, carried, read)
+            carried, found = backward(g, x, columns, known, inverse, carried, read, clamped)
             of_weight.append(found)
             read = None  # it is in what is carried
         assert carried is not None
         return carried, torch.cat(of_weight)
+    of_x, partials = backward_in_parts(grad, x, weight, scores, inverse, carried, read, clamped)
+    return of_x, partials[0] if len(partials) == 1 else partials.sum(0)
+
+
+def backward_in_parts(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scores: Tensor,
+    inverse: Tensor,
+    carried: Tensor | None,
+    read: Read | None = None,
+    clamped: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`backward` of at most `MOST` columns; that of the weight in parts to be added up, [parts, K, D]."""
     rows, most, cols = x.shape[:-1].numel(), weight.shape[1], x.shape[-1]
     given, normed = grad.reshape(rows, most), inverse.numel() > 0
     # As forward made them; saved tensors may come back with other strides (`save_on_cpu`).
-    by_column = scores.reshape(rows, most).t().contiguous() if normed else inverse
+    by_column = scores.reshape(rows, most).t().contiguous() if normed or clamped else inverse
     factors = None if read is None else read.factors.reshape(-1, read.factors.shape[-2])
     joined = [None if t is None else layout(t) for t in (carried, read and read.grad, factors)]
-    plan = _plan_backward(layout(x), layout(weight), given.stride(), normed, *joined)
+    plan = _plan_backward(layout(x), layout(weight), given.stride(), normed, clamped, *joined)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partials = torch.empty(plan.programs, most, cols, dtype=torch.float32, device=x.device)
     states = (x, inverse if carried is None else carried, inverse if read is None else read.grad)
     even = [state.contiguous() if copied else state for state, copied in zip(states, plan.copied, strict=True)]
     plan.kernel((given, by_column, inverse, *even, weight, inverse if factors is None else factors, grad_x, partials))
-    return grad_x, partials[0] if plan.programs == 1 else partials.sum(0)
+    return grad_x, partials
 
 
 @functools.lru_cache(MOST_PLANS)
@@ -276,6 +303,7 @@ def _plan_backward(
     weight: Layout,
     grad: tuple[int, int],
     normed: bool,
+    clamped: bool,
     carried: Layout | None,
     grad_read: Layout | None,
     factors: Layout | None,
@@ -283,7 +311,7 @@ def _plan_backward(
     """``grad`` has the strides of [rows, K], ``factors`` are [tokens, streams]."""
     (rows, cols, stride), most = _rows(x), weight.shape[1]
     given = {"CARRIED": carried is not None, "READ": grad_read is not None}
-    constants = {"NORMED": normed} | given | _constants(BACKWARD, cols, most)
+    constants = {"NORMED": normed, "CLAMPED": clamped} | given | _constants(BACKWARD, cols, most)
     col_programs = -(-cols // constants["BLOCK_COLS"])
     programs = min(-(-rows // constants["BLOCK_ROWS"]), max(1, PROGRAMS // col_programs))
     numbers: dict[str, Any] = {"grad_row_stride": grad[0], "grad_stride": grad[1], "rows": rows, "K": most}

@@ -134,31 +134,31 @@ class ScoredHistory(History):
         """The mixes of read ``number``, from 0."""
         table, first = self.table, self.table.first[number]
         rows, places = table.rows[number], [first - table.first[i] for i in range(number + 1)]
-        ways = range(len(rows))
-        scores = [[s.narrow(-1, k + way, 1) for s, k in zip(self.scores, places, strict=True)] for way in ways]
+        ways = len(rows)
+        scores = [s.narrow(-1, k, ways) for s, k in zip(self.scores, places, strict=True)]  # of each state, [..., ways]
         if self.claims is None:
-            if len(rows) == 1:
-                return [pending_mix(self.states, rows[0], scores=scores[0])]
-            return mixes(self.states, rows, torch.stack([torch.cat(way, -1) for way in scores], -2))[0]
+            if ways == 1:
+                return [pending_mix(self.states, rows[0], scores=scores)]
+            return mixes(self.states, rows, torch.stack(scores, -1))[0]
         rows, begun = table.constants[number], self.begun.get(number)
-        claims = [tuple(of[k + way] for of, k in zip(self.claims, places, strict=True)) for way in ways]
+        claims = [tuple(of[k + way] for of, k in zip(self.claims, places, strict=True)) for way in range(ways)]
         if begun is not None:
             before = table.blocks.before(number)
             weights = rows[0, before:] if number + 1 > before else None
-            return [Mix(self.values[before:], weights, tuple(scores[0][before:]), (), claims[0], begun)]
-        found = [Mix(self.values, rows[way], tuple(scores[way]), (), claims[way]) for way in ways]
-        if len(rows) == 1 or len(rows) > MAX_OUTPUTS or not operators.uses_kernels(self.values[0]):
-            return found
-        of_all = torch.stack([torch.cat(way, -1) for way in scores], -2)
-        return _Claiming.apply(self.values, rows, of_all, len(claims[0]), *itertools.chain.from_iterable(claims))
+            return [Mix(self.values[before:], weights, tuple(scores[before:]), (), claims[0], begun)]
+        if ways == 1:
+            return [Mix(self.values, rows[0], tuple(scores), (), claims[0])]
+        if ways <= MAX_OUTPUTS and operators.uses_kernels(self.values[0]):
+            return _Claiming.apply(self.values, rows, scores, len(claims[0]), *itertools.chain.from_iterable(claims))
+        of_ways = zip(*[s.split(1, -1) for s in scores], strict=True)
+        return [Mix(self.values, row, own, (), of) for row, own, of in zip(rows, of_ways, claims, strict=True)]
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(self.table, claims=None)._without_claims(tuple(map(view, self.states)))
 
     def _scored(self, number: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """The scores of a state, and the state as who reads it next is to take it."""
-        products, x = read_off(x, self.table.queries[number].T)
-        return products.clamp(min=0), x  # not relu: the derivative of clamp is 1 at 0, where all scores start
+        return read_off(x, self.table.queries[number].T, clamped=True)
 
 
 class _Claiming(torch.autograd.Function):
@@ -169,11 +169,11 @@ class _Claiming(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, values: Sequence[Tensor], rows: Tensor, scores: Tensor, n: int, *claims: Tensor
+        ctx: Any, values: Sequence[Tensor], rows: Tensor, scores: Sequence[Tensor], n: int, *claims: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.n = n
         ctx.set_materialize_grads(False)
-        return tuple(operators.several(None, values, rows, scores))
+        return tuple(operators.ways(values, rows, scores))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

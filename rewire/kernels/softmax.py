@@ -113,32 +113,6 @@ def shares_kernel(
             tl.store(place, tl.div_rn(tl.exp(s - largest), divisor), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def score_gradients_kernel(
-    dots,  # float32 [PARTS, rows, M, N]
-    shares,  # float32 [M, N, rows]
-    tallies,  # N x float32 [3, rows]
-    result,  # float32 [M, N, rows]
-    rows,
-    PARTS: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    for read in tl.static_range(N):
-        mean = tl.load(tallies[read] + (2 * rows.to(tl.int64) + row), mask=inside, other=0.0)
-        for state in tl.static_range(M):
-            place = (state * N + read) * rows.to(tl.int64) + row
-            share = tl.load(shares + place, mask=inside, other=0.0)
-            dot = tl.zeros([BLOCK], tl.float32)
-            for part in range(PARTS):
-                along = part * rows.to(tl.int64) + row
-                dot += tl.load(dots + ((along * M + state) * N + read), mask=inside, other=0.0)
-            tl.store(result + place, share * (dot - mean), mask=inside)
-
-
 def forward(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
     """Weights ``e_i / (sum_j e_j / count)`` with ``e_i = exp(s_i - m)``; and m and what e is divided by.
 
@@ -207,35 +181,15 @@ def shares(scores: Sequence[Tensor], tallies: Sequence[Tensor]) -> Tensor:
     """
     given = [s.movedim(-1, 0).contiguous() for s in scores]
     result = given[0].new_empty((len(given), *given[0].shape))
-    _plan_of_states(layout(result), 0)((*given, *[t.contiguous() for t in tallies], result))
-    return result
-
-
-def score_gradients(dots: Tensor, weights: Tensor, tallies: Sequence[Tensor]) -> Tensor:
-    """``a_mi (<x_m, g_i> - e_i)``, float32 [M, N, ...].
-
-    Args:
-        dots: ``<x_m, g_i>``, float32 [..., M, N], or in parts to be added up, [parts, ..., M, N]; contiguous.
-        weights: a, float32 [M, N, ...], contiguous.
-        tallies: N of float32 [3, ...].
-    """
-    result = torch.empty_like(weights)
-    parts = len(dots) if dots.dim() > weights.dim() else 1
-    _plan_of_states(layout(weights), parts)((dots, weights, *[t.contiguous() for t in tallies], result))
+    _plan_shares(layout(result))((*given, *[t.contiguous() for t in tallies], result))
     return result
 
 
 @functools.lru_cache(MOST_PLANS)
-def _plan_of_states(shares: Layout, parts: int) -> Kernel:
-    """Of their scores' gradients, whose dots come in that many parts; or, without any, of shares."""
+def _plan_shares(shares: Layout) -> Kernel:
     (states, reads), rows = shares.shape[:2], math.prod(shares.shape[2:])
-    jit, first = (score_gradients_kernel, 2) if parts else (shares_kernel, states)
-    places: dict[str, Any] = {"tallies": tuple(range(first, first + reads))}
+    last = states + reads
+    places: dict[str, Any] = {"scores": tuple(range(states)), "tallies": tuple(range(states, last)), "shares": last}
     constants = {"M": states, "N": reads, "BLOCK": ROWS, "num_warps": 4}
-    if parts:
-        places |= {"dots": 0, "shares": 1, "result": first + reads}
-        constants["PARTS"] = parts
-    else:
-        places |= {"scores": tuple(range(states)), "shares": first + reads}
-    code = Code(lambda: jit, (-(-rows // ROWS), 1, 1), constants, backward=True)
+    code = Code(lambda: shares_kernel, (-(-rows // ROWS), 1, 1), constants, backward=True)
     return Kernel(code, shares.device, places, {"rows": rows})

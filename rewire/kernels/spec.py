@@ -50,6 +50,8 @@ class MixSpec:
             states as the probes, the mixes are gradients of those states, and the dot products those of their weights.
         accumulate: whether the sums start from float32 accumulators, the mixes of earlier sources.
         norm_bias: whether a "layer" norm ends with a bias; "rms" has none. Both have a weight.
+        attended: with probes, whether scores are the weights of a softmax: what comes of their dot products are the
+            gradients of its logits, ``s_ok (<x_k, p_o> - e_k)``, with a number e_k for each source and row.
         carried: in backward, whether sources have gradients from elsewhere, too, which are added to those of the mixes.
 
     Raises:
@@ -67,6 +69,7 @@ class MixSpec:
     accumulate: bool = False
     norm_bias: bool = True
     carried: bool = False
+    attended: bool = False
 
     def __post_init__(self) -> None:
         weighted = self.weights != "none" or self.scores
@@ -86,6 +89,8 @@ class MixSpec:
             "norm_bias is for mixes with a norm": self.norm is not None or self.norm_bias,
             "carried gradients belong to sources, without a norm": not self.carried
             or (self.sources > 0 and self.norm is None),
+            "what is attended has scores, probes, and no other weights": not self.attended
+            or (self.scores and self.probe and self.weights == "none"),
             "a probe goes with weights or scores, and without a norm": not self.probe
             or (weighted and self.norm is None),
         }
@@ -112,6 +117,11 @@ class MixSpec:
     def has_dots(self) -> bool:
         """Whether backward takes dot products with the sources: gradients of weights or scores."""
         return self.weights != "none" or self.scores
+
+    @property
+    def along_rows(self) -> bool:
+        """Whether dot products are sums along rows alone, which one program may make of all columns."""
+        return self.scores and self.weights != "channel" and self.norm is None
 
     @property
     def _terms(self) -> int:

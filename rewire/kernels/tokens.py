@@ -6,11 +6,13 @@ On GPUs a projection is one kernel each way (`projection`); elsewhere matrix pro
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rewire.kernels import operators, plain, sinkhorn_cpu
 from rewire.kernels.claims import added_up, stand_ins
@@ -49,21 +51,71 @@ def project_normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return read_off(x, weight, eps)[0]
 
 
-def read_off(x: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tensor, Tensor]:
+def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool = False) -> tuple[Tensor, Tensor]:
     """`project`, or with ``eps`` `project_normed`; and ``x``, as who reads it next is to take it.
 
-    Gradients from there join the pass over memory that this one's backward makes.
+    ``clamped``, scores below zero are zero. The derivative is 1 at zero, not 0 as that of relu, where weights that are
+    zero would never learn. Gradients from who reads ``x`` join the pass over memory that this one's backward makes.
     """
     with outside_autocast(x.device):
         # However small x is: what autograd would call one by one takes longer, each way.
         if x.dim() > 1 and weight.shape[1] > 0 and not left_to_autograd(x, math.inf):
-            scores, x = _ReadOff.apply(x, weight, eps, None)
+            scores, x = _ReadOff.apply(x, weight, eps, clamped, None)
             return scores, x
         if under_transforms():
             scores = _Project.forward(x, weight) if eps is None else _ProjectNormed.forward(x, weight, eps)
         else:
-            scores = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
+            scores = _by_autograd(x, weight, eps, False)
+        return scores.clamp(min=0) if clamped else scores, x
+
+
+def read_off_hidden(x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``gelu(rms_norm(x) @ weight) @ out + static``; and ``x``, as who reads it next is to take it.
+
+    Args:
+        x: [..., D].
+        weight: float32 [D, K].
+        out: float32 [K, K].
+        static: float32 [K].
+        eps: of the norm.
+
+    Returns:
+        float32 or float64 [..., K], and [..., D].
+    """
+    by_kernels = x.dim() > 1 and len(out) <= operators.MOST_HIDDEN and _by_kernels(x, weight)
+    if by_kernels and not left_to_autograd(x, math.inf):
+        with outside_autocast(x.device):
+            scores, x = _ReadOffHidden.apply(x, weight, out, static, eps)
         return scores, x
+    hidden, x = read_off(x, weight, eps)
+    return project(F.gelu(hidden), out) + static, x
+
+
+class _ReadOffHidden(torch.autograd.Function):
+    """Keeps for backward ``x`` as it is, the hidden layer, and of the norm a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.eps = eps
+        hidden, inverse = operators.project(x, weight, eps)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, out, static, hidden, inverse)
+        return operators.hidden(hidden, out, static), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, carried: Tensor | None) -> Any:
+        x, weight, out, static, hidden, inverse = ctx.saved_tensors
+        if grad is None:
+            return carried, None, None, None, None
+        if torch.is_grad_enabled():  # with create_graph=True
+
+            def again(x: Tensor, weight: Tensor, out: Tensor, static: Tensor) -> Tensor:
+                return project(F.gelu(_ProjectNormed.apply(x, weight, ctx.eps)), out) + static
+
+            of_x, *others = gradients(again, (x, weight, out, static), grad)
+            return added_up([part for part in (of_x, carried) if part is not None]), *others, None
+        of_x, of_weight, *others = operators.hidden_backward(grad, x, weight, out, hidden, inverse, carried)
+        return of_x, of_weight.T, *others, None
 
 
 def read_off_streams(streams: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Claim | None]:
@@ -79,12 +131,12 @@ def read_off_streams(streams: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
         scores, x = read_off(x, weight, eps)
         return scores, x.view(streams.shape), None
     with outside_autocast(x.device):
-        scores, x, grad, factors = _ReadOff.apply(x, weight, eps, (*lead, 1, width))
+        scores, x, grad, factors = _ReadOff.apply(x, weight, eps, False, (*lead, 1, width))
     return scores, x.view(streams.shape), (grad, factors)
 
 
 class _ReadOff(torch.autograd.Function):
-    """Keeps for backward ``x`` as it is, and of a norm the scores and a number for each row.
+    """Keeps for backward ``x`` as it is, of a norm the scores and a number for each row, and scores that are clamped.
 
     With ``shape``, of a read [..., 1, D] of n streams, it also returns a claim on them (see `history`): two tensors
     whose values mean nothing. The read sends its gradient back to the one, and to the other the factors, [..., n, 1],
@@ -93,13 +145,13 @@ class _ReadOff(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float | None, shape: tuple[int, ...] | None
+        ctx: Any, x: Tensor, weight: Tensor, eps: float | None, clamped: bool, shape: tuple[int, ...] | None
     ) -> tuple[Tensor, ...]:
-        ctx.eps, ctx.by_kernels = eps, _by_kernels(x, weight)
+        ctx.eps, ctx.clamped, ctx.by_kernels = eps, clamped, _by_kernels(x, weight)
         forward = operators.project if ctx.by_kernels else plain.project
-        scores, inverse = forward(x, weight, eps)
+        scores, inverse = forward(x, weight, eps, clamped)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, scores, inverse) if eps is not None else ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight, *((scores, inverse) if clamped or eps is not None else ()))
         if shape is None:
             return scores, x.view_as(x)
         factors = (*shape[:-2], x.numel() // math.prod(shape), 1)
@@ -107,18 +159,26 @@ class _ReadOff(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, carried: Tensor | None, *read: Tensor | None) -> Any:
-        x, weight, *of_norm = ctx.saved_tensors
+        x, weight, *kept = ctx.saved_tensors
         if grad is None or torch.is_grad_enabled():  # with create_graph=True
             parts, of_weight = [carried, _by_read(x, *read)], None
             if grad is not None:
-                again = _Project.apply if ctx.eps is None else lambda x, w: _ProjectNormed.apply(x, w, ctx.eps)
+                again = functools.partial(_by_autograd, eps=ctx.eps, clamped=ctx.clamped)
                 of_x, of_weight = gradients(again, (x, weight), grad)
                 parts.append(of_x)
-            return added_up([part for part in parts if part is not None]), of_weight, None, None
-        scores, inverse = of_norm or (grad, grad.new_empty(0))
-        backward = operators.project_backward if ctx.by_kernels else plain.project_backward
-        of_x, of_weight = backward(grad, x, weight, scores, inverse, carried, *read)
-        return of_x, of_weight.T, None, None
+            return added_up([part for part in parts if part is not None]), of_weight, None, None, None
+        scores, inverse = kept or (grad, grad.new_empty(0))
+        given = grad, x, weight, scores, inverse, carried
+        if ctx.by_kernels:
+            of_x, of_weight = operators.project_backward(*given, *(read or (None, None)), ctx.clamped)
+        else:
+            of_x, of_weight = plain.project_backward(*given, ctx.clamped)
+        return of_x, of_weight.T, None, None, None
+
+
+def _by_autograd(x: Tensor, weight: Tensor, eps: float | None, clamped: bool) -> Tensor:
+    scores: Tensor = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
+    return scores.clamp(min=0) if clamped else scores
 
 
 def _by_read(x: Tensor, grad: Tensor | None = None, factors: Tensor | None = None) -> Tensor | None:

@@ -69,14 +69,15 @@ def bytes_moved(
 
 def bytes_of(launches: Iterable[Launch]) -> int:
     """Bytes that kernels and the second step of their sums read and write."""
+    launches = list(launches)
+    by_kernels = {id(x) for launch in launches if launch.spec is None for x in launch.arguments.get("partials", ())}
     total = 0
     for launch in launches:
         total += bytes_of_kernel(launch)
         for name, argument in launch.arguments.items():
-            if name.endswith("_partials") and launch.spec is not None and launch.grid is not None:
+            if launch.spec and launch.grid and name.endswith("_partials") and id(argument) not in by_kernels:
                 parts = launch.grid.parts(name, launch.spec)
-                if parts > 1 or name == "score_partials":
-                    total += argument.nbytes + argument.nbytes // parts
+                total += argument.nbytes + argument.nbytes // parts if parts > 1 else 0  # torch adds them up
     return total
 
 

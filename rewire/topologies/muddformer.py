@@ -7,10 +7,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from rewire.kernels.several import mixes
-from rewire.kernels.tokens import project, read_off
+from rewire.kernels.tokens import read_off_hidden
 from rewire.topologies import groups
 from rewire.topologies.base import (
     Dims,
@@ -164,7 +163,7 @@ class MUDDFormer(Recurrence[Weights]):
 def _mixes(states: States, read: Aggregate) -> tuple[list[Tensor], States]:
     """The weighted sum of the states for each way; and the states, as who reads them next is to take them."""
     *earlier, newest = states
-    found, newest = read_off(newest, read.w1, _EPS)  # [..., K]
-    scores = project(F.gelu(found), read.w2) + read.static.flatten()  # [..., C n], one way after the other
+    # [..., C n], one way after the other
+    scores, newest = read_off_hidden(newest, read.w1, read.w2, read.static.flatten(), _EPS)
     values, sources = mixes((*earlier, newest), None, scores.unflatten(-1, read.static.shape))
     return values, tuple(sources)

@@ -429,7 +429,7 @@ def test_arguments_have_to_fit_the_spec() -> None:
     with pytest.raises(ValueError, match="one shape"):
         launch.mix_forward(MixSpec(2), MixInputs([x, x[:2]], ones))
     with pytest.raises(ValueError, match=r"Scores .* \[3, 1\]"):
-        launch.mix_forward(MixSpec(1, scores=True), MixInputs([x], torch.ones(1), [torch.ones(3)]))
+        launch.mix_forward(MixSpec(1, scores=True), MixInputs([x], torch.ones(1), [torch.ones(2, 1)]))
     with pytest.raises(ValueError, match="norm_weight: the spec asks for 1"):
         launch.mix_forward(MixSpec(2, norm="rms"), MixInputs([x, x], ones))
     wide = torch.randn(1, 8200)

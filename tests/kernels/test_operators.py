@@ -143,6 +143,32 @@ class TestOperators:
                 added = [grad] if count == 1 else []
                 checked(operators.gather_attended, xs, [x, grad][:count], scores, [tally] * N, added)
 
+    @pytest.mark.parametrize("lead", LEADS)
+    def test_several_ways(self, lead: tuple[int, ...]) -> None:
+        """Scores as parts of wider tensors, one column after the other."""
+        for kind in ("scalar", "channel"):
+            xs, weights = states(N, lead), weights_of(kind, 3, N)
+            scores = [drawn(5, *lead).movedim(0, -1).narrow(-1, 1, 3) for _ in xs]
+            found = checked(operators.ways, xs, weights, scores)
+            torch.testing.assert_close(found, operators.several(None, xs, weights, torch.stack(scores, -1)))
+
+    @pytest.mark.parametrize("lead", LEADS)
+    def test_hidden_layers(self, lead: tuple[int, ...]) -> None:
+        for dtype in (F32, BF16):
+            x, read, weight, static = drawn(*lead, WIDTH, dtype=dtype), drawn(4, WIDTH).T, drawn(4, 4), drawn(4)
+            hidden, inverse = operators.project(x, read, 1e-6)
+            scores = checked(operators.hidden, hidden, weight, static)
+            torch.testing.assert_close(scores, nn.functional.gelu(hidden) @ weight + static)
+            for carried in (None, x):
+                checked(operators.hidden_backward, scores, x, read, weight, hidden, inverse, carried)
+
+    @pytest.mark.parametrize("eps", [None, 1e-6])
+    def test_projections_that_are_clamped(self, eps: float | None) -> None:
+        x, weight = drawn(2, 3, WIDTH, dtype=BF16), drawn(WIDTH, 4)
+        scores, inverse = checked(operators.project, x, weight, eps, True)
+        assert torch.equal(scores, operators.project(x, weight, eps)[0].clamp(min=0))
+        checked(operators.project_backward, scores, x, weight, scores, inverse, x, None, None, True)
+
     def test_reads_and_gates_of_streams(self) -> None:
         for lead in ((3,), (2, 3)):
             streams, grad = drawn(*lead, N, WIDTH, dtype=BF16), drawn(*lead, 1, WIDTH, dtype=BF16)

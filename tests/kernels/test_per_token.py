@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rewire.kernels import operators, plain
-from rewire.kernels.tokens import read_off, rms_norm
+from rewire.kernels.tokens import read_off, read_off_hidden, rms_norm
 from rewire.topologies.base import Dims, QKVInputs, materialize
 from rewire.topologies.registry import make_topology
 
@@ -126,19 +126,63 @@ class Cases:
 
     @pytest.mark.parametrize("eps", [None, 1e-2])
     @pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
+    @pytest.mark.parametrize("clamped", [False, True])
     @pytest.mark.parametrize("columns", [1, 20])
-    def test_read_off(self, eps: float | None, dtype: torch.dtype, columns: int) -> None:
+    def test_read_off(self, eps: float | None, dtype: torch.dtype, columns: int, clamped: bool) -> None:
         """Rows that are strided, weights that are transposed, a gradient that comes another way."""
         x = torch.randn(70, 2, 40).to(dtype)[:, 0].requires_grad_()
         weight = torch.randn(columns, 40).T.requires_grad_()
         exact = [t.detach().double().requires_grad_() for t in (x, weight)]
-        scores, again = read_off(x, weight, eps)
+        scores, again = read_off(x, weight, eps, clamped)
         want = (exact[0] if eps is None else rms_norm(exact[0], eps)) @ exact[1]
+        want = want.clamp(min=0) if clamped else want
         up, other = torch.randn(70, columns), torch.randn(70, 40).to(dtype)
         found = torch.autograd.grad((scores, again), (x, weight), (up, other))
         wanted = torch.autograd.grad((want, exact[0]), exact, (up.double(), other.double()))
         close([scores.detach()], [want.detach()], 1e-6)
         close(list(found), list(wanted), 1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+    def test_clamped_scores(self) -> None:
+        """Those of zero have a derivative, so that weights which start at zero learn; those below have none."""
+        x = torch.tensor([[1.0, 2.0], [-1.0, 1.0], [torch.nan, 0.0]])
+        weight = torch.tensor([[1.0, -1.0, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)
+        scores, _ = read_off(x, weight, None, clamped=True)
+        assert scores.isnan().any(1).tolist() == [False, False, True]  # nothing hides what is not a number
+        assert (scores[:2] == torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])).all()
+        (found,) = torch.autograd.grad(scores[:2].sum(), weight)
+        assert torch.equal(
+            found.nan_to_num(7.0), torch.tensor([[1.0, -1.0, 0.0], [2.0, 1.0, 3.0]]).where(~found.isnan(), 7.0)
+        )
+
+    @pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
+    @pytest.mark.parametrize("columns", [3, 40, 128, 130])
+    def test_read_off_hidden(self, dtype: torch.dtype, columns: int) -> None:
+        """Up to 128 columns by kernels; gradients of gradients, too."""
+        x = torch.randn(70, 2, 24).to(dtype)[:, 0].requires_grad_()
+        first, out, static = (
+            torch.randn(columns, 24).T,
+            torch.randn(columns, columns) / columns**0.5,
+            torch.randn(columns),
+        )
+        given = [x, *(t.requires_grad_() for t in (first, out, static))]
+        exact = [t.detach().double().requires_grad_() for t in given]
+        scores, again = read_off_hidden(*given, 1e-2)
+        hidden = torch.nn.functional.gelu(rms_norm(exact[0], 1e-2) @ exact[1])
+        want = hidden @ exact[2] + exact[3]
+        up, other = torch.randn(70, columns), torch.randn(70, 24).to(dtype)
+        close([scores.detach()], [want.detach()], 1e-6)
+        found = torch.autograd.grad((scores, again), given, (up, other), create_graph=dtype == F32, retain_graph=True)
+        wanted = torch.autograd.grad((want, exact[0]), exact, (up.double(), other.double()), create_graph=True)
+        tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+        close([g.detach() for g in found], [g.detach() for g in wanted], tolerance)
+        only = torch.autograd.grad(scores, given[1:], up, retain_graph=True)  # by hand: as without create_graph
+        close(list(only), [g.detach() for g in wanted[1:]], tolerance)
+        if dtype == F32:
+            twice, exactly = (
+                torch.autograd.grad(sum(g.square().sum() for g in of), leaves[:3])  # type: ignore[arg-type]
+                for of, leaves in ((found, given), (wanted, exact))
+            )
+            close(list(twice), list(exactly), 1e-4)
 
     def test_saved_tensors_that_come_back_with_other_strides(self) -> None:
         """As those of `save_on_cpu` with pinned memory do."""
@@ -156,7 +200,7 @@ class TestPlain(Cases):
     def test_each_state_is_projected_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[Tensor] = []
         project = plain.project
-        monkeypatch.setattr(plain, "project", lambda x, w, eps: calls.append(x) or project(x, w, eps))
+        monkeypatch.setattr(plain, "project", lambda x, *given: calls.append(x) or project(x, *given))
         results(net := Net(*CASES[0]), net.leaves(F32))
         assert len(calls) == 6
 

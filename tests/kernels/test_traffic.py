@@ -26,13 +26,13 @@ STATE, FLOAT = ROWS * COLS * 2, ROWS * COLS * 4  # bytes of a bfloat16 state, an
         (MixSpec(3, "none"), True, 4 * STATE, 0),
         (MixSpec(66, "none", outputs=1), False, 67 * STATE, 2 * FLOAT),
         (MixSpec(4, outputs=2, accumulate=True), False, 6 * STATE + 2 * FLOAT + 8 * 4, 0),
-        # A score per row: partial sums are written and read, sums are written.
+        # A score per row: a program makes its sums along rows of all columns.
         (MixSpec(5, "none", True, outputs=5), False, 10 * STATE + 25 * ROWS * 4, 0),
-        (MixSpec(5, "none", True, outputs=5), True, 15 * STATE + 2 * 25 * ROWS * 4, 2 * 25 * ROWS * 4),
-        # 3 kernels of at most 4 sources read 4 gradients again.
-        (MixSpec(10, "channel", outputs=4), True, 24 * STATE + 2 * 40 * COLS * 4, 8 * STATE),
+        (MixSpec(5, "none", True, outputs=5), True, 15 * STATE + 2 * 25 * ROWS * 4, 0),
+        # 3 kernels of at most 4 sources read 4 gradients again; what they sum is put side by side.
+        (MixSpec(10, "channel", outputs=4), True, 24 * STATE + 2 * 40 * COLS * 4, 8 * STATE + 2 * 40 * COLS * 4),
         # 2 kernels read 4 probes each; between them are 4 accumulators.
-        (MixSpec(20, outputs=4, probe=True), False, 28 * STATE + 2 * 80 * 4, 4 * STATE + 8 * FLOAT),
+        (MixSpec(20, outputs=4, probe=True), False, 28 * STATE + 2 * 80 * 4, 4 * STATE + 8 * FLOAT + 2 * 80 * 4),
         (MixSpec(2, norm="rms", keep_mix=True), False, 4 * STATE + 2 * 4 + COLS * 2 + ROWS * 4, 0),
         (MixSpec(2, norm="rms", added=2), True, 7 * STATE + 4 * 4 + COLS * 6 + ROWS * 4, 0),
         # The gradient of the norm passes through memory.
