@@ -64,7 +64,8 @@ def checks(small: bool) -> list[Check]:
     # Queries, keys and values; streams; scores beside probes.
     several = [MixSpec(5, weights, True, outputs=o) for weights in KINDS for o in (3, 4)]
     several += [MixSpec(5, "none", True, outputs=8), MixSpec(4, "channel", True, probe=True)]
-    several += [MixSpec(18, "none", True, outputs=4, probe=True), MixSpec(5, outputs=5)]
+    several += [MixSpec(18, "none", True, outputs=4, probe=True, attended=True), MixSpec(5, outputs=5)]
+    several += [MixSpec(5, "none", True, outputs=2, probe=True)]
     norms = [
         MixSpec(3, weights, keep, added=1, norm=norm, keep_mix=keep) for weights in KINDS[1:] for norm, keep in NORMS
     ]
@@ -158,6 +159,7 @@ class Inputs:
     bias: Tensor | None
     accumulators: list[Tensor]
     probes: list[Tensor]
+    means: Tensor | None
     grads: list[Tensor]
     grad_mixes: list[Tensor]
 
@@ -182,6 +184,7 @@ class Inputs:
             bias=draw(check.width, dtype=check.dtype) if spec.shifted else None,
             accumulators=states(o * spec.accumulate, F32),
             probes=states(o * spec.probe),
+            means=draw(n, check.rows) if spec.attended else None,
             grads=states(o),
             grad_mixes=states(o if spec.keep_mix else 0),
         )
@@ -189,15 +192,17 @@ class Inputs:
     def forward(self) -> launch.Mixed:
         """Backward of a norm needs the mix."""
         spec = dataclasses.replace(self.spec, keep_mix=self.spec.norm is not None)
-        inputs = launch.MixInputs(
-            self.sources, self.weights, self.scores, self.added, self.accumulators, self.probes, self.gain, self.bias
-        )
+        terms = (self.sources, self.weights, self.scores, self.added)
+        inputs = launch.MixInputs(*terms, self.accumulators, self.probes, self.gain, self.bias, self.means)
+        if self.spec.attended:  # one tensor, each number of all rows in one piece
+            table = torch.stack(self.scores).squeeze(-1).unflatten(0, (self.spec.outputs, -1))
+            inputs = inputs._replace(scores=table.movedim((0, 1), (-2, -1)))
         return launch.mix_forward(spec, inputs, eps=EPS)
 
     def backward(self, found: launch.Mixed) -> launch.Gradients:
         norm = (found.mixes, found.rstd, self.grad_mixes, self.gain) if self.spec.norm else ()
         inputs = launch.GradientInputs(self.grads, self.sources, self.weights, self.scores, *norm)
-        return launch.mix_backward(dataclasses.replace(self.spec, probe=False), inputs)
+        return launch.mix_backward(dataclasses.replace(self.spec, probe=False, attended=False), inputs)
 
     def results(self) -> dict[str, list[Tensor]]:
         """Everything that the kernels return, by name."""
@@ -227,7 +232,8 @@ class Inputs:
         torch.autograd.backward(outputs, [g.double() for g in (*self.grads, *self.grad_mixes)])
         dots: dict[str, Any] = {}
         if self.probes:
-            dots["weight dots"], dots["score dots"] = reference.dots(self.spec, self.sources, self.probes)
+            given = self.sources, self.probes, self.scores, self.means
+            dots["weight dots"], dots["score dots"] = reference.dots(self.spec, *given)
         gradients = {
             "sources": sources, "weights": weights, "scores": scores,
             "added": added[:1] if self.spec.outputs == 1 else [],

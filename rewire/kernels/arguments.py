@@ -58,7 +58,7 @@ def check_forward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked:
         probes=spec.outputs * spec.probe,
         norm_weight=int(spec.norm is not None),
         norm_bias=int(spec.shifted),
-        tallies=spec.sources * spec.attended,
+        means=int(spec.attended),
     )
     _check_stacked(stacked, 0 if spec.norm else spec.outputs, "mixes without a norm")
 

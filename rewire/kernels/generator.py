@@ -91,7 +91,7 @@ def _forward(spec: MixSpec) -> tuple[Lines, Lines]:
         ),
         *_if(spec.added, f"added,  # {spec.outputs * spec.added} x [rows, cols]", "added_strides: tl.constexpr,"),
         *_if(spec.probe, f"probes,  # {spec.outputs} x [rows, cols]", "probe_strides: tl.constexpr,"),
-        *_if(spec.attended, f"tallies,  # {spec.sources} x float32 [3, rows]"),
+        *_if(spec.attended, f"means,  # float32 [{spec.sources}, rows]"),
         *_norm_parameters(spec),
         *_if(spec.norm, "eps,"),
         *_if(spec.mixed, f"mixes,  # {spec.outputs} x [rows, cols]", "mix_strides: tl.constexpr,"),
@@ -173,15 +173,19 @@ def _one_tile() -> Lines:
 
 
 def _loop(spec: MixSpec, first: Lines, tile: Lines, last: Lines) -> Lines:
-    """All tiles of a program, which has its columns or, where all sums are along rows, goes through several."""
-    loop = "for first in range(tl.program_id(0) * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS):"
+    """All tiles of a program, which has its columns or, where all sums are along rows, goes through several.
+
+    Then the two loops become one when they are compiled: before an inner loop, addresses of scores fill the registers.
+    """
+    rows, loop = "tl.program_id(0) * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS", "for first in range({}):"
     row = "row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]  # int64 [BLOCK_ROWS, 1]"
     room, stored = _score_dots(spec)
     tile, columns = [_INSIDE, *tile], [_columns()]
     if spec.along_rows:
+        loop = "for first in tl.range({}, flatten=True):"
         each = "for start in range(tl.program_id(1) * BLOCK_COLS, COLS, tl.num_programs(1) * BLOCK_COLS):"
         tile, columns = [each, *_indent([_columns("start"), *tile])], []
-    return [*columns, *first, loop, *_indent([row, *room, *tile, *stored]), *last]
+    return [*columns, *first, loop.format(rows), *_indent([row, *room, *tile, *stored]), *last]
 
 
 def _load(name: str, pointer: str, stride: str) -> str:
@@ -308,20 +312,21 @@ def _score_dots(spec: MixSpec) -> tuple[Lines, Lines]:
         f"tl.store(ds_row + {o * spec.sources}, ds{o}, mask=(row < rows) & (slot < {spec.sources}))"
         for o in range(spec.outputs)
     ]
-    softmax = _each(_of_softmax(spec, k) for k in range(spec.sources * spec.attended))
     row = f"score_partials + (tl.program_id(1).to(tl.int64) * rows + row) * {spec.pairs} + slot"
-    return [f"slot = tl.arange(0, {width})[None, :]  # [1, {width}]", *room], [*softmax, f"ds_row = {row}", *stores]
-
-
-def _of_softmax(spec: MixSpec, k: int) -> Lines:
-    """Dot products with ``x_k`` become gradients of logits."""
-    lines = [
-        f"e = tl.load(tallies[{k}] + (2 * rows.to(tl.int64) + row), mask=row < rows, other=0.0)  # [BLOCK_ROWS, 1]"
+    return [f"slot = tl.arange(0, {width})[None, :]  # [1, {width}]", *room], [
+        *_of_softmax(spec),
+        f"ds_row = {row}",
+        *stores,
     ]
-    for o in range(spec.outputs):
-        factor, loads = _factor(spec, o, k)
-        lines += [*loads, f"ds{o} = tl.where(slot == {k}, {factor} * (ds{o} - e), ds{o})"]
-    return lines
+
+
+def _of_softmax(spec: MixSpec) -> Lines:
+    """Dot products become gradients of logits: the scores of an output lie one behind the other."""
+    if not spec.attended:
+        return []
+    load = f"tl.load({{0}} + (slot * rows.to(tl.int64) + row), mask=(row < rows) & (slot < {spec.sources}), other=0.0)"
+    products = [f"ds{o} = {load.format(f'scores[{o * spec.sources}]')} * (ds{o} - e)" for o in range(spec.outputs)]
+    return [f"e = {load.format('means')}", *products]
 
 
 def _store_dots(spec: MixSpec) -> Lines:

@@ -45,13 +45,12 @@ class Grid:
 
     @classmethod
     def of(cls, spec: MixSpec, rows: int, cols: int, itemsize: int, sums: bool) -> Grid:
-        """Tiles that registers hold: see `_tile`. Kernels that sum over rows get few programs, which loop."""
+        """Tiles that registers hold: see `_tile`. Few programs, which loop, where each leaves sums over its rows."""
         block_rows, block_cols, warps = _tile(spec, cols, sums, itemsize)
         row_programs, col_programs = -(-rows // block_rows), -(-cols // block_cols)
         if sums and spec.along_rows:  # columns are divided only where rows are few
-            row_programs = min(row_programs, PROGRAMS)
             col_programs = min(col_programs, 1 if spec.attended else max(1, PROGRAMS // max(1, row_programs)))
-        elif sums:
+        if sums and (spec.weights != "none" or spec.norm is not None):
             row_programs = min(row_programs, max(1, PROGRAMS // max(1, col_programs)))
         return cls(row_programs, col_programs, block_rows, block_cols, warps)
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from rewire.kernels.grid import PROGRAMS, Code, Kernel
 from rewire.kernels.launch import MOST_PLANS
 from rewire.kernels.projection import PRECISION
 
-#: Rows of a tile, and warps, by the columns: what registers hold.
-TILES = {16: (64, 4), 32: (64, 4), 64: (32, 4), 128: (32, 8)}
+#: Rows of a tile, columns of h in it, and warps, by the columns of the weight: what registers hold.
+FORWARD = {16: (64, 16, 4), 32: (64, 32, 4), 64: (32, 32, 4), 128: (32, 32, 8)}
+BACKWARD = {16: (16, 16, 4), 32: (16, 16, 4), 64: (16, 16, 8), 128: (16, 16, 8)}
 
 
 @triton.jit
@@ -42,15 +44,19 @@ def hidden_forward(
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ALL_K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # [BLOCK_ROWS, 1]
-    k = tl.arange(0, BLOCK_K)
-    place, inside = k[None, :].to(tl.int64) * rows + row, (row < rows) & (k[None, :] < K)
-    h = tl.load(hidden + place, mask=inside, other=0.0)
-    w = tl.load(weight + (k[:, None] * K + k[None, :]), mask=(k[:, None] < K) & (k[None, :] < K), other=0.0)
-    total = tl.dot(h * _normal(h), w, input_precision=PRECISION)
-    total += tl.load(static + k, mask=k < K, other=0.0)[None, :]
-    tl.store(scores + place, total, mask=inside)
+    m = tl.arange(0, ALL_K)[None, :]
+    total = tl.zeros([BLOCK_ROWS, ALL_K], tl.float32)
+    for first in range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        known = (row < rows) & (k[None, :] < K)
+        h = tl.load(hidden + (k[None, :].to(tl.int64) * rows + row), mask=known, other=0.0)
+        w = tl.load(weight + (k[:, None] * K + m), mask=(k[:, None] < K) & (m < K), other=0.0)
+        total = tl.dot(h * _normal(h), w, total, input_precision=PRECISION)
+    total += tl.load(static + m, mask=m < K, other=0.0)
+    tl.store(scores + (m.to(tl.int64) * rows + row), total, mask=(row < rows) & (m < K))
 
 
 @triton.jit(do_not_specialize=["rows", "K", "grad_row_stride", "grad_stride"])
@@ -61,33 +67,36 @@ def hidden_backward(
     hidden,  # float32 [K, rows]
     weight,  # float32 [K, K]
     grad_hidden,  # float32 [K, rows]
-    weight_partials,  # float32 [programs, K, K]
-    static_partials,  # float32 [programs, K]
+    weight_partials,  # float32 [row programs, K, K]
+    static_partials,  # float32 [row programs, K]
     rows,
     K,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ALL_K: tl.constexpr,
 ):
-    """``dh = (g W^T) gelu'(h)``, ``dW = gelu(h)^T g`` and ``db = sum g``."""
-    k = tl.arange(0, BLOCK_K)
-    square, of_square = k[:, None] * K + k[None, :], (k[:, None] < K) & (k[None, :] < K)
-    w = tl.load(weight + square, mask=of_square, other=0.0)
-    of_weight = tl.zeros([BLOCK_K, BLOCK_K], tl.float32)
-    of_static = tl.zeros([BLOCK_K], tl.float32)
+    """``dh = (g W^T) gelu'(h)``, ``dW = gelu(h)^T g`` and ``db = sum g``, for some columns of h in each program."""
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    m = tl.arange(0, ALL_K)
+    w = tl.load(weight + (k[None, :] * K + m[:, None]), mask=(k[None, :] < K) & (m[:, None] < K), other=0.0)  # W^T
+    of_weight = tl.zeros([BLOCK_K, ALL_K], tl.float32)
+    of_static = tl.zeros([ALL_K], tl.float32)
     for first in range(tl.program_id(0) * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS):
         row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]  # [BLOCK_ROWS, 1]
+        known = (row < rows) & (m[None, :] < K)
+        g = tl.load(grad + (row * grad_row_stride + m[None, :] * grad_stride), mask=known, other=0.0)
         place, inside = k[None, :].to(tl.int64) * rows + row, (row < rows) & (k[None, :] < K)
-        g = tl.load(grad + (row * grad_row_stride + k[None, :] * grad_stride), mask=inside, other=0.0)
         h = tl.load(hidden + place, mask=inside, other=0.0)
         share = _normal(h)
         slope = share + h * tl.exp(-0.5 * h * h) * 0.3989422804014327
-        tl.store(grad_hidden + place, tl.dot(g, tl.trans(w), input_precision=PRECISION) * slope, mask=inside)
+        tl.store(grad_hidden + place, tl.dot(g, w, input_precision=PRECISION) * slope, mask=inside)
         of_weight = tl.dot(tl.trans(h * share), g, of_weight, input_precision=PRECISION)
         of_static += tl.sum(g, 0)
     program = tl.program_id(0).to(tl.int64)
-    tl.store(weight_partials + (program * K * K + square), of_weight, mask=of_square)
-    tl.store(static_partials + (program * K + k), of_static, mask=k < K)
+    square = k[:, None] * K + m[None, :]
+    tl.store(weight_partials + (program * K * K + square), of_weight, mask=(k[:, None] < K) & (m[None, :] < K))
+    tl.store(static_partials + (program * K + m), of_static, mask=(m < K) & (tl.program_id(1) == 0))
 
 
 def forward(hidden: Tensor, weight: Tensor, static: Tensor) -> Tensor:
@@ -134,7 +143,8 @@ def backward(
     of_weight, of_static = (by_column.new_empty(programs, *shape) for shape in ((most, most), (most,)))
     kernel((given, by_column, weight.contiguous(), of_hidden, of_weight, of_static))
     of_x, of_read = projection.backward_in_parts(of_hidden.movedim(0, -1), x, read, hidden, inverse, carried)
-    return of_x, *totals.added_up((of_read, of_weight, of_static))
+    of_read, of_weight, of_static = totals.added_up((of_read, of_weight, of_static))
+    return of_x, of_read, of_weight, of_static
 
 
 def _by_column(hidden: Tensor) -> Tensor:
@@ -145,11 +155,16 @@ def _by_column(hidden: Tensor) -> Tensor:
 @functools.lru_cache(MOST_PLANS)
 def _plan(hidden: Layout, grad: tuple[int, ...], backward: bool) -> tuple[Kernel, int]:
     """The kernel of a list of tensors, in the order of its parameters, and its programs; ``grad`` are strides."""
-    most, rows = hidden.shape[0], hidden.shape[1:].numel()
+    most, rows = hidden.shape[0], math.prod(hidden.shape[1:])
     columns = max(16, 1 << (most - 1).bit_length())  # the next power of two that a matrix product takes
-    block_rows, warps = TILES[columns]
-    constants = {"PRECISION": PRECISION, "BLOCK_ROWS": block_rows, "BLOCK_K": columns, "num_warps": warps}
-    constants["enable_fp_fusion"] = True
+    block_rows, block_columns, warps = (BACKWARD if backward else FORWARD)[columns]
+    constants: dict[str, Any] = {
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_K": block_columns,
+        "ALL_K": columns,
+        "num_warps": warps,
+    }
+    constants |= {"PRECISION": PRECISION, "enable_fp_fusion": True}
     programs, numbers = -(-rows // block_rows), {"rows": rows, "K": most}
     names = ["hidden", "weight", "static", "scores"]
     if backward:
@@ -157,5 +172,6 @@ def _plan(hidden: Layout, grad: tuple[int, ...], backward: bool) -> tuple[Kernel
         numbers |= {"grad_row_stride": grad[0], "grad_stride": grad[1]}
         names = ["grad", "hidden", "weight", "grad_hidden", "weight_partials", "static_partials"]
     jit: Any = hidden_backward if backward else hidden_forward
-    code = Code(lambda: jit, (programs, 1, 1), constants, backward=backward)
+    by_column = -(-most // block_columns) if backward else 1
+    code = Code(lambda: jit, (programs, by_column, 1), constants, backward=backward)
     return Kernel(code, hidden.device, {name: place for place, name in enumerate(names)}, numbers), programs

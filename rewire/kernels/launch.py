@@ -36,8 +36,8 @@ class MixInputs(NamedTuple):
         accumulators: float32 [..., D], one for each output.
         probes: [..., D], one for each output.
         norm_weight, norm_bias: [D].
-        tallies: float32 [3, ...] for each source of what is attended; the last of the three is what a softmax takes
-            away from dot products.
+        means: float32 [N, ...], of what is attended; its scores are one tensor [..., outputs, N], of which each
+            [...] is one piece and lies behind the one before.
         stacks: whether the first of the sources is a stack [..., n, D] of n.
     """
 
@@ -49,14 +49,14 @@ class MixInputs(NamedTuple):
     probes: Sequence[Tensor] = ()
     norm_weight: Tensor | None = None
     norm_bias: Tensor | None = None
-    tallies: Sequence[Tensor] = ()
+    means: Tensor | None = None
     stacks: bool = False
 
     def groups(self) -> tuple[Sequence[Tensor], ...]:
         """Each field as a sequence."""
         weights, scale, bias = _maybe(self.weights), _maybe(self.norm_weight), _maybe(self.norm_bias)
         terms = (self.sources, weights, _several(self.scores), self.added)
-        return (*terms, self.accumulators, self.probes, scale, bias, self.tallies)
+        return (*terms, self.accumulators, self.probes, scale, bias, _maybe(self.means))
 
 
 class Mixed(NamedTuple):

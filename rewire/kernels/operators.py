@@ -395,7 +395,7 @@ def _hidden_backward_fake(grad: Any, x: Any, read: Any, weight: Any, *_: Any) ->
 def hidden_backward(
     grad: Tensor, x: Tensor, read: Tensor, weight: Tensor, hidden: Tensor, inverse: Tensor, carried: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `hidden` of ``project(x, read)``: of x, to which ``carried`` is added; of read, [K, D]; of W; of b."""
+    """Gradients of `hidden` of ``project(x, read)``: of x, with what is ``carried``, of read, [K, D], of W and b."""
     from rewire.kernels import hidden as kernels
 
     return kernels.backward(grad, x, read, weight, hidden, inverse, carried)
@@ -505,9 +505,9 @@ def gather_attended(
     """
     from rewire.kernels import softmax
 
-    shares = softmax.shares(scores, tallies)
+    shares, means = softmax.shares(scores, tallies)
     spec = spec_of(len(grads), "none", True, added=len(added), outputs=len(states), probe=True, attended=True)
-    inputs = MixInputs(grads, None, shares.movedim((0, 1), (-2, -1)), added, probes=states, tallies=tallies)
+    inputs = MixInputs(grads, None, shares.movedim((0, 1), (-2, -1)), added, probes=states, means=means)
     done = launch_forward(spec, inputs, states[0].dtype)
     assert done.score_dots is not None
     return [*done.apart, done.score_dots]

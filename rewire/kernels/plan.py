@@ -44,7 +44,7 @@ STRIDES = {
     "grad_sources": "grad_source_strides",
 }
 #: What is given as one block of memory.
-DENSE = ("weights", "norm_weight", "norm_bias", "rstd", "tallies")
+DENSE = ("weights", "norm_weight", "norm_bias", "rstd", "means")
 
 
 class Plan:
@@ -79,6 +79,8 @@ def forward(spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, 
     """
     check_forward(spec, _layouts(given), stacked)
     make = _Maker(spec, given)
+    if spec.attended and make.rows and not _one_behind_the_other(given["scores"], make.rows):
+        raise ValueError("Scores of what is attended have to be one tensor, each of all rows in one piece, in turn.")
     states = [layout.dtype for name in ("sources", "added") for layout, _ in given[name]]
     dtype = dtype or functools.reduce(torch.promote_types, states or [torch.float32])
     mixes = make.states([dtype] * spec.outputs * spec.mixed, stacked)
@@ -89,7 +91,7 @@ def forward(spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, 
         arguments |= {"accumulators": running} if step.accumulate else {}
         arguments |= {"added": make.at["added"]} if step.added else {}
         arguments |= {"probes": make.at["probes"]} if step.probe else {}
-        arguments |= {"tallies": make.at["tallies"][part]} if step.attended else {}
+        arguments |= {"means": make.means(part)} if step.attended else {}
         running = mixes if part.stop == spec.sources else make.states([torch.float32] * spec.outputs)
         arguments |= {"mixes": running} if step.mixed else {}
         if step.norm:
@@ -291,6 +293,12 @@ class _Maker:
         (place,), whole = self.at["weights"], slice(0, self.spec.sources)
         return place if part == whole else self._made(0, functools.partial(_narrow, place, self.spec, part))
 
+    def means(self, part: slice) -> At:
+        """Those of some of the sources, of float32 [N, rows]."""
+        (place,), first = self.at["means"], part.start
+        assert isinstance(place, int)
+        return Part(place, 4 * first * self.rows, functools.partial(_narrowed, 0, first, part.stop - first))
+
     # Kernels.
 
     def terms(self, part: slice) -> Arguments:
@@ -303,7 +311,7 @@ class _Maker:
 
     def plain_backward(self, grads: Places, sources: Places, itemsize: int) -> None:
         """Backward without a norm, in as many kernels as the fan-in asks for; gradients have that itemsize."""
-        plain = dataclasses.replace(self.spec.without_norm(), probe=False, accumulate=False, added=0)
+        plain = dataclasses.replace(self.spec.without_norm(), probe=False, attended=False, accumulate=False, added=0)
         most = self.spec.fan_in(dots=self.spec.has_dots)
         for first in range(0, self.spec.sources, most):
             part = slice(first, min(first + most, self.spec.sources))
@@ -342,6 +350,20 @@ class _Maker:
             "norm_bias_partials": (self.cols,) if normed and spec.shifted else (),
         }
         return {name: shape for name, shape in shapes.items() if shape}
+
+
+def _one_behind_the_other(scores: Sequence[tuple[Layout, At]], rows: int) -> bool:
+    """Whether these, [..., 1], are the parts of one tensor, in turn, each of all rows in one piece."""
+    (layout, first), *_ = scores
+    if len(scores) == 1 and isinstance(first, int):
+        return _dense(layout) is not None
+    return isinstance(first, Part) and all(
+        isinstance(at, Part)
+        and at.place == first.place
+        and at.offset == first.offset + 4 * n * rows
+        and _dense(layout) is not None
+        for n, (layout, at) in enumerate(scores)
+    )
 
 
 class _Partial(NamedTuple):

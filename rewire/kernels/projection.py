@@ -111,8 +111,9 @@ def project_backward(
 ):
     """``dx = r g W^T - r^2 (sum_k g_k s_k) / D x`` for scores ``s = r x W``, and ``dW = x^T (r g)``.
 
-    Not NORMED, r is 1 and the second term is not there. CLAMPED, g is 0 where s was below zero. READ, x are streams of tokens: each in a row of its own, or
-    those of a token side by side in one row; and ``m_i dr`` is added for a read ``sum_i m_i x_i`` of a token.
+    Not NORMED, r is 1 and the second term is not there. CLAMPED, g is 0 where s was below zero. READ, x are streams of
+    tokens: each in a row of its own, or those of a token side by side in one row; and ``m_i dr`` is added for a read
+    ``sum_i m_i x_i`` of a token.
     """
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]
     k = tl.arange(0, BLOCK_K)

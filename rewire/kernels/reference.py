@@ -47,10 +47,21 @@ def normed(spec: MixSpec, mix: Tensor, weight: Tensor, bias: Tensor | None, eps:
     return y if bias is None else y + bias.double()
 
 
-def dots(spec: MixSpec, sources: Sequence[Tensor], probes: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
+def dots(
+    spec: MixSpec,
+    sources: Sequence[Tensor],
+    probes: Sequence[Tensor],
+    scores: Sequence[Tensor] = (),
+    means: Tensor | None = None,
+) -> tuple[Tensor | None, list[Tensor]]:
     """<x_k, p_o> as gradients of weights [outputs, N] or [outputs, N, D], and of scores, outputs times N of [..., 1].
 
-    All float64; probes: [..., D], one for each output.
+    Of what is attended, as gradients of logits: ``s_ok (<x_k, p_o> - e_k)``. All float64.
+
+    Args:
+        spec, sources, scores: as in `mixes`.
+        probes: [..., D], one for each output.
+        means: e, [N, ...].
     """
     products = [x.double() * p.double() for p in probes for x in sources]
     rows = tuple(range(probes[0].dim() - 1))
@@ -60,4 +71,8 @@ def dots(spec: MixSpec, sources: Sequence[Tensor], probes: Sequence[Tensor]) -> 
         "channel": torch.stack([p.sum(rows) if rows else p for p in products]),
     }[spec.weights]
     per_weight = None if per_pair is None else per_pair.unflatten(0, (spec.outputs, spec.sources))
-    return per_weight, [p.sum(-1, keepdim=True) for p in products] if spec.scores else []
+    per_score = [p.sum(-1, keepdim=True) for p in products] if spec.scores else []
+    if means is not None:
+        away = [*means.double().unsqueeze(-1)] * spec.outputs
+        per_score = [s.double() * (dot - e) for s, dot, e in zip(scores, per_score, away, strict=True)]
+    return per_weight, per_score

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -96,7 +95,7 @@ def tally_kernel(
 def shares_kernel(
     scores,  # M x float32 [N, rows]
     tallies,  # N x float32 [3, rows]
-    shares,  # float32 [M, N, rows]
+    shares,  # float32 [M + 1, N, rows]: of each state, and the means that the tallies end with
     rows,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -106,11 +105,13 @@ def shares_kernel(
     inside = row < rows
     for read in tl.static_range(N):
         largest = tl.load(tallies[read] + row, mask=inside, other=0.0)
-        divisor = tl.load(tallies[read] + (rows + row), mask=inside, other=1.0)
+        divisor = tl.load(tallies[read] + (rows.to(tl.int64) + row), mask=inside, other=1.0)
         for state in tl.static_range(M):
             s = tl.load(scores[state] + (read * rows.to(tl.int64) + row), mask=inside, other=0.0)
             place = shares + ((state * N + read) * rows.to(tl.int64) + row)
             tl.store(place, tl.div_rn(tl.exp(s - largest), divisor), mask=inside)
+        mean = tl.load(tallies[read] + (2 * rows.to(tl.int64) + row), mask=inside, other=0.0)
+        tl.store(shares + ((M * N + read) * rows.to(tl.int64) + row), mean, mask=inside)
 
 
 def forward(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
@@ -172,22 +173,22 @@ def _plan_tally(grad: Layout, total: Layout, count: int) -> tuple[Kernel, bool, 
     return Kernel(code, grad.device, places, numbers), strides[0] is None, strides[1] is None
 
 
-def shares(scores: Sequence[Tensor], tallies: Sequence[Tensor]) -> Tensor:
-    """``a_mi = exp(s_mi - m_i) / d_i`` of M states in N reads, float32 [M, N, ...].
+def shares(scores: Sequence[Tensor], tallies: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """``a_mi = exp(s_mi - m_i) / d_i`` of M states in N reads, float32 [M, N, ...]; and the reads' e_i, [N, ...].
 
     Args:
         scores: M of float32 [..., N].
-        tallies: N of float32 [3, ...].
+        tallies: N of float32 [3, ...]: m, d and e.
     """
     given = [s.movedim(-1, 0).contiguous() for s in scores]
-    result = given[0].new_empty((len(given), *given[0].shape))
+    result = given[0].new_empty((len(given) + 1, *given[0].shape))
     _plan_shares(layout(result))((*given, *[t.contiguous() for t in tallies], result))
-    return result
+    return result[:-1], result[-1]
 
 
 @functools.lru_cache(MOST_PLANS)
 def _plan_shares(shares: Layout) -> Kernel:
-    (states, reads), rows = shares.shape[:2], math.prod(shares.shape[2:])
+    states, reads, rows = shares.shape[0] - 1, shares.shape[1], math.prod(shares.shape[2:])
     last = states + reads
     places: dict[str, Any] = {"scores": tuple(range(states)), "tallies": tuple(range(states, last)), "shares": last}
     constants = {"M": states, "N": reads, "BLOCK": ROWS, "num_warps": 4}

@@ -51,7 +51,7 @@ class MixSpec:
         accumulate: whether the sums start from float32 accumulators, the mixes of earlier sources.
         norm_bias: whether a "layer" norm ends with a bias; "rms" has none. Both have a weight.
         attended: with probes, whether scores are the weights of a softmax: what comes of their dot products are the
-            gradients of its logits, ``s_ok (<x_k, p_o> - e_k)``, with a number e_k for each source and row.
+            gradients of its logits, ``s_ok (<x_k, p_o> - e_k)``, with a number e_k for each source and row, its mean.
         carried: in backward, whether sources have gradients from elsewhere, too, which are added to those of the mixes.
 
     Raises:

@@ -170,7 +170,8 @@ class _ReadOff(torch.autograd.Function):
         scores, inverse = kept or (grad, grad.new_empty(0))
         given = grad, x, weight, scores, inverse, carried
         if ctx.by_kernels:
-            of_x, of_weight = operators.project_backward(*given, *(read or (None, None)), ctx.clamped)
+            of_read, factors = read or (None, None)
+            of_x, of_weight = operators.project_backward(*given, of_read, factors, ctx.clamped)
         else:
             of_x, of_weight = plain.project_backward(*given, ctx.clamped)
         return of_x, of_weight.T, None, None, None

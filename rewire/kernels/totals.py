@@ -8,6 +8,7 @@ Partial sums lie one behind the other, [parts, ...]. They are added in an order 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,19 @@ TILE, MOST_SUMS = 2048, 128
 
 
 @triton.jit
+def _one_tile(partials, result, parts, size, run, step, first, TOGETHER: tl.constexpr, SUMS: tl.constexpr):
+    """Of partials [parts, size] the sums from ``first`` on."""
+    place = first + tl.arange(0, SUMS)
+    inside = (place >= 0) & (place < size)
+    total = tl.zeros([TOGETHER, SUMS], tl.float32)
+    for start in range(0, parts, TOGETHER):
+        part = start + tl.arange(0, TOGETHER)[:, None]
+        known = (part < parts) & inside[None, :]
+        total += tl.load(partials + (part.to(tl.int64) * size + place[None, :]), mask=known, other=0.0)
+    tl.store(result + (place // run * step + place % run), tl.sum(total, 0), mask=inside)
+
+
+@triton.jit
 def add_up(
     partials,  # of each, float32 [parts, size]
     results,  # of each, where the first sum goes
@@ -32,21 +46,16 @@ def add_up(
     sizes,
     runs,  # of each: sums that follow each other in the result ..
     steps,  # .. and how far it is from one run to the next
-    TILES: tl.constexpr,
+    TOGETHER: tl.constexpr,  # parts in a tile
+    SUMS: tl.constexpr,  # sums in a tile
 ):
-    program = tl.program_id(0)
-    for n in tl.static_range(len(TILES)):
-        place = program * TILES[n][1] + tl.arange(0, TILES[n][1])
-        inside = (place >= 0) & (place < sizes[n])
-        if tl.max(inside.to(tl.int32), 0) > 0:
-            total = tl.zeros([TILES[n][0], TILES[n][1]], tl.float32)
-            for first in range(0, parts[n], TILES[n][0]):
-                part = first + tl.arange(0, TILES[n][0])[:, None]
-                known = (part < parts[n]) & inside[None, :]
-                total += tl.load(partials[n] + (part.to(tl.int64) * sizes[n] + place[None, :]), mask=known, other=0.0)
-            found = place.to(tl.int64)
-            tl.store(results[n] + (found // runs[n] * steps[n] + found % runs[n]), tl.sum(total, 0), mask=inside)
-        program -= tl.cdiv(sizes[n], TILES[n][1])
+    program = tl.program_id(0).to(tl.int64)
+    for n in tl.static_range(len(SUMS)):
+        first, programs = program * SUMS[n], tl.cdiv(sizes[n], SUMS[n])
+        if (program >= 0) & (program < programs):
+            of_each = (partials[n], results[n], parts[n], sizes[n], runs[n], steps[n])
+            _one_tile(*of_each, first, TOGETHER[n], SUMS[n])
+        program -= programs
 
 
 class Sums(NamedTuple):
@@ -76,7 +85,8 @@ def kernel(sums: Sequence[Sums], device: torch.device) -> Kernel:
     places = {"partials": tuple(one.partials for one in sums), "results": tuple(one.result for one in sums)}
     _, _, *numbers = zip(*sums, strict=True)
     named: dict[str, Any] = dict(zip(("parts", "sizes", "runs", "steps"), numbers, strict=True))
-    code = Code(lambda: add_up, (programs, 1, 1), {"TILES": tiles, "num_warps": 4})
+    together, at_once = zip(*tiles, strict=True)
+    code = Code(lambda: add_up, (programs, 1, 1), {"TOGETHER": together, "SUMS": at_once, "num_warps": 4})
     return Kernel(code, device, places, named)
 
 
@@ -89,7 +99,7 @@ def added_up(partials: Sequence[Tensor]) -> list[Tensor]:
 
 @functools.lru_cache(MOST_PLANS)
 def _plan(partials: tuple[Layout, ...]) -> Kernel:
-    sizes = [x.shape[1:].numel() for x in partials]
+    sizes = [math.prod(x.shape[1:]) for x in partials]
     return kernel(
         [
             Sums(n, len(sizes) + n, x.shape[0], size, size, 0)

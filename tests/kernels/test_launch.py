@@ -244,20 +244,32 @@ class TestKernels:
         Case.of(MixSpec(0, "none", added=2, norm="layer", keep_mix=True), 40).check()
 
     @pytest.mark.parametrize(
-        ("weights", "scores"), [("scalar", False), ("scalar", True), ("channel", True), ("none", True)]
+        ("weights", "scores", "attended"),
+        [
+            ("scalar", False, False),
+            ("scalar", True, False),
+            ("channel", True, False),
+            ("none", True, False),
+            ("none", True, True),
+        ],
     )
     @pytest.mark.parametrize(("sources", "outputs"), [(1, 1), (18, 1), (5, 2), (6, 4), (2, 8)])
-    def test_probes(self, weights: Any, scores: bool, sources: int, outputs: int) -> None:
+    def test_probes(self, weights: Any, scores: bool, attended: bool, sources: int, outputs: int) -> None:
         dtype, width = ((F32, 257), (BF16, 33))[sources % 2]
-        spec = MixSpec(sources, weights, scores, added=1 + scores, outputs=outputs, probe=True, accumulate=scores)
+        more = {"added": 1 + scores, "accumulate": scores, "attended": attended}
+        spec = MixSpec(sources, weights, scores, outputs=outputs, probe=True, **more)
         case = Case.of(spec, width, dtype)
         probes = [draw(2, 3, width, dtype=dtype) for _ in range(outputs)]
         running = [draw(2, 3, width) for _ in range(outputs * spec.accumulate)]
         inputs = (*case.terms(), case.added, running)
-        found = launch.mix_forward(spec, MixInputs(*inputs, probes=probes))
+        means, given = draw(sources, 2, 3) if attended else None, MixInputs(*inputs, probes=probes)
+        if attended:  # one tensor, each number of all rows in one piece
+            table = torch.stack(case.scores).view(outputs, sources, 2, 3).movedim((0, 1), (-2, -1))
+            given = given._replace(scores=table, means=means)
+        found = launch.mix_forward(spec, given)
         for got, want in zip(found.mixes, reference.mixes(spec, *inputs), strict=True):
             rounded_once(got, want)
-        per_weight, per_score = reference.dots(spec, case.sources, probes)
+        per_weight, per_score = reference.dots(spec, case.sources, probes, case.scores, means)
         assert (found.weight_dots is None) == (per_weight is None)
         if per_weight is not None and found.weight_dots is not None:
             rounded_once(found.weight_dots, per_weight)
@@ -432,6 +444,10 @@ def test_arguments_have_to_fit_the_spec() -> None:
         launch.mix_forward(MixSpec(1, scores=True), MixInputs([x], torch.ones(1), [torch.ones(2, 1)]))
     with pytest.raises(ValueError, match="norm_weight: the spec asks for 1"):
         launch.mix_forward(MixSpec(2, norm="rms"), MixInputs([x, x], ones))
+    attended = MixSpec(2, "none", True, probe=True, attended=True)
+    apart = MixInputs([x, x], None, [torch.ones(3, 1)] * 2, probes=[x], means=torch.ones(2, 3))
+    with pytest.raises(ValueError, match="one tensor, each of all rows in one piece"):
+        launch.mix_forward(attended, apart)
     wide = torch.randn(1, 8200)
     with pytest.raises(ValueError, match="at most 8192 channels"):
         launch.mix_forward(MixSpec(1, norm="rms"), MixInputs([wide], torch.ones(1), norm_weight=torch.ones(8200)))
