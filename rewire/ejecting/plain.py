@@ -176,13 +176,20 @@ class AttendedHistory(ScoredHistory):
 
     def read(self, number: int) -> list[Tensor | Mix]:
         """The sum of read ``number``, from 0."""
-        if number == 0:
-            return [self.states[0]]
-        own = torch.stack(
-            [scores.select(-1, number - 1 - self.table.blocks.first_mix(i)) for i, scores in enumerate(self.scores)]
-        )
-        shares, _ = softmax(own, self.table.scaled)
-        return [Mix(self.states, None, shares.unsqueeze(-1).unbind())]
+        return [self.states[0] if number == 0 else self._read(self._own(number - 1), self.states)]
+
+    def read_with(self, number: int, x: Tensor) -> tuple[Tensor | Mix, Tensor]:
+        """`read`, of one state more, which no other read has; and that state."""
+        scores = self._scores(x, self.table.alone[number - 1].T)
+        return self._read([*self._own(number - 1), scores.select(-1, 0)], (*self.states, x)), x
+
+    def _own(self, query: int) -> list[Tensor]:
+        first = self.table.blocks.first_mix
+        return [scores.select(-1, query - first(i)) for i, scores in enumerate(self.scores)]
+
+    def _read(self, scores: list[Tensor], states: tuple[Tensor, ...]) -> Mix:
+        shares, _ = softmax(torch.stack(scores), self.table.scaled)
+        return Mix(states, None, shares.unsqueeze(-1).unbind())
 
     def _scores(self, x: Tensor, queries: Tensor) -> Tensor:
         return project_normed(x, queries, EPS)

@@ -15,6 +15,9 @@ the gradients of its reads, once these are done, and a read's own backward sees 
 In blocks (see `blocks.Blocks`), the reads of a block begin together, as in online softmax: of all states before it,
 ``y_t = sum_i exp(s_ti - m) x_i`` in float32, m being the largest score so far. Each read then takes y_t as one more
 state, whose numerator is ``exp(m - m_t)``.
+
+In groups, a state is the sum of what several units left, and reads before that is complete have it as far as it has
+come: one state more, of no other read.
 """
 
 from __future__ import annotations
@@ -28,10 +31,10 @@ from torch import Tensor
 from rewire.kernels import operators
 from rewire.kernels.blocks import Blocks
 from rewire.kernels.claims import added_up, gathered, present, stand_ins
-from rewire.kernels.history import suffixes
+from rewire.kernels.history import parts, suffixes
 from rewire.kernels.mix import Attended, Mix, pending_mix, softmax
 from rewire.kernels.scored import ScoredHistory
-from rewire.kernels.tokens import read_off
+from rewire.kernels.tokens import outside_autocast, read_off
 
 EPS = 1e-6  # of the norm
 
@@ -43,17 +46,20 @@ class AttendedTable:
         queries: w, float32 [T, D], of the reads 2 to T + 1: the first of them is of two states.
         scaled: whether the weights of n states add up to n, not to 1.
         block: as in `Blocks`; by default what `blocks.best_block` says, and no blocks where there are no kernels.
+        group: reads until there is another state.
 
     Attributes:
         blocks: how the reads that have a query are arranged.
         queries: of each state those of the reads that have it, [m, D].
+        alone: in groups, of each read its own, [1, D].
         scaled: as above.
         sources: that a read has, on average.
     """
 
-    def __init__(self, queries: Tensor, scaled: bool, block: int | None = None) -> None:
-        self.blocks = Blocks.of(queries, len(queries), 2, block)
+    def __init__(self, queries: Tensor, scaled: bool, block: int | None = None, group: int = 1) -> None:
+        self.blocks = Blocks.of(queries, len(queries), 2, block, group)
         self.queries = suffixes(queries, [self.blocks.first_mix(state) for state in range(self.blocks.states)])
+        self.alone = parts(queries, [1] * len(queries)) if group > 1 else ()
         self.scaled, self.sources = scaled, self.blocks.sources
 
 
@@ -100,14 +106,31 @@ class AttendedHistory(ScoredHistory):
 
     def read(self, number: int) -> Sequence[Tensor | Mix]:
         """The sum of read ``number``, from 0."""
-        if number == 0:
-            return [self.states[0]]
-        blocks, query = self.table.blocks, number - 1
-        columns = [query - blocks.first_mix(i) for i in range(number + 1)]
+        return [self.states[0] if number == 0 else self._read(number - 1, self._columns(number - 1))]
+
+    def read_with(self, number: int, x: Tensor) -> tuple[Tensor | Mix, Tensor]:
+        """`read`, of one state more, which no other read has; and that state, as who reads it next is to take it."""
+        query = number - 1
+        with outside_autocast(x.device):
+            scores, x = read_off(x, self.table.alone[query].T, EPS)
+            if self._left_to_autograd(x):
+                known = self._without_claims(self.states)
+                states, claims = (*known.states, x), None
+            else:
+                claim, tally, x = _Claims.apply(1, 1, scores, x)
+                known, states, claims = self, (*self.states, x), (*self.claims, (query, (claim,), (tally,)))  # type: ignore[misc]
+        with_x = AttendedHistory(self.table, states, (*self.values, x.detach()), claims, (*known.scores, scores))
+        return with_x._read(query, [*self._columns(query), 0]), x
+
+    def _columns(self, query: int) -> list[int]:
+        """Of each state the place of that query among its own."""
+        return [query - self.table.blocks.first_mix(i) for i in range(len(self.states))]
+
+    def _read(self, query: int, columns: Sequence[int]) -> Mix:
         if self.claims is None:
             own = [scores.select(-1, k) for scores, k in zip(self.scores, columns, strict=True)]
             shares, _ = softmax(torch.stack(own), self.table.scaled)
-            return [pending_mix(self.states, None, scores=shares.unsqueeze(-1).unbind())]
+            return pending_mix(self.states, None, scores=shares.unsqueeze(-1).unbind())
         with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
             values, shares, statistics = self._shares(columns, self.begun.get(query))
         of_read = [
@@ -115,7 +138,7 @@ class AttendedHistory(ScoredHistory):
         ]
         claims, tallies = zip(*of_read, strict=True)
         attended = Attended(statistics, self.values, self.scores, columns, self.table.scaled)
-        return [Mix(values, None, shares.unsqueeze(-1).unbind(), claims=claims, attended=attended, tallies=tallies)]
+        return Mix(values, None, shares.unsqueeze(-1).unbind(), claims=claims, attended=attended, tallies=tallies)
 
     def _shares(
         self, columns: Sequence[int], begun: tuple[Tensor, Tensor] | None

@@ -22,31 +22,33 @@ class Blocks(NamedTuple):
         mixes: S.
         first: states that the first mix reads; each further one reads one more.
         block: B, mixes that kernels begin together, and states whose gradients they gather together.
+        group: mixes until there is another state. More than one go without blocks: there are few states.
     """
 
     mixes: int
     first: int
     block: int
+    group: int = 1
 
     @classmethod
-    def of(cls, like: Tensor, mixes: int, first: int, block: int | None) -> Blocks:
-        """By default of `best_block`, and none where no kernels run on tensors like this."""
-        best = best_block(mixes, first) if operators.uses_kernels(like) else first + mixes
-        return cls(mixes, first, block or best)
+    def of(cls, like: Tensor, mixes: int, first: int, block: int | None, group: int = 1) -> Blocks:
+        """By default of `best_block`, and none where no kernels run on tensors like this, or in groups."""
+        best = best_block(mixes, first) if operators.uses_kernels(like) and group == 1 else first + mixes
+        return cls(mixes, first, block or best, group)
 
     @property
     def states(self) -> int:
         """That some mix reads."""
-        return self.first + self.mixes - 1
+        return (self.first + self.mixes - 2) // self.group + 1
 
     @property
     def sources(self) -> float:
         """That a mix reads, on average."""
-        return self.first + (self.mixes - 1) / 2
+        return self.first + (self.mixes - 1) / 2 / self.group
 
     def first_mix(self, state: int) -> int:
         """The first that reads a state."""
-        return max(0, state + 1 - self.first)
+        return max(0, state * self.group + 1 - self.first)
 
     def near(self, state: int) -> int:
         """How many mixes read a state, but not all of its block of states."""

@@ -103,11 +103,15 @@ class ScoredHistory(History):
 
     def push(self, x: Tensor, begin: bool = True) -> Self:
         """The history with a further state: see `History.push`."""
-        states = (*self.states, x)
-        if self.claims is None or left_to_autograd(x, self.table.sources) or x.shape != states[0].shape:
-            return self._without_claims(states)
+        if self._left_to_autograd(x):
+            return self._without_claims((*self.states, x))
         with outside_autocast(x.device):
             return self._claimed(x, begin)
+
+    def _left_to_autograd(self, x: Tensor) -> bool:
+        """Whether mixes of a further state x are."""
+        another_shape = len(self.states) > 0 and x.shape != self.states[0].shape
+        return self.claims is None or left_to_autograd(x, self.table.sources) or another_shape
 
     def _claimed(self, x: Tensor, begin: bool) -> Self:
         table, number = self.table, len(self.states)

