@@ -17,11 +17,13 @@ In blocks (see `blocks.Blocks`), the reads of a block begin together, as in onli
 state, whose numerator is ``exp(m - m_t)``.
 
 In groups, a state is the sum of what several units left, and reads before that is complete have it as far as it has
-come: one state more, of no other read.
+come: one state more, of no other read. Gradients of a group's reads then come together, for all states that there are
+when it begins, which hand themselves on to the next group: few gradients wait at a time, as few states are held.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +31,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators
-from rewire.kernels.blocks import Blocks
+from rewire.kernels.blocks import BLOCK, Blocks
 from rewire.kernels.claims import added_up, gathered, present, stand_ins
 from rewire.kernels.history import parts, suffixes
 from rewire.kernels.mix import Attended, Mix, pending_mix, softmax
@@ -70,7 +72,8 @@ class AttendedHistory(ScoredHistory):
         claims: for each state, or block of them, the first read with a query that claims it; the claims of that read
             and those that follow; and for each of these reads a tensor [3, ...] whose values mean nothing, and whose
             gradient is what the states' gradients need to know of the read, ``(m_t, d_t, e_t)``: its *tally*.
-        waiting: the states of the present block as later reads see them, each with its scores for these.
+        waiting: the states of the present block as later reads see them, each with its scores for these; in groups, of
+            each state the scores of the present group's reads, those of the next group's, ..
         begun: for each read of the present block the sum that it begins with, and m and the sum of the numerators.
     """
 
@@ -78,11 +81,13 @@ class AttendedHistory(ScoredHistory):
 
     table: AttendedTable  # type: ignore[assignment]
     claims: tuple[tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]], ...] | None  # type: ignore[assignment]
-    waiting: tuple[tuple[Tensor, Tensor], ...]  # type: ignore[assignment]
+    waiting: tuple[tuple[Tensor, ...], ...]  # type: ignore[assignment]
     begun: dict[int, tuple[Tensor, Tensor]]
 
     def _claimed(self, x: Tensor, begin: bool) -> AttendedHistory:
         assert self.claims is not None
+        if self.table.blocks.group > 1:
+            return self._next_group(x)
         blocks, number, claims, waiting = self.table.blocks, len(self.states), self.claims, self.waiting
         first, near, later = blocks.first_mix(number), blocks.near(number), blocks.later(number)
         scores, x = self._scored(number, x)
@@ -104,6 +109,20 @@ class AttendedHistory(ScoredHistory):
         history.waiting, history.begun = waiting, self.begun
         return history._begin(begin)
 
+    def _next_group(self, x: Tensor) -> AttendedHistory:
+        """The history with a further state, whose reads come until there is another."""
+        blocks, number = self.table.blocks, len(self.states)
+        scores, x = self._scored(number, x)
+        starts = [*map(blocks.first_mix, range(number, blocks.states)), blocks.mixes]
+        reads, *_ = sizes = [end - start for start, end in itertools.pairwise(starts)]
+        waiting = (*(of_groups[1:] for of_groups in self.waiting), scores.split(sizes, -1))
+        own = tuple([of_groups[0] for of_groups in waiting])
+        found = _Claims.apply(1, number + 1, *own, *self.states, x)
+        claims, tallies, states = found[:reads], found[reads : 2 * reads], found[2 * reads :]
+        history = AttendedHistory(self.table, states, (*self.values, x.detach()), ((starts[0], claims, tallies),), own)
+        history.waiting = waiting
+        return history
+
     def read(self, number: int) -> Sequence[Tensor | Mix]:
         """The sum of read ``number``, from 0."""
         return [self.states[0] if number == 0 else self._read(number - 1, self._columns(number - 1))]
@@ -123,8 +142,11 @@ class AttendedHistory(ScoredHistory):
         return with_x._read(query, [*self._columns(query), 0]), x
 
     def _columns(self, query: int) -> list[int]:
-        """Of each state the place of that query among its own."""
-        return [query - self.table.blocks.first_mix(i) for i in range(len(self.states))]
+        """Of each state the place of that query among those that it has scores of."""
+        count, first = len(self.states), self.table.blocks.first_mix
+        if self.table.blocks.group > 1 and self.claims is not None:
+            return [query - first(count - 1)] * count
+        return [query - first(i) for i in range(count)]
 
     def _read(self, query: int, columns: Sequence[int]) -> Mix:
         if self.claims is None:
@@ -167,7 +189,7 @@ class AttendedHistory(ScoredHistory):
 
 
 class _Claims(torch.autograd.Function):
-    """Claims of N later reads on M states, their tallies, and ``through`` times the state itself (M = 1).
+    """Claims of N later reads on M states, their tallies, and ``through`` times the states themselves: once, if M > 1.
 
     ``tensors`` are the scores of each state, [..., N], and then the states, [..., D].
     """
@@ -176,28 +198,48 @@ class _Claims(torch.autograd.Function):
     def forward(ctx: Any, through: int, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        scores, x = tensors[0], tensors[-count]
-        ctx.states, ctx.reads = count, scores.shape[-1]
+        scores, states = tensors[0], tensors[-count:]
+        x, ctx.states, ctx.reads = states[0], count, scores.shape[-1]
         claims, tallies = stand_ins(x, x.shape, ctx.reads), stand_ins(scores, (3, *x.shape[:-1]), ctx.reads)
-        return (*claims, *tallies, *[x.view_as(x) for _ in range(through)])
+        return (*claims, *tallies, *[x.view_as(x) for x in states for _ in range(through)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors, reads = ctx.saved_tensors, ctx.reads
         scores, states = tensors[: ctx.states], tensors[ctx.states :]
-        given, added = present(grads[:reads]), [grad for grad in grads[2 * reads :] if grad is not None]
+        given, carried = present(grads[:reads]), grads[2 * reads :]
         if not given:
-            return (None, None, *[None] * (len(tensors) - 1), added_up(added))
+            of_states = [added_up([grad for grad in carried if grad is not None])] if len(states) == 1 else carried
+            return (None, None, *[None] * len(scores), *(of_states or [None] * len(states)))
+        added = [grad for grad in carried if grad is not None]
+        if len(states) > 1 and added:
+            added = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(states, carried, strict=True)]
         tallies = _complete(grads[reads : 2 * reads])
         if operators.uses_kernels(states[0]) and not torch.is_grad_enabled():
-            *found, of_scores = operators.gather_attended(given, states, scores, tallies, added)
-            return (None, None, *of_scores.unbind(-2), *found)
+            return (None, None, *_by_kernels(given, states, scores, tallies, added))
         logits = torch.stack(scores, -2)  # [..., M, N]
         largest, divisor, mean = torch.stack(tallies).movedim(0, -1).unsqueeze(-2).unbind(0)  # [..., 1, N]
         shares = (logits - largest).exp() / divisor
         dx, _, dots = gathered(given, states, None, shares, added)
         assert dots is not None
         return (None, None, *(shares * (dots - mean)).unbind(-2), *dx)
+
+
+def _by_kernels(
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    scores: Sequence[Tensor],
+    tallies: Sequence[Tensor],
+    added: Sequence[Tensor],
+) -> list[Tensor]:
+    """Gradients of the scores of each state, and of the states."""
+    of_scores, of_states = list[Tensor](), list[Tensor]()
+    for first in range(0, len(states), BLOCK):
+        some = slice(first, first + BLOCK)
+        theirs = added if len(states) == 1 else added[some]
+        *found, dots = operators.gather_attended(grads, states[some], scores[some], tallies, theirs)
+        of_scores, of_states = [*of_scores, *dots.unbind(-2)], [*of_states, *found]
+    return [*of_scores, *of_states]
 
 
 def _complete(tallies: Sequence[Tensor | None]) -> list[Tensor]:

@@ -75,7 +75,8 @@ def gathered(
         states: x_m, M of [..., D].
         weights: w, float32 [M, N] or [M, N, D].
         scores: s, weights per token, [..., M, N].
-        added: a_j [..., D], gradients that came other ways; for a single state.
+        added: a_j [..., D], gradients that came other ways: any number for a single state; beside weights per token,
+            one for each state.
 
     Returns:
         The gradients of the states; those of weights and of scores, ``<x_m, g_n>``, where these are given.
@@ -106,7 +107,8 @@ def _differentiable(
     for m, x in enumerate(states):
         factors = [[] if weights is None else weights[m], [] if scores is None else scores[..., m, :].split(1, -1)]
         terms = [w * g for of_kind in factors for w, g in zip(of_kind, given, strict=False)]
-        dx.append(functools.reduce(torch.add, [*terms, *added]).to(x.dtype))
+        carried = added if len(states) == 1 else added[m : m + 1]
+        dx.append(functools.reduce(torch.add, [*terms, *carried]).to(x.dtype))
         products.append([x * g for g in given])
     by_token = [torch.stack([product.sum(-1) for product in of_state], -1) for of_state in products]
     of_scores = None if scores is None else torch.stack(by_token, -2)

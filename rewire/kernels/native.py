@@ -58,6 +58,7 @@ def sums(
     added: Sequence[Tensor] = (),
     states: Sequence[Tensor] = (),
     scores: Tensor | None = None,
+    carried: Sequence[Tensor] = (),
 ) -> list[Tensor] | None:
     """``sum_n (w_mn + s_mn) g_n + sum_j a_j``, and the products of states with terms, ``<x_m, g_n>``.
 
@@ -69,6 +70,7 @@ def sums(
         added: tensors a_j [..., D].
         states: M tensors x_m [..., D]; without them M = 1.
         scores: s, weights per token [..., M, N].
+        carried: tensors [..., D] that are added to each of the M.
 
     Returns:
         M new tensors; with states also the products, in the dtype of accumulation: those for weights, in their shape,
@@ -81,7 +83,7 @@ def sums(
     if not knows(first):
         return None
     outs = [_empty(first) for _ in range(len(states) or 1)]
-    dots = _run(_Tensors(outs, states, (), terms, added), weights, by_channel, scores)
+    dots = _run(_Tensors(outs, states, carried, terms, added), weights, by_channel, scores)
     return None if dots is None else [*outs, *dots]
 
 

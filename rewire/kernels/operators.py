@@ -501,12 +501,15 @@ def gather_attended(
 ) -> list[Tensor]:
     """`gather` of M states, whose scores in N reads are M of [..., N], and the reads' tallies N of [3, ...].
 
+    Gradients that came other ways are any number for a single state, or one for each.
+
     Returns gradients of the states, and of their scores, [..., M, N].
     """
     from rewire.kernels import softmax
 
     shares, means = softmax.shares(scores, tallies)
-    spec = spec_of(len(grads), "none", True, added=len(added), outputs=len(states), probe=True, attended=True)
+    extra = len(added) // len(states)
+    spec = spec_of(len(grads), "none", True, added=extra, outputs=len(states), probe=True, attended=True)
     inputs = MixInputs(grads, None, shares.movedim((0, 1), (-2, -1)), added, probes=states, means=means)
     done = launch_forward(spec, inputs, states[0].dtype)
     assert done.score_dots is not None

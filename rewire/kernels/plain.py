@@ -110,7 +110,8 @@ def combine_with_token_dots(
     """`combine_with_dots` of mixes that have weights per token, too.
 
     Args:
-        grads, states, added: as there.
+        grads, states: as there.
+        added: any number for a single state; else one for each, or none.
         weights: float32 [M, n] or [M, n, D]; None: zero.
         scores: weights per token, [..., M, n].
 
@@ -118,7 +119,8 @@ def combine_with_token_dots(
         The gradients of the states; those of the weights, if given; those of the scores, in their dtype.
     """
     per_channel = weights is not None and weights.dim() == 3
-    compiled = native.sums(grads, weights, per_channel, added, states, scores)
+    to_all, to_each = (added, ()) if len(states) == 1 else ((), added)
+    compiled = native.sums(grads, weights, per_channel, to_all, states, scores, to_each)
     if compiled is not None:
         *by_channel, by_token = compiled[len(states) :]
         of_weights = by_channel[0] if per_channel else by_token.flatten(0, -3).sum(0)
@@ -126,7 +128,8 @@ def combine_with_token_dots(
     dx, of_channels, of_tokens = list[Tensor](), list[Tensor](), list[Tensor]()
     for m, x in enumerate(states):
         row = None if weights is None else weights[m]
-        dx.append(combine(grads, row, added, scores[..., m, :].split(1, -1)))
+        carried = added if len(states) == 1 else added[m : m + 1]
+        dx.append(combine(grads, row, carried, scores[..., m, :].split(1, -1)))
         for g in grads:  # one at a time: a product is as large as a state
             product = g.to(scores.dtype) * x
             of_tokens.append(product.sum(-1))

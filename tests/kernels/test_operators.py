@@ -140,8 +140,12 @@ class TestOperators:
             torch.testing.assert_close(tally[2], (grad.float() * x.float()).sum(-1) / N)
             for count in (1, 2):
                 scores = [drawn(N, *lead).movedim(0, -1) for _ in range(count)]
-                added = [grad] if count == 1 else []
-                checked(operators.gather_attended, xs, [x, grad][:count], scores, [tally] * N, added)
+                given = (xs, [x, grad][:count], scores, [tally] * N)
+                found = checked(operators.gather_attended, *given, [])
+                added = [grad, x][:count]
+                carried = checked(operators.gather_attended, *given, added)
+                for with_it, without, more in zip(carried, found, added, strict=False):
+                    torch.testing.assert_close(with_it.float(), without.float() + more.float(), rtol=2e-2, atol=2e-2)
 
     @pytest.mark.parametrize("lead", LEADS)
     def test_several_ways(self, lead: tuple[int, ...]) -> None:
