@@ -23,8 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rewire.kernels.arguments import Layout, layout
-from rewire.kernels.grid import Code, Kernel
-from rewire.kernels.launch import MOST_PLANS
+from rewire.kernels.grid import MOST_PLANS, Code, Kernel
 
 #: What changes from call to call, or starts anywhere.
 _ANY = {"do_not_specialize": ["tokens"], "do_not_specialize_on_alignment": ["static", "scale"]}

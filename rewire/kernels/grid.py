@@ -23,6 +23,9 @@ from rewire.kernels.spec import MixSpec
 #: so that results do not depend on the device.
 PROGRAMS = 1024
 
+#: Plans of each kind that are kept: those of a few batch sizes of a deep model. The oldest goes first.
+MOST_PLANS = 4096
+
 #: Patterns of aligned pointers for which a launch keeps compiled kernels.
 MOST_COMPILED = 16
 

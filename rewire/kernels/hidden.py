@@ -18,8 +18,7 @@ from torch import Tensor
 
 from rewire.kernels import projection, totals
 from rewire.kernels.arguments import Layout, layout
-from rewire.kernels.grid import PROGRAMS, Code, Kernel
-from rewire.kernels.launch import MOST_PLANS
+from rewire.kernels.grid import MOST_PLANS, PROGRAMS, Code, Kernel
 from rewire.kernels.projection import PRECISION
 
 #: Rows of a tile, columns of h in it, and warps, by the columns of the weight: what registers hold.

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from rewire.kernels import plan
 from rewire.kernels.arguments import layout
+from rewire.kernels.grid import MOST_PLANS
 from rewire.kernels.plan import Plan
 from rewire.kernels.spec import MixSpec
-
-#: Plans that are kept: those of a few batch sizes of a deep model. The oldest goes first.
-MOST_PLANS = 4096
 
 
 class MixInputs(NamedTuple):

@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rewire.kernels.arguments import Layout, layout, row_stride
-from rewire.kernels.grid import PROGRAMS, Code, Kernel
-from rewire.kernels.launch import MOST_PLANS
+from rewire.kernels.grid import MOST_PLANS, PROGRAMS, Code, Kernel
 
 #: Of matrix products in the kernels: as exact as float32, by three products of tensor cores where there are such.
 PRECISION = "tf32x3" if torch.version.hip is None else "ieee"

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rewire.kernels.arguments import Layout, layout, row_stride
-from rewire.kernels.grid import Code, Kernel
-from rewire.kernels.launch import MOST_PLANS
+from rewire.kernels.grid import MOST_PLANS, Code, Kernel
 
 #: Rows of a program that holds a few numbers for each.
 ROWS = 128

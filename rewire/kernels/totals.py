@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rewire.kernels.arguments import Layout, layout
-from rewire.kernels.grid import At, Code, Kernel
-from rewire.kernels.launch import MOST_PLANS
+from rewire.kernels.grid import MOST_PLANS, At, Code, Kernel
 
 #: Elements of a tile, and sums of it at the most.
 TILE, MOST_SUMS = 2048, 128

@@ -123,6 +123,8 @@ def test_moved_bytes_are_those_of_the_launches(n: int, monkeypatch: pytest.Monke
     moved: list[int] = []
 
     def count(kernel: Kernel, used: Sequence[Tensor]) -> None:
+        if kernel.code.spec is None:  # the second step of sums
+            return
         found = [x for name, x in kernel.launch(used).arguments.items() if "partials" not in name]
         tensors = [x for x in torch.utils._pytree.tree_leaves(found) if isinstance(x, Tensor)]
         moved.append(sum(x.numel() * x.element_size() for x in tensors))

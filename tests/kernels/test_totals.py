@@ -20,8 +20,9 @@ def test_in_the_interpreter(tmp_path: Path) -> None:
     interpret(f"{__file__}::TestTotals", tmp_path)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter, see test_in_the_interpreter")
 class TestTotals:
+    __test__ = INTERPRETED
+
     @pytest.mark.parametrize(
         "shapes",
         [[(1, 1)], [(7, 3), (1024, 16)], [(1, 300), (64, 2000), (5, 129)], [(33, 1), (16, 4096), (2, 17), (1000, 128)]],
