@@ -110,7 +110,7 @@ def test_models_compute_the_same_without_rewire(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_topology(tmp_path: Path) -> None:
-    compare([eject_llama(key, tmp_path) for key in EVERY])
+    compare([eject_llama(key, tmp_path) for key in EVERY], tolerance=3e-5)  # mhc-identity amplifies rounding
 
 
 @pytest.mark.slow
