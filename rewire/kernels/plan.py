@@ -396,10 +396,8 @@ def _into(name: str, of_name: Sequence[_Partial], result: int) -> Iterator[Sums]
     dim = _along(name) % len(whole) if len(of_name) > 1 else 0
     apart, first = math.prod(whole[dim + 1 :]), 0
     for one in of_name:
-        n, at = (
-            one.shape[dim],
-            Part(result, 4 * first * apart, functools.partial(_narrowed, dim, first, one.shape[dim])),
-        )
+        n = one.shape[dim]
+        at = Part(result, 4 * first * apart, functools.partial(_narrowed, dim, first, n))
         yield Sums(one.place, at, one.parts, math.prod(one.shape), n * apart, whole[dim] * apart)
         first += n
 
