@@ -233,7 +233,8 @@ def _by_kernels(
     added: Sequence[Tensor],
 ) -> list[Tensor]:
     """Gradients of the scores of each state, and of the states."""
-    of_scores, of_states = list[Tensor](), list[Tensor]()
+    of_scores: list[Tensor] = []  # not list[Tensor](), which Dynamo does not know
+    of_states: list[Tensor] = []
     for first in range(0, len(states), BLOCK):
         some = slice(first, first + BLOCK)
         theirs = added if len(states) == 1 else added[some]
