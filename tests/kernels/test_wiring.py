@@ -318,10 +318,10 @@ class TestWiring:
 
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
     @pytest.mark.usefixtures("fresh_dynamo")
-    @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v2", "grn-v3", "attnres"])
+    @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v2", "grn-v3", "attnres", "attnres-groups", "muddformer"])
     def test_torch_compile(self, key: str) -> None:
-        """All but one are deep enough for sums that begin in blocks."""
-        depth = 2 if key == "grn-v2" else 5
+        """Some are deep enough for sums that begin in blocks."""
+        depth = 2 if key in ("grn-v2", "muddformer") else 5
         model, called = mixed(Net(depth), key, granularity="sublayer"), []
 
         def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
