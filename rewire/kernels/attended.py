@@ -216,7 +216,7 @@ class _Claims(torch.autograd.Function):
             added = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(states, carried, strict=True)]
         tallies = _complete(grads[reads : 2 * reads])
         if operators.uses_kernels(states[0]) and not torch.is_grad_enabled():
-            return (None, None, *_by_kernels(given, states, scores, tallies, added))
+            return (None, None, *_gradients_by_kernels(given, states, scores, tallies, added))
         logits = torch.stack(scores, -2)  # [..., M, N]
         largest, divisor, mean = torch.stack(tallies).movedim(0, -1).unsqueeze(-2).unbind(0)  # [..., 1, N]
         shares = (logits - largest).exp() / divisor
@@ -225,7 +225,7 @@ class _Claims(torch.autograd.Function):
         return (None, None, *(shares * (dots - mean)).unbind(-2), *dx)
 
 
-def _by_kernels(
+def _gradients_by_kernels(
     grads: Sequence[Tensor],
     states: Sequence[Tensor],
     scores: Sequence[Tensor],

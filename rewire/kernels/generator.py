@@ -177,15 +177,16 @@ def _loop(spec: MixSpec, first: Lines, tile: Lines, last: Lines) -> Lines:
 
     Then the two loops become one when they are compiled: before an inner loop, addresses of scores fill the registers.
     """
-    rows, loop = "tl.program_id(0) * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS", "for first in range({}):"
+    tiles = "tl.program_id(0) * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS"
+    loop = f"for first in range({tiles}):"
     row = "row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]  # int64 [BLOCK_ROWS, 1]"
     room, stored = _score_dots(spec)
     tile, columns = [_INSIDE, *tile], [_columns()]
     if spec.along_rows:
-        loop = "for first in tl.range({}, flatten=True):"
+        loop = f"for first in tl.range({tiles}, flatten=True):"
         each = "for start in range(tl.program_id(1) * BLOCK_COLS, COLS, tl.num_programs(1) * BLOCK_COLS):"
         tile, columns = [each, *_indent([_columns("start"), *tile])], []
-    return [*columns, *first, loop.format(rows), *_indent([row, *room, *tile, *stored]), *last]
+    return [*columns, *first, loop, *_indent([row, *room, *tile, *stored]), *last]
 
 
 def _load(name: str, pointer: str, stride: str) -> str:

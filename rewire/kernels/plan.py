@@ -148,14 +148,12 @@ def given(groups: Mapping[str, Sequence[Layout]], stacks: bool, table: bool) -> 
     number = 0
     for name, layouts in groups.items():
         found[name] = []
-        if name == "scores" and not table:
-            found[name] += _of_columns(layouts, number)
+        if name == "scores":
+            found[name] = _of_table(layouts[0], number) if table else _of_columns(layouts, number)
             number += len(layouts)
             continue
         for place, layout in enumerate(layouts, start=number):
-            if name == "scores":
-                found[name] += _of_table(layout, place)
-            elif stacks and place == number and name in ("sources", "grads", "carried"):
+            if stacks and place == number and name in ("sources", "grads", "carried"):
                 found[name] += _of_stack(layout, place)
             else:
                 found[name].append((layout, place))
