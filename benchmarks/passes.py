@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rewire.kernels import gating, grid, history, mix, operators, scored, several, tokens, traffic
+from rewire.kernels import gating, grid, history, mix, operators, several, tokens, traffic
 from rewire.topologies.base import Dims, QKVInputs, Topology, materialize
 from rewire.topologies.registry import make_topology
 
@@ -117,7 +117,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Tensors without storage go the way of a GPU's."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(operators, "uses_kernels", lambda x: x.dtype in operators._DTYPES))
-        for module in (gating, mix, several, history, scored, tokens):
+        for module in (gating, mix, several, history, tokens):
             stack.enter_context(mock.patch.object(module, "left_to_autograd", return_value=False))
         yield
 

@@ -264,7 +264,7 @@ def trunk(sizes: Sizes, depth: int) -> Workload:
     def ours(*given: Tensor) -> Results:
         x, *branches, weights = given
         row, column = torch.tril_indices(depth, depth, device=weights.device)
-        history, states = History.empty(Table(weights[row, column], depth)), [x]
+        history, states = History(Table(weights[row, column], depth)), [x]
         for number, branch in enumerate(branches):
             history = history.push(states[-1])
             states.append(history.mix(number, (branch,)).value())

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rewire.kernels.attended import EPS, AttendedTable
-from rewire.kernels.history import parts
+from rewire.kernels.attended import EPS
+from rewire.kernels.blocks import Blocks
+from rewire.kernels.by_state import first_mixes, parts
 from rewire.kernels.mix import _by_autograd, mix, softmax
-from rewire.kernels.scored import ScoredTable
 from rewire.kernels.tokens import _Project, _ProjectNormed, outside_autocast, project, project_normed
 
 
@@ -95,66 +95,81 @@ class Table:
         flat: float32 [K] or [K, D]: for each mix in turn, one entry for each of its states, ascending.
         mixes: how many.
         first: states that the first mix reads; each further one reads one more.
+        group: mixes until there is another state.
 
     Attributes:
+        blocks: which of the mixes read which states.
         rows: for each mix its weights, [n] or [n, D].
     """
 
-    def __init__(self, flat: Tensor, mixes: int, first: int = 1) -> None:
-        self.rows = parts(flat, [first + number for number in range(mixes)])
+    def __init__(self, flat: Tensor, mixes: int, first: int = 1, group: int = 1) -> None:
+        self.blocks = Blocks(mixes, first, mixes, mixes, group)
+        self.rows = parts(flat, [self.blocks.count(number) for number in range(mixes)])
+
+
+class ScoredTable:
+    """Weights of reads in turn, each of all states so far, in one way or several.
+
+    Args:
+        flat: b, float32 [K] or [K, D]: for each read in turn, for each of its ways, one entry for each of its states.
+        queries: w, float32 [S, D]: one row for each way of each read.
+        ways: of each read in turn.
+        group: reads until there is another state.
+
+    Attributes:
+        blocks: which of the reads are of which states.
+        rows: of each read, [ways, n] or [ways, n, D].
+        first: of each read, the number of its first query.
+        queries: of each state, those of the reads that have it, [m, D].
+        own: of each read, its own, [ways, D].
+    """
+
+    def __init__(self, flat: Tensor, queries: Tensor, ways: Sequence[int], group: int = 1) -> None:
+        self.blocks, self.first = Blocks(len(ways), 1, len(ways), len(ways), group), first_mixes(ways)
+        rows = parts(flat, [way * self.blocks.count(number) for number, way in enumerate(ways)])
+        self.rows = [row.unflatten(0, (way, -1)) for row, way in zip(rows, ways, strict=True)]
+        self.queries = [queries[self.first[self.blocks.first_mix(state)] :] for state in range(self.blocks.states)]
+        self.own = queries.split(list(ways))
+
+
+class AttendedTable:
+    """Queries of reads in turn, each of all states so far; the first read is of one state, and has none.
+
+    Args:
+        queries: w, float32 [T, D].
+        scaled: whether the weights of n states add up to n, not to 1.
+        group: reads until there is another state.
+
+    Attributes: see `ScoredTable`.
+    """
+
+    def __init__(self, queries: Tensor, scaled: bool, group: int = 1) -> None:
+        ways = [0, *[1] * len(queries)]
+        self.blocks, self.first = Blocks(len(ways), 1, len(ways), len(ways), group), first_mixes(ways)
+        self.queries = [queries[self.first[self.blocks.first_mix(state)] :] for state in range(self.blocks.states)]
+        self.own, self.scaled = queries.split(ways), scaled
 
 
 class History:
-    """The states of a trunk so far, which later units mix. Immutable."""
+    """The states of a trunk so far, which later units mix; with the scores that weights are made of. Immutable."""
 
-    __slots__ = ("states", "table")
+    __slots__ = ("scores", "states", "table")
 
-    def __init__(self, table: Table, states: tuple[Tensor, ...]) -> None:
-        self.table, self.states = table, states
+    def __init__(self, table: Any, states: tuple[Tensor, ...] = (), scores: tuple[Tensor, ...] = ()) -> None:
+        self.table, self.states, self.scores = table, states, scores
 
-    @classmethod
-    def empty(cls, table: Table) -> History:
-        """The history before the first state."""
-        return cls(table, ())
-
-    def push(self, x: Tensor) -> History:
+    def push(self, x: Tensor) -> Self:
         """The history with a further state."""
-        return History(self.table, (*self.states, x))
+        return type(self)(self.table, (*self.states, x))
+
+    def joined(self, number: int, x: Tensor) -> tuple[Self, Tensor]:
+        """The history with one state more, which read ``number`` alone has; and that state."""
+        return self.push(x), x
 
     def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
         """Mix ``number`` (from 0) of the table, plus ``added``."""
         row = self.table.rows[number]
         return Mix(self.states[: len(row)], row, (), tuple(added))
-
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> History:
-        """The history in other dimensions."""
-        return History(self.table, tuple(map(view, self.states)))
-
-
-class ScoredHistory(History):
-    """The states of a trunk so far, each with the scores of its later reads. Immutable."""
-
-    __slots__ = ("scores",)
-
-    table: ScoredTable  # type: ignore[assignment]
-
-    def __init__(self, table: Any, states: tuple[Tensor, ...] = (), scores: tuple[Tensor, ...] = ()) -> None:
-        super().__init__(table, states)
-        self.scores = scores
-
-    def push(self, x: Tensor) -> Self:
-        """The history with a further state."""
-        scores = self._scores(x, self.table.queries[len(self.states)].T)
-        return type(self)(self.table, (*self.states, x), (*self.scores, scores))
-
-    def read(self, number: int) -> list[Tensor | Mix]:
-        """The mixes of read ``number``, from 0."""
-        rows, first = self.table.rows[number], self.table.first
-        ways = [
-            tuple(s.narrow(-1, first[number] - first[i] + way, 1) for i, s in enumerate(self.scores))
-            for way in range(len(rows))
-        ]
-        return [Mix(self.states, row, scores) for row, scores in zip(rows, ways, strict=True)]
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
         """The history in other dimensions."""
@@ -163,7 +178,39 @@ class ScoredHistory(History):
             history = history.push(view(x))
         return history
 
-    def _scores(self, x: Tensor, queries: Tensor) -> Tensor:
+
+class ScoredHistory(History):
+    """The states of a trunk so far, each with the scores of its later reads. Immutable."""
+
+    __slots__ = ()
+
+    table: Any
+
+    def push(self, x: Tensor) -> Self:
+        """The history with a further state."""
+        return self._with(x, self.table.queries[len(self.states)])
+
+    def joined(self, number: int, x: Tensor) -> tuple[Self, Tensor]:
+        """The history with one state more, which read ``number`` alone has; and that state."""
+        return self._with(x, self.table.own[number]), x
+
+    def _with(self, x: Tensor, queries: Tensor) -> Self:
+        return type(self)(self.table, (*self.states, x), (*self.scores, self._scored(x, queries.T)))
+
+    def read(self, number: int) -> list[Tensor | Mix]:
+        """The mixes of read ``number``, from 0."""
+        rows = self.table.rows[number]
+        return [Mix(self.states, row, tuple(self._scores_of(number, way))) for way, row in enumerate(rows)]
+
+    def _scores_of(self, number: int, way: int) -> list[Tensor]:
+        """Of one way of a read, [..., 1] of each of its states."""
+        blocks, first = self.table.blocks, self.table.first
+        complete = len(self.states) - blocks.joined(number)
+        places = [first[number] - first[blocks.first_mix(state)] for state in range(complete)]
+        places += [0] * (len(self.states) - complete)
+        return [scores.narrow(-1, place + way, 1) for scores, place in zip(self.scores, places, strict=True)]
+
+    def _scored(self, x: Tensor, queries: Tensor) -> Tensor:
         return project(x, queries).clamp(min=0)  # not relu: the derivative of clamp is 1 at 0, where all scores start
 
 
@@ -172,26 +219,14 @@ class AttendedHistory(ScoredHistory):
 
     __slots__ = ()
 
-    table: AttendedTable  # type: ignore[assignment]
-
     def read(self, number: int) -> list[Tensor | Mix]:
         """The sum of read ``number``, from 0."""
-        return [self.states[0] if number == 0 else self._read(self._own(number - 1), self.states)]
+        if number == 0:
+            return [self.states[0]]
+        shares, _ = softmax(torch.stack(self._scores_of(number, 0)), self.table.scaled)
+        return [Mix(self.states, None, shares.unbind())]
 
-    def read_with(self, number: int, x: Tensor) -> tuple[Tensor | Mix, Tensor]:
-        """`read`, of one state more, which no other read has; and that state."""
-        scores = self._scores(x, self.table.alone[number - 1].T)
-        return self._read([*self._own(number - 1), scores.select(-1, 0)], (*self.states, x)), x
-
-    def _own(self, query: int) -> list[Tensor]:
-        first = self.table.blocks.first_mix
-        return [scores.select(-1, query - first(i)) for i, scores in enumerate(self.scores)]
-
-    def _read(self, scores: list[Tensor], states: tuple[Tensor, ...]) -> Mix:
-        shares, _ = softmax(torch.stack(scores), self.table.scaled)
-        return Mix(states, None, shares.unsqueeze(-1).unbind())
-
-    def _scores(self, x: Tensor, queries: Tensor) -> Tensor:
+    def _scored(self, x: Tensor, queries: Tensor) -> Tensor:
         return project_normed(x, queries, EPS)
 
 

@@ -2,53 +2,77 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from rewire.kernels import operators
 
-#: States whose gradients one kernel gathers, and mixes that it begins, in histories of at least `SHORTEST` states.
+T = TypeVar("T", int, Tensor)
+
+#: Mixes that one kernel begins, and states whose gradients it gathers, in histories of at least `SHORTEST` states.
 BLOCK = 4
+#: Such states if weights are per channel: sums for four at once would take four times as many kernels, of four mixes.
+GATHERED_BY_CHANNEL = 2
 SHORTEST = 9
 
 
 class Blocks(NamedTuple):
     """Which of S mixes in turn read which states, and which of them are made together.
 
-    Blocks of mixes begin at mixes B, 2 B, ...; blocks of states at states 0, B, 2 B, ....
+    Blocks of mixes begin at mixes B, 2 B, ...; blocks of states at states 0, C, 2 C, ....
 
     Attributes:
-        mixes: S.
+        mixes: S. Where mixes are the ways of reads (`scored`), these are the reads.
         first: states that the first mix reads; each further one reads one more.
-        block: B, mixes that kernels begin together, and states whose gradients they gather together.
-        group: mixes until there is another state. More than one go without blocks: there are few states.
+        block: B, mixes that kernels begin together.
+        gathered: C, states whose gradients kernels gather together.
+        group: mixes until there is another state. More than one go without blocks: there are few states. A mix reads
+            the states that there are, and the next one as far as it has come.
     """
 
     mixes: int
     first: int
     block: int
+    gathered: int
     group: int = 1
 
     @classmethod
-    def of(cls, like: Tensor, mixes: int, first: int, block: int | None, group: int = 1) -> Blocks:
+    def of(
+        cls, like: Tensor, mixes: int, first: int, block: int | None = None, group: int = 1, by_channel: bool = False
+    ) -> Blocks:
         """By default of `best_block`, and none where no kernels run on tensors like this, or in groups."""
-        best = best_block(mixes, first) if operators.uses_kernels(like) and group == 1 else first + mixes
-        return cls(mixes, first, block or best, group)
+        none = first + mixes
+        block = block or (best_block(mixes, first) if operators.uses_kernels(like) and group == 1 else none)
+        gathered = min(block, GATHERED_BY_CHANNEL) if by_channel and block < none else block
+        return cls(mixes, first, block, gathered, group)
 
     @property
     def states(self) -> int:
-        """That some mix reads."""
-        return (self.first + self.mixes - 2) // self.group + 1
+        """That some mix reads, complete ones."""
+        return self.newest(self.mixes - 1) // self.group + 1
 
     @property
     def sources(self) -> float:
         """That a mix reads, on average."""
         return self.first + (self.mixes - 1) / 2 / self.group
 
-    def first_mix(self, state: int) -> int:
-        """The first that reads a state."""
-        return max(0, state * self.group + 1 - self.first)
+    def newest(self, mix: T) -> T:
+        """The number that the newest state of a mix would have if there were no groups."""
+        return mix + (self.first - 1)
+
+    def count(self, mix: T) -> T:
+        """States that a mix reads."""
+        return -(-self.newest(mix) // self.group) + 1
+
+    def joined(self, mix: int) -> bool:
+        """Whether the newest of them is read as far as it has come, by this mix alone."""
+        return self.newest(mix) % self.group > 0
+
+    def first_mix(self, state: T) -> T:
+        """The first that reads a state: all of it."""
+        mix = state * self.group + (1 - self.first)
+        return mix.clamp(min=0) if isinstance(mix, Tensor) else max(0, mix)
 
     def near(self, state: int) -> int:
         """How many mixes read a state, but not all of its block of states."""
@@ -58,9 +82,9 @@ class Blocks(NamedTuple):
         """How many mixes read all of a state's block."""
         return max(0, self.mixes - self.first_mix(self.last(state)))
 
-    def last(self, state: int) -> int:
+    def last(self, state: T) -> T:
         """The last state of the block."""
-        return state // self.block * self.block + self.block - 1
+        return state // self.gathered * self.gathered + (self.gathered - 1)
 
     def before(self, mix: int) -> int:
         """States before a mix's block of mixes: their part of its sum is begun with that block."""

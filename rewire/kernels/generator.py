@@ -52,9 +52,15 @@ def source(spec: MixSpec, backward: bool = False) -> str:
 
 
 def _unspecialized(spec: MixSpec) -> str:
-    """What changes from call to call: the rows, and where a slice of a vector of weights starts."""
+    """What changes from call to call: the rows, and where and in how large a table some of the weights are."""
     slices = ', do_not_specialize_on_alignment=["weights"]' if spec.weights == "scalar" else ""
-    return f'do_not_specialize=["rows"]{slices}'
+    table = ', "weight_stride"' if _in_table(spec) else ""
+    return f'do_not_specialize=["rows"{table}]{slices}'
+
+
+def _in_table(spec: MixSpec) -> bool:
+    """Whether weights of an output are some of a longer row."""
+    return spec.weights != "none" and spec.outputs > 1
 
 
 def _describe(spec: MixSpec) -> str:
@@ -205,6 +211,7 @@ def _source_parameters(spec: MixSpec) -> Lines:
     return [
         *_if(spec.sources, f"sources,  # {spec.sources} x [rows, cols]", "source_strides: tl.constexpr,"),
         *_if(spec.weights != "none", f"weights,  # float32 [{spec.outputs}, {spec.sources}{channels}]"),
+        *_if(_in_table(spec), "weight_stride,  # weights of an output: those of all kernels of a chain"),
         *_if(
             spec.scores, f"scores,  # {spec.outputs} * {spec.sources} x float32 [rows]", "score_strides: tl.constexpr,"
         ),
@@ -239,14 +246,15 @@ def _factor(spec: MixSpec, o: int, k: int) -> tuple[str, Lines]:
     """``w_ok + s_ok`` as an expression, and the lines that load its parts; empty if it is 1."""
     index = o * spec.sources + k
     parts, loads = [], []
+    place = f"({o} * weight_stride + {k})" if o else str(k)
     if spec.weights == "scalar":
         parts.append("w")
-        loads.append(f"w = tl.load(weights + {index})")
+        loads.append(f"w = tl.load(weights + {place})")
     if spec.weights == "channel":
         parts.append("w")
         # As a tile: a row [1, BLOCK_COLS] would have another layout, and reach this one through shared memory.
-        place = f"weights + tl.broadcast_to({index} * COLS + col, [BLOCK_ROWS, BLOCK_COLS])"
-        loads.append(f"w = tl.load({place}, mask=inside, other=0.0)")
+        loads.append(f"at = tl.broadcast_to({place} * COLS + col, [BLOCK_ROWS, BLOCK_COLS])")
+        loads.append("w = tl.load(weights + at, mask=inside, other=0.0)")
     if spec.scores:
         parts.append("s")
         address = f"scores[{index}] + row * score_strides[{index}]"

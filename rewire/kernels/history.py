@@ -13,14 +13,16 @@ checkpointing, ``retain_graph``, gradients of gradients, and whatever order forw
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from rewire.kernels import operators
 from rewire.kernels.blocks import Blocks
+from rewire.kernels.by_state import ByState, parts
 from rewire.kernels.claims import Claims
 from rewire.kernels.mix import Mix, left_to_autograd, under_transforms
 
@@ -30,42 +32,28 @@ class Table:
 
     Args:
         flat: float32 [K] or [K, D]: for each mix in turn, one entry for each of its states, ascending.
-        mixes, first: as in `Blocks`.
+        mixes, first, group: as in `Blocks`.
         block: the same; by default what `best_block` says, and no blocks where there are no kernels.
 
     Attributes:
         blocks: how they are arranged.
         rows: for each mix its weights, [n] or [n, D].
         begun, rest: the same, detached: those of the states before its block of mixes, and of the others.
-        near: for each state, the weights with which mixes read it that do not read all of its block, [n] or [n, D].
-        later: for each block of states, those of all mixes that do: of its first state, of its second, ..
+        by_state: the same, with gradients, for the claims.
+        first: of each read the number of its first mix: here each is one mix.
+        queries, own: as in `scored.ScoredTable`: here weights are the same for all tokens.
     """
 
-    def __init__(self, flat: Tensor, mixes: int, first: int = 1, block: int | None = None) -> None:
-        self.blocks = blocks = Blocks.of(flat, mixes, first, block)
-        states, counts = blocks.states, [first + s for s in range(mixes)]
+    def __init__(self, flat: Tensor, mixes: int, first: int = 1, block: int | None = None, group: int = 1) -> None:
+        self.blocks = blocks = Blocks.of(flat, mixes, first, block, group, flat.dim() > 1)
+        counts = [blocks.count(s) for s in range(mixes)]
         self.rows = parts(flat, counts)
         before = [blocks.before(s) for s in range(mixes)]
         halves = flat.detach().split([n for s in range(mixes) for n in (before[s], counts[s] - before[s])])
         self.begun, self.rest = halves[::2], halves[1::2]
-        state, mix = torch.triu_indices(states, mixes, 1 - first, device=flat.device)
-        start = mix * (mix - 1) // 2 + mix * first  # of each mix in the flat weights
-        # Later are mixes that read the last state of the block. Sorted on the device: a mask would be waited for.
-        order = (mix >= (state // blocks.block + 1) * blocks.block - first).byte().argsort(stable=True)
-        later = [blocks.later(last) for last in range(blocks.block - 1, states, blocks.block)]
-        near = [blocks.near(i) for i in range(states)]
-        pieces = parts(flat.index_select(0, (start + state)[order]), [*near, *(blocks.block * n for n in later)])
-        self.near, self.later = pieces[:states], pieces[states:]
-
-
-def parts(x: Tensor, counts: list[int], dim: int = 0) -> tuple[Tensor, ...]:
-    """``x`` split along ``dim``.
-
-    Copies in a compiled region: where one opens the stream, its table goes on to the next, and AOTAutograd cannot hand
-    out several views of one split ("split_with_sizes expects split_sizes to sum exactly to 1").
-    """
-    parts = x.split(counts, dim)
-    return tuple(part.clone() for part in parts) if torch.compiler.is_compiling() else parts
+        self.by_state = ByState.of(flat, blocks, [1] * mixes)
+        self.first = range(mixes + 1)
+        self.queries = self.own = (None,) * max(mixes, blocks.states)
 
 
 def suffixes(x: Tensor, starts: Sequence[int]) -> tuple[Tensor, ...]:
@@ -95,11 +83,29 @@ class _Suffixes(torch.autograd.Function):
         return padded.unflatten(0, (len(given), -1)).sum(0), None
 
 
+class Claimed(NamedTuple):
+    """Claims of mixes in turn, on one state or several.
+
+    Attributes:
+        first: the number of the first of these mixes.
+        claims: of each mix one.
+        tallies: of each mix that attends another: see `attended`.
+    """
+
+    first: int
+    claims: tuple[Tensor, ...]
+    tallies: tuple[Tensor, ...] = ()
+
+
 class History:
     """The states of a trunk so far. Immutable.
 
     In blocks of B (see `Blocks`), kernels read all earlier states once for the next B mixes, and all later gradients
-    once for B states: L^2 / 2 reads become about L^1.5.
+    once for several states: L^2 / 2 reads become about L^1.5.
+
+    In groups, a state is complete after several reads. Those before that have it as far as it has come (`joined`). The
+    mixes of a group claim all complete states together, which are handed on to the next group: few gradients wait at a
+    time, as few states are held.
 
     A plain class, not a dataclass: FSDP2 rebuilds every dataclass that it meets in a block's inputs.
 
@@ -108,40 +114,42 @@ class History:
         states: x_0, x_1, ..., each [..., D]. Who else reads a state takes it from here: its gradient then joins the
             pass over the claims'.
         values: the same without their history of gradients.
-        claims: for each state, or block of them, the first mix that claims it, and the claims of that mix and those
-            that follow; None if some state has no claims, as when a compiled block pushed it: then all further mixes
-            are left to autograd.
-        waiting: the states of the present block as later blocks of mixes see them: their gradients come together.
-        begun: of each mix of the present block the sum over all states before that block, in float32.
+        claims: of each state, or of several together; None if some state has no claims, as when a compiled block pushed
+            it: then all further mixes are left to autograd.
+        scores: where weights are made of them, of each state those of the mixes that read it, [..., m]; in groups, of
+            the present group's.
+        waiting: the states of the present block as later blocks of mixes see them, each with its scores for these:
+            their gradients come together. In groups, of each state its scores for the next group, for the one after
+            that, ..
+        begun: of each mix of the present block what it begins with: all states before that block.
     """
 
-    __slots__ = ("begun", "claims", "states", "table", "values", "waiting")
+    __slots__ = ("begun", "claims", "scores", "states", "table", "values", "waiting")
+
+    #: Whether scores are constants to who reads, as claims get their gradients.
+    constant_scores: ClassVar[bool] = True
 
     def __init__(
         self,
-        table: Table,
-        states: tuple[Tensor, ...],
-        values: tuple[Tensor, ...],
-        claims: tuple[tuple[int, tuple[Tensor, ...]], ...] | None,
-        waiting: tuple[Tensor, ...] = (),
+        table: Any,
+        states: tuple[Tensor, ...] = (),
+        values: tuple[Tensor, ...] = (),
+        claims: tuple[Claimed, ...] | None = (),
+        scores: tuple[Tensor, ...] = (),
+        waiting: tuple[tuple[Tensor, ...], ...] = (),
         begun: dict[int, Any] | None = None,
     ) -> None:
-        self.table, self.states, self.values = table, states, values
-        self.claims, self.waiting, self.begun = claims, waiting, begun or {}
+        self.table, self.states, self.values, self.claims = table, states, values, claims
+        self.scores, self.waiting, self.begun = scores, waiting, begun or {}
 
-    @classmethod
-    def empty(cls, table: Table) -> History:
-        """The history before the first state."""
-        return cls(table, (), (), ())
-
-    def after(self, states: Sequence[Tensor]) -> History:
+    def after(self, states: Sequence[Tensor]) -> Self:
         """The history after further ``states``, of which earlier mixes were made elsewhere."""
         history = self
         for number, x in enumerate(states):
             history = history.push(x, begin=number >= len(states) - self.table.blocks.block)
         return history
 
-    def push(self, x: Tensor, begin: bool = True) -> History:
+    def push(self, x: Tensor, begin: bool = True) -> Self:
         """The history with a further state.
 
         To be called by who reads the state, not by who makes it: the claims' backward needs the state, and under
@@ -151,43 +159,121 @@ class History:
             x: the state.
             begin: whether the mixes of a block that comes next will be made of this history.
         """
+        if self._left_to_autograd(x):
+            return self._without_claims((*self.states, x))
+        if len(self.states) >= self.table.blocks.states:  # no mix reads it
+            return self._with(x, None, self.claims, self.waiting)
+        return self._next_group(x) if self.table.blocks.group > 1 else self._next(x)._begin(begin)
+
+    def _next(self, x: Tensor) -> Self:
+        """The history with a state whose near mixes claim it by itself, and later ones with its block."""
         table, blocks, number, claims = self.table, self.table.blocks, len(self.states), self.claims
-        states = (*self.states, x)
-        if claims is None or left_to_autograd(x, blocks.sources) or x.shape != states[0].shape:
-            return History(table, states, (), None)
-        values = (*self.values, x.detach())
-        if number >= len(table.near):  # no mix reads it
-            return History(table, states, values, claims)
-        waiting, later, near = self.waiting, number // blocks.block, table.near[number]
-        if near.shape[0]:
+        scores, x = self._scored(table.queries[number], x)
+        read, waiting, again = blocks.first_mix(number), self.waiting, x
+        first, end, stop = table.first[read], table.first[read + blocks.near(number)], table.first[-1]
+        near, later = _apart(scores, end - first, stop - end)
+        assert claims is not None
+        if end > first:
             # Twice: what comes back from later blocks is added here, too, and not to that from elsewhere before.
-            *found, x, again = Claims.apply(2, 1, near, x)
-            claims, states = (*claims, (blocks.first_mix(number), tuple(found))), (*self.states, x)
-        else:
-            again = x
-        if later < len(table.later):
-            waiting = (*waiting, again)
-            if len(waiting) == blocks.block:
-                found = Claims.apply(0, len(waiting), table.later[later], *waiting)
-                claims, waiting = (*claims, (blocks.first_mix(number), tuple(found))), ()
-        return History(table, states, values, claims, waiting, self.begun)._begin(begin)
+            claimed, (x, again) = self._claim(first, 2, table.by_state.near[number], near, (x,))
+            claims = (*claims, claimed)
+        if stop > end:
+            waiting = (*waiting, (again, *later))
+            if len(waiting) == blocks.gathered:
+                states, *of_states = zip(*waiting, strict=True)
+                weights, scored = table.by_state.later[number // blocks.gathered], of_states[0] if of_states else ()
+                claimed, _ = self._claim(end, 0, weights, scored, states)
+                claims, waiting = (*claims, claimed), ()
+        return self._with(x, scores, claims, waiting)
+
+    def _next_group(self, x: Tensor) -> Self:
+        """The history with a further state, whose reads come until there is another."""
+        table, number = self.table, len(self.states)
+        scores, x = self._scored(table.queries[number], x)
+        starts = [table.first[table.blocks.first_mix(state)] for state in range(number, table.blocks.states)]
+        sizes = [end - start for start, end in itertools.pairwise((*starts, table.first[-1]))]
+        waiting = self.waiting if scores is None else (*self.waiting, scores.split(sizes, -1))
+        own = tuple([of_groups[0] for of_groups in waiting])
+        claimed, states = self._claim(starts[0], 1, table.by_state.groups[number], own, (*self.states, x))
+        known = tuple(map(self._kept, own))
+        waiting = tuple([of_groups[1:] for of_groups in waiting])
+        return type(self)(table, states, (*self.values, x.detach()), (claimed,), known, waiting)
+
+    def joined(self, number: int, x: Tensor) -> tuple[Self, Tensor]:
+        """The history with one state more, which read ``number`` alone has; and that state, as who reads it next is to
+        take it.
+        """
+        scores, x = self._scored(self.table.own[number], x)
+        if self._left_to_autograd(x):
+            known = self if self.claims is None else self._without_claims(self.states)
+            of_states = known.scores if scores is None else (*known.scores, scores)
+            return type(self)(self.table, (*known.states, x), (), None, of_states), x
+        first, weights = self.table.first[number], self.table.by_state.joined[number]
+        claimed, (x,) = self._claim(first, 1, weights, () if scores is None else (scores,), (x,))
+        assert self.claims is not None
+        return self._with(x, scores, (*self.claims, claimed), self.waiting), x
 
     def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
         """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""
         if self.claims is None or (torch.compiler.is_compiling() and not operators.uses_kernels(self.states[0])):
             row = self.table.rows[number]
             return Mix(self.states[: len(row)], row, (), tuple(added))
-        claims = tuple([of[number - first] for first, of in self.claims if 0 <= number - first < len(of)])
+        claims = tuple([of.claims[number - of.first] for of in self._claims_of(number)])
         weights, accumulator = self.table.rest[number], self.begun.get(number)
         if accumulator is None and self.table.begun[number].shape[0]:
             weights = torch.cat((self.table.begun[number], weights))
-        read = self.table.blocks.first + number
+        read = self.table.blocks.count(number)
         values = self.values[read - weights.shape[0] : read]
         return Mix(values, weights if values else None, (), tuple(added), claims, accumulator)
 
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> History:
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
         """The history in other dimensions; what was arranged for one pass over memory is left to autograd from here."""
-        return History(self.table, tuple(map(view, self.states)), (), None)
+        return type(self)(self.table, claims=None)._without_claims(tuple(map(view, self.states)))
+
+    def _left_to_autograd(self, x: Tensor) -> bool:
+        """Whether mixes of a further state x are."""
+        another_shape = len(self.states) > 0 and x.shape != self.states[0].shape
+        return self.claims is None or another_shape or left_to_autograd(x, self.table.blocks.sources)
+
+    def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
+        """The history of these states, whose mixes are left to autograd."""
+        return type(self)(self.table, states, (), None)
+
+    def _scored(self, queries: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The scores of a state for these queries, if there are any; and x as who reads it next is to take it."""
+        return None, x
+
+    def _claim(
+        self, first: int, through: int, weights: Any, scores: Sequence[Tensor], states: Sequence[Tensor]
+    ) -> tuple[Claimed, tuple[Tensor, ...]]:
+        """Claims of the mixes from ``first`` on; and the states, ``through`` times each."""
+        found = Claims.apply(through, len(states), weights, *scores, *states)
+        mixes = len(found) - through * len(states)
+        return Claimed(first, tuple(found[:mixes])), tuple(found[mixes:])
+
+    def _claims_of(self, mix: int) -> list[Claimed]:
+        """Those that have one of this mix."""
+        return [of for of in self.claims or () if 0 <= mix - of.first < len(of.claims)]
+
+    def _places(self, number: int) -> list[int]:
+        """Where the scores of a read begin among those of each of its states."""
+        blocks, first, joined = self.table.blocks, self.table.first, self.table.blocks.joined(number)
+        complete = len(self.states) - joined
+        # In groups, scores are those of the present one, which begins when the last of these states is complete.
+        since = range(complete) if self.claims is None or blocks.group == 1 else [complete - 1] * complete
+        places = [first[number] - first[blocks.first_mix(state)] for state in since]
+        return [*places, 0] if joined else places
+
+    def _with(
+        self, x: Tensor, scores: Tensor | None, claims: tuple[Claimed, ...] | None, waiting: tuple[Any, ...]
+    ) -> Self:
+        """The history with one state more."""
+        known = self.scores if scores is None else (*self.scores, self._kept(scores))
+        values = (*self.values, x.detach())
+        return type(self)(self.table, (*self.states, x), values, claims, known, waiting, self.begun)
+
+    def _kept(self, scores: Tensor) -> Tensor:
+        return scores.detach() if self.constant_scores else scores
 
     def _begin(self, begin: bool) -> Self:
         """The history; with the sums of the mixes of the block that comes next, if one does now."""
@@ -201,3 +287,10 @@ class History:
         """What each of these mixes begins with: all states so far."""
         rows = torch.stack(self.table.begun[mixes.start : mixes.stop])
         return dict(zip(mixes, operators.mixes(self.values, rows), strict=True))
+
+
+def _apart(scores: Tensor | None, near: int, later: int) -> list[tuple[Tensor, ...]]:
+    """Scores [..., near + later], as those of near mixes and of later ones; if there are any."""
+    if scores is None:
+        return [(), ()]
+    return [(part,) for part in (scores.split([near, later], -1) if near and later else (scores, scores))]

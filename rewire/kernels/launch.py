@@ -28,8 +28,8 @@ class MixInputs(NamedTuple):
     Attributes:
         sources: [..., D], float32, bfloat16 or float16, of one shape; rows may be strided, each in its own way.
         weights: float32 [outputs, N] or [outputs, N, D]; the first dimension may be missing for one output.
-        scores: float32 [..., 1], outputs times N, those of the first output first; or [..., outputs] of each source;
-            or in one tensor [..., outputs, N].
+        scores: float32 [..., 1], outputs times N, those of the first output first; or [..., outputs] of each source,
+            or [..., N] of each probe; or in one tensor [..., outputs, N].
         added: [..., D], outputs times ``spec.added``, those of the first output first.
         accumulators: float32 [..., D], one for each output.
         probes: [..., D], one for each output.
@@ -199,7 +199,7 @@ def _run(
     if known is None:
         by_field = {name: [layout(x) for x in group] for name, group in zip(inputs._fields, groups, strict=False)}
         table = isinstance(inputs.scores, Tensor)
-        known = make(spec, plan.given(by_field, inputs.stacks, table), *options)
+        known = make(spec, plan.given(by_field, inputs.stacks, table, spec.probe), *options)
         with _lock:
             while len(_plans) >= MOST_PLANS:
                 del _plans[next(iter(_plans))]

@@ -210,30 +210,33 @@ def mixes(sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | No
     return list(launch_forward(spec, MixInputs(sources, weights, _maybe(scores)), torch.float32).apart)
 
 
-def _gather_fake(grads: Any, states: Any, weights: Any, added: Any, scores: Any = None) -> list[Tensor]:
-    dots = [_like(x, x.dtype) for x in (weights, scores) if x is not None]
+def _gather_fake(grads: Any, states: Any, weights: Any, added: Any, scores: Any) -> list[Tensor]:
+    dots = [] if weights is None else [_like(weights, weights.dtype)]
+    if scores:
+        *lead, reads = scores[0].shape
+        dots.append(scores[0].new_empty((*lead, len(scores), reads)))
     return [*(_like(x, states[0].dtype) for x in states), *dots]
 
 
 @_operator(
-    "(Tensor[] grads, Tensor[] states, Tensor? weights, Tensor[] added, Tensor? scores=None) -> Tensor[]", _gather_fake
+    "(Tensor[] grads, Tensor[] states, Tensor? weights, Tensor[] added, Tensor[] scores) -> Tensor[]", _gather_fake
 )
 def gather(
     grads: Sequence[Tensor],
     states: Sequence[Tensor],
     weights: Tensor | None,
     added: Sequence[Tensor],
-    scores: Tensor | None = None,
+    scores: Sequence[Tensor],
 ) -> list[Tensor]:
     """What N mixes send back to M states that they read: ``dx_m = sum_n w_mn g_n + sum_j a_j``, ``dw_mn = <x_m, g_n>``.
 
-    Weights are [M, N] or [M, N, D]; those per token, scores, are [..., M, N]. One of both may be missing. Gradients a_j
-    that came other ways are for a single state. Returns gradients of the states, of the weights, of the scores.
+    Weights are [M, N] or [M, N, D]; those per token, scores, M of [..., N]. One of both may be missing. Gradients a_j
+    that came other ways are any number for a single state, or one for each. Returns gradients of the states, of the
+    weights, of the scores, [..., M, N].
     """
     kind, outputs = _kind(weights, 2), len(states)
-    spec = spec_of(len(grads), kind, scores is not None, added=len(added), outputs=outputs, probe=True)
-    inputs = MixInputs(grads, weights, _maybe(scores), added, probes=states)
-    done = launch_forward(spec, inputs, states[0].dtype)
+    spec = spec_of(len(grads), kind, len(scores) > 0, added=len(added) // outputs, outputs=outputs, probe=True)
+    done = launch_forward(spec, MixInputs(grads, weights, scores, added, probes=states), states[0].dtype)
     return [*done.apart, *(dots for dots in (done.weight_dots, done.score_dots) if dots is not None)]
 
 

@@ -71,20 +71,21 @@ def combine_with_dots(
         grads: n gradients g_t [..., D] of the mixes; at least one.
         states: M tensors x_m [..., D], of one dtype.
         weights: float32 [M, n] or, per channel, [M, n, D].
-        added: gradients a_j [..., D] that came other ways; for a single state.
+        added: gradients a_j [..., D] that came other ways: any number for a single state; else one for each, or none.
 
     Returns:
         The gradients of the states, in their dtype; those of the weights, in the shape of ``weights``, float32 (float64
         for float64 states).
     """
-    compiled = native.sums(grads, weights, weights.dim() == 3, added, states)
+    to_all, to_each = (added, ()) if len(states) == 1 else ((), added)
+    compiled = native.sums(grads, weights, weights.dim() == 3, to_all, states, carried=to_each)
     if compiled is not None:
         return compiled[:-1], compiled[-1]
     results, dots = [torch.empty_like(x) for x in states], []
     factors = _factors(weights, scalar=weights.dim() == 2)
     as_factor, product = (_flat, torch.dot) if weights.dim() == 2 else (_rows, _by_channel)
     for outs, xs, gs, fs in _blocks(results, states, grads, added):
-        totals = [_Total(out, fs) for out in outs]
+        totals = [_Total(out, fs if len(outs) == 1 else fs[m : m + 1]) for m, out in enumerate(outs)]
         xs = [as_factor(x.to(total.dtype)) for x, total in zip(xs, totals, strict=True)]
         for t, g in enumerate(gs):
             g = _converted(g, totals[0].dtype)

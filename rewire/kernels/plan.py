@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -137,19 +138,20 @@ def backward(spec: MixSpec, given: Given, stacked: int) -> Plan:
     return make.gradients(sources, make.converted(middle, given["grads"][0][0].dtype))
 
 
-def given(groups: Mapping[str, Sequence[Layout]], stacks: bool, table: bool) -> Given:
+def given(groups: Mapping[str, Sequence[Layout]], stacks: bool, table: bool, probed: bool) -> Given:
     """Tensors in turn, by field.
 
     Args:
         stacks: whether the first of sources, grads and carried is a stack [..., n, D] of n.
         table: whether scores are all in one tensor, [..., outputs, N].
+        probed: otherwise, whether they are [..., N] of each probe, not [..., outputs] of each source.
     """
     found: dict[str, list[tuple[Layout, At]]] = {}
     number = 0
     for name, layouts in groups.items():
         found[name] = []
         if name == "scores":
-            found[name] = _of_table(layouts[0], number) if table else _of_columns(layouts, number)
+            found[name] = _of_table(layouts[0], number) if table else _of_columns(layouts, number, probed)
             number += len(layouts)
             continue
         for place, layout in enumerate(layouts, start=number):
@@ -178,16 +180,21 @@ def _of_table(table: Layout, place: int) -> list[tuple[Layout, At]]:
     ]
 
 
-def _of_columns(layouts: Sequence[Layout], place: int) -> list[tuple[Layout, At]]:
-    """Of tensors [..., M] the first column of each, then the second of each, ..; those of one column as they are."""
-    found: list[tuple[Layout, At]] = []
-    for column in range(layouts[0].shape[-1] if layouts else 0):
-        for at, layout in enumerate(layouts, start=place):
-            part = layout._replace(shape=(*layout.shape[:-1], 1))
-            whole = layout.shape[-1] == 1
-            view = functools.partial(_narrowed, -1, column, 1)
-            found.append((part, at if whole else Part(at, column * layout.strides[-1] * layout.dtype.itemsize, view)))
-    return found
+def _of_columns(layouts: Sequence[Layout], place: int, by_tensor: bool) -> list[tuple[Layout, At]]:
+    """Columns of tensors [..., M]: all of the first, of the second, ..; or the first column of each, the second, ..
+
+    Those that have one column are taken as they are.
+    """
+    of_each: list[list[tuple[Layout, At]]] = []
+    for at, layout in enumerate(layouts, start=place):
+        (*lead, columns), (*along, right) = layout.shape, layout.strides
+        part, size = layout._replace(shape=(*lead, 1), strides=(*along, right)), layout.dtype.itemsize
+        of_each.append(
+            [(part, Part(at, k * right * size, functools.partial(_narrowed, -1, k, 1))) for k in range(columns)]
+            if columns > 1
+            else [(part, at)]
+        )
+    return list(itertools.chain(*(of_each if by_tensor else zip(*of_each, strict=True))))
 
 
 def _layouts(given: Given) -> dict[str, list[Layout]]:
@@ -287,9 +294,13 @@ class _Maker:
         return (*views, *map(self.state, dtypes[stacked:]))
 
     def weights(self, part: slice) -> At:
-        """Those of some of the sources."""
-        (place,), whole = self.at["weights"], slice(0, self.spec.sources)
-        return place if part == whole else self._made(0, functools.partial(_narrow, place, self.spec, part))
+        """Those of some of the sources: of a table, from the first of them on."""
+        (place,), n = self.at["weights"], part.stop - part.start
+        if n == self.spec.sources:
+            return place
+        assert isinstance(place, int)
+        dim, size = (-2, self.cols) if self.spec.weights == "channel" else (-1, 1)
+        return Part(place, 4 * part.start * size, functools.partial(_narrowed, dim, part.start, n))
 
     def means(self, part: slice) -> At:
         """Those of some of the sources, of float32 [N, rows]."""
@@ -334,8 +345,9 @@ class _Maker:
             for name, at in arguments.items()
             if name in STRIDES
         }
-        norm = {"eps": float(eps)} if eps is not None and spec.norm else {}
-        numbers = {**strides, **norm, "rows": self.rows, "COLS": self.cols}
+        numbers: dict[str, Any] = {**strides, "rows": self.rows, "COLS": self.cols}
+        numbers |= {"eps": float(eps)} if eps is not None and spec.norm else {}
+        numbers |= {"weight_stride": self.spec.sources} if "weights" in arguments and spec.outputs > 1 else {}
         self.steps.append(Kernel(generated(spec, backward, grid), self.device, arguments, numbers))
 
     def _sums(self, spec: MixSpec, backward: bool) -> dict[str, tuple[int, ...]]:
@@ -423,11 +435,6 @@ def _to(place: int, dtype: torch.dtype, tensors: list[Tensor]) -> None:
 
 def _sum(place: int, tensors: list[Tensor]) -> None:
     tensors.append(tensors[place].sum(0))
-
-
-def _narrow(at: At, spec: MixSpec, part: slice, tensors: list[Tensor]) -> None:
-    dim = -2 if spec.weights == "channel" else -1
-    tensors.append(taken(tensors, at).narrow(dim, part.start, part.stop - part.start).contiguous())
 
 
 def _dense(layout: Layout) -> int | None:

@@ -11,7 +11,7 @@ pass over the state and the gradients of its reads, and one of the projection, w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from rewire.kernels import operators
 from rewire.kernels.blocks import Blocks
-from rewire.kernels.claims import Claims
-from rewire.kernels.history import History, parts, suffixes
-from rewire.kernels.mix import Mix, left_to_autograd, pending_mix
+from rewire.kernels.by_state import ByState, first_mixes, parts
+from rewire.kernels.history import History, suffixes
+from rewire.kernels.mix import Mix, pending_mix
 from rewire.kernels.several import mixes
 from rewire.kernels.spec import MAX_OUTPUTS
-from rewire.kernels.tokens import outside_autocast, read_off
+from rewire.kernels.tokens import read_off
 
 
 class ScoredTable:
@@ -34,110 +34,43 @@ class ScoredTable:
         flat: b, float32 [K] or [K, D]: for each read in turn, for each of its ways, one entry for each of its states.
         queries: w, float32 [S, D]: one row for each way of each read.
         ways: of each read in turn.
+        group: reads until there is another state: see `Blocks`.
 
     Attributes:
+        blocks: how reads are arranged; kernels begin them together where each has one way.
         rows: of each read, [ways, t] or [ways, t, D].
         constants: the same, detached.
-        columns: of each state, b of the mixes that read it, [m] or [m, D]. A mix is one way of a read.
-        queries: of each state, w of these mixes, [m, D].
-        first: of each read, the number of its first mix.
-        sources: that a mix reads, on average.
-        blocks: reads that kernels begin together, where each has one way; states are gathered one by one.
+        first: of each read, the number of its first mix. A mix is one way of a read.
+        by_state: b, for the claims.
+        queries: of each state, w of the mixes that read it, [m, D].
+        own: of each read, its own, [ways, D].
     """
 
-    def __init__(self, flat: Tensor, queries: Tensor, ways: Sequence[int]) -> None:
-        self.first = [0, *itertools.accumulate(ways)]
-        counts = [way * t for t, way in enumerate(ways, start=1)]
-        rows = parts(flat, counts)
+    def __init__(self, flat: Tensor, queries: Tensor, ways: Sequence[int], group: int = 1) -> None:
+        blocks = Blocks.of(flat, len(ways), 1, group=group, by_channel=flat.dim() > 1)
+        if max(ways) > 1:  # what is begun would move more than it saves
+            blocks = blocks._replace(block=len(ways) + 1)
+        self.blocks = blocks
+        self.first = first_mixes(ways)
+        rows = parts(flat, [way * blocks.count(number) for number, way in enumerate(ways)])
         self.rows = [row.unflatten(0, (way, -1)) for row, way in zip(rows, ways, strict=True)]
         self.constants = [row.detach() for row in self.rows]
-        self.columns = parts(
-            flat.index_select(0, _by_state(ways, flat.device)), [sum(ways[i:]) for i in range(len(ways))]
-        )
-        self.queries = suffixes(queries, self.first[:-1])
-        self.sources = sum(counts) / sum(ways)
-        # With several ways, what is begun would move more than it saves. Nor do registers hold the sums of more than
-        # one state's weights per channel.
-        self.blocks = Blocks.of(flat, len(ways), 1, None if len(ways) == sum(ways) else len(ways) + 1)
-
-
-def _by_state(ways: Sequence[int], device: torch.device) -> Tensor:
-    """Where the entries of each state in turn are in the flat weights; made on the device, of no list."""
-    reads = 1
-    runs: list[Tensor] = []  # not list[Tensor](), which Dynamo does not know
-    for way, run in itertools.groupby(ways):
-        length = len(list(run))
-        runs.append(torch.arange(reads, reads + length, device=device).repeat_interleave(way))
-        reads += length
-    sizes = torch.cat(runs)  # of each mix, how many states it reads
-    states = torch.arange(len(ways), device=device)
-    reading = (sizes > states.unsqueeze(1)).sum(1)  # of each state, how many mixes read it
-    entries = sum(way * t for t, way in enumerate(ways, start=1))  # known here: a GPU need not be waited for
-    state = torch.repeat_interleave(states, reading, output_size=entries)
-    mix = len(sizes) - (reading.cumsum(0)[state] - torch.arange(entries, device=device))
-    return (sizes.cumsum(0) - sizes)[mix] + state
+        self.by_state = ByState.of(flat, blocks, ways)
+        self.queries = suffixes(queries, [self.first[blocks.first_mix(state)] for state in range(blocks.states)])
+        self.own = parts(queries, list(ways)) if group > 1 else ()
 
 
 class ScoredHistory(History):
-    """The states of a trunk so far, each with the scores of its later reads. Immutable.
+    """The states of a trunk so far, each with the scores of its later reads. Immutable."""
 
-    Attributes:
-        scores: of each state those of the mixes that read it, [..., m]; as constants, where the state has claims.
-    """
+    __slots__ = ()
 
-    __slots__ = ("scores",)
-
-    table: ScoredTable  # type: ignore[assignment]
-    claims: tuple[tuple[Tensor, ...], ...] | None  # type: ignore[assignment]
-
-    def __init__(
-        self,
-        table: Any,
-        states: tuple[Tensor, ...] = (),
-        values: tuple[Tensor, ...] = (),
-        claims: tuple[Any, ...] | None = (),
-        scores: tuple[Tensor, ...] = (),
-    ) -> None:
-        super().__init__(table, states, values, claims)
-        self.scores = scores
-
-    def push(self, x: Tensor, begin: bool = True) -> Self:
-        """The history with a further state: see `History.push`."""
-        if self._left_to_autograd(x):
-            return self._without_claims((*self.states, x))
-        with outside_autocast(x.device):
-            return self._claimed(x, begin)
-
-    def _left_to_autograd(self, x: Tensor) -> bool:
-        """Whether mixes of a further state x are."""
-        another_shape = len(self.states) > 0 and x.shape != self.states[0].shape
-        return self.claims is None or left_to_autograd(x, self.table.sources) or another_shape
-
-    def _claimed(self, x: Tensor, begin: bool) -> Self:
-        table, number = self.table, len(self.states)
-        scores, x = self._scored(number, x)
-        column = table.columns[number]
-        *claims, x = Claims.apply(1, 1, column, scores, x)
-        states, values, known = (*self.states, x), (*self.values, x.detach()), (*self.scores, scores.detach())
-        history = type(self)(table, states, values, (*self.claims, tuple(claims)), known)  # type: ignore[misc]
-        history.begun = self.begun
-        return history._begin(begin)
-
-    def _sums(self, reads: range) -> dict[int, Any]:  # each of one way
-        states = len(self.values)
-        rows = torch.stack([row[0, :states] for row in self.table.constants[reads.start : reads.stop]])
-        of_states = [s.narrow(-1, reads.start - i, len(reads)) for i, s in enumerate(self.scores)]
-        return dict(zip(reads, operators.mixes(self.values, rows, torch.stack(of_states, -1)), strict=True))
-
-    def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
-        known = self.scores if self.claims is None else ()
-        scores = (*known, *(self._scored(i, states[i])[0] for i in range(len(known), len(states))))
-        return type(self)(self.table, states, (), None, scores)
+    table: ScoredTable
 
     def read(self, number: int) -> Sequence[Tensor | Mix]:
         """The mixes of read ``number``, from 0."""
         table, first = self.table, self.table.first[number]
-        rows, places = table.rows[number], [first - table.first[i] for i in range(number + 1)]
+        rows, places = table.rows[number], self._places(number)
         ways = len(rows)
         scores = [s.narrow(-1, k, ways) for s, k in zip(self.scores, places, strict=True)]  # of each state, [..., ways]
         if self.claims is None:
@@ -145,7 +78,8 @@ class ScoredHistory(History):
                 return [pending_mix(self.states, rows[0], scores=scores)]
             return mixes(self.states, rows, torch.stack(scores, -1))[0]
         rows, begun = table.constants[number], self.begun.get(number)
-        claims = [tuple(of[k + way] for of, k in zip(self.claims, places, strict=True)) for way in range(ways)]
+        of_read = self._claims_of(first)
+        claims = [tuple([of.claims[first - of.first + way] for of in of_read]) for way in range(ways)]
         if begun is not None:
             before = table.blocks.before(number)
             weights = rows[0, before:] if number + 1 > before else None
@@ -157,12 +91,24 @@ class ScoredHistory(History):
         of_ways = zip(*[s.split(1, -1) for s in scores], strict=True)
         return [Mix(self.values, row, own, (), of) for row, own, of in zip(rows, of_ways, claims, strict=True)]
 
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(self.table, claims=None)._without_claims(tuple(map(view, self.states)))
+    def _scored(self, queries: Any, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        return read_off(x, queries.T, clamped=True)
 
-    def _scored(self, number: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores of a state, and the state as who reads it next is to take it."""
-        return read_off(x, self.table.queries[number].T, clamped=True)
+    def _sums(self, mixes: range) -> dict[int, Any]:  # each of one way
+        states = len(self.values)
+        rows = torch.stack([row[0, :states] for row in self.table.constants[mixes.start : mixes.stop]])
+        of_states = [s.narrow(-1, mixes.start - i, len(mixes)) for i, s in enumerate(self.scores)]
+        return dict(zip(mixes, operators.mixes(self.values, rows, torch.stack(of_states, -1)), strict=True))
+
+    def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
+        known = self.scores if self.claims is None else ()
+        queries = self.table.queries
+        scores = list(known)
+        for number in range(len(known), len(states)):
+            of_state, _ = self._scored(queries[number], states[number])
+            assert of_state is not None
+            scores.append(of_state)
+        return type(self)(self.table, states, (), None, tuple(scores))
 
 
 class _Claiming(torch.autograd.Function):

@@ -123,7 +123,8 @@ def bytes_of_history(
         block: mixes that are begun together, up to 8; None: without blocks.
         rows, cols, itemsize: of the states.
     """
-    blocks = Blocks(mixes, first, block or first + mixes)
+    block = block or first + mixes
+    blocks = Blocks(mixes, first, block, block)
     together = [blocks.beginning(states) for states in range(first, blocks.states + 1)]
     forward = [MixSpec(first + begun.start, outputs=len(begun)) for begun in together if begun]
     moved = sum(bytes_moved(spec, rows, cols, itemsize, out_itemsize=4) for spec in forward)
@@ -136,5 +137,7 @@ def bytes_of_history(
     for state in range(blocks.states):
         near, later = blocks.near(state), blocks.later(state)
         backward += [MixSpec(near, added=int(later > 0), probe=True)] if near else []
-        backward += [MixSpec(later, outputs=blocks.block, probe=True)] if later and state == blocks.last(state) else []
+        backward += (
+            [MixSpec(later, outputs=blocks.gathered, probe=True)] if later and state == blocks.last(state) else []
+        )
     return moved, sum(bytes_moved(spec, rows, cols, itemsize) for spec in backward)

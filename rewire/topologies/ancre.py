@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from rewire.kernels.history import History, Table, parts
+from rewire.kernels.history import History, Table
 from rewire.kernels.mix import Mix, pending_mix
 from rewire.topologies import groups
 from rewire.topologies.base import (
@@ -38,13 +38,11 @@ class Shortcuts(NamedTuple):
 
     Attributes:
         matrix: P, float32 [T, T]: ``P[t-1, i] = p_it``, exactly 0 where ``x_i`` is no source of ``x_t``.
-        rows: for each t in turn, its weights, float32 [number of sources].
-        table: the same, where all states are sources.
+        table: the weights of each t in turn, of its sources alone.
     """
 
     matrix: Tensor
-    rows: Sequence[Tensor]
-    table: Table | None
+    table: Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,10 +131,7 @@ class ANCRe(Recurrence[Shortcuts]):
         """The effective shortcut weights p."""
         matrix = self._matrix(parameters, dims)
         flat = matrix[groups.entries(dims.depth, self.block, matrix.device)]
-        if self.block in (None, 1):
-            table = Table(flat, mixes=dims.depth)
-            return Shortcuts(matrix, table.rows, table)
-        return Shortcuts(matrix, parts(flat, [groups.count(t, self.block) for t in range(1, dims.depth + 1)]), None)
+        return Shortcuts(matrix, Table(flat, mixes=dims.depth, group=self.block or 1))
 
     def _matrix(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
         """P, float32 [T, T]."""
@@ -159,29 +154,25 @@ class ANCRe(Recurrence[Shortcuts]):
         return one_hot_previous(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
 
     def start(self, x: Tensor, weights: Shortcuts) -> States:
-        """The newest state, ``x_0``, and the history of those that have been read; with groups, the sources."""
-        return (x,) if weights.table is None else (x, History.empty(weights.table))
+        """The newest state, ``x_0``, and the history of those that have been read."""
+        return x, History(weights.table)
 
     def read(self, states: States, weights: Shortcuts, t: int) -> tuple[Tensor, States]:
-        if weights.table is None:
-            return states[-1], states
-        history = states[1].push(states[0])
-        x = history.states[-1]
-        return x, (x, history)
+        """``x_{t-1}``; and the states, the last of which is the history that `merge` mixes."""
+        newest, history = states
+        mixed, x, history = groups.next_read(history, t - 1, newest)
+        return x, (x, history, mixed)
 
     def merge(self, states: States, weights: Shortcuts, t: int, *branches: Tensor) -> Mix:
-        if weights.table is None:
-            kept = states[-1:] if self.cascade == "keep" else ()
-            return pending_mix(states, weights.rows[t - 1], added=(*kept, *branches))
-        x, history = states
+        x, _, mixed = states
         kept = (x,) if self.cascade == "keep" else ()
-        return history.mix(t - 1, added=(*kept, *branches))
+        return mixed.mix(t - 1, added=(*kept, *branches))
 
     def push(self, states: States, weights: Shortcuts, t: int, x: Tensor) -> States:
-        return (*groups.kept(states, t, self.block), x) if weights.table is None else (x, states[1])
+        return x, states[1]
 
     def finish(self, states: States, weights: Shortcuts, dims: Dims) -> Tensor:
-        return states[-1] if weights.table is None else states[0]
+        return states[0]
 
     def matrix(self, weights: Shortcuts, dims: Dims) -> Tensor:
         """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""
@@ -195,7 +186,7 @@ class ANCRe(Recurrence[Shortcuts]):
         if self.normalize == "none" or self.form == "difference":
             return ()
         if self.normalize == "ingoing":
-            return weights.rows
+            return weights.table.rows
         sources = _sources(dims.depth, self.block).bool()
         return [column[its] for column, its in zip(weights.matrix.T, sources.T.to(weights.matrix.device), strict=True)]
 

@@ -171,11 +171,8 @@ class AttnRes(Topology[Queries]):
         """``r_t``, and the states with the scores of the sources that had none yet."""
         if weights.table is not None:
             newest, history = states
-            if (t - 1) % (self.block or 1):  # a group's sum, as far as it has come
-                value, newest = history.read_with(t - 1, newest)
-            else:
-                history = history.push(newest)
-                (value,) = history.read(t - 1)
+            reading, newest, history = groups.next_read(history, t - 1, newest)
+            (value,) = reading.read(t - 1)
             return value, (newest, history)
         sources, scores = self._split(states, t)
         if t == 1:

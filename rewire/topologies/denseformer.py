@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.kernels.history import History, Table, parts
+from rewire.kernels.by_state import parts
+from rewire.kernels.history import History, Table
 from rewire.kernels.mix import mix
 from rewire.topologies import groups
 from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, check_count, total
@@ -88,22 +89,22 @@ class DenseFormer(Recurrence[Averages]):
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Averages:
         alpha = parameters["alpha"].float()
-        if self.dilation == self.period == (self.block or 1) == 1:
-            table = Table(alpha, mixes=dims.depth, first=2)
+        if self.dilation == self.period == 1:
+            table = Table(alpha, mixes=dims.depth, first=2, group=self.block or 1)
             return Averages(table.rows, table)
         return Averages(parts(alpha, [len(self._sources(t)) for t in self._averaging(dims.depth)]), None)
 
     def start(self, x: Tensor, weights: Averages) -> States:
         """``x_0``; with a table, also the history of those that have been read."""
-        return (x,) if weights.table is None else (x, History.empty(weights.table))
+        return (x,) if weights.table is None else (x, History(weights.table))
 
     def read(self, states: States, weights: Averages, t: int) -> tuple[Tensor, States]:
         if weights.table is None:
             y = self._average(states, weights, t - 1)
             return y, (*states, y)
-        x, history = states
-        history = history.push(x)
-        y = x if t == 1 else history.mix(t - 2).value()
+        newest, history = states
+        mixed, x, history = groups.next_read(history, t - 2, newest)
+        y = x if t == 1 else mixed.mix(t - 2).value()
         return y, (y, history)
 
     def merge(self, states: States, weights: Averages, t: int, *branches: Tensor) -> Tensor:

@@ -110,12 +110,12 @@ class GRN(Topology[tuple[Read, ...]]):
         ways, sizes = self._ways(dims), self._sizes(dims)
         flat = parameters["b"].float().split([m * n for m, n in zip(ways, sizes, strict=True)])
         b = [rows.unflatten(0, (m, n)) for rows, m, n in zip(flat, ways, sizes, strict=True)]
-        whole, table = self.last is None and self.block in (None, 1), None
+        whole, group = self.last is None, self.block or 1
         if not self.input_dependent:
-            table = Table(parameters["b"].float(), len(b)) if whole else None
+            table = Table(parameters["b"].float(), len(b), group=group) if whole else None
             return tuple(Read(b_t, table=table) for b_t in b)
         w = parameters["w"].float()
-        scored = ScoredTable(parameters["b"].float(), w, ways) if whole else None
+        scored = ScoredTable(parameters["b"].float(), w, ways, group) if whole else None
         return tuple(Read(b_t, w_t.T, scored) for b_t, w_t in zip(b, w.split(ways), strict=True))
 
     def start(self, x: Tensor, weights: tuple[Read, ...]) -> States:
@@ -123,14 +123,14 @@ class GRN(Topology[tuple[Read, ...]]):
         table = weights[0].table
         if table is None:
             return (x,)
-        return x, ScoredHistory(table) if isinstance(table, ScoredTable) else History.empty(table)
+        return x, ScoredHistory(table) if isinstance(table, ScoredTable) else History(table)
 
     def read(self, states: States, weights: tuple[Read, ...], t: int) -> tuple[Tensor | Mix | QKVInputs, States]:
         b, w, table = weights[t - 1]
         if table is not None:
-            f, history = states
-            history = history.push(f)
-            return _seen([history.mix(t - 1)] if w is None else history.read(t - 1)), (f, history)
+            newest, history = states
+            reading, newest, history = groups.next_read(history, t - 1, newest)
+            return _seen([reading.mix(t - 1)] if w is None else reading.read(t - 1)), (newest, history)
         stack = self._stack(states)
         # Not relu: the derivative of clamp is 1 at 0, where all scores start.
         scores = [] if w is None else [project(f, w).clamp(min=0) for f in stack]  # each [..., ways]
@@ -139,10 +139,9 @@ class GRN(Topology[tuple[Read, ...]]):
         return _seen(mixes(stack, b, torch.stack(scores, dim=-1))[0]), states
 
     def write(self, states: States, weights: tuple[Read, ...], t: int, *branches: Tensor) -> States:
-        if weights[t - 1].table is not None:
-            return total(branches), states[1]
         if self.last is None:
-            return groups.with_increment(states, t, self.block, total(branches))
+            newest, history = states
+            return groups.with_increment((newest,), t, self.block, total(branches))[-1], history
         states = (*states, total(branches))
         return states if len(states) < self.last + 2 + _WAITING else self._stack(states)
 

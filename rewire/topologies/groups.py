@@ -21,9 +21,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from rewire.kernels.history import History
 from rewire.topologies.base import States
 
 T = TypeVar("T", int, Tensor)
+H = TypeVar("H", bound=History)
 
 
 def count(t: T, block: int | None) -> T:
@@ -41,6 +43,17 @@ def with_increment(sources: States, t: int, block: int | None, f: Tensor) -> Sta
 def kept(sources: States, t: int, block: int | None) -> States:
     """Of the sources of read t, where they are states, those that later reads have: not a newest inside a group."""
     return sources[:-1] if (t - 1) % (block or 1) else sources
+
+
+def next_read(history: H, number: int, newest: Tensor) -> tuple[H, Tensor, H]:
+    """Where states are a history: that of read ``number`` (of its table), with the newest state; this, as who reads it
+    next is to take it; and the history that goes on, which a newest inside a group is no state of.
+    """
+    if history.table.blocks.joined(number):
+        reading, newest = history.joined(number, newest)
+        return reading, newest, history
+    history = history.push(newest)
+    return history, history.states[-1], history
 
 
 def group(i: int, block: int | None) -> int:

@@ -10,7 +10,7 @@ import torch
 from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor
 
-from rewire.kernels import operators, plain, scored
+from rewire.kernels import history, operators, plain
 from rewire.kernels.attended import AttendedHistory, AttendedTable
 from rewire.kernels.mix import softmax
 from rewire.topologies.base import materialize
@@ -34,7 +34,8 @@ def chain(
     history, state = AttendedHistory(AttendedTable(queries, scaled, block, group)), x
     for number in range(len(queries) + 1):
         if number % group:
-            of_read, state = history.read_with(number, state)
+            joined, state = history.joined(number, state)
+            (of_read,) = joined.read(number)
         else:
             history = history.push(state)
             (of_read,) = history.read(number)
@@ -59,7 +60,7 @@ def leaves(reads: int = READS, dtype: torch.dtype = torch.float64) -> tuple[Tens
 
 @pytest.fixture
 def left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(scored, "left_to_autograd", lambda x, sources: True)
+    monkeypatch.setattr(history, "left_to_autograd", lambda x, sources: True)
     return monkeypatch
 
 
@@ -151,7 +152,7 @@ class TestKernels:
     def test_blocks(
         self, reads: int, options: dict[str, Any], ignored: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(scored, "left_to_autograd", lambda x, sources: x.dtype == torch.float64)
+        monkeypatch.setattr(history, "left_to_autograd", lambda x, sources: x.dtype == torch.float64)
         wanted = gradients(*leaves(reads), False, ignored=ignored, group=options.get("group", 1))
         found = gradients(*leaves(reads, torch.float32), False, ignored=ignored, **options)
         for got, want in zip(found, wanted, strict=True):

@@ -41,7 +41,7 @@ def step(history: History, number: int, branch: Tensor) -> tuple[History, Tensor
 
 
 def net(flat: Tensor, first: list[Tensor], added: list[Tensor], step: Step = step) -> list[Tensor]:
-    history = History.empty(Table(flat, len(added), len(first))).push(first[0])
+    history = History(Table(flat, len(added), len(first))).push(first[0])
     for x in first[1:]:
         history = history.push(x)
     made = []
@@ -92,17 +92,17 @@ def test_rows_are_mixes_and_columns_are_states(mixes: int, first: int, channels:
     flat = torch.arange(float(entries(mixes, first)))
     flat = torch.stack([flat, flat + 0.5], 1) if channels else flat
     table = Table(flat, mixes, first, block)
+    size = table.blocks.gathered
+    assert size == (2 if channels and block and block < first + mixes else block or first + mixes)
     assert [len(row) for row in table.rows] == [first + s for s in range(mixes)]
     assert torch.equal(torch.cat(list(table.rows)), flat)
-    assert len(table.near) == first + mixes - 1  # the last mix's result is no state of the table
-    for i, near in enumerate(table.near):
+    near, later = table.by_state.near, table.by_state.later
+    assert len(near) == first + mixes - 1  # the last mix's result is no state of the table
+    for i, own in enumerate(near):
         column = torch.stack([row[i] for row in table.rows if i < len(row)])
-        later = torch.empty(0, *flat.shape[1:])
-        if i // table.blocks.block < len(table.later):
-            later = table.later[i // table.blocks.block].unflatten(0, (table.blocks.block, -1))[i % table.blocks.block]
-        assert torch.equal(torch.cat([near, later]), column)
-        end = i // table.blocks.block * table.blocks.block + table.blocks.block
-        assert len(near) == len([row for row in table.rows if i < len(row) < end])
+        of_block = later[i // size].unflatten(0, (size, -1))[i % size] if i // size < len(later) else own[:0]
+        assert torch.equal(torch.cat([own, of_block]), column)
+        assert len(own) == len([row for row in table.rows if i < len(row) < (i // size + 1) * size])
 
 
 # -- values and gradients ----------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_low_precision_gradients_round_once() -> None:
     """What a state gets from nine mixes is added up in float32."""
     flat = torch.randn(entries(9, 1), requires_grad=True)
     x = torch.randn(2, 3, WIDTH).bfloat16().requires_grad_()
-    history, upstream = History.empty(Table(flat, 9)).push(x), torch.randn(9, 2, 3, WIDTH).bfloat16()
+    history, upstream = History(Table(flat, 9)).push(x), torch.randn(9, 2, 3, WIDTH).bfloat16()
     outputs = []
     for s in range(9):
         outputs.append(history.mix(s).value())
@@ -190,7 +190,7 @@ def test_only_some_outputs_are_used(used: list[int], channels: bool) -> None:
         return [y for s in range(5) if s in used for y in [mixed(s, states[: s + 1])]]
 
     def by_history(s: int, states: list[Tensor]) -> Tensor:
-        history = History.empty(table).push(states[0])
+        history = History(table).push(states[0])
         for x in states[1:]:
             history = history.push(x)
         return history.mix(s).value()
@@ -249,7 +249,7 @@ def test_two_forwards_before_one_backward() -> None:
     table, leaves = Table(flat, 4), (flat, *first, *added)
 
     def forward(sign: int) -> History:
-        history = History.empty(table).push(sign * first[0])
+        history = History(table).push(sign * first[0])
         for s in range(3):
             history, _ = step(history, s, added[s])
         return history
@@ -262,7 +262,7 @@ def test_two_forwards_before_one_backward() -> None:
 
 def test_one_history_has_two_futures() -> None:
     flat, (x,), added = draw(2)
-    start = History.empty(Table(flat, 2)).push(x)
+    start = History(Table(flat, 2)).push(x)
     futures = [start.push(branch) for branch in added]
     assert len(start.states) == 1
     got = loss([future.mix(1).value() for future in futures])
@@ -290,7 +290,7 @@ def test_branches_and_states_that_broadcast() -> None:
     narrow = [added[0].detach()[:, :1].requires_grad_(), added[1], added[2]]
     torch.testing.assert_close(gradients(net, flat, [x], narrow), gradients(naive, flat, [x], narrow))
     state = added[0].detach()[:1].requires_grad_()
-    got = History.empty(Table(flat, 3)).push(x).push(state.tanh()).mix(1).value()
+    got = History(Table(flat, 3)).push(x).push(state.tanh()).mix(1).value()
     want = flat[1] * x + flat[2] * state.tanh()
     leaves = (flat, x, state)
     torch.testing.assert_close(torch.autograd.grad(loss([got]), leaves), torch.autograd.grad(loss([want]), leaves))
@@ -342,7 +342,7 @@ def test_only_the_states_are_kept_for_backward() -> None:
     flat, first, added = draw(6, dtype=torch.bfloat16)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
-        history = History.empty(Table(flat, 6)).push(first[0])
+        history = History(Table(flat, 6)).push(first[0])
         for s in range(5):
             history = history.push(history.mix(s, (added[s],)).value())
         history.mix(5).value()
@@ -352,7 +352,7 @@ def test_only_the_states_are_kept_for_backward() -> None:
 
 def test_a_state_gathers_its_gradient_in_one_pass() -> None:
     flat, (x,), added = draw(6)
-    history = History.empty(Table(flat, 6)).push(x)
+    history = History(Table(flat, 6)).push(x)
     outputs = []
     for s in range(6):
         outputs.append(history.mix(s).value())

@@ -21,7 +21,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def lowering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the compiled sums know the tensors, and everywhere else."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "sums", lambda *_: None)
+        monkeypatch.setattr(native, "sums", lambda *_, **__: None)
 
 
 def draw(count: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:

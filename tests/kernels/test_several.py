@@ -411,7 +411,7 @@ class TestByKernels(Cases):
         x, branches = drawn(2, WIDTH), drawn(count, 2, WIDTH)
 
         def result() -> Tensor:
-            state, history = x, History.empty(Table(flat, count))
+            state, history = x, History(Table(flat, count))
             for number in range(count):
                 history = history.push(state)
                 state = history.mix(number, (torch.tanh(state) * branches[number],)).value()

@@ -70,7 +70,7 @@ def test_bytes_of_a_history(mixes: int, first: int, block: int | None, monkeypat
     monkeypatch.setattr(operators, "INTERPRETED", True)
     flat = torch.ones(sum(first + s for s in range(mixes)), requires_grad=True)
     table = Table(flat, mixes, first, block or first + mixes)
-    history = History.empty(table)
+    history = History(table)
     for _ in range(first):
         history = history.push(state())
     for number in range(mixes):

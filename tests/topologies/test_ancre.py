@@ -241,9 +241,7 @@ def test_bf16_states(kind: str) -> None:
     logits = learned(topology, depth)
     weights = topology.weights({"logits": logits}, Dims(depth))
     out = run(topology, weights, x, blocks)
-    assert {w.dtype for w in (weights.matrix, *weights.table.rows, *weights.table.near, *weights.table.later)} == {
-        torch.float32
-    }
+    assert {w.dtype for w in (weights.matrix, *weights.table.rows, *weights.table.by_state.near)} == {torch.float32}
     assert out.dtype == torch.bfloat16
     out.float().square().mean().backward()
     assert logits.grad is not None
@@ -262,7 +260,7 @@ def test_autocast_leaves_the_weights_in_float32(kind: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = topology.weights({"logits": logits}, Dims(depth))
         out = run(topology, got, x, blocks)
-    assert {w.dtype for w in (got.matrix, *got.table.rows, *got.table.near, *got.table.later)} == {torch.float32}
+    assert {w.dtype for w in (got.matrix, *got.table.rows, *got.table.by_state.near)} == {torch.float32}
     assert torch.equal(got.matrix, want.matrix)
     assert out.dtype == torch.float32  # as in the plain network: float32 stream + bfloat16 branch
 

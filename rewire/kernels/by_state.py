@@ -1,0 +1,84 @@
+"""Weights of reads in the order in which gradients come: by the states that they weigh."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.kernels.blocks import Blocks
+
+
+class ByState(NamedTuple):
+    """Weights by the states that they weigh, [k] or [k, D] each. A mix is one way of a read.
+
+    Attributes:
+        near: for each state, those of the mixes that do not read all of its block.
+        later: for each block of states, those of all mixes that do: of its first state, of its second, ..
+        groups: in groups, for each, those of its mixes: of the first complete state, of the second, ..
+        joined: in groups, for each read, those of the state that it alone has; empty if it has none.
+    """
+
+    near: tuple[Tensor | None, ...] = ()
+    later: tuple[Tensor | None, ...] = ()
+    groups: tuple[Tensor | None, ...] = ()
+    joined: tuple[Tensor | None, ...] = ()
+
+    @classmethod
+    def of(cls, flat: Tensor, blocks: Blocks, ways: Sequence[int]) -> ByState:
+        """Of weights that come for each read in turn, for each of its ways, one for each of its states."""
+        first = first_mixes(ways)
+        of_states = [first[blocks.first_mix(state)] for state in range(blocks.states)]
+        read, state = _entries(flat, blocks, ways)
+        if blocks.group > 1:
+            group = blocks.newest(read) // blocks.group
+            key = torch.where(state > group, blocks.states, group) * blocks.states + state
+            ends = [*of_states[1:], first[-1]]
+            together = [n * (end - start) for n, (start, end) in enumerate(zip(of_states, ends, strict=True), 1)]
+            alone = [way if blocks.joined(number) else 0 for number, way in enumerate(ways)]
+            pieces = parts(_sorted(flat, key), [*together, *alone])
+            return cls(groups=pieces[: len(together)], joined=pieces[len(together) :])
+        key = (read >= blocks.first_mix(blocks.last(state))) * blocks.states + state
+        ends = [first[blocks.first_mix(state) + blocks.near(state)] for state in range(blocks.states)]
+        near = [end - start for start, end in zip(of_states, ends, strict=True)]
+        last = range(blocks.gathered - 1, blocks.states, blocks.gathered)
+        later = [blocks.gathered * (first[-1] - of_states[state]) for state in last]
+        pieces = parts(_sorted(flat, key), [*near, *later])
+        return cls(pieces[: len(near)], pieces[len(near) :])
+
+
+def first_mixes(ways: Sequence[int]) -> list[int]:
+    """Of each read in turn the number of its first mix, and how many mixes there are."""
+    return [0, *itertools.accumulate(ways)]
+
+
+def _entries(flat: Tensor, blocks: Blocks, ways: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The read and the state of each weight. Made on the device, of no list: graphs cannot capture what is."""
+    runs: list[Tensor] = []  # not list[Tensor](), which Dynamo does not know
+    reads = 0
+    for way, run in itertools.groupby(ways):
+        length = len(list(run))
+        runs.append(torch.arange(reads, reads + length, device=flat.device).repeat_interleave(way))
+        reads += length
+    of_mixes = torch.cat(runs)
+    sizes, mixes = blocks.count(of_mixes), torch.arange(len(of_mixes), device=flat.device)
+    mix = torch.repeat_interleave(mixes, sizes, output_size=len(flat))  # known here: a GPU need not be waited for
+    return of_mixes[mix], torch.arange(len(flat), device=flat.device) - (sizes.cumsum(0) - sizes)[mix]
+
+
+def _sorted(flat: Tensor, key: Tensor) -> Tensor:
+    """Not by a mask, whose size a GPU would be waited for."""
+    return flat.index_select(0, key.argsort(stable=True))
+
+
+def parts(x: Tensor, counts: list[int], dim: int = 0) -> tuple[Tensor, ...]:
+    """``x`` split along ``dim``.
+
+    Copies in a compiled region: where one opens the stream, its table goes on to the next, and AOTAutograd cannot hand
+    out several views of one split ("split_with_sizes expects split_sizes to sum exactly to 1").
+    """
+    parts = x.split(counts, dim)
+    return tuple(part.clone() for part in parts) if torch.compiler.is_compiling() else parts

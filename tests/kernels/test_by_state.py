@@ -1,0 +1,51 @@
+"""Weights by the states that they weigh, where reads have several ways, or states come in groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rewire.kernels.blocks import Blocks
+from rewire.kernels.by_state import ByState
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("group", [2, 3, 20])
+@pytest.mark.parametrize("ways", [[1], [1, 1, 1, 1, 1, 1, 1], [3, 1, 1, 3, 3]], ids=str)
+def test_groups(ways: list[int], group: int, first: int, channels: bool) -> None:
+    """Read t (from 0) has the states 0, S, 2 S, .. of t + first in turn, and the last of these."""
+    of_reads = [sorted({*range(0, t + first, group), t + first - 1}) for t in range(len(ways))]
+    of_mixes = [(t, i) for t, way in enumerate(ways) for _ in range(way) for i in of_reads[t]]
+    flat = torch.arange(float(len(of_mixes)))
+    flat = torch.stack([flat, -flat], 1) if channels else flat
+    found = ByState.of(flat, Blocks(len(ways), first, 99, 99, group), ways)
+    assert found.near == found.later == ()
+
+    states = range(0, len(ways) + first - 1, group)
+    assert len(found.groups) == len(states)
+    for last, own in zip(states, found.groups, strict=True):
+        reads = [t for t in range(len(ways)) if last <= t + first - 1 < last + group]
+        wanted = [
+            n for i in range(0, last + 1, group) for n, of in enumerate(of_mixes) if of[0] in reads and of[1] == i
+        ]
+        assert torch.equal(own, flat[wanted])
+    for t, own in enumerate(found.joined):
+        newest = t + first - 1
+        wanted = [n for n, of in enumerate(of_mixes) if of == (t, newest) and newest % group]
+        assert torch.equal(own, flat[wanted])
+
+
+@pytest.mark.parametrize("gathered", [1, 2, 99])
+def test_ways(gathered: int) -> None:
+    ways = [3, 1, 3, 1, 1]
+    of_mixes = [(t, i) for t, way in enumerate(ways) for _ in range(way) for i in range(t + 1)]
+    flat = torch.arange(float(len(of_mixes)))
+    found = ByState.of(flat, Blocks(len(ways), 1, 99, gathered), ways)
+    for i, near in enumerate(found.near):
+        last = i // gathered * gathered + gathered - 1
+        assert torch.equal(near, flat[[n for n, (t, state) in enumerate(of_mixes) if state == i and t < last]])
+    for number, later in enumerate(found.later):
+        block = range(number * gathered, (number + 1) * gathered)
+        wanted = [n for i in block for n, (t, state) in enumerate(of_mixes) if state == i and t >= block[-1]]
+        assert torch.equal(later, flat[wanted])
