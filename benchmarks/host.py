@@ -241,7 +241,7 @@ def mixes(rounds: int) -> list[dict[str, Any]]:
                 launcher(MixSpec(n), x, backward=True),
             ),
             "gather": (
-                partial(operators.gather, sources, [x], weights[None], []),
+                partial(operators.gather, sources, [x], weights[None], [], []),
                 launcher(MixSpec(n, probe=True), x),
             ),
         }

@@ -162,6 +162,10 @@ class History:
         """The history with a further state."""
         return type(self)(self.table, (*self.states, x))
 
+    def at(self, number: int) -> Self:
+        """The history as read ``number`` has it."""
+        return self
+
     def joined(self, number: int, x: Tensor) -> tuple[Self, Tensor]:
         """The history with one state more, which read ``number`` alone has; and that state."""
         return self.push(x), x

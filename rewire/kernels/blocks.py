@@ -15,6 +15,8 @@ BLOCK = 4
 #: Such states if weights are per channel: sums for four at once would take four times as many kernels, of four mixes.
 GATHERED_BY_CHANNEL = 2
 SHORTEST = 9
+#: In groups, mixes whose gradients wait for each other: as many as states are held, or a few more.
+WAITING = 8
 
 
 class Blocks(NamedTuple):
@@ -29,6 +31,7 @@ class Blocks(NamedTuple):
         gathered: C, states whose gradients kernels gather together.
         group: mixes until there is another state. More than one go without blocks: there are few states. A mix reads
             the states that there are, and the next one as far as it has come.
+        span: in groups, mixes in turn whose gradients come together: all of a group, or some.
     """
 
     mixes: int
@@ -36,16 +39,24 @@ class Blocks(NamedTuple):
     block: int
     gathered: int
     group: int = 1
+    span: int = 1
 
     @classmethod
     def of(
-        cls, like: Tensor, mixes: int, first: int, block: int | None = None, group: int = 1, by_channel: bool = False
+        cls,
+        like: Tensor,
+        mixes: int,
+        first: int,
+        block: int | None = None,
+        group: int = 1,
+        by_channel: bool = False,
+        ways: int = 1,
     ) -> Blocks:
         """By default of `best_block`, and none where no kernels run on tensors like this, or in groups."""
         none = first + mixes
         block = block or (best_block(mixes, first) if operators.uses_kernels(like) and group == 1 else none)
         gathered = min(block, GATHERED_BY_CHANNEL) if by_channel and block < none else block
-        return cls(mixes, first, block, gathered, group)
+        return cls(mixes, first, block, gathered, group, min(group, max(1, WAITING // ways)))
 
     @property
     def states(self) -> int:
@@ -73,6 +84,24 @@ class Blocks(NamedTuple):
         """The first that reads a state: all of it."""
         mix = state * self.group + (1 - self.first)
         return mix.clamp(min=0) if isinstance(mix, Tensor) else max(0, mix)
+
+    @property
+    def spans_of_group(self) -> int:
+        return -(-self.group // self.span)
+
+    def span_of(self, mix: T) -> T:
+        """The number of the span of a mix."""
+        newest = self.newest(mix)
+        return newest // self.group * self.spans_of_group + newest % self.group // self.span
+
+    def spans(self) -> list[range]:
+        """The mixes of each."""
+        found: list[range] = []
+        for number in range(self.span_of(self.mixes - 1) + 1):
+            start = found[-1].stop if found else 0
+            length = sum(self.span_of(mix) == number for mix in range(start, min(start + self.span, self.mixes)))
+            found.append(range(start, start + length))
+        return found
 
     def near(self, state: int) -> int:
         """How many mixes read a state, but not all of its block of states."""

@@ -18,13 +18,13 @@ class ByState(NamedTuple):
     Attributes:
         near: for each state, those of the mixes that do not read all of its block.
         later: for each block of states, those of all mixes that do: of its first state, of its second, ..
-        groups: in groups, for each, those of its mixes: of the first complete state, of the second, ..
+        spans: in groups, for each span, those of its mixes: of the first complete state, of the second, ..
         joined: in groups, for each read, those of the state that it alone has; empty if it has none.
     """
 
     near: tuple[Tensor | None, ...] = ()
     later: tuple[Tensor | None, ...] = ()
-    groups: tuple[Tensor | None, ...] = ()
+    spans: tuple[Tensor | None, ...] = ()
     joined: tuple[Tensor | None, ...] = ()
 
     @classmethod
@@ -34,13 +34,16 @@ class ByState(NamedTuple):
         of_states = [first[blocks.first_mix(state)] for state in range(blocks.states)]
         read, state = _entries(flat, blocks, ways)
         if blocks.group > 1:
-            group = blocks.newest(read) // blocks.group
-            key = torch.where(state > group, blocks.states, group) * blocks.states + state
-            ends = [*of_states[1:], first[-1]]
-            together = [n * (end - start) for n, (start, end) in enumerate(zip(of_states, ends, strict=True), 1)]
+            span, complete = blocks.span_of(read), blocks.newest(read) // blocks.group + 1
+            spans = blocks.spans()
+            key = torch.where(state < complete, span, len(spans)) * blocks.states + state
+            together = [
+                (number // blocks.spans_of_group + 1) * (first[reads.stop] - first[reads.start])
+                for number, reads in enumerate(spans)
+            ]
             alone = [way if blocks.joined(number) else 0 for number, way in enumerate(ways)]
             pieces = parts(_sorted(flat, key), [*together, *alone])
-            return cls(groups=pieces[: len(together)], joined=pieces[len(together) :])
+            return cls(spans=pieces[: len(together)], joined=pieces[len(together) :])
         key = (read >= blocks.first_mix(blocks.last(state))) * blocks.states + state
         ends = [first[blocks.first_mix(state) + blocks.near(state)] for state in range(blocks.states)]
         near = [end - start for start, end in zip(of_states, ends, strict=True)]
@@ -77,8 +80,12 @@ def _sorted(flat: Tensor, key: Tensor) -> Tensor:
 def parts(x: Tensor, counts: list[int], dim: int = 0) -> tuple[Tensor, ...]:
     """``x`` split along ``dim``.
 
-    Copies in a compiled region: where one opens the stream, its table goes on to the next, and AOTAutograd cannot hand
-    out several views of one split ("split_with_sizes expects split_sizes to sum exactly to 1").
+    One by one in a compiled region: where one opens the stream, its table goes on to the next, and AOTAutograd cannot
+    hand out several views of one split ("split_with_sizes expects split_sizes to sum exactly to 1"). Not as copies:
+    Inductor leaves out a ``clone`` that it finds useless, but AOTAutograd still takes what backward keeps of it for
+    memory that may be written over: then steps write to the weights.
     """
-    parts = x.split(counts, dim)
-    return tuple(part.clone() for part in parts) if torch.compiler.is_compiling() else parts
+    if not torch.compiler.is_compiling():
+        return x.split(counts, dim)
+    starts = itertools.accumulate(counts, initial=0)
+    return tuple([x.narrow(dim, start, n) for start, n in zip(starts, counts, strict=False)])

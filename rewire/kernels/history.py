@@ -13,7 +13,6 @@ checkpointing, ``retain_graph``, gradients of gradients, and whatever order forw
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -57,8 +56,8 @@ class Table:
 
 
 def suffixes(x: Tensor, starts: Sequence[int]) -> tuple[Tensor, ...]:
-    """``x[start:]`` for each; their gradients are added up at once."""
-    if under_transforms():
+    """``x[start:]`` for each; their gradients are added up at once, or as torch.compile does."""
+    if under_transforms() or torch.compiler.is_compiling():
         return tuple([x[start:] for start in starts])
     found: tuple[Tensor, ...] = _Suffixes.apply(x, tuple(starts))
     return found
@@ -71,7 +70,7 @@ class _Suffixes(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, starts: tuple[int, ...]) -> tuple[Tensor, ...]:
         ctx.starts, ctx.shape = starts, x.shape
         ctx.set_materialize_grads(False)
-        return tuple([x[start:].clone() if torch.compiler.is_compiling() else x[start:] for start in starts])
+        return tuple([x[start:] for start in starts])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
@@ -104,8 +103,8 @@ class History:
     once for several states: L^2 / 2 reads become about L^1.5.
 
     In groups, a state is complete after several reads. Those before that have it as far as it has come (`joined`). The
-    mixes of a group claim all complete states together, which are handed on to the next group: few gradients wait at a
-    time, as few states are held.
+    mixes of a group, or of a span of it, claim all complete states together, which are handed on to the next ones: few
+    gradients wait at a time, as few states are held.
 
     A plain class, not a dataclass: FSDP2 rebuilds every dataclass that it meets in a block's inputs.
 
@@ -117,10 +116,9 @@ class History:
         claims: of each state, or of several together; None if some state has no claims, as when a compiled block pushed
             it: then all further mixes are left to autograd.
         scores: where weights are made of them, of each state those of the mixes that read it, [..., m]; in groups, of
-            the present group's.
+            the present span.
         waiting: the states of the present block as later blocks of mixes see them, each with its scores for these:
-            their gradients come together. In groups, of each state its scores for the next group, for the one after
-            that, ..
+            their gradients come together. In groups, of each state its scores for each span.
         begun: of each mix of the present block what it begins with: all states before that block.
     """
 
@@ -189,15 +187,28 @@ class History:
     def _next_group(self, x: Tensor) -> Self:
         """The history with a further state, whose reads come until there is another."""
         table, number = self.table, len(self.states)
+        blocks = table.blocks
         scores, x = self._scored(table.queries[number], x)
-        starts = [table.first[table.blocks.first_mix(state)] for state in range(number, table.blocks.states)]
-        sizes = [end - start for start, end in itertools.pairwise((*starts, table.first[-1]))]
+        spans = blocks.spans()[number * blocks.spans_of_group :]
+        sizes = [table.first[reads.stop] - table.first[reads.start] for reads in spans]
         waiting = self.waiting if scores is None else (*self.waiting, scores.split(sizes, -1))
-        own = tuple([of_groups[0] for of_groups in waiting])
-        claimed, states = self._claim(starts[0], 1, table.by_state.groups[number], own, (*self.states, x))
-        known = tuple(map(self._kept, own))
-        waiting = tuple([of_groups[1:] for of_groups in waiting])
-        return type(self)(table, states, (*self.values, x.detach()), (claimed,), known, waiting)
+        history = type(self)(table, (*self.states, x), (*self.values, x.detach()), (), (), waiting)
+        return history._next_span(blocks.first_mix(number))
+
+    def _next_span(self, number: int) -> Self:
+        """The history, of which the mixes of the span of read ``number`` have claims."""
+        table, blocks = self.table, self.table.blocks
+        span, of_group = blocks.span_of(number), blocks.spans_of_group
+        own = tuple([of[span - state * of_group] for state, of in enumerate(self.waiting)])
+        first = table.first[blocks.spans()[span].start]
+        claimed, states = self._claim(first, 1, table.by_state.spans[span], own, self.states)
+        return type(self)(table, states, self.values, (claimed,), tuple(map(self._kept, own)), self.waiting)
+
+    def at(self, number: int) -> Self:
+        """The history as read ``number`` has it, inside a group: another span may begin with it."""
+        if self.claims is None or self._claims_of(self.table.first[number]):
+            return self
+        return self._next_span(number)
 
     def joined(self, number: int, x: Tensor) -> tuple[Self, Tensor]:
         """The history with one state more, which read ``number`` alone has; and that state, as who reads it next is to
@@ -259,9 +270,10 @@ class History:
         """Where the scores of a read begin among those of each of its states."""
         blocks, first, joined = self.table.blocks, self.table.first, self.table.blocks.joined(number)
         complete = len(self.states) - joined
-        # In groups, scores are those of the present one, which begins when the last of these states is complete.
-        since = range(complete) if self.claims is None or blocks.group == 1 else [complete - 1] * complete
-        places = [first[number] - first[blocks.first_mix(state)] for state in since]
+        if self.claims is None or blocks.group == 1:
+            places = [first[number] - first[blocks.first_mix(state)] for state in range(complete)]
+        else:  # scores are those of the span
+            places = [first[number] - first[blocks.spans()[blocks.span_of(number)].start]] * complete
         return [*places, 0] if joined else places
 
     def _with(

@@ -50,6 +50,7 @@ def next_read(history: H, number: int, newest: Tensor) -> tuple[H, Tensor, H]:
     next is to take it; and the history that goes on, which a newest inside a group is no state of.
     """
     if history.table.blocks.joined(number):
+        history = history.at(number)
         reading, newest = history.joined(number, newest)
         return reading, newest, history
     history = history.push(newest)

@@ -40,7 +40,8 @@ def test_the_most_that_lives_at_once(script: Any) -> None:
         *((name, 8) for name in ("grn-v1", "grn-v2", "grn-v3")),
         ("attnres", 8 + 7),  # gradients of a group's eight reads wait for each other
         # the layer that is computed again has two more reads, and what its norm keeps of each: 6
-        *((name, 8 + 6) for name in ("dca", "muddformer")),
+        ("muddformer", 8 + 6),
+        ("dca", 8 + 6 + 2),  # and gradients of two reads wait
     ],
 )
 def test_groups_of_eight(script: Any, name: str, most: float) -> None:

@@ -14,6 +14,7 @@ from rewire.kernels import history, operators, plain
 from rewire.kernels.attended import AttendedHistory, AttendedTable
 from rewire.kernels.mix import softmax
 from rewire.topologies.base import materialize
+from rewire.topologies.groups import next_read
 
 WIDTH, READS = 6, 5
 
@@ -33,12 +34,8 @@ def chain(
     """
     history, state = AttendedHistory(AttendedTable(queries, scaled, block, group)), x
     for number in range(len(queries) + 1):
-        if number % group:
-            joined, state = history.joined(number, state)
-            (of_read,) = joined.read(number)
-        else:
-            history = history.push(state)
-            (of_read,) = history.read(number)
+        reading, state, history = next_read(history, number, state)
+        (of_read,) = reading.read(number)
         value = materialize(of_read)
         branch = torch.sin_(value) if in_place and number else torch.sin(value)
         branch = branch.detach() if number == ignored else branch * 2

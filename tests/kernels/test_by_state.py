@@ -11,23 +11,24 @@ from rewire.kernels.by_state import ByState
 
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("first", [1, 2])
-@pytest.mark.parametrize("group", [2, 3, 20])
+@pytest.mark.parametrize(("group", "span"), [(2, 1), (2, 2), (3, 2), (20, 20), (20, 3)])
 @pytest.mark.parametrize("ways", [[1], [1, 1, 1, 1, 1, 1, 1], [3, 1, 1, 3, 3]], ids=str)
-def test_groups(ways: list[int], group: int, first: int, channels: bool) -> None:
+def test_groups(ways: list[int], group: int, span: int, first: int, channels: bool) -> None:
     """Read t (from 0) has the states 0, S, 2 S, .. of t + first in turn, and the last of these."""
     of_reads = [sorted({*range(0, t + first, group), t + first - 1}) for t in range(len(ways))]
     of_mixes = [(t, i) for t, way in enumerate(ways) for _ in range(way) for i in of_reads[t]]
     flat = torch.arange(float(len(of_mixes)))
     flat = torch.stack([flat, -flat], 1) if channels else flat
-    found = ByState.of(flat, Blocks(len(ways), first, 99, 99, group), ways)
+    found = ByState.of(flat, Blocks(len(ways), first, 99, 99, group, span), ways)
     assert found.near == found.later == ()
 
-    states = range(0, len(ways) + first - 1, group)
-    assert len(found.groups) == len(states)
-    for last, own in zip(states, found.groups, strict=True):
-        reads = [t for t in range(len(ways)) if last <= t + first - 1 < last + group]
+    starts = [n for n in range(len(ways) + first - 1) if n % group % span == 0]  # the newest state of its first read
+    assert len(found.spans) == len(starts)
+    for start, own in zip(starts, found.spans, strict=True):
+        end = min(start + span, start - start % group + group)
+        complete = range(0, start + 1, group)
         wanted = [
-            n for i in range(0, last + 1, group) for n, of in enumerate(of_mixes) if of[0] in reads and of[1] == i
+            n for i in complete for n, of in enumerate(of_mixes) if of[1] == i and start <= of[0] + first - 1 < end
         ]
         assert torch.equal(own, flat[wanted])
     for t, own in enumerate(found.joined):

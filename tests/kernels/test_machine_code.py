@@ -308,7 +308,9 @@ def test_every_kernel_of_a_trunk(case: str, monkeypatch: pytest.MonkeyPatch) -> 
         kernel = compiled(call, TARGETS["sm_90"])
         text, about = kernel.asm["ptx"], f"{'backward' if backward else 'forward'} of {spec}"
         both = spec.probe and spec.scores and spec.weights == "channel" and spec.sources in (13, 16)
-        assert usage(kernel, TARGETS["sm_90"]).spilled <= (16 if both or spec.along_rows else 0), about
+        assert usage(kernel, TARGETS["sm_90"]).spilled <= (
+            16 if both or spec.along_rows else 8 if spec.probe and spec.accumulate else 0
+        ), about
         assert not re.search(r"ld\.global\.[bu]16", text), about
         if backward or spec.probe:
             assert barriers_in_loops(text) <= 2 * (spec.outputs + spec.attended) * spec.scores, about

@@ -83,7 +83,7 @@ class TestOperators:
         total, _, rstd = check(operators.mix_norm, xs, w, scores, [], None, F32, *given)
         check(operators.mix_norm_backward, grad, grad, total, rstd, "layer", drawn(WIDTH), True, xs, w, scores)
         check(operators.mixes, xs, drawn(2, N))
-        check(operators.gather, [grad], xs, drawn(N, 1), [])
+        check(operators.gather, [grad], xs, drawn(N, 1), [], [])
         streams, scores = drawn(*lead, 1, WIDTH), drawn(*lead, 2, N)
         (mixed,) = check(operators.several, streams, xs[1:], drawn(2, N), scores)
         check(operators.several_backward, [mixed], streams, xs[1:], drawn(2, N), scores, [streams, *xs[1:]])
@@ -113,7 +113,7 @@ class TestOperators:
             assert {x.dtype for x in checked(operators.mixes, states(N, dtype=dtype), weights_of(kind, 4, N))} == {F32}
             for count in (1, 4):
                 added = states(1, dtype=dtype) if count == 1 else []
-                given = (states(N, dtype=dtype), states(count, dtype=dtype), weights_of(kind, count, N), added)
+                given = (states(N, dtype=dtype), states(count, dtype=dtype), weights_of(kind, count, N), added, [])
                 checked(operators.gather, *given)
 
     def test_mixes_and_gather_by_token(self) -> None:
@@ -121,7 +121,9 @@ class TestOperators:
             scores = drawn(2, N, 2, 3).permute(2, 3, 0, 1)
             assert {x.dtype for x in checked(operators.mixes, states(N, dtype=dtype), None, scores)} == {F32}
             for weights in (None, weights_of("channel", 2, N)):
-                checked(operators.gather, states(N, dtype=dtype), states(2, dtype=dtype), weights, [], scores)
+                checked(
+                    operators.gather, states(N, dtype=dtype), states(2, dtype=dtype), weights, [], scores.unbind(-2)
+                )
 
     @pytest.mark.parametrize("lead", LEADS)
     def test_reads_that_attend(self, lead: tuple[int, ...]) -> None:

@@ -70,8 +70,8 @@ WAYS = [[1, 1, 1], [1, 3, 1, 3], [1] * 12]
 
 @pytest.mark.parametrize("ignored", [None, 1])
 @pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("group", [1, 2, 5])
-@pytest.mark.parametrize("ways", WAYS, ids=len)
+@pytest.mark.parametrize("group", [1, 2, 5, 12])
+@pytest.mark.parametrize("ways", [*WAYS, [3] * 9], ids=len)
 def test_formula(ways: list[int], group: int, channels: bool, ignored: int | None) -> None:
     given = leaves(ways, channels, torch.float64, group)
     wanted = gradients(written_out, given, ways, ignored, group)
