@@ -175,11 +175,15 @@ class TestWiring:
     @pytest.mark.parametrize("key", ["ancre-ingoing", "denseformer", "grn-v1", "grn-v2", "grn-v3", "attnres"])
     @pytest.mark.parametrize("depth", [5, 7])
     def test_blocks_of_depth(self, key: str, depth: int, launched: Launched) -> None:
-        """They begin and end in the middle of the trunk; GRN-v3 gathers state by state."""
+        """They begin and end in the middle of the trunk."""
         check(mixed(Net(depth), key, granularity="sublayer"), states())
-        assert launched.counts["mixes"] > 1 and (
-            launched.largest == 1 if key == "grn-v3" else 1 < launched.largest < depth
-        )
+        assert launched.counts["mixes"] > 1 and 1 < launched.largest < depth
+
+    @pytest.mark.parametrize("key", ["ancre-groups", "grn-v1-groups", "attnres-groups"])
+    def test_groups(self, key: str, launched: Launched) -> None:
+        """The states of a group come together; there are no blocks, whose sums begin early."""
+        check(mixed(Net(5), key, granularity="sublayer"), states())
+        assert launched.counts["mixes"] == 0 and launched.largest > 2
 
     def test_hyper_connections_write_and_read_at_once(self, launched: Launched) -> None:
         model = mixed(Net(4), "hc-static", granularity="sublayer")
