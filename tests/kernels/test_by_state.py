@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from rewire.kernels.blocks import Blocks
-from rewire.kernels.by_state import ByState
+from rewire.kernels.by_state import ByState, parts
 
 
 @pytest.mark.parametrize("channels", [False, True])
@@ -50,3 +51,20 @@ def test_ways(gathered: int) -> None:
         block = range(number * gathered, (number + 1) * gathered)
         wanted = [n for i in block for n, (t, state) in enumerate(of_mixes) if state == i and t >= block[-1]]
         assert torch.equal(later, flat[wanted])
+
+
+@pytest.mark.slow
+def test_compiled_steps_leave_weights_alone() -> None:
+    """Of copies that Inductor leaves out, backward would take the weights' memory for its own."""
+    weights = nn.Parameter(torch.randn(6, 32))
+    before = weights.detach().clone()
+
+    def forward(x: Tensor) -> Tensor:
+        y = x
+        for rows in parts(weights.float(), [1, 2, 3]):
+            y = torch.sin(sum(x * row for row in rows) + y)
+        return y
+
+    torch._dynamo.reset()
+    torch.compile(forward)(torch.randn(2, 7, 32, requires_grad=True)).square().sum().backward()
+    assert torch.equal(before, weights)
