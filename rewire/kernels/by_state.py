@@ -80,12 +80,13 @@ def _sorted(flat: Tensor, key: Tensor) -> Tensor:
 def parts(x: Tensor, counts: list[int], dim: int = 0) -> tuple[Tensor, ...]:
     """``x`` split along ``dim``.
 
-    One by one in a compiled region: where one opens the stream, its table goes on to the next, and AOTAutograd cannot
-    hand out several views of one split ("split_with_sizes expects split_sizes to sum exactly to 1"). Not as copies:
-    Inductor leaves out a ``clone`` that it finds useless, but AOTAutograd still takes what backward keeps of it for
-    memory that may be written over: then steps write to the weights.
+    In a compiled region new tensors: where one opens the stream, its table goes on to the next, and AOTAutograd cannot
+    hand out several views of one split ("split_with_sizes expects split_sizes to sum exactly to 1"). Not by ``clone``:
+    Inductor leaves out one that it finds useless, but AOTAutograd still takes what backward keeps of it for memory that
+    may be written over: then steps write to the weights.
     """
     if not torch.compiler.is_compiling():
         return x.split(counts, dim)
-    starts = itertools.accumulate(counts, initial=0)
-    return tuple([x.narrow(dim, start, n) for start, n in zip(starts, counts, strict=False)])
+    ends = itertools.accumulate(counts)
+    places = [torch.arange(end - n, end, device=x.device) for n, end in zip(counts, ends, strict=True)]
+    return tuple([x.index_select(dim, of_part) for of_part in places])
