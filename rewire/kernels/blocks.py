@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple, TypeVar
 
 from torch import Tensor
@@ -15,7 +16,7 @@ BLOCK = 4
 #: Such states if weights are per channel: sums for four at once would take four times as many kernels, of four mixes.
 GATHERED_BY_CHANNEL = 2
 SHORTEST = 9
-#: In groups, mixes whose gradients wait for each other: as many as states are held, or a few more.
+#: In groups, mixes whose gradients wait for each other, at most, unless one read has more.
 WAITING = 8
 
 
@@ -87,6 +88,7 @@ class Blocks(NamedTuple):
 
     @property
     def spans_of_group(self) -> int:
+        """The spans of one group."""
         return -(-self.group // self.span)
 
     def span_of(self, mix: T) -> T:
@@ -96,12 +98,10 @@ class Blocks(NamedTuple):
 
     def spans(self) -> list[range]:
         """The mixes of each."""
-        found: list[range] = []
-        for number in range(self.span_of(self.mixes - 1) + 1):
-            start = found[-1].stop if found else 0
-            length = sum(self.span_of(mix) == number for mix in range(start, min(start + self.span, self.mixes)))
-            found.append(range(start, start + length))
-        return found
+        count, of_group = self.span_of(self.mixes - 1) + 1, self.spans_of_group
+        newest = [n // of_group * self.group + n % of_group * self.span for n in range(count + 1)]
+        starts = [min(self.mixes, max(0, state + 1 - self.first)) for state in newest]
+        return [range(start, end) for start, end in itertools.pairwise(starts)]
 
     def near(self, state: int) -> int:
         """How many mixes read a state, but not all of its block of states."""

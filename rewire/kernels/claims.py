@@ -114,12 +114,12 @@ def _by_kernels(
 ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
     """`gathered`, of some states at a time."""
     by_channel = weights is not None and weights.dim() == 3
-    most = max(GATHERED_BY_CHANNEL, MAX_DOTS["channel"] // len(grads)) if by_channel else MAX_OUTPUTS
+    most = min(MAX_OUTPUTS, max(GATHERED_BY_CHANNEL, MAX_DOTS["channel"] // len(grads))) if by_channel else MAX_OUTPUTS
     dx: list[Tensor] = []  # not list[Tensor](), which Dynamo does not know
     of_weights: list[Tensor] = []
     of_scores: list[Tensor] = []
-    for first in range(0, len(states), min(most, MAX_OUTPUTS)):
-        some = slice(first, first + min(most, MAX_OUTPUTS))
+    for first in range(0, len(states), most):
+        some = slice(first, first + most)
         n, theirs = len(states[some]), added if len(states) == 1 else added[some]
         found = operators.gather(grads, states[some], None if weights is None else weights[some], theirs, scores[some])
         dx += found[:n]

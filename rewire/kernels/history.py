@@ -272,8 +272,8 @@ class History:
         complete = len(self.states) - joined
         if self.claims is None or blocks.group == 1:
             places = [first[number] - first[blocks.first_mix(state)] for state in range(complete)]
-        else:  # scores are those of the span
-            places = [first[number] - first[blocks.spans()[blocks.span_of(number)].start]] * complete
+        else:  # scores are those of the span, as its claims are, which come first
+            places = [first[number] - self.claims[0].first] * complete
         return [*places, 0] if joined else places
 
     def _with(

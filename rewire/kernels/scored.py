@@ -2,8 +2,8 @@
 
 Read t weighs state i with ``b_ti + relu(w_t . x_i)``. All that these weights depend on is known when the state is: it
 is projected once, for all reads to come, and its claims (see `history`) are weighted with both parts. Reads of one way
-begin in blocks. Backward is one
-pass over the state and the gradients of its reads, and one of the projection, which adds up with it:
+begin in blocks. Backward is one pass over the state and the gradients of its reads, and one of the projection, which
+adds up with it:
 
     dx_i = sum_t (b_ti + s_ti) g_t + sum_t ds_ti w_t        ds_ti = <x_i, g_t> where s_ti is not clamped, for each token
 """

@@ -307,9 +307,10 @@ def test_every_kernel_of_a_trunk(case: str, monkeypatch: pytest.MonkeyPatch) -> 
             continue  # see below
         kernel = compiled(call, TARGETS["sm_90"])
         text, about = kernel.asm["ptx"], f"{'backward' if backward else 'forward'} of {spec}"
-        both = spec.probe and spec.scores and spec.weights == "channel" and spec.sources in (13, 16)
+        channel = spec.probe and spec.weights == "channel"
+        both = channel and spec.scores and spec.sources in (13, 16)
         assert usage(kernel, TARGETS["sm_90"]).spilled <= (
-            16 if both or spec.along_rows else 8 if spec.probe and spec.accumulate else 0
+            16 if both or spec.along_rows else 8 if channel and spec.accumulate else 0
         ), about
         assert not re.search(r"ld\.global\.[bu]16", text), about
         if backward or spec.probe:
