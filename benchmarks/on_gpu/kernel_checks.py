@@ -65,7 +65,8 @@ def checks(small: bool) -> list[Check]:
     several = [MixSpec(5, weights, True, outputs=o) for weights in KINDS for o in (3, 4)]
     several += [MixSpec(5, "none", True, outputs=8), MixSpec(4, "channel", True, probe=True)]
     several += [MixSpec(18, "none", True, outputs=4, probe=True, attended=True), MixSpec(5, outputs=5)]
-    several += [MixSpec(5, "none", True, outputs=2, probe=True)]
+    several += [MixSpec(5, "none", True, outputs=2, probe=True), MixSpec(10, "channel", True, outputs=4, probe=True)]
+    several += [MixSpec(10, "none", True, outputs=8, probe=True, attended=True)]
     norms = [
         MixSpec(3, weights, keep, added=1, norm=norm, keep_mix=keep) for weights in KINDS[1:] for norm, keep in NORMS
     ]

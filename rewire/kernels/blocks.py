@@ -13,8 +13,6 @@ T = TypeVar("T", int, Tensor)
 
 #: Mixes that one kernel begins, and states whose gradients it gathers, in histories of at least `SHORTEST` states.
 BLOCK = 4
-#: Such states if weights are per channel: sums for four at once would take four times as many kernels, of four mixes.
-GATHERED_BY_CHANNEL = 2
 SHORTEST = 9
 #: In groups, mixes whose gradients wait for each other, at most, unless one read has more.
 WAITING = 8
@@ -50,14 +48,12 @@ class Blocks(NamedTuple):
         first: int,
         block: int | None = None,
         group: int = 1,
-        by_channel: bool = False,
         ways: int = 1,
     ) -> Blocks:
         """By default of `best_block`, and none where no kernels run on tensors like this, or in groups."""
         none = first + mixes
         block = block or (best_block(mixes, first) if operators.uses_kernels(like) and group == 1 else none)
-        gathered = min(block, GATHERED_BY_CHANNEL) if by_channel and block < none else block
-        return cls(mixes, first, block, gathered, group, min(group, max(1, WAITING // ways)))
+        return cls(mixes, first, block, block, group, min(group, max(1, WAITING // ways)))
 
     @property
     def states(self) -> int:

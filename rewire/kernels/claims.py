@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators, plain
-from rewire.kernels.blocks import GATHERED_BY_CHANNEL
-from rewire.kernels.spec import MAX_DOTS, MAX_OUTPUTS
+from rewire.kernels.blocks import BLOCK
+from rewire.kernels.spec import MAX_OUTPUTS
 
 
 class Claims(torch.autograd.Function):
@@ -112,9 +112,8 @@ def _by_kernels(
     scores: Sequence[Tensor],
     added: Sequence[Tensor],
 ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-    """`gathered`, of some states at a time."""
-    by_channel = weights is not None and weights.dim() == 3
-    most = min(MAX_OUTPUTS, max(GATHERED_BY_CHANNEL, MAX_DOTS["channel"] // len(grads))) if by_channel else MAX_OUTPUTS
+    """`gathered`, of some states at a time: of fewer if what weighs their gradients is per channel, too."""
+    most = BLOCK if weights is not None and weights.dim() == 3 else MAX_OUTPUTS
     dx: list[Tensor] = []  # not list[Tensor](), which Dynamo does not know
     of_weights: list[Tensor] = []
     of_scores: list[Tensor] = []

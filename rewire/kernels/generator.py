@@ -25,10 +25,10 @@ def source(spec: MixSpec, backward: bool = False) -> str:
         backward: the kernel of the gradients.
 
     Raises:
-        ValueError: gradients of a norm need whole rows in registers, which do not hold sums per channel beside them.
-            `plan` composes such mixes of two kernels.
+        ValueError: gradients of a norm need whole rows in registers, which do not hold sums per channel beside them:
+            `plan` composes such mixes of two kernels. Dot products alone are no mix that would have gradients.
     """
-    if spec.norm and backward and spec.weights == "channel":
+    if backward and (spec.dots_only or (spec.norm and spec.weights == "channel")):
         raise ValueError(f"No single kernel for the gradients of {spec}.")
     parameters, body = _backward(spec) if backward else _forward(spec)
     return "\n".join(
@@ -53,14 +53,15 @@ def source(spec: MixSpec, backward: bool = False) -> str:
 
 def _unspecialized(spec: MixSpec) -> str:
     """What changes from call to call: the rows, and where and in how large a table some of the weights are."""
-    slices = ', do_not_specialize_on_alignment=["weights"]' if spec.weights == "scalar" else ""
+    scalar = spec.weights == "scalar" and spec.reads_weights
+    slices = ', do_not_specialize_on_alignment=["weights"]' if scalar else ""
     table = ', "weight_stride"' if _in_table(spec) else ""
     return f'do_not_specialize=["rows"{table}]{slices}'
 
 
 def _in_table(spec: MixSpec) -> bool:
     """Whether weights of an output are some of a longer row."""
-    return spec.weights != "none" and spec.outputs > 1
+    return spec.reads_weights and spec.outputs > 1
 
 
 def _describe(spec: MixSpec) -> str:
@@ -76,6 +77,7 @@ def _describe(spec: MixSpec) -> str:
         "accumulator": spec.accumulate,
         "carried gradients": spec.carried,
         "attended": spec.attended,
+        "dot products alone": spec.dots_only,
     }
     return ", ".join(
         [f"{spec.sources} sources", kinds[spec.weights], *(text for text, given in extras.items() if given)]
@@ -210,10 +212,12 @@ def _source_parameters(spec: MixSpec) -> Lines:
     channels = ", cols" if spec.weights == "channel" else ""
     return [
         *_if(spec.sources, f"sources,  # {spec.sources} x [rows, cols]", "source_strides: tl.constexpr,"),
-        *_if(spec.weights != "none", f"weights,  # float32 [{spec.outputs}, {spec.sources}{channels}]"),
+        *_if(spec.reads_weights, f"weights,  # float32 [{spec.outputs}, {spec.sources}{channels}]"),
         *_if(_in_table(spec), "weight_stride,  # weights of an output: those of all kernels of a chain"),
         *_if(
-            spec.scores, f"scores,  # {spec.outputs} * {spec.sources} x float32 [rows]", "score_strides: tl.constexpr,"
+            spec.reads_scores,
+            f"scores,  # {spec.outputs} * {spec.sources} x float32 [rows]",
+            "score_strides: tl.constexpr,",
         ),
     ]
 
@@ -225,7 +229,7 @@ def _load_source(k: int) -> str:
 def _source_terms(spec: MixSpec, k: int) -> Lines:
     """``x_k`` joins every output while it is in registers."""
     lines = []
-    for o in range(spec.outputs):
+    for o in range(0 if spec.dots_only else spec.outputs):
         factor, loads = _factor(spec, o, k)
         term = f"{factor} * x{k}" if factor else f"x{k}"
         lines += [*loads, _accumulate(f"y{o}", term, k == 0 and not spec.accumulate)]
@@ -333,9 +337,13 @@ def _of_softmax(spec: MixSpec) -> Lines:
     """Dot products become gradients of logits: the scores of an output lie one behind the other."""
     if not spec.attended:
         return []
-    load = f"tl.load({{0}} + (slot * rows.to(tl.int64) + row), mask=(row < rows) & (slot < {spec.sources}), other=0.0)"
-    products = [f"ds{o} = {load.format(f'scores[{o * spec.sources}]')} * (ds{o} - e)" for o in range(spec.outputs)]
-    return [f"e = {load.format('means')}", *products]
+    load = "tl.load({0} + (slot * rows.to(tl.int64) + row{1}), mask=known, other=0.0)"
+    lines = [f"known = (row < rows) & (slot < {spec.sources})", f"e = {load.format('means', '')}"]
+    for o in range(spec.outputs):
+        first = o * spec.sources
+        share = load.format(f"scores[{first}]", f" * score_strides[{first}]")
+        lines += [f"share = {share}", f"ds{o} = share * (ds{o} - e)"]
+    return lines
 
 
 def _store_dots(spec: MixSpec) -> Lines:

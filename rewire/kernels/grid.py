@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rewire.kernels import cache
 from rewire.kernels.generator import source
-from rewire.kernels.spec import MixSpec
+from rewire.kernels.spec import MAX_DOTS, MixSpec
 
 #: Programs among which a kernel that sums over rows is divided, about: a few for each processor of a large GPU. Fixed,
 #: so that results do not depend on the device.
@@ -68,9 +68,10 @@ def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int
     """Rows, columns and warps of a tile.
 
     Each thread loads 16 bytes of a tensor at once; half of that in bfloat16 where it also holds sums per channel for
-    every source, weights per channel for 3 or more mixes, or 6 or more mixes, gradients and probes. A warp holds whole
-    rows of the tile, so that sums along them stay in the warp. With a norm the rows of the tile are whole; in backward,
-    which holds several at once, more warps share them.
+    every source, weights per channel for 3 or more mixes, or 6 or more mixes, gradients and probes; a quarter where
+    these are sums per channel of more than 16 pairs. A warp holds whole rows of the tile, so that sums along them stay
+    in the warp. With a norm the rows of the tile are whole; in backward, which holds several at once, more warps share
+    them.
     """
     width = max(16, 1 << (cols - 1).bit_length()) if cols else 16  # the next power of two
     if spec.norm:
@@ -79,6 +80,8 @@ def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int
     many = spec.outputs * (1 + spec.probe) >= 6
     by_channel = spec.weights == "channel" and (sums or spec.outputs >= 3)
     elements = 4 if many or by_channel else 16 // itemsize
+    if by_channel and sums and spec.pairs > MAX_DOTS["channel"]:
+        elements = 2
     block_cols = min(width, 32 * elements)
     return 128 * elements // block_cols, block_cols, 4
 

@@ -44,7 +44,7 @@ class Table:
     """
 
     def __init__(self, flat: Tensor, mixes: int, first: int = 1, block: int | None = None, group: int = 1) -> None:
-        self.blocks = blocks = Blocks.of(flat, mixes, first, block, group, flat.dim() > 1)
+        self.blocks = blocks = Blocks.of(flat, mixes, first, block, group)
         counts = [blocks.count(s) for s in range(mixes)]
         self.rows = parts(flat, counts)
         before = [blocks.before(s) for s in range(mixes)]

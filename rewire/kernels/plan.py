@@ -88,13 +88,14 @@ def forward(spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, 
     norm: Arguments = {name: make.at[name][0] for name in ("norm_weight", "norm_bias") if make.at[name]}
     running = make.at["accumulators"]
     for part, step in spec.chunks():
-        arguments = make.terms(part)
+        arguments = make.terms(part, step)
         arguments |= {"accumulators": running} if step.accumulate else {}
         arguments |= {"added": make.at["added"]} if step.added else {}
         arguments |= {"probes": make.at["probes"]} if step.probe else {}
         arguments |= {"means": make.means(part)} if step.attended else {}
-        running = mixes if part.stop == spec.sources else make.states([torch.float32] * spec.outputs)
-        arguments |= {"mixes": running} if step.mixed else {}
+        if step.mixed:
+            running = mixes if part.stop == spec.sources else make.states([torch.float32] * spec.outputs)
+            arguments["mixes"] = running
         if step.norm:
             made = {"normed": make.state(dtype), "rstd": make.floats(make.rows)}
             arguments |= norm | made
@@ -125,7 +126,7 @@ def backward(spec: MixSpec, given: Given, stacked: int) -> Plan:
     if few or not spec.sources:
         step = dataclasses.replace(spec, keep_mix=used, accumulate=False, added=min(spec.added, 1))
         added = make.state(given["grads"][0][0].dtype) if step.added else None
-        arguments = make.terms(slice(0, spec.sources)) if spec.has_dots else {}
+        arguments = make.terms(slice(0, spec.sources), step) if spec.has_dots else {}
         arguments |= norm | ({} if added is None else {"grad_added": added})
         make.kernel(step, True, arguments | ({"grad_sources": sources} if sources else {}))
         return make.gradients(sources, added)
@@ -310,23 +311,24 @@ class _Maker:
 
     # Kernels.
 
-    def terms(self, part: slice) -> Arguments:
-        """Some of the sources, with their weights and scores."""
+    def terms(self, part: slice, step: MixSpec) -> Arguments:
+        """Some of the sources, with their weights and scores if the step reads them."""
         scores, n = self.at["scores"], self.spec.sources
-        of_each = [scores[o * n : (o + 1) * n][part] for o in range(self.spec.outputs * self.spec.scores)]
-        found: Arguments = {"sources": self.at["sources"][part]} if self.spec.sources else {}
-        found |= {} if self.spec.weights == "none" else {"weights": self.weights(part)}
-        return found | ({"scores": tuple(place for places in of_each for place in places)} if scores else {})
+        of_each = [scores[o * n : (o + 1) * n][part] for o in range(step.outputs * step.reads_scores)]
+        found: Arguments = {"sources": self.at["sources"][part]} if step.sources else {}
+        found |= {"weights": self.weights(part)} if step.reads_weights else {}
+        return found | ({"scores": tuple(place for places in of_each for place in places)} if of_each else {})
 
     def plain_backward(self, grads: Places, sources: Places, itemsize: int) -> None:
         """Backward without a norm, in as many kernels as the fan-in asks for; gradients have that itemsize."""
-        plain = dataclasses.replace(self.spec.without_norm(), probe=False, attended=False, accumulate=False, added=0)
+        plain = dataclasses.replace(self.spec.without_norm(), accumulate=False, added=0)
+        plain = dataclasses.replace(plain, probe=False, attended=False, dots_only=False)
         most = self.spec.fan_in(dots=self.spec.has_dots)
         for first in range(0, self.spec.sources, most):
             part = slice(first, min(first + most, self.spec.sources))
-            arguments = self.terms(part) if plain.has_dots else {}
-            arguments |= {"carried": self.at["carried"][part]} if plain.carried else {}
             step = dataclasses.replace(plain, sources=part.stop - part.start)
+            arguments = self.terms(part, step) if plain.has_dots else {}
+            arguments |= {"carried": self.at["carried"][part]} if plain.carried else {}
             self.kernel(step, True, arguments | {"grads": grads, "grad_sources": sources[part]}, itemsize)
 
     def kernel(

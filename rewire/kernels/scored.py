@@ -47,7 +47,7 @@ class ScoredTable:
     """
 
     def __init__(self, flat: Tensor, queries: Tensor, ways: Sequence[int], group: int = 1) -> None:
-        blocks = Blocks.of(flat, len(ways), 1, group=group, by_channel=flat.dim() > 1, ways=max(ways))
+        blocks = Blocks.of(flat, len(ways), 1, group=group, ways=max(ways))
         if max(ways) > 1:  # what is begun would move more than it saves
             blocks = blocks._replace(block=len(ways) + 1)
         self.blocks = blocks

@@ -9,10 +9,10 @@ from typing import Any, Literal
 Weights = Literal["none", "scalar", "channel"]
 Norm = Literal["rms", "layer"]
 
-#: Sources of one kernel, and pairs of a source and an output. `launch` chains kernels for more: arguments stay bounded,
-#: and so does the number of different kernels.
+#: Sources of one kernel, and pairs of a source and an output, by kind of weight. `launch` chains kernels for more:
+#: arguments stay bounded, and so do the number of different kernels and the time to compile one.
 FAN_IN = 64
-MAX_PAIRS = 256
+MAX_PAIRS = {"none": 256, "scalar": 256, "channel": 128}
 #: Sources of a kernel that takes dot products with them, which stay in registers.
 DOTS_FAN_IN = 16
 #: Outputs of one kernel: each holds a tile of float32 in registers.
@@ -22,6 +22,10 @@ MAX_ADDED = 4
 #: Pairs of an output and a source in a kernel that takes their dot products, by kind of weight: sums per channel hold a
 #: tile of registers for each pair, others a number. More would also take long to compile.
 MAX_DOTS = {"none": 64, "scalar": 64, "channel": 16}
+#: The same in a kernel that does nothing else.
+MAX_DOTS_ALONE = 64
+#: States in bfloat16 that are as many bytes as a sum in float32 that a kernel writes for the next to read.
+STATES_OF_SUM = 4
 #: Channels up to which a norm can be fused: a row stays in the registers of one program.
 MAX_NORM_WIDTH = 8192
 
@@ -50,6 +54,7 @@ class MixSpec:
             states as the probes, the mixes are gradients of those states, and the dot products those of their weights.
         accumulate: whether the sums start from float32 accumulators, the mixes of earlier sources.
         norm_bias: whether a "layer" norm ends with a bias; "rms" has none. Both have a weight.
+        dots_only: with probes, whether there are dot products alone, and no mix.
         attended: with probes, whether scores are the weights of a softmax: what comes of their dot products are the
             gradients of its logits, ``s_ok (<x_k, p_o> - e_k)``, with a number e_k for each source and row, its mean.
         carried: in backward, whether sources have gradients from elsewhere, too, which are added to those of the mixes.
@@ -70,6 +75,7 @@ class MixSpec:
     norm_bias: bool = True
     carried: bool = False
     attended: bool = False
+    dots_only: bool = False
 
     def __post_init__(self) -> None:
         weighted = self.weights != "none" or self.scores
@@ -93,6 +99,8 @@ class MixSpec:
             or (self.scores and self.probe and self.weights == "none"),
             "a probe goes with weights or scores, and without a norm": not self.probe
             or (weighted and self.norm is None),
+            "dots_only is for probes, and nothing is added": not self.dots_only
+            or (self.probe and not self.added and not self.accumulate),
         }
         broken = [rule for rule, holds in rules.items() if not holds]
         if broken:
@@ -101,7 +109,15 @@ class MixSpec:
     @property
     def mixed(self) -> bool:
         """Whether the mix is stored."""
-        return self.norm is None or self.keep_mix
+        return not self.dots_only and (self.norm is None or self.keep_mix)
+
+    @property
+    def reads_weights(self) -> bool:
+        return self.weights != "none" and not self.dots_only
+
+    @property
+    def reads_scores(self) -> bool:
+        return self.scores and (self.attended or not self.dots_only)
 
     @property
     def shifted(self) -> bool:
@@ -130,8 +146,8 @@ class MixSpec:
     def fan_in(self, dots: bool) -> int:
         """Sources that one kernel without a norm takes; fewer where it takes dot products of all pairs."""
         if dots:
-            return min(DOTS_FAN_IN, MAX_DOTS[self.weights] // self.outputs)
-        return min(FAN_IN, MAX_PAIRS // self.outputs)
+            return min(DOTS_FAN_IN, (MAX_DOTS_ALONE if self.dots_only else MAX_DOTS[self.weights]) // self.outputs)
+        return min(FAN_IN, MAX_PAIRS[self.weights] // self.outputs)
 
     def without_norm(self) -> MixSpec:
         return dataclasses.replace(self, norm=None, keep_mix=False, norm_bias=True)
@@ -139,13 +155,19 @@ class MixSpec:
     def chunks(self) -> list[tuple[slice, MixSpec]]:
         """The kernels of the forward pass in turn, each with the sources that it reads.
 
-        All but the last write float32 accumulators; added branches and the norm come with the last.
+        All but the last write float32 accumulators; added branches and the norm come with the last. Dot products come
+        in kernels of their own where these sums would be larger than the sources, which are then read twice.
         """
         fan_in = self.fan_in(dots=self.probe)
         if self.sources <= fan_in:
             return [(slice(0, self.sources), self)]
-        starts = range(0, self.sources, fan_in)
-        parts = [slice(start, min(start + fan_in, self.sources)) for start in starts]
+        parts = [slice(start, min(start + fan_in, self.sources)) for start in range(0, self.sources, fan_in)]
+        if self.dots_only:
+            return [(part, dataclasses.replace(self, sources=part.stop - part.start)) for part in parts]
+        if self.probe and (len(parts) - 1) * self.outputs * STATES_OF_SUM > self.sources:
+            mix = dataclasses.replace(self, probe=False, attended=False)
+            dots = dataclasses.replace(self, dots_only=True, added=0, accumulate=False)
+            return [*mix.chunks(), *dots.chunks()]
         inner = dataclasses.replace(self.without_norm(), added=0)
         specs = [inner] * (len(parts) - 1) + [self]
         return [

@@ -93,7 +93,7 @@ def test_rows_are_mixes_and_columns_are_states(mixes: int, first: int, channels:
     flat = torch.stack([flat, flat + 0.5], 1) if channels else flat
     table = Table(flat, mixes, first, block)
     size = table.blocks.gathered
-    assert size == (2 if channels and block and block < first + mixes else block or first + mixes)
+    assert size == (block or first + mixes)
     assert [len(row) for row in table.rows] == [first + s for s in range(mixes)]
     assert torch.equal(torch.cat(list(table.rows)), flat)
     near, later = table.by_state.near, table.by_state.later

@@ -253,7 +253,7 @@ class TestKernels:
             ("none", True, True),
         ],
     )
-    @pytest.mark.parametrize(("sources", "outputs"), [(1, 1), (18, 1), (5, 2), (6, 4), (2, 8)])
+    @pytest.mark.parametrize(("sources", "outputs"), [(1, 1), (18, 1), (5, 2), (6, 4), (2, 8), (10, 8)])
     def test_probes(self, weights: Any, scores: bool, attended: bool, sources: int, outputs: int) -> None:
         dtype, width = ((F32, 257), (BF16, 33))[sources % 2]
         more = {"added": 1 + scores, "accumulate": scores, "attended": attended}

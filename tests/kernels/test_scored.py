@@ -106,7 +106,7 @@ class TestKernels:
         """From 9 states on, reads of one way begin in blocks of four, and gradients are gathered in blocks."""
         blocks, deep = ScoredTable(*leaves(ways, channels, torch.float32)[1:], ways).blocks, len(ways) > 8
         assert blocks.block == (4 if deep and max(ways) == 1 else len(ways) + 1)
-        assert blocks.gathered == ((2 if channels else 4) if deep else len(ways) + 1)
+        assert blocks.gathered == (4 if deep else len(ways) + 1)
         wanted = gradients(written_out, leaves(ways, channels, torch.float64), ways, ignored)
         found = gradients(chain, leaves(ways, channels, torch.float32), ways, ignored)
         for got, want in zip(found, wanted, strict=True):

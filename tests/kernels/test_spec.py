@@ -48,10 +48,25 @@ def test_a_chain_continues_an_accumulator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "outputs", "fan_in"), [("channel", 1, 16), ("channel", 3, 5), ("channel", 8, 2), ("scalar", 8, 8)]
+    ("weights", "outputs", "fan_in"), [("channel", 1, 16), ("channel", 3, 5), ("scalar", 4, 16), ("scalar", 8, 8)]
 )
 def test_dot_products_of_many_pairs_are_chained(weights: Weights, outputs: int, fan_in: int) -> None:
-    spec = MixSpec(16, weights, outputs=outputs, probe=True)
-    assert {step.sources for _, step in spec.chunks()[:-1]} <= {fan_in}
-    assert spec.fan_in(dots=True) == fan_in and spec.fan_in(dots=False) == min(FAN_IN, MAX_PAIRS // outputs)
-    assert all(step.probe for _, step in spec.chunks())
+    """As long as the sums between the kernels are fewer bytes than the sources."""
+    spec = MixSpec(2 * fan_in if outputs in (1, 4) else fan_in, weights, outputs=outputs, probe=True)
+    assert {step.sources for _, step in spec.chunks()} == {fan_in}
+    assert spec.fan_in(dots=True) == fan_in
+    assert spec.fan_in(dots=False) == min(FAN_IN, MAX_PAIRS[weights] // outputs)
+    assert all(step.probe and step.mixed for _, step in spec.chunks())
+
+
+@pytest.mark.parametrize(
+    ("weights", "outputs", "sources", "fan_in"),
+    [("channel", 4, 20, 16), ("channel", 8, 4, 4), ("channel", 3, 14, 14), ("scalar", 8, 20, 8)],
+)
+def test_else_they_are_apart(weights: Weights, outputs: int, sources: int, fan_in: int) -> None:
+    spec = MixSpec(sources, weights, True, 1, outputs, probe=True)
+    (whole, mix), *dots = spec.chunks()
+    assert (whole, mix) == (slice(0, sources), MixSpec(sources, weights, True, 1, outputs))
+    assert [part.start for part, _ in dots] == list(range(0, sources, fan_in)) and dots[-1][0].stop == sources
+    assert all(step.dots_only and step.probe and not step.mixed for _, step in dots)
+    assert not any(step.accumulate or step.added for _, step in dots)
