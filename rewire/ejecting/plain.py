@@ -30,17 +30,6 @@ def compiled_sinkhorn(logits: Tensor) -> Any:
     return None
 
 
-def gates_of(
-    gating: Any,
-    formula: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
-    products: Tensor,
-    static: Tensor,
-    scale: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """What ``formula`` makes of the next three: there are no kernels here."""
-    return formula(products, static, scale)
-
-
 def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool = False) -> tuple[Tensor, Tensor]:
     """``x @ weight`` in float32, with ``eps`` of the normed x; ``clamped``, nothing below zero; and ``x``."""
     with outside_autocast(x.device):
@@ -58,6 +47,20 @@ def read_off_streams(streams: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
     """The same of streams [..., n, D], of each apart or of all side by side; and no claim on them."""
     products, x = read_off(streams if weight.shape[0] == streams.shape[-1] else streams.flatten(-2), weight, eps)
     return products, x.view(streams.shape), None
+
+
+def read_off_gates(
+    gating: Any,
+    formula: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    streams: Tensor,
+    weight: Tensor,
+    static: Tensor,
+    scale: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """What ``formula`` makes of `read_off_streams`, static and scale; and what else that returns."""
+    products, streams, claim = read_off_streams(streams, weight, eps)
+    return *formula(products, static, scale), streams, claim
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -47,7 +47,7 @@ class Claims(torch.autograd.Function):
 def unclaimed(states: Sequence[Tensor], carried: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """The gradients of states of which no mix has one: what came other ways."""
     if len(states) == 1:
-        return [added_up([grad for grad in carried if grad is not None])]
+        return [added_up(carried)]
     return carried or [None] * len(states)
 
 
@@ -70,9 +70,10 @@ def present(grads: Sequence[Tensor | None]) -> list[Tensor]:
     return [] if like is None else [torch.zeros_like(like) if grad is None else grad for grad in grads]
 
 
-def added_up(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Their sum, if there are any."""
-    return functools.reduce(torch.add, tensors) if tensors else None
+def added_up(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum of those that there are, if any."""
+    known = [x for x in tensors if x is not None]
+    return functools.reduce(torch.add, known) if known else None
 
 
 def gathered(

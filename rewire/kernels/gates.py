@@ -285,7 +285,7 @@ def forward(
     return read, table.mT
 
 
-def backward(
+def backward_in_parts(
     grad_read: Tensor,
     grad_write: Tensor,
     products: Tensor,
@@ -297,7 +297,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """From the gradients of what `forward` returned those of the products; of the static values and, below, the scale.
 
-    The latter is [n + 1, n + 2] or [2, 2 n + n n].
+    The latter is in parts to be added up, [parts, n + 1, n + 2] or [parts, 2, 2 n + n n].
     """
     by_token, columns = products.reshape(-1, *products.shape[-1 if iterations else -2 :]), scale.shape[0]
     kernel, programs, strides = _plan(layout(by_token), grad_read.shape[-2], iterations, eps, magnitude, True)
@@ -305,7 +305,7 @@ def backward(
     partials = torch.empty(programs, 1 + static.numel() // columns, columns, dtype=torch.float32, device=found.device)
     given = (by_token, static.contiguous(), scale.contiguous(), grad_read.contiguous(), grad_write.mT.contiguous())
     kernel((*given, found, partials))
-    return found.view(products.shape), partials.sum(0)
+    return found.view(products.shape), partials
 
 
 @functools.lru_cache(MOST_PLANS)

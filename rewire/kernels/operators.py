@@ -434,28 +434,44 @@ def gates(
     return gates.forward(products, static, scale, n, iterations, eps, magnitude)
 
 
+def _gates_backward_fake(of_read: Any, of_write: Any, x: Any, weight: Any, static: Any, *_: Any) -> tuple[Tensor, ...]:
+    sums = 1 + static.numel() // static.shape[-1], static.shape[-1]
+    return _like(x, x.dtype), *(weight.new_empty(shape) for shape in (weight.shape[::-1], sums))
+
+
 @_operator(
-    "(Tensor of_read, Tensor of_write, Tensor products, Tensor static, Tensor scale, int iterations, float eps,"
-    " float magnitude) -> (Tensor, Tensor)",
-    lambda of_read, of_write, products, static, *_: (
-        torch.empty_like(products),
-        static.new_empty((1 + static.numel() // static.shape[-1], static.shape[-1])),
-    ),
+    "(Tensor of_read, Tensor of_write, Tensor x, Tensor weight, Tensor static, Tensor scale, Tensor products,"
+    " Tensor inverse, Tensor? carried, Tensor? grad, Tensor? factors, int iterations, float eps, float magnitude)"
+    " -> (Tensor, Tensor, Tensor)",
+    _gates_backward_fake,
 )
 def gates_backward(
     of_read: Tensor,
     of_write: Tensor,
-    products: Tensor,
+    x: Tensor,
+    weight: Tensor,
     static: Tensor,
     scale: Tensor,
+    products: Tensor,
+    inverse: Tensor,
+    carried: Tensor | None,
+    grad: Tensor | None,
+    factors: Tensor | None,
     iterations: int,
     eps: float,
     magnitude: float,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of what `gates` is made of: of the products; of the static values and, in one more row, the scale."""
-    from rewire.kernels import gates
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `gates` of ``project(x, weight)``: of x, with what is ``carried``, and of a read as in
+    `project_backward`; of the weight, [K, D]; of the static values and, in one more row, the scale.
+    """
+    from rewire.kernels import gates, projection, totals
 
-    return gates.backward(of_read, of_write, products, static, scale, iterations, eps, magnitude)
+    gating = iterations, eps, magnitude
+    of_products, sums = gates.backward_in_parts(of_read, of_write, products, static, scale, *gating)
+    read = None if grad is None or factors is None else projection.Read(grad, factors)
+    of_x, in_parts = projection.backward_in_parts(of_products, x, weight, products, inverse, carried, read)
+    of_weight, of_values = totals.added_up((in_parts, sums))
+    return of_x, of_weight, of_values
 
 
 @_operator(

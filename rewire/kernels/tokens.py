@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool 
         if under_transforms():
             scores = _Project.forward(x, weight) if eps is None else _ProjectNormed.forward(x, weight, eps)
         else:
-            scores = _by_autograd(x, weight, eps, False)
+            scores = by_autograd(x, weight, eps)
         return scores.clamp(min=0) if clamped else scores, x
 
 
@@ -82,8 +83,8 @@ def read_off_hidden(x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps:
     Returns:
         float32 or float64 [..., K], and [..., D].
     """
-    by_kernels = x.dim() > 1 and len(out) <= operators.MOST_HIDDEN and _by_kernels(x, weight)
-    if by_kernels and not left_to_autograd(x, math.inf):
+    known = x.dim() > 1 and len(out) <= operators.MOST_HIDDEN and by_kernels(x, weight)
+    if known and not left_to_autograd(x, math.inf):
         with outside_autocast(x.device):
             scores, x = _ReadOffHidden.apply(x, weight, out, static, eps)
         return scores, x
@@ -113,21 +114,20 @@ class _ReadOffHidden(torch.autograd.Function):
                 return project(F.gelu(_ProjectNormed.apply(x, weight, ctx.eps)), out) + static
 
             of_x, *others = gradients(again, (x, weight, out, static), grad)
-            return added_up([part for part in (of_x, carried) if part is not None]), *others, None
+            return added_up([of_x, carried]), *others, None
         of_x, of_weight, *others = operators.hidden_backward(grad, x, weight, out, hidden, inverse, carried)
         return of_x, of_weight.T, *others, None
 
 
-def read_off_streams(streams: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Claim | None]:
+def read_off_streams(streams: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor, Claim | None]:
     """`read_off` of streams [..., n, D], or of all streams of a token side by side if the weight is [n D, K].
 
     Returns:
         The scores [..., n, K], or [..., K]; the streams, handed on; and what `several.read` is to be given with these,
         whose gradients then join that pass, too: None where there are no kernels.
     """
-    (*lead, n, width), side_by_side = streams.shape, weight.shape[0] > streams.shape[-1]
-    x = streams.flatten(-2) if side_by_side else streams
-    if n == 1 or left_to_autograd(x, math.inf) or not _by_kernels(x, weight):
+    (*lead, n, width), x = streams.shape, of_tokens(streams, weight)
+    if n == 1 or left_to_autograd(x, math.inf) or not by_kernels(x, weight):
         scores, x = read_off(x, weight, eps)
         return scores, x.view(streams.shape), None
     with outside_autocast(x.device):
@@ -135,38 +135,48 @@ def read_off_streams(streams: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
     return scores, x.view(streams.shape), (grad, factors)
 
 
+def of_tokens(streams: Tensor, weight: Tensor) -> Tensor:
+    """Streams [..., n, D] as the weight reads them: [..., n D] if it is [n D, K]."""
+    return streams.flatten(-2) if weight.shape[0] > streams.shape[-1] else streams
+
+
+def claim_on(x: Tensor, scores: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """A claim on streams, for a read [..., 1, D] of that shape: two tensors whose values mean nothing (see `history`).
+
+    The read sends its gradient back to the one, and to the other the factors, [..., n, 1], that it read the streams
+    with: products of the two are part of the gradient of x.
+    """
+    factors = (*shape[:-2], x.numel() // math.prod(shape), 1)
+    return *stand_ins(x, shape, 1), *stand_ins(scores, factors, 1)
+
+
 class _ReadOff(torch.autograd.Function):
     """Keeps for backward ``x`` as it is, of a norm the scores and a number for each row, and scores that are clamped.
 
-    With ``shape``, of a read [..., 1, D] of n streams, it also returns a claim on them (see `history`): two tensors
-    whose values mean nothing. The read sends its gradient back to the one, and to the other the factors, [..., n, 1],
-    that it read the streams with: products of the two are part of the gradient of x.
+    With ``shape``, of a read [..., 1, D] of streams, it also returns a claim on them.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, eps: float | None, clamped: bool, shape: tuple[int, ...] | None
     ) -> tuple[Tensor, ...]:
-        ctx.eps, ctx.clamped, ctx.by_kernels = eps, clamped, _by_kernels(x, weight)
+        ctx.eps, ctx.clamped, ctx.by_kernels = eps, clamped, by_kernels(x, weight)
         forward = operators.project if ctx.by_kernels else plain.project
         scores, inverse = forward(x, weight, eps, clamped)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, *((scores, inverse) if clamped or eps is not None else ()))
-        if shape is None:
-            return scores, x.view_as(x)
-        factors = (*shape[:-2], x.numel() // math.prod(shape), 1)
-        return scores, x.view_as(x), *stand_ins(x, shape, 1), *stand_ins(scores, factors, 1)
+        return scores, x.view_as(x), *(() if shape is None else claim_on(x, scores, shape))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, carried: Tensor | None, *read: Tensor | None) -> Any:
         x, weight, *kept = ctx.saved_tensors
         if grad is None or torch.is_grad_enabled():  # with create_graph=True
-            parts, of_weight = [carried, _by_read(x, *read)], None
+            parts, of_weight = [carried, by_read(x, *read)], None
             if grad is not None:
-                again = functools.partial(_by_autograd, eps=ctx.eps, clamped=ctx.clamped)
+                again = functools.partial(by_autograd, eps=ctx.eps, clamped=ctx.clamped)
                 of_x, of_weight = gradients(again, (x, weight), grad)
                 parts.append(of_x)
-            return added_up([part for part in parts if part is not None]), of_weight, None, None, None
+            return added_up(parts), of_weight, None, None, None
         scores, inverse = kept or (grad, grad.new_empty(0))
         given = grad, x, weight, scores, inverse, carried
         if ctx.by_kernels:
@@ -177,17 +187,19 @@ class _ReadOff(torch.autograd.Function):
         return of_x, of_weight.T, None, None, None
 
 
-def _by_autograd(x: Tensor, weight: Tensor, eps: float | None, clamped: bool) -> Tensor:
+def by_autograd(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> Tensor:
+    """`project`, or with ``eps`` `project_normed`, by operations that autograd knows."""
     scores: Tensor = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
     return scores.clamp(min=0) if clamped else scores
 
 
-def _by_read(x: Tensor, grad: Tensor | None = None, factors: Tensor | None = None) -> Tensor | None:
-    """What a read of streams x, if there was one, is part of their gradient with."""
+def by_read(x: Tensor, grad: Tensor | None = None, factors: Tensor | None = None) -> Tensor | None:
+    """What a read of streams x, if there was one, sends back to them."""
     return None if grad is None or factors is None else (factors * grad).to(x.dtype).reshape(x.shape)
 
 
-def _by_kernels(x: Tensor, weight: Tensor) -> bool:
+def by_kernels(x: Tensor, weight: Tensor) -> bool:
+    """Whether `project` is a kernel."""
     return weight.dtype == torch.float32 and x.numel() > 0 and operators.uses_kernels(x)
 
 

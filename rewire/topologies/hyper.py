@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
 from rewire.kernels import several
-from rewire.kernels.gating import Gating, gates_of
+from rewire.kernels.gating import Gating, read_off_gates
 from rewire.kernels.several import combine
 from rewire.kernels.tokens import Claim, read_off_streams
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, check_choice, check_count
@@ -133,16 +133,17 @@ class Streams(Topology[Weights]):
 
     def opened(self, streams: Tensor, unit: Unit, weights: Weights) -> tuple[Gates, Tensor, Claim | None]:
         """The gates of a unit instead of its values."""
-        if unit.dynamic is None or self.gating is None:
-            values, streams, claim = self.values(streams, unit)
-            return self.gates(values, weights), streams, claim
+        if unit.dynamic is None:
+            return self.gates(unit.static, weights), streams, None
         scale, projection = unit.dynamic
-        products, streams, claim = read_off_streams(streams, projection, self.norm_eps)
 
         def formula(products: Tensor, static: Tensor, scale: Tensor) -> Gates:
             return self.gates(static + scale * self.signal(products), weights)
 
-        return Gates(*gates_of(self.gating, formula, products, unit.static, scale)), streams, claim
+        *gates, streams, claim = read_off_gates(
+            self.gating, formula, streams, projection, unit.static, scale, self.norm_eps
+        )
+        return Gates(*gates), streams, claim
 
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor, States]:
         gates, streams, claim = self.opened(states[0], weights.units[t - 1], weights)

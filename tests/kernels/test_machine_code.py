@@ -317,9 +317,7 @@ def test_every_kernel_of_a_trunk(case: str, monkeypatch: pytest.MonkeyPatch) -> 
         text, about = kernel.asm["ptx"], f"{'backward' if backward else 'forward'} of {spec}"
         channel = spec.probe and spec.weights == "channel"
         both = channel and spec.scores and spec.sources in (13, 16)
-        assert usage(kernel, TARGETS["sm_90"]).spilled <= (
-            16 if both or spec.along_rows else 0
-        ), about
+        assert usage(kernel, TARGETS["sm_90"]).spilled <= (16 if both or spec.along_rows else 0), about
         assert not re.search(r"ld\.global\.[bu]16", text), about
         if backward or spec.probe:
             assert barriers_in_loops(text) <= 2 * (spec.outputs + spec.attended) * spec.scores, about

@@ -188,10 +188,13 @@ class TestOperators:
             )
             torch.testing.assert_close(of_read.float(), without.float() + found * grad.float(), rtol=2e-2, atol=0.1)
             for iterations, values in ((0, drawn(N + 1, N + 2)), (3, drawn(2, 2 * N + N * N))):
-                s = products if iterations == 0 else drawn(*lead, 2 * N + N * N)
-                static = values[:-1].view(s.shape[len(lead) :])
-                read, write = checked(operators.gates, s, static, values[-1], N, iterations, 0.0, 2.0)
-                checked(operators.gates_backward, read, write, s, static, values[-1], iterations, 0.0, 2.0)
+                x, w = (streams, weight) if iterations == 0 else (streams.flatten(-2), drawn(N * WIDTH, N * (N + 2)))
+                s, inverse = operators.project(x, w, 1e-6)
+                static, gating = values[:-1].view(s.shape[len(lead) :]), (iterations, 0.0, 2.0)
+                made = checked(operators.gates, s, static, values[-1], N, *gating)
+                for carried, *read in ((x, grad, found), (None, None, None)):
+                    kept = x, w, static, values[-1], s, inverse, carried
+                    checked(operators.gates_backward, *made, *kept, *read, *gating)
 
     def test_tensors_that_other_ranks_still_compute(self) -> None:
         """Tensor parallelism hands over branches, and gradients, that stand for what a collective will have written."""
