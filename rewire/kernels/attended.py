@@ -36,7 +36,6 @@ from rewire.kernels.claims import gathered, joining, present, stand_ins, unclaim
 from rewire.kernels.history import Claimed, suffixes
 from rewire.kernels.mix import Attended, Mix, pending_mix, softmax
 from rewire.kernels.scored import ScoredHistory
-from rewire.kernels.tokens import read_off
 
 EPS = 1e-6  # of the norm
 
@@ -80,6 +79,7 @@ class AttendedHistory(ScoredHistory):
 
     __slots__ = ()
 
+    norm_eps, clamped = EPS, False
     constant_scores = False  # where gradients will be differentiated, the tallies depend on them
 
     table: AttendedTable  # type: ignore[assignment]
@@ -117,9 +117,6 @@ class AttendedHistory(ScoredHistory):
         numerators, statistics = operators.softmax(of_states, None, 0)  # [n, B, ...], [2, B, ...]
         totals = operators.mixes(self.values, None, numerators.movedim((1, 0), (-2, -1)))
         return dict(zip(mixes, zip(totals, statistics.unbind(1), strict=True), strict=True))
-
-    def _scored(self, queries: Any, x: Tensor) -> tuple[Tensor | None, Tensor]:
-        return read_off(x, queries.T, EPS)
 
     def _claim(
         self, first: int, through: int, weights: Any, scores: Sequence[Tensor], states: Sequence[Tensor]

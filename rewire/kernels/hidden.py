@@ -141,7 +141,7 @@ def backward(
     of_hidden = torch.empty_like(by_column)
     of_weight, of_static = (by_column.new_empty(programs, *shape) for shape in ((most, most), (most,)))
     kernel((given, by_column, weight.contiguous(), of_hidden, of_weight, of_static))
-    of_x, of_read = projection.backward_in_parts(of_hidden.movedim(0, -1), x, read, hidden, inverse, carried)
+    of_x, of_read = projection.backward_in_parts([of_hidden.movedim(0, -1)], x, read, hidden, inverse, carried)
     of_read, of_weight, of_static = totals.added_up((of_read, of_weight, of_static))
     return of_x, of_read, of_weight, of_static
 

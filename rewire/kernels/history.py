@@ -25,6 +25,8 @@ from rewire.kernels.by_state import ByState, parts
 from rewire.kernels.claims import Claims
 from rewire.kernels.mix import Mix, left_to_autograd, under_transforms
 
+Scores = tuple[Tensor, ...]  #: Of a state, [..., K], or none
+
 
 class Table:
     """Weights of mixes in turn, each of all states so far.
@@ -166,10 +168,10 @@ class History:
     def _next(self, x: Tensor) -> Self:
         """The history with a state whose near mixes claim it by itself, and later ones with its block."""
         table, blocks, number, claims = self.table, self.table.blocks, len(self.states), self.claims
-        scores, x = self._scored(table.queries[number], x)
-        read, waiting, again = blocks.first_mix(number), self.waiting, x
+        read, waiting = blocks.first_mix(number), self.waiting
         first, end, stop = table.first[read], table.first[read + blocks.near(number)], table.first[-1]
-        near, later = _apart(scores, end - first, stop - end)
+        scores, near, later, x = self._scored_apart(table.queries[number], end - first, x)
+        again = x
         assert claims is not None
         if end > first:
             # Twice: what comes back from later blocks is added here, too, and not to that from elsewhere before.
@@ -254,6 +256,10 @@ class History:
         """The scores of a state for these queries, if there are any; and x as who reads it next is to take it."""
         return None, x
 
+    def _scored_apart(self, queries: Any, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
+        """The same; with those of the first ``near`` queries, and those of the others."""
+        return None, (), (), x
+
     def _claim(
         self, first: int, through: int, weights: Any, scores: Sequence[Tensor], states: Sequence[Tensor]
     ) -> tuple[Claimed, tuple[Tensor, ...]]:
@@ -299,10 +305,3 @@ class History:
         """What each of these mixes begins with: all states so far."""
         rows = torch.stack(self.table.begun[mixes.start : mixes.stop])
         return dict(zip(mixes, operators.mixes(self.values, rows), strict=True))
-
-
-def _apart(scores: Tensor | None, near: int, later: int) -> list[tuple[Tensor, ...]]:
-    """Scores [..., near + later], as those of near mixes and of later ones; if there are any."""
-    if scores is None:
-        return [(), ()]
-    return [(part,) for part in (scores.split([near, later], -1) if near and later else (scores, scores))]

@@ -348,12 +348,12 @@ def project(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False)
 
 
 @_operator(
-    "(Tensor grad, Tensor x, Tensor weight, Tensor scores, Tensor inverse, Tensor? carried, Tensor? of_read=None,"
+    "(Tensor[] grads, Tensor x, Tensor weight, Tensor scores, Tensor inverse, Tensor? carried, Tensor? of_read=None,"
     " Tensor? factors=None, bool clamped=False) -> (Tensor, Tensor)",
-    lambda grad, x, weight, *_: (_like(x, x.dtype), weight.new_empty((weight.shape[1], weight.shape[0]))),
+    lambda grads, x, weight, *_: (_like(x, x.dtype), weight.new_empty((weight.shape[1], weight.shape[0]))),
 )
 def project_backward(
-    grad: Tensor,
+    grads: Sequence[Tensor],
     x: Tensor,
     weight: Tensor,
     scores: Tensor,
@@ -365,13 +365,14 @@ def project_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `project`: of x, to which ``carried`` is added, and of the weight, [K, D].
 
-    Of streams x, [..., n, D] or side by side [..., n D], also the part of a read ``sum_i m_i x_i`` is added: its
-    gradient ``of_read`` [..., 1, D] times the ``factors`` m, float32 [..., n, 1].
+    Those of the scores are [..., K] or, of the first and of the others, two. Of streams x, [..., n, D] or side by side
+    [..., n D], also the part of a read ``sum_i m_i x_i`` is added: its gradient ``of_read`` [..., 1, D] times the
+    ``factors`` m, float32 [..., n, 1].
     """
     from rewire.kernels import projection
 
     read = None if of_read is None or factors is None else projection.Read(of_read, factors)
-    return projection.backward(grad, x, weight, scores, inverse, carried, read, clamped)
+    return projection.backward(grads, x, weight, scores, inverse, carried, read, clamped)
 
 
 @_operator(
@@ -469,7 +470,7 @@ def gates_backward(
     gating = iterations, eps, magnitude
     of_products, sums = gates.backward_in_parts(of_read, of_write, products, static, scale, *gating)
     read = None if grad is None or factors is None else projection.Read(grad, factors)
-    of_x, in_parts = projection.backward_in_parts(of_products, x, weight, products, inverse, carried, read)
+    of_x, in_parts = projection.backward_in_parts([of_products], x, weight, products, inverse, carried, read)
     of_weight, of_values = totals.added_up((in_parts, sums))
     return of_x, of_weight, of_values
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,11 +75,18 @@ def project_forward(
     tl.store(scores + (k.to(tl.int64) * rows + row), total, mask=(row < rows) & (k < K))
 
 
-@triton.jit(do_not_specialize=["rows", "K", "grad_row_stride", "grad_stride", "factor_stride", "stream_stride"])
+_STRIDES = ["grad_row_stride", "grad_stride", "later_row_stride", "later_stride", "factor_stride", "stream_stride"]
+
+
+@triton.jit(do_not_specialize=["rows", "K", "FIRST", *_STRIDES])
 def project_backward(
-    grad,  # float32 [rows, K]
+    grad,  # float32 [rows, FIRST]
     grad_row_stride,
     grad_stride,
+    later,  # float32 [rows, K - FIRST], if APART
+    later_row_stride,
+    later_stride,
+    FIRST,
     scores,  # float32 [K, rows], if NORMED or CLAMPED
     inverse,  # float32 [rows], if NORMED
     x,  # [rows, cols]
@@ -101,6 +109,7 @@ def project_backward(
     TOKEN_ROWS: tl.constexpr,
     NORMED: tl.constexpr,
     CLAMPED: tl.constexpr,
+    APART: tl.constexpr,
     CARRIED: tl.constexpr,
     READ: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -110,9 +119,9 @@ def project_backward(
 ):
     """``dx = r g W^T - r^2 (sum_k g_k s_k) / D x`` for scores ``s = r x W``, and ``dW = x^T (r g)``.
 
-    Not NORMED, r is 1 and the second term is not there. CLAMPED, g is 0 where s was below zero. READ, x are streams of
-    tokens: each in a row of its own, or those of a token side by side in one row; and ``m_i dr`` is added for a read
-    ``sum_i m_i x_i`` of a token.
+    Not NORMED, r is 1 and the second term is not there. CLAMPED, g is 0 where s was below zero. APART, g comes in two
+    tensors. READ, x are streams of tokens: each in a row of its own, or those of a token side by side in one row; and
+    ``m_i dr`` is added for a read ``sum_i m_i x_i`` of a token.
     """
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]
     k = tl.arange(0, BLOCK_K)
@@ -123,7 +132,11 @@ def project_backward(
         row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]  # [BLOCK_ROWS, 1]
         inside = (row < rows) & (col < COLS)
         known = (row < rows) & (k[None, :] < K)
-        g = tl.load(grad + (row * grad_row_stride + k[None, :] * grad_stride), mask=known, other=0.0)
+        near = known & (k[None, :] < FIRST)
+        g = tl.load(grad + (row * grad_row_stride + k[None, :] * grad_stride), mask=near, other=0.0)
+        if APART:
+            place = row * later_row_stride + (k[None, :] - FIRST) * later_stride
+            g += tl.load(later + place, mask=known & (k[None, :] >= FIRST), other=0.0)
         values = tl.load(x + (row * x_stride + col), mask=inside, other=0.0).to(tl.float32)
         if CARRIED:
             dx = tl.load(carried + (row * carried_stride + col), mask=inside, other=0.0).to(tl.float32)
@@ -240,7 +253,7 @@ class Read(NamedTuple):
 
 
 def backward(
-    grad: Tensor,
+    grads: Sequence[Tensor],
     x: Tensor,
     weight: Tensor,
     scores: Tensor,
@@ -252,7 +265,7 @@ def backward(
     """Gradients of x, in its dtype, and of the weight, [K, D], of `forward`.
 
     Args:
-        grad: float32 [..., K].
+        grads: float32 [..., K], or those of the first columns and of the others.
         x, weight: as in forward.
         scores, inverse: as forward returned them.
         carried: [..., D], what is added to the gradient of x.
@@ -260,19 +273,19 @@ def backward(
         clamped: as in forward.
     """
     if weight.shape[1] > MOST:
-        of_weight = []
+        of_weight, grad = [], grads[0] if len(grads) == 1 else torch.cat(list(grads), -1)
         for g, columns, known in zip(grad.split(MOST, -1), weight.split(MOST, 1), scores.split(MOST, -1), strict=True):
-            carried, found = backward(g, x, columns, known, inverse, carried, read, clamped)
+            carried, found = backward([g], x, columns, known, inverse, carried, read, clamped)
             of_weight.append(found)
             read = None  # it is in what is carried
         assert carried is not None
         return carried, torch.cat(of_weight)
-    of_x, partials = backward_in_parts(grad, x, weight, scores, inverse, carried, read, clamped)
+    of_x, partials = backward_in_parts(grads, x, weight, scores, inverse, carried, read, clamped)
     return of_x, partials[0] if len(partials) == 1 else partials.sum(0)
 
 
 def backward_in_parts(
-    grad: Tensor,
+    grads: Sequence[Tensor],
     x: Tensor,
     weight: Tensor,
     scores: Tensor,
@@ -283,17 +296,29 @@ def backward_in_parts(
 ) -> tuple[Tensor, Tensor]:
     """`backward` of at most `MOST` columns; that of the weight in parts to be added up, [parts, K, D]."""
     rows, most, cols = x.shape[:-1].numel(), weight.shape[1], x.shape[-1]
-    given, normed = grad.reshape(rows, most), inverse.numel() > 0
+    given, normed = [grad.reshape(rows, grad.shape[-1]) for grad in grads], inverse.numel() > 0
     # As forward made them; saved tensors may come back with other strides (`save_on_cpu`).
     by_column = scores.reshape(rows, most).t().contiguous() if normed or clamped else inverse
     factors = None if read is None else read.factors.reshape(-1, read.factors.shape[-2])
     joined = [None if t is None else layout(t) for t in (carried, read and read.grad, factors)]
-    plan = _plan_backward(layout(x), layout(weight), given.stride(), normed, clamped, *joined)
+    plan = _plan_backward(layout(x), layout(weight), tuple(map(layout, given)), normed, clamped, *joined)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partials = torch.empty(plan.programs, most, cols, dtype=torch.float32, device=x.device)
     states = (x, inverse if carried is None else carried, inverse if read is None else read.grad)
     even = [state.contiguous() if copied else state for state, copied in zip(states, plan.copied, strict=True)]
-    plan.kernel((given, by_column, inverse, *even, weight, inverse if factors is None else factors, grad_x, partials))
+    plan.kernel(
+        (
+            given[0],
+            given[-1],
+            by_column,
+            inverse,
+            *even,
+            weight,
+            inverse if factors is None else factors,
+            grad_x,
+            partials,
+        )
+    )
     return grad_x, partials
 
 
@@ -301,20 +326,22 @@ def backward_in_parts(
 def _plan_backward(
     x: Layout,
     weight: Layout,
-    grad: tuple[int, int],
+    grads: tuple[Layout, ...],
     normed: bool,
     clamped: bool,
     carried: Layout | None,
     grad_read: Layout | None,
     factors: Layout | None,
 ) -> _Plan:
-    """``grad`` has the strides of [rows, K], ``factors`` are [tokens, streams]."""
+    """``grads`` are [rows, columns], ``factors`` [tokens, streams]."""
     (rows, cols, stride), most = _rows(x), weight.shape[1]
-    given = {"CARRIED": carried is not None, "READ": grad_read is not None}
+    given = {"APART": len(grads) > 1, "CARRIED": carried is not None, "READ": grad_read is not None}
     constants = {"NORMED": normed, "CLAMPED": clamped} | given | _constants(BACKWARD, cols, most)
     col_programs = -(-cols // constants["BLOCK_COLS"])
     programs = min(-(-rows // constants["BLOCK_ROWS"]), max(1, PROGRAMS // col_programs))
-    numbers: dict[str, Any] = {"grad_row_stride": grad[0], "grad_stride": grad[1], "rows": rows, "K": most}
+    numbers: dict[str, Any] = {"rows": rows, "K": most, "FIRST": grads[0].shape[1]}
+    numbers["grad_row_stride"], numbers["grad_stride"] = grads[0].strides
+    numbers["later_row_stride"], numbers["later_stride"] = grads[-1].strides
     numbers |= {"x_stride": cols if stride is None else stride, "weight_strides": weight.strides}
     along = [cols if t is None else row_stride(t.shape, t.strides) for t in (carried, grad_read)]
     width, token_rows = cols, 1
@@ -324,7 +351,8 @@ def _plan_backward(
     even = [t.shape[-1] if t and step is None else step for t, step in zip((carried, grad_read), along, strict=True)]
     numbers |= {"carried_stride": even[0], "grad_read_stride": even[1], "WIDTH": width, "TOKEN_ROWS": token_rows}
     numbers["factor_stride"], numbers["stream_stride"] = (0, 0) if factors is None else factors.strides
-    names = ("grad", "scores", "inverse", "x", "carried", "grad_read", "weight", "factors", "grad_x", "weight_partials")
+    given_names = ("grad", "later", "scores", "inverse", "x", "carried", "grad_read", "weight", "factors")
+    names = (*given_names, "grad_x", "weight_partials")
     places = {name: place for place, name in enumerate(names)}
     code = Code(lambda: project_backward, (programs, col_programs, 1), constants, backward=True)
     return _Plan(

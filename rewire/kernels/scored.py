@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from torch import Tensor
 from rewire.kernels import operators
 from rewire.kernels.blocks import Blocks
 from rewire.kernels.by_state import ByState, first_mixes, parts
-from rewire.kernels.history import History, suffixes
+from rewire.kernels.history import History, Scores, suffixes
 from rewire.kernels.mix import Mix, pending_mix
 from rewire.kernels.several import mixes
 from rewire.kernels.spec import MAX_OUTPUTS
-from rewire.kernels.tokens import read_off
+from rewire.kernels.tokens import read_off, read_off_apart
 
 
 class ScoredTable:
@@ -65,6 +65,9 @@ class ScoredHistory(History):
 
     __slots__ = ()
 
+    norm_eps: ClassVar[float | None] = None  # of a norm before the projection
+    clamped: ClassVar[bool] = True
+
     table: ScoredTable
 
     def read(self, number: int) -> Sequence[Tensor | Mix]:
@@ -92,7 +95,14 @@ class ScoredHistory(History):
         return [Mix(self.values, row, own, (), of) for row, own, of in zip(rows, of_ways, claims, strict=True)]
 
     def _scored(self, queries: Any, x: Tensor) -> tuple[Tensor | None, Tensor]:
-        return read_off(x, queries.T, clamped=True)
+        return read_off(x, queries.T, self.norm_eps, self.clamped)
+
+    def _scored_apart(self, queries: Any, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
+        if 0 < near < len(queries):
+            (scores, first, others), x = read_off_apart(x, queries.T, near, self.norm_eps, self.clamped)
+            return scores, (first,), (others,), x
+        of_all, x = read_off(x, queries.T, self.norm_eps, self.clamped)
+        return of_all, (of_all,), (of_all,), x
 
     def _sums(self, mixes: range) -> dict[int, Any]:  # each of one way
         states = len(self.values)

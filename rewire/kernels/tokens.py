@@ -61,13 +61,31 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool 
     with outside_autocast(x.device):
         # However small x is: what autograd would call one by one takes longer, each way.
         if x.dim() > 1 and weight.shape[1] > 0 and not left_to_autograd(x, math.inf):
-            scores, x = _ReadOff.apply(x, weight, eps, clamped, None)
+            scores, x = _ReadOff.apply(x, weight, eps, clamped, 0, None)
             return scores, x
         if under_transforms():
             scores = _Project.forward(x, weight) if eps is None else _ProjectNormed.forward(x, weight, eps)
         else:
             scores = by_autograd(x, weight, eps)
         return scores.clamp(min=0) if clamped else scores, x
+
+
+def read_off_apart(
+    x: Tensor, weight: Tensor, first: int, eps: float | None = None, clamped: bool = False
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """`read_off`; beside all scores also the first ones and the others, whose gradients come one by one.
+
+    Args:
+        x, weight, eps, clamped: as there.
+        first: how many are the first, not none and not all.
+    """
+    if torch.compiler.is_compiling() or left_to_autograd(x, math.inf):
+        scores, x = read_off(x, weight, eps, clamped)
+        near, later = scores.split([first, weight.shape[1] - first], -1)
+        return (scores, near, later), x
+    with outside_autocast(x.device):
+        scores, x, near, later = _ReadOff.apply(x, weight, eps, clamped, first, None)
+    return (scores, near, later), x
 
 
 def read_off_hidden(x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -131,7 +149,7 @@ def read_off_streams(streams: Tensor, weight: Tensor, eps: float | None) -> tupl
         scores, x = read_off(x, weight, eps)
         return scores, x.view(streams.shape), None
     with outside_autocast(x.device):
-        scores, x, grad, factors = _ReadOff.apply(x, weight, eps, False, (*lead, 1, width))
+        scores, x, grad, factors = _ReadOff.apply(x, weight, eps, False, 0, (*lead, 1, width))
     return scores, x.view(streams.shape), (grad, factors)
 
 
@@ -153,38 +171,67 @@ def claim_on(x: Tensor, scores: Tensor, shape: Sequence[int]) -> tuple[Tensor, .
 class _ReadOff(torch.autograd.Function):
     """Keeps for backward ``x`` as it is, of a norm the scores and a number for each row, and scores that are clamped.
 
-    With ``shape``, of a read [..., 1, D] of streams, it also returns a claim on them.
+    With ``first`` it also returns the first scores and the others; with ``shape``, of a read [..., 1, D] of streams, a
+    claim on them.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float | None, clamped: bool, shape: tuple[int, ...] | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        eps: float | None,
+        clamped: bool,
+        first: int,
+        shape: tuple[int, ...] | None,
     ) -> tuple[Tensor, ...]:
-        ctx.eps, ctx.clamped, ctx.by_kernels = eps, clamped, by_kernels(x, weight)
+        ctx.eps, ctx.clamped, ctx.first, ctx.by_kernels = eps, clamped, first, by_kernels(x, weight)
         forward = operators.project if ctx.by_kernels else plain.project
         scores, inverse = forward(x, weight, eps, clamped)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, *((scores, inverse) if clamped or eps is not None else ()))
-        return scores, x.view_as(x), *(() if shape is None else claim_on(x, scores, shape))
+        apart = scores.split([first, weight.shape[1] - first], -1) if first else ()
+        return scores, x.view_as(x), *apart, *(() if shape is None else claim_on(x, scores, shape))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, carried: Tensor | None, *read: Tensor | None) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, carried: Tensor | None, *others: Tensor | None) -> Any:
         x, weight, *kept = ctx.saved_tensors
-        if grad is None or torch.is_grad_enabled():  # with create_graph=True
+        apart, read = (others[:2], others[2:]) if ctx.first else ((), others)
+        grads = _of_scores(grad, apart, ctx.first, weight.shape[1])
+        if not grads or torch.is_grad_enabled():  # with create_graph=True
             parts, of_weight = [carried, by_read(x, *read)], None
-            if grad is not None:
+            if grads:
                 again = functools.partial(by_autograd, eps=ctx.eps, clamped=ctx.clamped)
-                of_x, of_weight = gradients(again, (x, weight), grad)
+                of_x, of_weight = gradients(again, (x, weight), _side_by_side(grads))
                 parts.append(of_x)
-            return added_up(parts), of_weight, None, None, None
-        scores, inverse = kept or (grad, grad.new_empty(0))
-        given = grad, x, weight, scores, inverse, carried
+            return added_up(parts), of_weight, None, None, None, None
+        scores, inverse = kept or (grads[0], weight.new_empty(0))
+        given = x, weight, scores, inverse, carried
         if ctx.by_kernels:
             of_read, factors = read or (None, None)
-            of_x, of_weight = operators.project_backward(*given, of_read, factors, ctx.clamped)
+            of_x, of_weight = operators.project_backward(grads, *given, of_read, factors, ctx.clamped)
         else:
-            of_x, of_weight = plain.project_backward(*given, ctx.clamped)
-        return of_x, of_weight.T, None, None, None
+            of_x, of_weight = plain.project_backward(_side_by_side(grads), *given, ctx.clamped)
+        return of_x, of_weight.T, None, None, None, None
+
+
+def _of_scores(grad: Tensor | None, apart: Sequence[Tensor | None], first: int, count: int) -> list[Tensor]:
+    """Gradients of ``count`` scores: of all in one tensor, or of the ``first`` ones and of the others; or none."""
+    known = [part for part in apart if part is not None]
+    if grad is None and len(known) == len(apart):
+        return known
+    if known:
+        sizes, like = (first, count - first), known[0]
+        parts = [
+            like.new_zeros((*like.shape[:-1], n)) if part is None else part
+            for n, part in zip(sizes, apart, strict=True)
+        ]
+        grad = added_up([grad, torch.cat(parts, -1)])
+    return [] if grad is None else [grad]
+
+
+def _side_by_side(grads: Sequence[Tensor]) -> Tensor:
+    return grads[0] if len(grads) == 1 else torch.cat(list(grads), -1)
 
 
 def by_autograd(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> Tensor:

@@ -234,11 +234,11 @@ def test_projections(target: str, width: int, columns: int, started: list[tuple[
     exact = {"PRECISION": "ieee"} if target == "gfx942" else {}
     x, weight = torch.empty(256, width, dtype=BF16), torch.empty(columns, width).T
     scores, inverse = projection.forward(x, weight, 1e-6)
-    projection.backward(torch.empty(256, columns), x, weight, scores, inverse, x)
+    projection.backward([torch.empty(256, columns)], x, weight, scores, inverse, x)
     if columns in (6, 24):
         streams = x.view(-1, 4, 2048)
         read = projection.Read(streams[:, :1], torch.empty(len(streams), 4, 1))
-        projection.backward(torch.empty(256, columns), x, weight, scores, inverse, x, read)
+        projection.backward([torch.empty(256, columns)], x, weight, scores, inverse, x, read)
         projection.products(read.grad, streams)
     for kernel, arguments in started:
         known = {name: value for name, value in exact.items() if name in arguments}

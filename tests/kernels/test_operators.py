@@ -173,7 +173,16 @@ class TestOperators:
         x, weight = drawn(2, 3, WIDTH, dtype=BF16), drawn(WIDTH, 4)
         scores, inverse = checked(operators.project, x, weight, eps, True)
         assert torch.equal(scores, operators.project(x, weight, eps)[0].clamp(min=0))
-        checked(operators.project_backward, scores, x, weight, scores, inverse, x, None, None, True)
+        checked(operators.project_backward, [scores], x, weight, scores, inverse, x, None, None, True)
+
+    @pytest.mark.parametrize("eps", [None, 1e-6])
+    def test_projections_whose_gradients_come_apart(self, eps: float | None) -> None:
+        x, weight, grad = drawn(2, 3, WIDTH, dtype=BF16), drawn(WIDTH, 5), drawn(2, 3, 5)
+        given = x, weight, *operators.project(x, weight, eps), x
+        for first in (1, 4):  # each in a layout of its own
+            near, later = grad[..., :first].contiguous(), grad[..., first:].movedim(-1, 0).contiguous().movedim(0, -1)
+            found = checked(operators.project_backward, [near, later], *given)
+            torch.testing.assert_close(found, operators.project_backward([grad], *given), rtol=0, atol=0)
 
     def test_reads_and_gates_of_streams(self) -> None:
         for lead in ((3,), (2, 3)):
@@ -182,7 +191,7 @@ class TestOperators:
             products, inverse = checked(operators.project, streams, weight, 1e-6)
             found = checked(operators.products, grad, streams)
             torch.testing.assert_close(found, (grad.float() * streams.float()).sum(-1, keepdim=True))
-            given = products, streams, weight, products, inverse
+            given = [products], streams, weight, products, inverse
             (of_read, _), (without, _) = (
                 checked(operators.project_backward, *given, None, *read) for read in ((grad, found), ())
             )
@@ -207,7 +216,7 @@ class TestOperators:
             torch.testing.assert_close(operators.mix_backward(awaited(grad), sources, weights, []), gradients)
             x, w = sources[0], drawn(WIDTH, 3)
             scores, inverse = operators.project(x, w, 1e-6)
-            back = (drawn(2, 3, 3), x, w, scores, inverse)
+            back = ([drawn(2, 3, 3)], x, w, scores, inverse)
             wanted_by_row = operators.project_backward(*back, grad)
             torch.testing.assert_close(operators.project_backward(*back, awaited(grad)), wanted_by_row)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rewire.kernels import operators, plain
-from rewire.kernels.tokens import read_off, read_off_hidden, rms_norm
+from rewire.kernels.tokens import read_off, read_off_apart, read_off_hidden, rms_norm
 from rewire.topologies.base import Dims, QKVInputs, materialize
 from rewire.topologies.registry import make_topology
 
@@ -152,6 +152,24 @@ class Cases:
         assert torch.equal(found, torch.tensor([[1.0, -1.0, 0.0], [2.0, 1.0, 3.0]]))
         assert read_off(none, weight, None, clamped=True)[0].isnan().all()  # nothing hides what is not a number
 
+    @pytest.mark.parametrize("used", [(0, 1, 1), (0, 1, 0), (0, 0, 1), (1, 1, 1), (1, 0, 1), (1, 0, 0)])
+    @pytest.mark.parametrize("eps", [None, 1e-2])
+    def test_read_off_apart(self, eps: float | None, used: tuple[int, ...]) -> None:
+        """Whichever of all scores, the first and the others has a gradient, it is that of the whole."""
+        x, weight = torch.randn(2, 3, 24, requires_grad=True), torch.randn(24, 5, requires_grad=True)
+        whole, again = read_off(x, weight, eps, clamped=True)
+        parts, handed = read_off_apart(x, weight, 2, eps, clamped=True)
+        for part, want in zip(parts, (whole, whole[..., :2], whole[..., 2:]), strict=True):
+            assert torch.equal(part, want)
+        ups, carried = [torch.randn(part.shape) for part in parts], torch.randn(x.shape)
+        wanted = used[0] * ups[0] + torch.cat([used[1] * ups[1], used[2] * ups[2]], -1)
+        want = torch.autograd.grad((whole, again), (x, weight), (wanted, carried), retain_graph=True)
+        taken = [(part, up) for part, up, use in zip(parts, ups, used, strict=True) if use]
+        outputs, given = zip(*taken, (handed, carried), strict=True)
+        for create_graph in (False, True):
+            found = torch.autograd.grad(outputs, (x, weight), given, retain_graph=True, create_graph=create_graph)
+            torch.testing.assert_close(found, want)
+
     @pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
     @pytest.mark.parametrize("columns", [3, 40, 128, 130])
     def test_read_off_hidden(self, dtype: torch.dtype, columns: int) -> None:
@@ -220,6 +238,6 @@ class TestByKernels(Cases):
         want = (exact[0] if eps is None else rms_norm(exact[0], eps)) @ exact[1]
         scores, inverse = operators.project(x, weight, eps)
         close([scores], [want.detach()], 1e-6)
-        of_x, of_weight = operators.project_backward(grad, x, weight, scores, inverse, other)
+        of_x, of_weight = operators.project_backward([grad], x, weight, scores, inverse, other)
         wanted = torch.autograd.grad((want, exact[0]), exact, (grad.double(), other.double()))
         close([of_x, of_weight.T], list(wanted), 1e-6)

@@ -274,7 +274,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], Sta
     def project(x: Tensor) -> Started:
         weight = torch.zeros(x.shape[-1], 3)
         scores, inverse = projection.forward(x, weight, 1e-6)
-        grad, of_weight = projection.backward(torch.zeros_like(scores), x, weight, scores, inverse, None)
+        grad, of_weight = projection.backward([torch.zeros_like(scores)], x, weight, scores, inverse, None)
         assert (scores.shape, grad.shape, of_weight.shape) == ((*x.shape[:-1], 3), x.shape, (3, x.shape[-1]))
         return named(projection)
 
@@ -282,8 +282,8 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], Sta
         values = torch.zeros(2, x.shape[-1])
         read, write = gates.forward(x, *values, 2, 3, 0.0, 2.0)
         assert (read.shape, write.shape) == ((*x.shape[:-1], 2, 1), (*x.shape[:-1], 3, 2))
-        grad, sums = gates.backward(read, write, x, *values, 3, 0.0, 2.0)
-        assert (grad.shape, sums.shape) == (x.shape, values.shape)
+        grad, sums = gates.backward_in_parts(read, write, x, *values, 3, 0.0, 2.0)
+        assert (grad.shape, sums.shape[1:]) == (x.shape, values.shape)
         return named(gates)
 
     return {"x": project, "products": gate}
