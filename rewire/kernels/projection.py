@@ -132,11 +132,11 @@ def project_backward(
         row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]  # [BLOCK_ROWS, 1]
         inside = (row < rows) & (col < COLS)
         known = (row < rows) & (k[None, :] < K)
-        near = known & (k[None, :] < FIRST)
+        near = known & (k[None, :] < FIRST) if APART else known
         g = tl.load(grad + (row * grad_row_stride + k[None, :] * grad_stride), mask=near, other=0.0)
         if APART:
-            place = row * later_row_stride + (k[None, :] - FIRST) * later_stride
-            g += tl.load(later + place, mask=known & (k[None, :] >= FIRST), other=0.0)
+            of_later = row * later_row_stride + (k[None, :] - FIRST) * later_stride
+            g += tl.load(later + of_later, mask=known & (k[None, :] >= FIRST), other=0.0)
         values = tl.load(x + (row * x_stride + col), mask=inside, other=0.0).to(tl.float32)
         if CARRIED:
             dx = tl.load(carried + (row * carried_stride + col), mask=inside, other=0.0).to(tl.float32)

@@ -235,6 +235,7 @@ def test_projections(target: str, width: int, columns: int, started: list[tuple[
     x, weight = torch.empty(256, width, dtype=BF16), torch.empty(columns, width).T
     scores, inverse = projection.forward(x, weight, 1e-6)
     projection.backward([torch.empty(256, columns)], x, weight, scores, inverse, x)
+    projection.backward(torch.empty(256, columns).split([4, columns - 4], 1), x, weight, scores, inverse, x)
     if columns in (6, 24):
         streams = x.view(-1, 4, 2048)
         read = projection.Read(streams[:, :1], torch.empty(len(streams), 4, 1))
@@ -271,7 +272,7 @@ def test_gates_are_in_registers(n: int, iterations: int, started: list[tuple[Any
     products = torch.empty(columns, 256, *rows).movedim(0, -1)
     static, scale = torch.empty(*rows, columns), torch.empty(columns)
     read, write = gates.forward(products, static, scale, n, iterations, 1e-6, 2.0)
-    gates.backward(read, write, products, static, scale, iterations, 1e-6, 2.0)
+    gates.backward_in_parts(read, write, products, static, scale, iterations, 1e-6, 2.0)
     for kernel, arguments in started:
         done = specialised(kernel, arguments, TARGETS["sm_90"])
         found = usage(done, TARGETS["sm_90"])
