@@ -127,16 +127,17 @@ def project_backward(
     k = tl.arange(0, BLOCK_K)
     place = col * weight_strides[0] + k[:, None] * weight_strides[1]
     w = tl.load(weight + place, mask=(col < COLS) & (k[:, None] < K), other=0.0)  # [BLOCK_K, BLOCK_COLS]
+    given, row_stride = grad + k[None, :] * grad_stride, grad_row_stride  # [1, BLOCK_K]
+    if APART:
+        is_later = k[None, :] >= FIRST
+        given = tl.where(is_later, later + (k[None, :] - FIRST) * later_stride, given)
+        row_stride = tl.where(is_later, later_row_stride, row_stride)
     total = tl.zeros([BLOCK_K, BLOCK_COLS], tl.float32)
     for first in range(tl.program_id(0) * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS):
         row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]  # [BLOCK_ROWS, 1]
         inside = (row < rows) & (col < COLS)
         known = (row < rows) & (k[None, :] < K)
-        near = known & (k[None, :] < FIRST) if APART else known
-        g = tl.load(grad + (row * grad_row_stride + k[None, :] * grad_stride), mask=near, other=0.0)
-        if APART:
-            of_later = row * later_row_stride + (k[None, :] - FIRST) * later_stride
-            g += tl.load(later + of_later, mask=known & (k[None, :] >= FIRST), other=0.0)
+        g = tl.load(given + row * row_stride, mask=known, other=0.0)
         values = tl.load(x + (row * x_stride + col), mask=inside, other=0.0).to(tl.float32)
         if CARRIED:
             dx = tl.load(carried + (row * carried_stride + col), mask=inside, other=0.0).to(tl.float32)
@@ -296,6 +297,8 @@ def backward_in_parts(
 ) -> tuple[Tensor, Tensor]:
     """`backward` of at most `MOST` columns; that of the weight in parts to be added up, [parts, K, D]."""
     rows, most, cols = x.shape[:-1].numel(), weight.shape[1], x.shape[-1]
+    if torch.version.hip is not None and len(grads) > 1:  # where a pointer cannot be one of two
+        grads = [torch.cat(list(grads), -1)]
     given, normed = [grad.reshape(rows, grad.shape[-1]) for grad in grads], inverse.numel() > 0
     # As forward made them; saved tensors may come back with other strides (`save_on_cpu`).
     by_column = scores.reshape(rows, most).t().contiguous() if normed or clamped else inverse
