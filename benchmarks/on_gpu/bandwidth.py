@@ -33,6 +33,7 @@ SPECS = {
     "sum of 4, begun": MixSpec(4, added=1, accumulate=True),
     "gather 16 for 1": MixSpec(16, probe=True),
     "gather 16 for 4": MixSpec(16, outputs=4, probe=True),
+    "gather 16 for 4, per channel": MixSpec(16, "channel", outputs=4, probe=True),
     "4 sums of 16, per token": MixSpec(16, "none", True, outputs=4),
     "gather 16 for 4, per token": MixSpec(16, "none", True, outputs=4, probe=True),
     "queries, keys, values of 12": MixSpec(12, "channel", True, outputs=3),
@@ -108,7 +109,7 @@ def _projection(columns: int, rows: int, width: int, device: torch.device) -> Ca
 
     def run() -> Callable[[], object]:
         scores, inverse = projection.forward(x, weight, 1e-6)
-        return lambda: projection.backward(grad, x, weight, scores, inverse, None)
+        return lambda: projection.backward([grad], x, weight, scores, inverse, None)
 
     factors = weight.nbytes + grad.nbytes + 4 * rows
     return run, x.nbytes + factors, 2 * x.nbytes + 2 * weight.nbytes + 2 * grad.nbytes + 4 * rows
@@ -124,7 +125,7 @@ def _read(rows: int, width: int, device: torch.device) -> Case:
     def run() -> Callable[[], object]:
         projection.products(grad, streams)
         read = projection.Read(grad, factors)
-        return lambda: projection.backward(scores, streams, weight, scores, inverse, carried, read)
+        return lambda: projection.backward([scores], streams, weight, scores, inverse, carried, read)
 
     small = 2 * scores.nbytes + inverse.nbytes + factors.nbytes + 2 * weight.nbytes
     return run, streams.nbytes + grad.nbytes + factors.nbytes, 3 * streams.nbytes + grad.nbytes + small
@@ -139,6 +140,6 @@ def _gates(iterations: int, rows: int, width: int, device: torch.device) -> Case
 
     def run() -> Callable[[], object]:
         read, write = gates.forward(products, static, scale, 4, iterations, 0.0, 2.0)
-        return lambda: gates.backward(read, write, products, static, scale, iterations, 0.0, 2.0)
+        return lambda: gates.backward_in_parts(read, write, products, static, scale, iterations, 0.0, 2.0)
 
     return run, 2 * products.nbytes, 3 * products.nbytes

@@ -80,7 +80,7 @@ def _stacked(xs: Sequence[Tensor], w: Tensor, scores: Tensor) -> Results:
 def _project(xs: Sequence[Tensor], w: Tensor, scores: Tensor) -> Results:
     weight = torch.cat([w, -w, w.flip(0)]).repeat(-(-xs[0].shape[-1] // 12), 1)[: xs[0].shape[-1]]
     found, inverse = projection.forward(xs[0], weight, 1e-6)
-    back = projection.backward(scores, xs[0], weight, found, inverse, xs[1])
+    back = projection.backward([scores[:, :1], scores[:, 1:]], xs[0], weight, found, inverse, xs[1])
     return {"scores": found, "gradient": back[0], "sum of weights": back[1]}
 
 
@@ -90,7 +90,7 @@ def _streams(xs: Sequence[Tensor], w: Tensor, scores: Tensor) -> Results:
     weight = w.repeat(-(-streams.shape[-1] // 4), 1)[: streams.shape[-1]]
     found, inverse = projection.forward(streams, weight, 1e-6)
     read = projection.Read(grad, scores[:, :2, None])
-    back = projection.backward(found, streams, weight, found, inverse, None, read)
+    back = projection.backward([found], streams, weight, found, inverse, None, read)
     products = projection.products(grad, streams)
     return {"products": products, "gradient": back[0], "sum of weights": back[1]}
 
@@ -105,8 +105,8 @@ def _gates(iterations: int) -> Callable[[Sequence[Tensor], Tensor, Tensor], Resu
         static, scale = torch.full_like(products[0], 0.5), torch.full_like(products[0], 0.1).flatten()
         given = products, static, scale[: products.shape[-1]]
         read, write = gates.forward(*given, n, iterations, 0.0, 2.0)
-        of_products, sums = gates.backward(read, write, *given, iterations, 0.0, 2.0)
-        return {"read": read, "write": write, "gradient": of_products, "sum of values": sums}
+        of_products, sums = gates.backward_in_parts(read, write, *given, iterations, 0.0, 2.0)
+        return {"read": read, "write": write, "gradient": of_products, "sum of values": sums.sum(0)}
 
     return run
 
