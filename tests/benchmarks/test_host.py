@@ -28,7 +28,7 @@ def test_kernels_are_started(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "host.json").read_text())
     plain, ancre, mhc, *others = report["trunks"]
     assert (plain["kernels"], ancre["kernels"]) == (0, 2)  # two sums, and the gradients of two states
-    assert mhc["kernels"] == 16
+    assert mhc["kernels"] == 18  # 4 and 5 for each of two sublayers
     liger = [row["kernels"] > 0 for row in others if row["trunk"] == "mhc, liger-kernel"]
     assert all(liger) and len(liger) == (importlib.util.find_spec("liger_kernel") is not None)
     assert {row["operator"] for row in report["operators"]} == {"mix", "mix_backward", "gather"}
