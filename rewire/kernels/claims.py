@@ -113,7 +113,7 @@ def _by_kernels(
     scores: Sequence[Tensor],
     added: Sequence[Tensor],
 ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-    """`gathered`, of some states at a time: of fewer if what weighs their gradients is per channel, too."""
+    """`gathered`, of some states at a time: of fewer where weights per channel take registers, too."""
     most = BLOCK if weights is not None and weights.dim() == 3 else MAX_OUTPUTS
     dx: list[Tensor] = []  # not list[Tensor](), which Dynamo does not know
     of_weights: list[Tensor] = []

@@ -309,19 +309,8 @@ def backward_in_parts(
     partials = torch.empty(plan.programs, most, cols, dtype=torch.float32, device=x.device)
     states = (x, inverse if carried is None else carried, inverse if read is None else read.grad)
     even = [state.contiguous() if copied else state for state, copied in zip(states, plan.copied, strict=True)]
-    plan.kernel(
-        (
-            given[0],
-            given[-1],
-            by_column,
-            inverse,
-            *even,
-            weight,
-            inverse if factors is None else factors,
-            grad_x,
-            partials,
-        )
-    )
+    factors = inverse if factors is None else factors
+    plan.kernel((given[0], given[-1], by_column, inverse, *even, weight, factors, grad_x, partials))
     return grad_x, partials
 
 

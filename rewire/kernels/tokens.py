@@ -79,7 +79,7 @@ def read_off_apart(
         x, weight, eps, clamped: as there.
         first: how many are the first, not none and not all.
     """
-    if torch.compiler.is_compiling() or left_to_autograd(x, math.inf):
+    if x.dim() < 2 or torch.compiler.is_compiling() or left_to_autograd(x, math.inf):
         scores, x = read_off(x, weight, eps, clamped)
         near, later = scores.split([first, weight.shape[1] - first], -1)
         return (scores, near, later), x
