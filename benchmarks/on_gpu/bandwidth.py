@@ -13,7 +13,7 @@ import torch
 
 from on_gpu.kernel_checks import Check, Inputs
 from rewire.bench import harness
-from rewire.kernels import gates, projection, traffic
+from rewire.kernels import gates, projection, totals, traffic
 from rewire.kernels.spec import MixSpec
 
 #: Runs forward; what it returns runs backward.
@@ -140,6 +140,7 @@ def _gates(iterations: int, rows: int, width: int, device: torch.device) -> Case
 
     def run() -> Callable[[], object]:
         read, write = gates.forward(products, static, scale, 4, iterations, 0.0, 2.0)
-        return lambda: gates.backward_in_parts(read, write, products, static, scale, iterations, 0.0, 2.0)
+        given = read, write, products, static, scale, iterations, 0.0, 2.0
+        return lambda: totals.added_up(gates.backward_in_parts(*given)[1:])
 
     return run, 2 * products.nbytes, 3 * products.nbytes

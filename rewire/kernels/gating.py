@@ -65,7 +65,7 @@ def read_off_gates(
         The gates; the streams and a claim on them, as `tokens.read_off_streams` returns them.
     """
     (*lead, n, width), x = streams.shape, of_tokens(streams, weight)
-    known = gating is not None and 1 < n <= MOST and gating.iterations <= MOST_ITERATIONS and x.dim() > 1
+    known = gating is not None and n <= MOST and gating.iterations <= MOST_ITERATIONS and x.dim() > 1
     if not known or left_to_autograd(x, math.inf) or not by_kernels(x, weight):
         products, streams, claim = read_off_streams(streams, weight, eps)
         return *formula(products, static, scale), streams, claim

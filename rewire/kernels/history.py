@@ -257,7 +257,7 @@ class History:
         return None, x
 
     def _scored_apart(self, queries: Any, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
-        """The same; with those of the first ``near`` queries, and those of the others."""
+        """The same; with those of the first ``near`` queries, and those of the others: see `tokens.read_off_apart`."""
         return None, (), (), x
 
     def _claim(

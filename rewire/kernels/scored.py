@@ -98,11 +98,8 @@ class ScoredHistory(History):
         return read_off(x, queries.T, self.norm_eps, self.clamped)
 
     def _scored_apart(self, queries: Any, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
-        if 0 < near < len(queries):
-            (scores, first, others), x = read_off_apart(x, queries.T, near, self.norm_eps, self.clamped)
-            return scores, (first,), (others,), x
-        of_all, x = read_off(x, queries.T, self.norm_eps, self.clamped)
-        return of_all, (of_all,), (of_all,), x
+        (scores, first, others), x = read_off_apart(x, queries.T, near, self.norm_eps, self.clamped)
+        return scores, (first,), (others,), x
 
     def _sums(self, mixes: range) -> dict[int, Any]:  # each of one way
         states = len(self.values)

@@ -113,10 +113,12 @@ class MixSpec:
 
     @property
     def reads_weights(self) -> bool:
+        """Whether forward does; dot products alone need none."""
         return self.weights != "none" and not self.dots_only
 
     @property
     def reads_scores(self) -> bool:
+        """The same; those of a softmax multiply its dot products."""
         return self.scores and (self.attended or not self.dots_only)
 
     @property

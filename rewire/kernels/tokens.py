@@ -77,12 +77,13 @@ def read_off_apart(
 
     Args:
         x, weight, eps, clamped: as there.
-        first: how many are the first, not none and not all.
+        first: how many are the first; where these are none or all, all scores come three times.
     """
-    if x.dim() < 2 or torch.compiler.is_compiling() or left_to_autograd(x, math.inf):
+    alone = not 0 < first < weight.shape[1]
+    if alone or x.dim() < 2 or torch.compiler.is_compiling() or left_to_autograd(x, math.inf):
         scores, x = read_off(x, weight, eps, clamped)
-        near, later = scores.split([first, weight.shape[1] - first], -1)
-        return (scores, near, later), x
+        parts = (scores, scores) if alone else scores.split([first, weight.shape[1] - first], -1)
+        return (scores, *parts), x
     with outside_autocast(x.device):
         scores, x, near, later = _ReadOff.apply(x, weight, eps, clamped, first, None)
     return (scores, near, later), x

@@ -101,3 +101,5 @@ def test_the_source_uses_what_it_declares(spec: MixSpec) -> None:
 def test_what_registers_cannot_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="No single kernel for the gradients of"):
         source(MixSpec(2, "channel", norm="rms"), backward=True)
+    with pytest.raises(ValueError, match="No single kernel for the gradients of"):
+        source(MixSpec(2, probe=True, dots_only=True), backward=True)

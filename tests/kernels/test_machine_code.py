@@ -222,7 +222,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]
     return calls
 
 
-#: Bytes that backward of more than 64 columns spills; sm_90 nothing. Of fewer columns sm_80 spills 8 at the most.
+#: Bytes that backward of more than 64 columns spills; sm_90 nothing.
 SPILLED = {"sm_80": 248, "gfx942": 596}
 
 
@@ -230,7 +230,7 @@ SPILLED = {"sm_80": 248, "gfx942": 596}
 @pytest.mark.parametrize(("width", "columns"), [(2048, 6), (8192, 24), (2048, 25), (2048, 50), (2048, 73)])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_projections(target: str, width: int, columns: int, started: list[tuple[Any, dict[str, Any]]]) -> None:
-    allowed = SPILLED.get(target, 0) if columns > 64 else 8 * (target == "sm_80")
+    allowed = SPILLED.get(target, 0) if columns > 64 else 0
     exact = {"PRECISION": "ieee"} if target == "gfx942" else {}
     x, weight = torch.empty(256, width, dtype=BF16), torch.empty(columns, width).T
     scores, inverse = projection.forward(x, weight, 1e-6)
@@ -245,7 +245,8 @@ def test_projections(target: str, width: int, columns: int, started: list[tuple[
     for kernel, arguments in started:
         known = {name: value for name, value in exact.items() if name in arguments}
         done = specialised(kernel, arguments | known, TARGETS[target])
-        assert usage(done, TARGETS[target]).spilled <= allowed
+        two_gradients = 8 if target == "sm_80" and arguments.get("APART") else 0
+        assert usage(done, TARGETS[target]).spilled <= max(allowed, two_gradients)
         assert target == "gfx942" or re.search(r"ld\.global\.v4|cp\.async\.cg", done.asm["ptx"])
 
 

@@ -22,6 +22,8 @@ from rewire.kernels.spec import FAN_IN, MAX_PAIRS, MixSpec, Weights
         ({"sources": 2, "keep_mix": True}, "keep_mix is for mixes with a norm"),
         ({"sources": 2, "probe": True, "norm": "rms"}, "without a norm"),
         ({"sources": 2, "probe": True, "weights": "none"}, "a probe goes with"),
+        ({"sources": 2, "dots_only": True}, "dots_only is for probes"),
+        ({"sources": 2, "probe": True, "dots_only": True, "added": 1}, "dots_only is for probes"),
     ],
 )
 def test_combinations_without_a_kernel(options: dict[str, Any], why: str) -> None:
