@@ -233,7 +233,7 @@ def mixes(rounds: int) -> list[dict[str, Any]]:
     rows = []
     for n in (4, 8, 16):
         sources = [torch.zeros(1, ROWS, COLS, dtype=DTYPE) for _ in range(n)]
-        weights, x = torch.ones(n), sources[0]
+        weights, x = torch.ones(n), torch.zeros_like(sources[0])
         cases: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
             "mix": (partial(operators.mix, sources, weights, [], [x], None, DTYPE), launcher(MixSpec(n, added=1), x)),
             "mix_backward": (

@@ -21,6 +21,11 @@ from rewire.kernels.grid import MOST_PLANS
 from rewire.kernels.plan import Plan
 from rewire.kernels.spec import MixSpec
 
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # torch.compile's own, no part of torch's interface
+    TensorGuards = None  # type: ignore[assignment, misc]
+
 
 class MixInputs(NamedTuple):
     """What `mix_forward` computes of.
@@ -181,7 +186,16 @@ def mix_backward(spec: MixSpec, inputs: GradientInputs, stacked: int = 0) -> Gra
 
 # Plans.
 
-_plans: dict[Any, Plan] = {}
+
+class _Known(NamedTuple):
+    """A plan, and whether tensors have the layouts that it is for."""
+
+    plan: Plan
+    alike: Callable[..., bool]
+
+
+#: By what is asked for and the layouts of tensors; and by the former alone, the one that was used last.
+_plans: dict[Any, _Known] = {}
 _sizes = operator.attrgetter("shape", "dtype", "device")
 _lock = threading.Lock()  # for threads that make plans; who looks one up needs none
 
@@ -192,19 +206,39 @@ def _run(
     """The results of the plan for these tensors."""
     groups = inputs.groups()
     tensors = list(itertools.chain.from_iterable(groups))
-    # Each once for all tensors: twice as fast as a `Layout` of each.
-    layouts = tuple(map(_sizes, tensors)), tuple(map(Tensor.stride, tensors))
-    key = (make, spec, options, inputs.stacks, tuple(map(len, groups)), layouts)
-    known = _plans.get(key)
-    if known is None:
-        by_field = {name: [layout(x) for x in group] for name, group in zip(inputs._fields, groups, strict=False)}
-        table = isinstance(inputs.scores, Tensor)
-        known = make(spec, plan.given(by_field, inputs.stacks, table, spec.probe), *options)
-        with _lock:
-            while len(_plans) >= MOST_PLANS:
-                del _plans[next(iter(_plans))]
-            _plans[key] = known
-    return known(tensors)
+    question = (make, spec, options, inputs.stacks, tuple(map(len, groups)))
+    known = _plans.get(question)
+    if known is None or not known.alike(*tensors):
+        # Each once for all tensors: twice as fast as a `Layout` of each.
+        key = question, tuple(map(_sizes, tensors)), tuple(map(Tensor.stride, tensors))
+        known = _plans.get(key)
+        if known is None:
+            by_field = {name: [layout(x) for x in group] for name, group in zip(inputs._fields, groups, strict=False)}
+            table = isinstance(inputs.scores, Tensor)
+            made = make(spec, plan.given(by_field, inputs.stacks, table, spec.probe), *options)
+            known = _Known(made, _alike(tensors))
+            _keep(key, known)
+        _keep(question, known)
+    return known.plan(tensors)
+
+
+def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether tensors have the layouts of these: in C++, four times as fast as by a key. It says no more often than it
+    has to: where one tensor is given twice, or needs gradients where another did not.
+    """
+    if TensorGuards is None:
+        return lambda *_: False
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
+def _keep(key: Any, known: _Known) -> None:
+    """The oldest go when there are too many."""
+    with _lock:
+        _plans.pop(key, None)
+        while len(_plans) >= MOST_PLANS:
+            del _plans[next(iter(_plans))]
+        _plans[key] = known
 
 
 def _several(x: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:

@@ -198,18 +198,47 @@ def test_what_does_not_fit_is_refused_every_time(calls: list[tuple[str, Any]]) -
 
 
 def test_the_oldest_plans_are_forgotten(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, Any]]) -> None:
-    monkeypatch.setattr(launch, "MOST_PLANS", 3)
+    monkeypatch.setattr(launch, "MOST_PLANS", 4)  # three, and which of them was the last
     for rows in (1, 2, 3, 1, 4, 1, 2):
         mixed(states(2, rows, 32), *states(1, rows, 32))
-        assert len(launch._plans) <= 3
+        assert len(launch._plans) <= 4
     # Those of 1 and 2 rows go when there are four.
     ways = ["by Triton"] * 3 + ["directly", "by Triton", "by Triton", "by Triton"]
     assert [way for way, _ in calls] == ways
 
 
+def test_tensors_like_the_last_ones_are_not_asked_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, Any]]
+) -> None:
+    asked: list[Tensor] = []
+
+    def sizes(x: Tensor) -> Any:
+        asked.append(x)
+        return x.shape, x.dtype, x.device
+
+    monkeypatch.setattr(launch, "_sizes", sizes)
+    for _ in range(3):
+        mixed(states(2, 5, 32), *states(1, 5, 32))
+    assert len(asked) == 4
+    x, y = states(2, 5, 32)
+    strided = torch.empty(5, 64, dtype=BF16)[:, :32]
+    others = [[x, x], [x.clone().requires_grad_(), y], [x, strided], [x, y], [y, x]]  # the last is like the one before
+    for sources in others:
+        assert mixed(sources, x.clone()).shape == x.shape
+    assert len(asked) == 4 * 5
+    assert [way for way, _ in calls] == ["by Triton"] + ["directly"] * 4 + ["by Triton", "directly", "directly"]
+
+
+def test_without_the_guards_of_torch_compile(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, Any]]) -> None:
+    monkeypatch.setattr(launch, "TensorGuards", None)
+    for rows in (5, 5, 6, 5):
+        assert mixed(states(2, rows, 32), *states(1, rows, 32)).shape == (rows, 32)
+    assert [way for way, _ in calls] == ["by Triton", "directly", "by Triton", "directly"]
+
+
 def test_threads_share_plans(calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each starts kernels on its own tensors, while others make plans and plans are forgotten."""
-    monkeypatch.setattr(launch, "MOST_PLANS", 4)
+    monkeypatch.setattr(launch, "MOST_PLANS", 5)
     wrong: list[BaseException] = []
     started: dict[int, tuple[Any, ...]] = {}
 
