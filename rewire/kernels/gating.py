@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ def read_off_gates(
     static: Tensor,
     scale: Tensor,
     eps: float | None,
+    known: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Claim | None]:
     """What a unit reads, [..., n, 1], and writes, [..., n + 1, n], the streams with.
 
@@ -60,18 +61,19 @@ def read_off_gates(
         streams, weight, eps: as in `tokens.read_off_streams`.
         static: [..., K], without the dimensions of tokens.
         scale: [K].
+        known: what `several.write_and_project` has read off the streams with this weight, if anything.
 
     Returns:
         The gates; the streams and a claim on them, as `tokens.read_off_streams` returns them.
     """
     (*lead, n, width), x = streams.shape, of_tokens(streams, weight)
-    known = gating is not None and n <= MOST and gating.iterations <= MOST_ITERATIONS and x.dim() > 1
-    if not known or left_to_autograd(x, math.inf) or not by_kernels(x, weight):
+    fits = gating is not None and n <= MOST and gating.iterations <= MOST_ITERATIONS and x.dim() > 1
+    if not fits or left_to_autograd(x, math.inf) or not by_kernels(x, weight):
         products, streams, claim = read_off_streams(streams, weight, eps)
         return *formula(products, static, scale), streams, claim
     with outside_autocast(x.device):
         given = x, weight, static, scale
-        read, write, x, grad, factors = _Gated.apply(gating, formula, eps, (*lead, 1, width), *given)
+        read, write, x, grad, factors = _Gated.apply(gating, formula, eps, (*lead, 1, width), tuple(known), *given)
     return read, write, x.view(streams.shape), (grad, factors)
 
 
@@ -83,10 +85,16 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gating: Gating, formula: Any, eps: float | None, shape: tuple[int, ...], *given: Tensor
+        ctx: Any,
+        gating: Gating,
+        formula: Any,
+        eps: float | None,
+        shape: tuple[int, ...],
+        known: tuple[Tensor, ...],
+        *given: Tensor,
     ) -> tuple[Tensor, ...]:
         x, weight, static, scale = given
-        products, inverse = operators.project(x, weight, eps)
+        products, inverse = known or operators.project(x, weight, eps)
         ctx.gating, ctx.formula, ctx.eps = gating, formula, eps
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given, products, inverse)
@@ -103,7 +111,7 @@ class _Gated(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         x, weight, static, scale, products, inverse = ctx.saved_tensors
         if of_read is None and of_write is None:
-            return None, None, None, None, added_up([carried, by_read(x, grad, factors)]), None, None, None
+            return *[None] * 5, added_up([carried, by_read(x, grad, factors)]), None, None, None
         of_read, of_write = _both(of_read, of_write, products, ctx.gating)
         if torch.is_grad_enabled():  # with create_graph=True
 
@@ -111,10 +119,10 @@ class _Gated(torch.autograd.Function):
                 return _stacked(*ctx.formula(by_autograd(x, weight, ctx.eps), static, scale))
 
             of_x, *others = gradients(again, (x, weight, static, scale), _stacked(of_read, of_write))
-            return None, None, None, None, added_up([of_x, carried, by_read(x, grad, factors)]), *others
+            return *[None] * 5, added_up([of_x, carried, by_read(x, grad, factors)]), *others
         kept, of_streams = (x, weight, static, scale, products, inverse), (carried, grad, factors)
         of_x, of_weight, sums = operators.gates_backward(of_read, of_write, *kept, *of_streams, *ctx.gating[1:])
-        return None, None, None, None, of_x, of_weight.T, sums[:-1].view(static.shape), sums[-1]
+        return *[None] * 5, of_x, of_weight.T, sums[:-1].view(static.shape), sums[-1]
 
 
 def _both(of_read: Tensor | None, of_write: Tensor | None, products: Tensor, gating: Gating) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,8 @@ from rewire.kernels.spec import MAX_NORM_WIDTH, MixSpec, Norm, Weights, spec_of
 SWITCHED_ON = os.environ.get("REWIRE_KERNELS", "on").lower() not in ("off", "0", "false")
 #: Columns of a hidden layer up to which kernels compute it.
 MOST_HIDDEN = 128
+#: Streams and products of each up to which one kernel writes the streams and makes the products.
+MOST_WRITTEN, MOST_PRODUCTS = 4, 32
 #: Triton's interpreter runs kernels on a CPU: for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -329,6 +331,30 @@ def _count(streams: Tensor | None) -> int:
 def _spec_of_several(sources: int, weights: Tensor | None, scores: Tensor | None, carried: bool = False) -> MixSpec:
     outputs = weights.shape[0] if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
     return spec_of(sources, _kind(weights, 2), scores is not None, outputs=outputs, carried=carried)
+
+
+def _write_fake(streams: Any, branches: Any, table: Any, weight: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    (*lead, n, width), (channels, most) = streams.shape, weight.shape
+    written = _like(streams, functools.reduce(torch.promote_types, [x.dtype for x in (streams, *branches)]))
+    rows = lead if channels > width else [*lead, n]
+    products = streams.new_empty((most, *rows), dtype=torch.float32)
+    return written, products.movedim(0, -1), streams.new_empty(products[0].numel(), dtype=torch.float32)
+
+
+@_operator(
+    "(Tensor streams, Tensor[] branches, Tensor table, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    _write_fake,
+)
+def write_and_project(
+    streams: Tensor, branches: Sequence[Tensor], table: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`several` of streams [..., n, D] and branches [..., D], with ``table`` [..., n, n + branches] for scores; and
+    what `project` returns of the new streams, or of those of a token side by side, if the weight is [n D, K].
+    """
+    from rewire.kernels import writes
+
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in (streams, *branches)])
+    return writes.forward(streams, branches, table, weight, eps, dtype)
 
 
 def _project_fake(x: Any, weight: Any, eps: float | None, clamped: bool = False) -> tuple[Tensor, Tensor]:

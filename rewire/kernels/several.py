@@ -149,6 +149,32 @@ def write_and_read(
     return written, result
 
 
+def write_and_project(
+    streams: Tensor, weights: Tensor, branches: Sequence[Tensor], projection: Tensor, eps: float
+) -> tuple[Tensor, ...]:
+    """`combine`, and what `tokens.read_off_streams` would read off the new streams: one pass over them less.
+
+    Args:
+        streams, weights, branches: as in `combine`, of streams [..., n, C].
+        projection: float32 [C, K], of each stream, or [n C, K], of all of a token side by side.
+        eps: of the norm.
+
+    Returns:
+        H' [..., n, C]. Where there is a kernel, also constants for `gating.read_off_gates`: products [..., n, K] or
+        [..., K], and the norm's factor for each row.
+    """
+    n, tensors = streams.shape[-2], [streams, *branches]
+    known = n == weights.shape[-1] <= operators.MOST_WRITTEN and projection.shape[1] <= operators.MOST_PRODUCTS
+    even = weights.shape[:-2] == streams.shape[:-2] and all(f.shape[-2] == 1 for f in branches)
+    if not known or not even or _by_kernels(tensors, n) is not True:
+        return (combine(streams, weights, branches),)
+    table, more = weights.mT, [weights[..., n:, :].mT] * (len(branches) - 1)
+    scores = torch.cat([table, *more], -1) if more else table
+    parts = [f.squeeze(-2) for f in branches]
+    found: tuple[Tensor, ...] = _Written.apply(projection.detach(), eps, scores, streams, *parts)
+    return found
+
+
 def _exact_products(x: Tensor) -> bool:
     """Whether a matrix product of tensors like ``x`` is as exact as sums are, and faster."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():
@@ -232,6 +258,26 @@ class _Several(torch.autograd.Function):
         if not joined:
             return (None, None, None, of_weights, of_scores, *map(_sum, found, carried))
         return (None, None, None, of_weights, of_scores, *found[: len(tensors)])
+
+
+class _Written(torch.autograd.Function):
+    """`_Several` of streams and branches with scores, whose kernel also reads constants off the new streams."""
+
+    @staticmethod
+    def forward(ctx: Any, projection: Tensor, eps: float, scores: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        streams, *branches = tensors
+        written, products, inverse = operators.write_and_project(streams, branches, scores, projection, eps)
+        ctx.by_kernels, ctx.stacked, ctx.shapes = True, True, [written.shape]
+        ctx.save_for_backward(None, scores, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(products, inverse)
+        return written, products, inverse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Any, ...]:
+        nothing_else = [None] * (len(ctx.needs_input_grad) - 3)  # for none of the tensors
+        of_all = _Several.backward(ctx, grad, *nothing_else)
+        return (None, None, *of_all[4:])
 
 
 def _apart(stacked: bool, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:

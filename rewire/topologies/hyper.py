@@ -131,8 +131,10 @@ class Streams(Topology[Weights]):
         products, streams, claim = read_off_streams(streams, projection, self.norm_eps)
         return unit.static + scale * self.signal(products), streams, claim
 
-    def opened(self, streams: Tensor, unit: Unit, weights: Weights) -> tuple[Gates, Tensor, Claim | None]:
-        """The gates of a unit instead of its values."""
+    def opened(
+        self, streams: Tensor, unit: Unit, weights: Weights, known: Sequence[Tensor] = ()
+    ) -> tuple[Gates, Tensor, Claim | None]:
+        """The gates of a unit instead of its values; ``known`` was read off the streams when they were written."""
         if unit.dynamic is None:
             return self.gates(unit.static, weights), streams, None
         scale, projection = unit.dynamic
@@ -141,19 +143,26 @@ class Streams(Topology[Weights]):
             return self.gates(static + scale * self.signal(products), weights)
 
         *gates, streams, claim = read_off_gates(
-            self.gating, formula, streams, projection, unit.static, scale, self.norm_eps
+            self.gating, formula, streams, projection, unit.static, scale, self.norm_eps, known
         )
         return Gates(*gates), streams, claim
 
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor, States]:
-        gates, streams, claim = self.opened(states[0], weights.units[t - 1], weights)
+        streams, *known = states
+        gates, streams, claim = self.opened(streams, weights.units[t - 1], weights, known)
         value, streams = several.read(streams, gates.read, claim)
         return value.flatten(-2), (streams, gates.write)
 
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
         streams, table = states
         split = [branch.unflatten(-1, (self.parts, -1)) for branch in branches]  # [..., p, D/p]
-        return (combine(streams, table, split),)
+        following = weights.units[t].dynamic if t < len(weights.units) else None
+        if following is None or self.gating is None:
+            return (combine(streams, table, split),)
+        return several.write_and_project(streams, table, split, following[1], self.norm_eps)
+
+    def lasting(self, states: States) -> States:
+        return states[:1]
 
     def matrix(self, weights: Weights, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.
@@ -259,7 +268,7 @@ class HyperConnections(ParallelStreams):
         return found if "dynamic" in parameters else found._replace(steps=_steps(parameters["static"].float()))
 
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor, States]:
-        if len(states) == 1:
+        if not weights.steps or len(states) == 1:
             return super().read(states, weights, t)
         streams, value = states
         if t <= len(weights.steps):
@@ -270,9 +279,6 @@ class HyperConnections(ParallelStreams):
         if t > len(weights.steps):
             return super().write(states, weights, t, *branches)
         return several.write_and_read(states[0], weights.steps[t - 1], weights.units[t].static[:, :1], branches)
-
-    def lasting(self, states: States) -> States:
-        return states[:1]
 
     def program(self, weights: Weights, dims: Dims) -> Program:
         if any(unit.dynamic is not None for unit in weights.units):
