@@ -57,6 +57,7 @@ def read_off_gates(
     static: Tensor,
     scale: Tensor,
     eps: float,
+    known: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """What ``formula`` makes of `read_off_streams`, static and scale; and what else that returns."""
     products, streams, claim = read_off_streams(streams, weight, eps)
@@ -277,6 +278,13 @@ def write_and_read(
     """
     streams = combine(streams, table[:-1].mT, [f.unsqueeze(-2) for f in branches])
     return streams, combine(streams, weights).squeeze(-2)
+
+
+def write_and_project(
+    streams: Tensor, weights: Tensor, branches: Sequence[Tensor], projection: Tensor, eps: float
+) -> tuple[Tensor]:
+    """`combine`; nothing is read off the new streams here."""
+    return (combine(streams, weights, branches),)
 
 
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -> Tensor:

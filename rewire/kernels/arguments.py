@@ -46,6 +46,13 @@ def row_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None:
     return stride if (cols == 1 or strides[-1] == 1) and stride <= MAX_ROW_STRIDE * cols else None
 
 
+def stream_strides(x: Layout) -> tuple[int, int] | None:
+    """Of streams [..., n, D], elements from a token to the next, and from a stream to the next; None as above."""
+    (*lead, n, cols), (*along, step, last) = x.shape, x.strides
+    of_tokens = row_stride((*lead, cols), (*along, last))
+    return None if of_tokens is None or row_stride((n, cols), (step, last)) is None else (of_tokens, step)
+
+
 def check_forward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked: int) -> None:
     """Raise TypeError or ValueError unless `launch.mix_forward` can take such tensors."""
     _check(

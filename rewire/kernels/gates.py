@@ -285,7 +285,7 @@ def forward(
     return read, table.mT
 
 
-def backward_in_parts(
+def backward(
     grad_read: Tensor,
     grad_write: Tensor,
     products: Tensor,
@@ -295,9 +295,8 @@ def backward_in_parts(
     eps: float,
     magnitude: float,
 ) -> tuple[Tensor, Tensor]:
-    """From the gradients of what `forward` returned those of the products; of the static values and, below, the scale.
-
-    The latter is in parts to be added up, [parts, n + 1, n + 2] or [parts, 2, 2 n + n n].
+    """From the gradients of what `forward` returned those of the products; and of the static values and, below, of the
+    scale, [n + 1, n + 2] or [2, 2 n + n n].
     """
     by_token, columns = products.reshape(-1, *products.shape[-1 if iterations else -2 :]), scale.shape[0]
     kernel, programs, strides = _plan(layout(by_token), grad_read.shape[-2], iterations, eps, magnitude, True)
@@ -305,7 +304,7 @@ def backward_in_parts(
     partials = torch.empty(programs, 1 + static.numel() // columns, columns, dtype=torch.float32, device=found.device)
     given = (by_token, static.contiguous(), scale.contiguous(), grad_read.contiguous(), grad_write.mT.contiguous())
     kernel((*given, found, partials))
-    return found.view(products.shape), partials
+    return found.view(products.shape), partials[0] if programs == 1 else partials.sum(0)
 
 
 @functools.lru_cache(MOST_PLANS)

@@ -10,18 +10,8 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators
-from rewire.kernels.claims import added_up
 from rewire.kernels.mix import gradients, left_to_autograd
-from rewire.kernels.tokens import (
-    Claim,
-    by_autograd,
-    by_kernels,
-    by_read,
-    claim_on,
-    of_tokens,
-    outside_autocast,
-    read_off_streams,
-)
+from rewire.kernels.tokens import Claim, by_kernels, outside_autocast, read_off_streams
 
 #: Streams and iterations of Sinkhorn-Knopp up to which a few tokens fit into the registers of a program.
 MOST, MOST_ITERATIONS = 8, 64
@@ -61,68 +51,62 @@ def read_off_gates(
         streams, weight, eps: as in `tokens.read_off_streams`.
         static: [..., K], without the dimensions of tokens.
         scale: [K].
-        known: what `several.write_and_project` has read off the streams with this weight, if anything.
+        known: what `several.write_and_project` returned with the streams, which it has read off with this weight.
 
     Returns:
         The gates; the streams and a claim on them, as `tokens.read_off_streams` returns them.
     """
-    (*lead, n, width), x = streams.shape, of_tokens(streams, weight)
-    fits = gating is not None and n <= MOST and gating.iterations <= MOST_ITERATIONS and x.dim() > 1
-    if not fits or left_to_autograd(x, math.inf) or not by_kernels(x, weight):
+    claim: Claim | None
+    if known:
+        products, grad, factors = known
+        claim = grad, factors
+    else:
         products, streams, claim = read_off_streams(streams, weight, eps)
-        return *formula(products, static, scale), streams, claim
-    with outside_autocast(x.device):
-        given = x, weight, static, scale
-        read, write, x, grad, factors = _Gated.apply(gating, formula, eps, (*lead, 1, width), tuple(known), *given)
-    return read, write, x.view(streams.shape), (grad, factors)
+    return *_gates(gating, formula, products, static, scale), streams, claim
 
 
-class _Gated(torch.autograd.Function):
-    """Keeps for backward the streams as they are, what was read off them, and of the norm a number for each row.
+def _gates(
+    gating: Gating | None,
+    formula: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    products: Tensor,
+    static: Tensor,
+    scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    known = gating is not None and gating.streams <= MOST and gating.iterations <= MOST_ITERATIONS
+    of_tokens = products.dim() > static.dim() and by_kernels(products, scale)
+    with outside_autocast(products.device):
+        if not known or not of_tokens or left_to_autograd(products, math.inf):
+            return formula(products, static, scale)
+        read, write = _Gates.apply(gating, formula, products, static, scale)
+        return read, write
 
-    With a claim on the streams, as of `tokens.read_off_streams`.
-    """
+
+class _Gates(torch.autograd.Function):
+    """Keeps for backward what gates are made of."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        gating: Gating,
-        formula: Any,
-        eps: float | None,
-        shape: tuple[int, ...],
-        known: tuple[Tensor, ...],
-        *given: Tensor,
-    ) -> tuple[Tensor, ...]:
-        x, weight, static, scale = given
-        products, inverse = known or operators.project(x, weight, eps)
-        ctx.gating, ctx.formula, ctx.eps = gating, formula, eps
+        ctx: Any, gating: Gating, formula: Any, products: Tensor, static: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.gating, ctx.formula = gating, formula
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*given, products, inverse)
-        return *operators.gates(products, static, scale, *gating), x.view_as(x), *claim_on(x, products, shape)
+        ctx.save_for_backward(products, static, scale)
+        return operators.gates(products, static, scale, *gating)
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        of_read: Tensor | None,
-        of_write: Tensor | None,
-        carried: Tensor | None,
-        grad: Tensor | None,
-        factors: Tensor | None,
-    ) -> tuple[Any, ...]:
-        x, weight, static, scale, products, inverse = ctx.saved_tensors
+    def backward(ctx: Any, of_read: Tensor | None, of_write: Tensor | None) -> tuple[Any, ...]:
         if of_read is None and of_write is None:
-            return *[None] * 5, added_up([carried, by_read(x, grad, factors)]), None, None, None
+            return (None,) * 5
+        products, static, scale = ctx.saved_tensors
         of_read, of_write = _both(of_read, of_write, products, ctx.gating)
         if torch.is_grad_enabled():  # with create_graph=True
 
-            def again(x: Tensor, weight: Tensor, static: Tensor, scale: Tensor) -> Tensor:
-                return _stacked(*ctx.formula(by_autograd(x, weight, ctx.eps), static, scale))
+            def again(*given: Tensor) -> Tensor:
+                return _stacked(*ctx.formula(*given))
 
-            of_x, *others = gradients(again, (x, weight, static, scale), _stacked(of_read, of_write))
-            return *[None] * 5, added_up([of_x, carried, by_read(x, grad, factors)]), *others
-        kept, of_streams = (x, weight, static, scale, products, inverse), (carried, grad, factors)
-        of_x, of_weight, sums = operators.gates_backward(of_read, of_write, *kept, *of_streams, *ctx.gating[1:])
-        return *[None] * 5, of_x, of_weight.T, sums[:-1].view(static.shape), sums[-1]
+            return None, None, *gradients(again, (products, static, scale), _stacked(of_read, of_write))
+        of_products, sums = operators.gates_backward(of_read, of_write, products, static, scale, *ctx.gating[1:])
+        return None, None, of_products, sums[:-1].view(static.shape), sums[-1]
 
 
 def _both(of_read: Tensor | None, of_write: Tensor | None, products: Tensor, gating: Gating) -> tuple[Tensor, Tensor]:

@@ -357,6 +357,46 @@ def write_and_project(
     return writes.forward(streams, branches, table, weight, eps, dtype)
 
 
+def _write_backward_fake(
+    grad: Any, carried: Any, of_read: Any, factors: Any, written: Any, products: Any, inverse: Any, *terms: Any
+) -> list[Tensor]:
+    streams, branches, table, weight = terms
+    sums = _like(table, table.dtype), weight.new_empty((weight.shape[1], weight.shape[0]))
+    return [_like(streams, streams.dtype), *(_like(f, f.dtype) for f in branches), *sums]
+
+
+@_operator(
+    "(Tensor grad, Tensor? carried, Tensor? of_read, Tensor? factors, Tensor written, Tensor products, Tensor inverse,"
+    " Tensor streams, Tensor[] branches, Tensor table, Tensor weight) -> Tensor[]",
+    _write_backward_fake,
+)
+def write_and_project_backward(
+    grad: Tensor,
+    carried: Tensor | None,
+    of_read: Tensor | None,
+    factors: Tensor | None,
+    written: Tensor,
+    products: Tensor,
+    inverse: Tensor,
+    streams: Tensor,
+    branches: Sequence[Tensor],
+    table: Tensor,
+    weight: Tensor,
+) -> list[Tensor]:
+    """Gradients of `write_and_project`: of the streams, of each branch, of the table, of the weight, [K, channels].
+
+    ``grad`` is that of the products, ``carried`` that of the new streams; what a read of these sends back is as in
+    `project_backward`.
+    """
+    from rewire.kernels import projection, writes
+
+    read = None if of_read is None or factors is None else projection.Read(of_read, factors)
+    of_streams, of_branches, *sums = writes.backward(
+        grad, carried, read, written, products, inverse, streams, branches, table, weight
+    )
+    return [of_streams, *of_branches, *sums]
+
+
 def _project_fake(x: Any, weight: Any, eps: float | None, clamped: bool = False) -> tuple[Tensor, Tensor]:
     scores = x.new_empty((weight.shape[1], *x.shape[:-1]), dtype=torch.float32).movedim(0, -1)
     return scores, x.new_empty(x.numel() // x.shape[-1] * (eps is not None), dtype=torch.float32)
@@ -461,44 +501,30 @@ def gates(
     return gates.forward(products, static, scale, n, iterations, eps, magnitude)
 
 
-def _gates_backward_fake(of_read: Any, of_write: Any, x: Any, weight: Any, static: Any, *_: Any) -> tuple[Tensor, ...]:
-    sums = 1 + static.numel() // static.shape[-1], static.shape[-1]
-    return _like(x, x.dtype), *(weight.new_empty(shape) for shape in (weight.shape[::-1], sums))
+def _gates_backward_fake(of_read: Any, of_write: Any, products: Any, static: Any, *_: Any) -> tuple[Tensor, Tensor]:
+    values = static.shape[-1]
+    return torch.empty_like(products), static.new_empty((1 + static.numel() // values, values))
 
 
 @_operator(
-    "(Tensor of_read, Tensor of_write, Tensor x, Tensor weight, Tensor static, Tensor scale, Tensor products,"
-    " Tensor inverse, Tensor? carried, Tensor? grad, Tensor? factors, int iterations, float eps, float magnitude)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor of_read, Tensor of_write, Tensor products, Tensor static, Tensor scale, int iterations, float eps,"
+    " float magnitude) -> (Tensor, Tensor)",
     _gates_backward_fake,
 )
 def gates_backward(
     of_read: Tensor,
     of_write: Tensor,
-    x: Tensor,
-    weight: Tensor,
+    products: Tensor,
     static: Tensor,
     scale: Tensor,
-    products: Tensor,
-    inverse: Tensor,
-    carried: Tensor | None,
-    grad: Tensor | None,
-    factors: Tensor | None,
     iterations: int,
     eps: float,
     magnitude: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `gates` of ``project(x, weight)``: of x, with what is ``carried``, and of a read as in
-    `project_backward`; of the weight, [K, D]; of the static values and, in one more row, the scale.
-    """
-    from rewire.kernels import gates, projection, totals
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `gates`: of the products; of the static values and, in one more row, the scale."""
+    from rewire.kernels import gates
 
-    gating = iterations, eps, magnitude
-    of_products, sums = gates.backward_in_parts(of_read, of_write, products, static, scale, *gating)
-    read = None if grad is None or factors is None else projection.Read(grad, factors)
-    of_x, in_parts = projection.backward_in_parts([of_products], x, weight, products, inverse, carried, read)
-    of_weight, of_values = totals.added_up((in_parts, sums))
-    return of_x, of_weight, of_values
+    return gates.backward(of_read, of_write, products, static, scale, iterations, eps, magnitude)
 
 
 @_operator(

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rewire.kernels.arguments import Layout, layout, row_stride
+from rewire.kernels.arguments import Layout, layout, row_stride, stream_strides
 from rewire.kernels.grid import MOST_PLANS, PROGRAMS, Code, Kernel
 
 #: Of matrix products in the kernels: as exact as float32, by three products of tensor cores where there are such.
@@ -368,19 +368,18 @@ def products(grad: Tensor, streams: Tensor) -> Tensor:
 @functools.lru_cache(MOST_PLANS)
 def _plan_products(grad: Layout, streams: Layout) -> tuple[Kernel, bool, bool]:
     """The kernel, and whether gradients and streams have to be copied, their rows not being even."""
-    (*lead, n, cols), (*along, step, last) = streams.shape, streams.strides
-    of_grad, of_tokens = row_stride(grad.shape, grad.strides), row_stride((*lead, cols), (*along, last))
-    even = of_tokens is not None and row_stride((n, cols), (step, last)) is not None
+    *lead, n, cols = streams.shape
+    of_grad, strides = row_stride(grad.shape, grad.strides), stream_strides(streams)
     numbers = {
         "grad_stride": cols if of_grad is None else of_grad,
-        "strides": (of_tokens, step) if even else (n * cols, cols),
+        "strides": strides or (n * cols, cols),
         "tokens": math.prod(lead),
     }
     rows, columns = TILE
     constants = {"N": n, "COLS": cols, "BLOCK_ROWS": rows, "BLOCK_COLS": columns, "num_warps": 4}
     code = Code(lambda: products_of_read, (-(-math.prod(lead) // rows), 1, 1), constants, backward=True)
     kernel = Kernel(code, streams.device, {"grad": 0, "streams": 1, "result": 2}, numbers)
-    return kernel, of_grad is None, not even
+    return kernel, of_grad is None, strides is None
 
 
 def _rows(x: Layout) -> tuple[int, int, int | None]:

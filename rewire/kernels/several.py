@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from rewire.kernels import native, operators
+from rewire.kernels.claims import added_up
 from rewire.kernels.mix import gradients, left_to_autograd, mix
 from rewire.kernels.spec import MAX_OUTPUTS
-from rewire.kernels.tokens import Claim, outside_autocast
+from rewire.kernels.tokens import Claim, by_autograd, by_kernels, by_read, claim_on, of_tokens, outside_autocast
 
 
 def mixes(
@@ -160,18 +161,18 @@ def write_and_project(
         eps: of the norm.
 
     Returns:
-        H' [..., n, C]. Where there is a kernel, also constants for `gating.read_off_gates`: products [..., n, K] or
-        [..., K], and the norm's factor for each row.
+        H' [..., n, C]. Where there is a kernel, also the products, [..., n, K] or [..., K], and the two tensors of a
+        claim on H'.
     """
     n, tensors = streams.shape[-2], [streams, *branches]
-    known = n == weights.shape[-1] <= operators.MOST_WRITTEN and projection.shape[1] <= operators.MOST_PRODUCTS
+    fits = n == weights.shape[-1] <= operators.MOST_WRITTEN and projection.shape[1] <= operators.MOST_PRODUCTS
     even = weights.shape[:-2] == streams.shape[:-2] and all(f.shape[-2] == 1 for f in branches)
-    if not known or not even or _by_kernels(tensors, n) is not True:
+    if not (fits and even and branches and by_kernels(streams, projection) and _by_kernels(tensors, n)):
         return (combine(streams, weights, branches),)
     table, more = weights.mT, [weights[..., n:, :].mT] * (len(branches) - 1)
-    scores = torch.cat([table, *more], -1) if more else table
-    parts = [f.squeeze(-2) for f in branches]
-    found: tuple[Tensor, ...] = _Written.apply(projection.detach(), eps, scores, streams, *parts)
+    table = torch.cat([table, *more], -1) if more else table
+    with outside_autocast(streams.device):
+        found: tuple[Tensor, ...] = _Written.apply(eps, projection, table, streams, *[f.squeeze(-2) for f in branches])
     return found
 
 
@@ -261,23 +262,44 @@ class _Several(torch.autograd.Function):
 
 
 class _Written(torch.autograd.Function):
-    """`_Several` of streams and branches with scores, whose kernel also reads constants off the new streams."""
+    """Keeps for backward streams and branches, the new streams, and a few numbers for each token.
+
+    Returns the new streams, what is read off them, and a claim on them, as `tokens.read_off_streams` does.
+    """
 
     @staticmethod
-    def forward(ctx: Any, projection: Tensor, eps: float, scores: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, eps: float, weight: Tensor, table: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         streams, *branches = tensors
-        written, products, inverse = operators.write_and_project(streams, branches, scores, projection, eps)
-        ctx.by_kernels, ctx.stacked, ctx.shapes = True, True, [written.shape]
-        ctx.save_for_backward(None, scores, *tensors)
+        written, products, inverse = operators.write_and_project(streams, branches, table, weight, eps)
+        ctx.eps = eps
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(products, inverse)
-        return written, products, inverse
+        ctx.save_for_backward(weight, table, written, products, inverse, *tensors)
+        *lead, _, width = streams.shape
+        return written, products, *claim_on(written, products, (*lead, 1, width))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Any, ...]:
-        nothing_else = [None] * (len(ctx.needs_input_grad) - 3)  # for none of the tensors
-        of_all = _Several.backward(ctx, grad, *nothing_else)
-        return (None, None, *of_all[4:])
+    def backward(
+        ctx: Any, carried: Tensor | None, grad: Tensor | None, of_read: Tensor | None, factors: Tensor | None
+    ) -> tuple[Any, ...]:
+        weight, table, written, products, inverse, streams, *branches = ctx.saved_tensors
+        if grad is None or torch.is_grad_enabled():  # with create_graph=True
+            x = of_tokens(written, weight)
+            of_x, of_weight = None, None
+            if grad is not None:
+                of_x, of_weight = gradients(functools.partial(by_autograd, eps=ctx.eps), (x, weight), grad)
+                of_x = of_x.view(written.shape)
+            total = added_up([carried, by_read(written, of_read, factors), of_x])
+            if total is None:
+                return None, of_weight, None, *[None] * (1 + len(branches))
+            if torch.is_grad_enabled():
+                of_terms, _, of_table = _differentiable([total], True, None, table, (streams, *branches))
+            else:
+                *of_terms, of_table = operators.several_backward([total], streams, branches, None, table, [])
+            return None, of_weight, of_table, *of_terms
+        *of_terms, of_table, of_weight = operators.write_and_project_backward(
+            grad, carried, of_read, factors, written, products, inverse, streams, branches, table, weight
+        )
+        return None, of_weight.T, of_table, *of_terms
 
 
 def _apart(stacked: bool, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:

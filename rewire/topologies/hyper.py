@@ -157,7 +157,7 @@ class Streams(Topology[Weights]):
         streams, table = states
         split = [branch.unflatten(-1, (self.parts, -1)) for branch in branches]  # [..., p, D/p]
         following = weights.units[t].dynamic if t < len(weights.units) else None
-        if following is None or self.gating is None:
+        if following is None:
             return (combine(streams, table, split),)
         return several.write_and_project(streams, table, split, following[1], self.norm_eps)
 

@@ -81,7 +81,7 @@ class TestByKernels:
         given = drawn(how, spread, 3, 29)
         exact = [x.detach().double().requires_grad_() for x in given]
         found, want = gates_of(how, *given), formula_of(how)(*exact)
-        assert type(found[0].grad_fn).__name__ == "_GatedBackward"
+        assert type(found[0].grad_fn).__name__ == "_GatesBackward"
         for a, b in zip(found, want, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6)
         up = [torch.randn(x.shape) for x in want]
@@ -136,4 +136,4 @@ class TestByKernels:
         for how in (Gating(gating.MOST + 1), Gating(2, gating.MOST_ITERATIONS + 1, 0.0, 2.0)):
             given = drawn(how, 1.0, 3)
             for a, b in zip(gates_of(how, *given), formula_of(how)(*given), strict=True):
-                assert torch.equal(a, b) and type(a.grad_fn).__name__ != "_GatedBackward"
+                assert torch.equal(a, b) and type(a.grad_fn).__name__ != "_GatesBackward"

@@ -201,9 +201,25 @@ class TestOperators:
                 s, inverse = operators.project(x, w, 1e-6)
                 static, gating = values[:-1].view(s.shape[len(lead) :]), (iterations, 0.0, 2.0)
                 made = checked(operators.gates, s, static, values[-1], N, *gating)
-                for carried, *read in ((x, grad, found), (None, None, None)):
-                    kept = x, w, static, values[-1], s, inverse, carried
-                    checked(operators.gates_backward, *made, *kept, *read, *gating)
+                checked(operators.gates_backward, *made, s, static, values[-1], *gating)
+
+    @pytest.mark.parametrize("branches", [1, 2])
+    def test_writes_that_are_projected(self, branches: int) -> None:
+        """The same numbers as one after the other, of streams that were rounded."""
+        for lead in ((3,), (2, 3)):
+            streams, fs = drawn(*lead, N, WIDTH, dtype=BF16), [drawn(*lead, WIDTH, dtype=BF16) for _ in range(branches)]
+            table = drawn(*lead, N, N + branches)
+            for columns, channels in ((N + 2, WIDTH), (N * (N + 2), N * WIDTH)):
+                weight = drawn(columns, channels).T
+                found = checked(operators.write_and_project, streams, fs, table, weight, 1e-6)
+                new = operators.several(streams, fs, None, table)[0]
+                x = new if channels == WIDTH else new.flatten(-2)
+                torch.testing.assert_close(found, (new, *operators.project(x, weight, 1e-6)))
+                grad, read = torch.randn_like(found[1]), (drawn(*lead, 1, WIDTH, dtype=BF16), drawn(*lead, N, 1))
+                for carried, *sent in ((streams, *read), (None, None, None)):
+                    checked(
+                        operators.write_and_project_backward, grad, carried, *sent, *found, streams, fs, table, weight
+                    )
 
     def test_tensors_that_other_ranks_still_compute(self) -> None:
         """Tensor parallelism hands over branches, and gradients, that stand for what a collective will have written."""

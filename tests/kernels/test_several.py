@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rewire.kernels import native, operators
+from rewire.kernels.gating import read_off_gates
 from rewire.kernels.history import History, Table
 from rewire.kernels.mix import pending_mix
 from rewire.kernels.norms import mark
-from rewire.kernels.several import combine, mixes, read, write_and_read
+from rewire.kernels.several import combine, mixes, read, write_and_project, write_and_read
 from rewire.kernels.spec import MAX_OUTPUTS
 from rewire.kernels.tokens import read_off_streams, rms_norm
 
 F32, F64 = torch.float32, torch.float64
 M, N, WIDTH = 3, 4, 9
+ONE = torch.ones(1)
 WEIGHTED = [("scalar", False), ("scalar", True), ("channel", False), ("channel", True), ("none", True)]
 TOLERANCES = {F64: 1e-12, F32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -74,6 +76,32 @@ def twin_of_projected(streams: Tensor, weight: Tensor) -> Tensor:
 def _first(products: Tensor, streams: Tensor) -> Tensor:
     """[..., n, 1], of what was found for each stream, or for all of a token."""
     return products[..., :1] if products.dim() == streams.dim() else products[..., : streams.shape[-2], None]
+
+
+def written(streams: Tensor, table: Tensor, branches: Sequence[Tensor], weight: Tensor) -> Tensor:
+    """New streams, and a read of them with weights made of themselves."""
+    streams, *known = write_and_project(streams, table, branches, weight, 1e-2)
+    read_with, _, streams, claim = read_off_gates(None, gates_of_first, streams, weight, ONE, ONE, 1e-2, known)
+    result, streams = read(streams, read_with, claim)
+    return torch.cat([result, streams], -2)
+
+
+def gates_of_first(products: Tensor, static: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    apart = products.dim() == 4
+    first = torch.tanh(products[..., :1] if apart else products[..., : products.shape[-1] - 2, None])
+    return first, first
+
+
+def twin_of_written(streams: Tensor, table: Tensor, branches: Sequence[Tensor], weight: Tensor) -> Tensor:
+    return twin_of_projected(twin_of_combine(streams, table, branches), weight)
+
+
+def arguments_of_written(
+    dtype: torch.dtype, apart: bool, n: int = N, width: int = WIDTH, branches: int = 1
+) -> tuple[Any, ...]:
+    streams, weight = arguments_of_projected(dtype, apart, n, width)
+    of_each = [drawn(2, 3, 1, width, dtype=dtype) for _ in range(branches)]
+    return streams, drawn(2, 3, n + 1, n, dtype=weight.dtype), of_each, weight
 
 
 def arguments_of_projected(dtype: torch.dtype, apart: bool, n: int = N, width: int = WIDTH) -> tuple[Any, ...]:
@@ -226,6 +254,31 @@ class Cases:
         (wanted,) = torch.autograd.grad(want, exact[0], up.double())
         assert distance(found, wanted) <= 1e-5
 
+    @pytest.mark.parametrize("apart", [True, False], ids=["apart", "side by side"])
+    @pytest.mark.parametrize(("n", "width", "branches"), [(N, WIDTH, 1), (3, 100, 2), (2, 64, 1), (5, WIDTH, 1)])
+    def test_writes_that_are_read_at_once(self, apart: bool, n: int, width: int, branches: int) -> None:
+        for dtype in self.dtypes:
+            given = arguments_of_written(dtype, apart, n, width, branches)
+            got = compare(written, twin_of_written, given, 4 * TOLERANCES[dtype])  # H' is rounded, too
+            assert got.dtype == dtype
+
+    @pytest.mark.parametrize("apart", [True, False], ids=["apart", "side by side"])
+    @pytest.mark.parametrize("used", ["read", "streams", "only the streams", "frozen"])
+    def test_only_a_part_of_what_was_written_is_used(self, apart: bool, used: str) -> None:
+        streams, table, branches, weight = arguments_of_written(F32, apart)
+        part = slice(0, 1) if used == "read" else slice(None) if used == "frozen" else slice(1, None)
+        leaves = streams, table, branches, weight.detach().requires_grad_(used != "frozen")
+        exact = precise_copy((streams, table, branches, weight))
+        # Of which nobody reads gates, or gates are read
+        alone = used == "only the streams"
+        got = write_and_project(*leaves, 1e-2)[0] if alone else written(*leaves)[..., part, :]
+        want = twin_of_written(*exact)[..., part, :]
+        up = torch.randn(got.shape)
+        found = torch.autograd.grad(got, [streams, table, *branches], up)
+        wanted = torch.autograd.grad(want, [exact[0], exact[1], *exact[2]], up.double())
+        for a, b in zip(found, wanted, strict=True):
+            assert distance(a, b) <= 1e-5
+
     def test_one_stream_and_streams_that_are_one_tensor(self) -> None:
         compare(combine, twin_of_combine, arguments_of_combine(F32, True, 1, n=1), 1e-5)
         x, (_, *rest) = drawn(2, 3, WIDTH), arguments_of_combine(F32, True, 1)
@@ -263,7 +316,18 @@ class Cases:
         assert torch.equal(got, want)
 
     @pytest.mark.parametrize(
-        "case", ["mixes", "mixes by channel", "combine", "static combine", "write and read", "apart", "side by side"]
+        "case",
+        [
+            "mixes",
+            "mixes by channel",
+            "combine",
+            "static combine",
+            "write and read",
+            "apart",
+            "side by side",
+            "written apart",
+            "written",
+        ],
     )
     def test_second_derivatives(self, case: str) -> None:
         """Of a function of the first ones, against float64."""
@@ -279,6 +343,8 @@ class Cases:
             ),
             "apart": (projected, twin_of_projected, arguments_of_projected(F32, True)),
             "side by side": (projected, twin_of_projected, arguments_of_projected(F32, False)),
+            "written apart": (written, twin_of_written, arguments_of_written(F32, True)),
+            "written": (written, twin_of_written, arguments_of_written(F32, False)),
         }[case]
         exact = precise_copy(arguments)
         found = penalty_gradients(function(*arguments).sin(), leaves_of(arguments))
@@ -383,6 +449,33 @@ class TestByKernels(Cases):
         products, streams, claim = read_off_streams(streams, weight, 1e-2)
         result, handed_on = read(streams, products[..., :1], claim)
         assert type(result.grad_fn).__name__ == "_ClaimedBackward" and handed_on is streams
+        for n in (N, 5):  # more streams than registers hold
+            found = write_and_project(*arguments_of_written(F32, True, n), 1e-2)
+            assert type(found[0].grad_fn).__name__ == ("_WrittenBackward" if n == N else "_SeveralBackward")
+            assert len(found) == (4 if n == N else 1)
+
+    def test_written_streams_that_lie_anywhere(self) -> None:
+        """Streams that are one tensor, wider rows, and gradients, saved tensors and factors of other strides."""
+        streams, table, branches, weight = arguments_of_written(F32, False)
+        wide = torch.randn(2, 3, N, 2 * WIDTH).requires_grad_()
+        for x in (streams[..., :1, :].expand(2, 3, N, WIDTH), wide[..., :WIDTH], streams.transpose(0, 1)):
+            given = (x, table.transpose(0, 1) if x.shape[0] == 3 else table)
+            given += ([f.transpose(0, 1) if x.shape[0] == 3 else f for f in branches], weight)
+            exact = precise_copy(given)
+            up = torch.randn(*x.shape[:-2], WIDTH, N + 1).mT
+            inputs, wanted_of = [x, given[1], *given[2], weight], [exact[0], exact[1], *exact[2], exact[3]]
+            want = torch.autograd.grad(twin_of_written(*exact), wanted_of, up.double())
+            for again in (lambda t: t, lambda t: t.repeat_interleave(2, -1)[..., ::2]):
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: t, again):
+                    found = torch.autograd.grad(written(*given), inputs, up)
+                for a, b in zip(found, want, strict=True):
+                    assert distance(a, b) <= 1e-5
+
+    def test_no_tokens_are_written(self) -> None:
+        streams, table, branches, weight = arguments_of_written(F32, True)
+        few = streams[:0], table[:0], [f[:0] for f in branches], weight
+        (of_weight,) = torch.autograd.grad(written(*few).sum(), weight)
+        assert of_weight.shape == weight.shape and not of_weight.any()
 
     @pytest.mark.parametrize("norm", ["rms", "layer", "frozen", None])
     def test_second_derivatives_of_a_mix_and_its_norm(self, norm: str | None) -> None:

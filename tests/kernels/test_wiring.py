@@ -32,6 +32,8 @@ OPERATORS = (
     "mixes",
     "several",
     "several_backward",
+    "write_and_project",
+    "write_and_project_backward",
 )
 TOLERANCE = 1e-5
 
@@ -189,6 +191,12 @@ class TestWiring:
         model = mixed(Net(4), "hc-static", granularity="sublayer")
         check(model, states())
         assert launched.counts["several"] == launched.counts["several_backward"] == 8 + 1  # the first read
+
+    @pytest.mark.parametrize("key", ["hc-dynamic", "mhc"])
+    def test_a_write_reads_what_the_next_gates_are_made_of(self, key: str, launched: Launched) -> None:
+        model = mixed(Net(4), key, granularity="sublayer")
+        check(model, states())
+        assert launched.counts["write_and_project"] == launched.counts["write_and_project_backward"] == 8 - 1
 
     @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v2"])
     def test_states_of_other_shapes_and_no_tokens(self, key: str) -> None:
