@@ -13,7 +13,7 @@ import torch
 
 from on_gpu.kernel_checks import Check, Inputs
 from rewire.bench import harness
-from rewire.kernels import gates, projection, totals, traffic
+from rewire.kernels import gates, projection, traffic, writes
 from rewire.kernels.spec import MixSpec
 
 #: Runs forward; what it returns runs backward.
@@ -48,6 +48,7 @@ def cases() -> dict[str, Callable[[int, int, torch.device], Case]]:
         **{name: functools.partial(_mix, spec) for name, spec in SPECS.items()},
         **{f"projection to {columns}": functools.partial(_projection, columns) for columns in (8, 24, 96)},
         "read of 4 streams, sent back": _read,
+        **{f"write of 4 streams, projected to {k}": functools.partial(_write, k) for k in (6, 24)},
         "gates of 4 streams": functools.partial(_gates, 0),
         "gates of 4 streams, Sinkhorn": functools.partial(_gates, 20),
     }
@@ -131,6 +132,21 @@ def _read(rows: int, width: int, device: torch.device) -> Case:
     return run, streams.nbytes + grad.nbytes + factors.nbytes, 3 * streams.nbytes + grad.nbytes + small
 
 
+def _write(columns: int, rows: int, width: int, device: torch.device) -> Case:
+    """Of each stream 6 products, or 24 of all of a token."""
+    streams = torch.randn(rows, 4, width, device=device).bfloat16()
+    branch, table = torch.randn(rows, width, device=device).bfloat16(), torch.randn(rows, 4, 5, device=device)
+    weight = torch.randn(columns, width if columns == 6 else 4 * width, device=device).T
+    terms, read = (streams, [branch], table, weight), projection.Read(branch[:, None], table[..., :1])
+
+    def run() -> Callable[[], object]:
+        known = writes.forward(*terms, 1e-6, torch.bfloat16)
+        return lambda: writes.backward(known[1], streams, read, *known, *terms)
+
+    states, small = 2 * streams.nbytes + branch.nbytes, table.nbytes + weight.nbytes + 4 * rows * columns
+    return run, states + small, 2 * states + branch.nbytes + 2 * small
+
+
 def _gates(iterations: int, rows: int, width: int, device: torch.device) -> Case:
     """Of as many tokens as a state has 16 channels; the arithmetic of iterations counts, too."""
     tokens, lead = rows * max(1, width // 16), () if iterations else (4,)
@@ -141,6 +157,6 @@ def _gates(iterations: int, rows: int, width: int, device: torch.device) -> Case
     def run() -> Callable[[], object]:
         read, write = gates.forward(products, static, scale, 4, iterations, 0.0, 2.0)
         given = read, write, products, static, scale, iterations, 0.0, 2.0
-        return lambda: totals.added_up(gates.backward_in_parts(*given)[1:])
+        return lambda: gates.backward(*given)
 
     return run, 2 * products.nbytes, 3 * products.nbytes

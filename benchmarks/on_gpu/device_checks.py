@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from on_gpu import model_checks
 from on_gpu.processes import Skipped
-from rewire.kernels import gates, launch, projection
+from rewire.kernels import gates, launch, projection, writes
 from rewire.kernels.launch import GradientInputs, MixInputs
 from rewire.kernels.mix import mix
 from rewire.kernels.spec import MixSpec
@@ -95,6 +95,23 @@ def _streams(xs: Sequence[Tensor], w: Tensor, scores: Tensor) -> Results:
     return {"products": products, "gradient": back[0], "sum of weights": back[1]}
 
 
+def _written(xs: Sequence[Tensor], w: Tensor, scores: Tensor) -> Results:
+    """Two streams side by side in each row, a branch, and what the new streams' gates are made of."""
+    streams, (branch, grad) = xs[0].unflatten(-1, (2, -1)), xs[1].unflatten(-1, (2, -1)).unbind(-2)
+    weight, table = w.repeat(-(-branch.shape[-1] // 4), 1)[: branch.shape[-1]], scores[:, [0, 1, 2, 2, 3, 0]]
+    terms = streams, [branch], table.unflatten(-1, (2, 3)), weight
+    new, products, inverse = writes.forward(*terms, 1e-6, branch.dtype)
+    read = projection.Read(grad[:, None], scores[:, :2, None])
+    of_streams, _, of_table, of_weight = writes.backward(products, streams, read, new, products, inverse, *terms)
+    return {
+        "streams": new,
+        "products": products,
+        "gradient": of_streams,
+        "table": of_table,
+        "sum of weights": of_weight,
+    }
+
+
 def _gates(iterations: int) -> Callable[[Sequence[Tensor], Tensor, Tensor], Results]:
     """Of values that are the first numbers of a state."""
 
@@ -105,8 +122,8 @@ def _gates(iterations: int) -> Callable[[Sequence[Tensor], Tensor, Tensor], Resu
         static, scale = torch.full_like(products[0], 0.5), torch.full_like(products[0], 0.1).flatten()
         given = products, static, scale[: products.shape[-1]]
         read, write = gates.forward(*given, n, iterations, 0.0, 2.0)
-        of_products, sums = gates.backward_in_parts(read, write, *given, iterations, 0.0, 2.0)
-        return {"read": read, "write": write, "gradient": of_products, "sum of values": sums.sum(0)}
+        of_products, sums = gates.backward(read, write, *given, iterations, 0.0, 2.0)
+        return {"read": read, "write": write, "gradient": of_products, "sum of values": sums}
 
     return run
 
@@ -120,6 +137,7 @@ _FAR: dict[str, tuple[Callable[[Sequence[Tensor], Tensor, Tensor], Results], int
     "stacked": (_stacked, 2048),
     "projection": (_project, 2048),
     "streams": (_streams, 2048),
+    "written streams": (_written, 2048),
     "gates": (_gates(0), 64),
     "gates with Sinkhorn-Knopp": (_gates(4), 64),
 }

@@ -23,10 +23,11 @@ from rewire.kernels.grid import MOST_PLANS, PROGRAMS, Code, Kernel
 from rewire.kernels.projection import PRECISION, Read
 from rewire.kernels.totals import added_up
 
-#: Rows and columns of a tile, warps, and loads that are under way, by the bytes of an element: what registers and
-#: shared memory hold for up to `operators.MOST_WRITTEN` streams and `operators.MOST_PRODUCTS` products.
+#: Rows and columns of a tile, warps, and stages of loads: what registers and shared memory hold for up to
+#: `operators.MOST_WRITTEN` streams and `operators.MOST_PRODUCTS` products. Forward by the bytes of an element.
 FORWARD = {2: (64, 32, 8, 3), 4: (32, 16, 4, 3)}
-BACKWARD = {2: (16, 64, 8, 2), 4: (16, 64, 8, 2)}
+BACKWARD = (16, 64, 8, 2)
+BACKWARD_ON_AMD = (16, 32, 4, 2)  # where exact matrix products take more registers
 
 
 @triton.jit(do_not_specialize=["tokens", "K"])
@@ -277,9 +278,7 @@ def backward(
     )
     factors = inverse if read is None else read.factors.reshape(-1, n)
     others = [None if x is None else layout(x) for x in (carried, read and read.grad, read and factors)]
-    plan = _plan_backward(
-        layout(streams), tuple(map(layout, branches)), layout(weight), layout(by_row), written.dtype.itemsize, *others
-    )
+    plan = _plan_backward(layout(streams), tuple(map(layout, branches)), layout(weight), layout(by_row), *others)
     *even, first, second = plan.even(
         streams, *branches, inverse if carried is None else carried, inverse if read is None else read.grad
     )
@@ -299,7 +298,6 @@ def _plan_backward(
     branches: tuple[Layout, ...],
     weight: Layout,
     grad: Layout,
-    itemsize: int,
     carried: Layout | None,
     grad_read: Layout | None,
     factors: Layout | None,
@@ -307,7 +305,7 @@ def _plan_backward(
     """``grad`` is [rows, K], ``factors`` [tokens, n]."""
     copied, numbers = _terms(streams, branches)
     n, width = streams.shape[-2:]
-    constants = _constants(BACKWARD[itemsize], streams, weight)
+    constants = _constants(BACKWARD if torch.version.hip is None else BACKWARD_ON_AMD, streams, weight)
     constants |= {"CARRIED": carried is not None, "READ": grad_read is not None}
     of_carried = None if carried is None else stream_strides(carried)
     of_read = None if grad_read is None else row_stride(grad_read.shape, grad_read.strides)

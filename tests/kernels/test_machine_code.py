@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from rewire.kernels import MixSpec, gates, grid, hidden, operators, projection, softmax, traffic
+from rewire.kernels import MixSpec, gates, grid, hidden, operators, projection, softmax, traffic, writes
 from rewire.kernels.grid import Launch
 from rewire.topologies.registry import make_topology
 
@@ -250,6 +250,31 @@ def test_projections(target: str, width: int, columns: int, started: list[tuple[
         assert target == "gfx942" or re.search(r"ld\.global\.v4|cp\.async\.cg", done.asm["ptx"])
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(("n", "each"), [(2, False), (3, True), (4, True), (4, False)])
+@pytest.mark.parametrize("target", TARGETS)
+def test_writes_that_are_projected(
+    target: str, n: int, each: bool, dtype: torch.dtype, started: list[tuple[Any, dict[str, Any]]]
+) -> None:
+    """Of dynamic hyper-connections and mHC. Shared memory is what AMD's GPUs have, and NVIDIA's consumer GPUs."""
+    columns, channels = (n + 2, 2048) if each else (n * (n + 2), n * 2048)
+    streams, branch = torch.empty(256, n, 2048, dtype=dtype), torch.empty(256, 2048, dtype=dtype)
+    table, weight = torch.empty(256, n, n + 1), torch.empty(columns, channels).T
+    written, products, inverse = writes.forward(streams, [branch], table, weight, 1e-6, dtype)
+    read = projection.Read(branch[:, None], torch.empty(256, n, 1))
+    writes.backward(products, streams, read, written, products, inverse, streams, [branch], table, weight)
+    (forward, *_), (backward, of_backward), _ = started
+    tile = dict(zip(("BLOCK_ROWS", "BLOCK_COLS", "num_warps", "num_stages"), writes.BACKWARD_ON_AMD, strict=True))
+    on_amd = {"PRECISION": "ieee"} if target == "gfx942" else {}
+    started[1] = backward, of_backward | (tile if on_amd else {})
+    assert (forward, backward) == (writes.write_forward, writes.write_backward)
+    for kernel, arguments in started[:2]:
+        done = specialised(kernel, arguments | on_amd, TARGETS[target])
+        assert usage(done, TARGETS[target]).spilled <= (56 if n == 4 and not each else 16)
+        assert done.metadata.shared <= (64 << 10 if target == "gfx942" else 99 << 10)
+        assert target == "gfx942" or re.search(r"ld\.global\.v4|cp\.async\.cg", done.asm["ptx"])
+
+
 #: Of MUDDFormer: units of one read, and of four of 6, 15 and 32 states.
 @pytest.mark.parametrize("columns", [12, 24, 60, 128])
 @pytest.mark.parametrize("target", TARGETS)
@@ -274,7 +299,7 @@ def test_gates_are_in_registers(n: int, iterations: int, started: list[tuple[Any
     products = torch.empty(columns, 256, *rows).movedim(0, -1)
     static, scale = torch.empty(*rows, columns), torch.empty(columns)
     read, write = gates.forward(products, static, scale, n, iterations, 1e-6, 2.0)
-    gates.backward_in_parts(read, write, products, static, scale, iterations, 1e-6, 2.0)
+    gates.backward(read, write, products, static, scale, iterations, 1e-6, 2.0)
     for kernel, arguments in started:
         done = specialised(kernel, arguments, TARGETS["sm_90"])
         found = usage(done, TARGETS["sm_90"])
@@ -293,7 +318,8 @@ def test_sums_that_begin_in_float32() -> None:
 
 @pytest.mark.parametrize("case", passes.CASES)
 def test_every_kernel_of_a_trunk(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """24 blocks, whose reads have up to 49 states; width 2048, bfloat16. Those that are written by hand spill nothing.
+    """24 blocks, whose reads have up to 49 states; width 2048, bfloat16. Those that are written by hand spill nothing,
+    but for writes that are projected.
 
     Gathers of 13 or 16 gradients with weights of both kinds, and some that add up along rows, spill 2 or 4 numbers,
     others none. States are loaded as vectors. Sums have barriers only where their float32 results, of loads in
@@ -327,7 +353,10 @@ def test_every_kernel_of_a_trunk(case: str, monkeypatch: pytest.MonkeyPatch) -> 
         else:
             assert text.count("bar.sync") <= 2 * spec.outputs * (call.arguments["mixes"][0].dtype == F32), about
     for kernel, arguments in by_hand.values():
-        assert usage(specialised(kernel, arguments, TARGETS["sm_90"]), TARGETS["sm_90"]).spilled == 0, kernel.__name__
+        most = 48 if kernel.__name__.startswith("write_") else 0  # see `test_writes_that_are_projected`
+        assert usage(specialised(kernel, arguments, TARGETS["sm_90"]), TARGETS["sm_90"]).spilled <= most, (
+            kernel.__name__
+        )
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -311,7 +311,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], Sta
         values = torch.zeros(2, x.shape[-1])
         read, write = gates.forward(x, *values, 2, 3, 0.0, 2.0)
         assert (read.shape, write.shape) == ((*x.shape[:-1], 2, 1), (*x.shape[:-1], 3, 2))
-        grad, sums = gates.backward_in_parts(read, write, x, *values, 3, 0.0, 2.0)
+        grad, sums = gates.backward(read, write, x, *values, 3, 0.0, 2.0)
         assert (grad.shape, sums.shape[1:]) == (x.shape, values.shape)
         return named(gates)
 
