@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rewire.kernels import arguments, gates, grid, launch, operators, projection
+from rewire.kernels import arguments, gates, grid, launch, operators, projection, writes
 from rewire.kernels.spec import MixSpec
 
 BF16 = torch.bfloat16
@@ -284,12 +284,14 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], Sta
     """What runs kernels that are written by hand, forward and backward: how each was started, and with what."""
     calls: list[tuple[str, Any]] = []
     parameters: dict[str, list[list[str]]] = {}
-    for module, verb in ((projection, "project"), (gates, "sinkhorn")):
+    for module, verb in ((projection, "project"), (gates, "sinkhorn"), (writes, "write")):
         names = [f"{verb}_forward", f"{verb}_backward"]
         parameters[module.__name__] = [getattr(module, name).arg_names for name in names]
         for name in names:
             monkeypatch.setattr(module, name, Function(getattr(module, name).arg_names, calls))
-    for plan in (projection._plan_forward, projection._plan_backward, gates._plan):
+    monkeypatch.setattr(writes, "added_up", lambda partials: [x.sum(0) for x in partials])
+    modules = (projection, writes)
+    for plan in (*(getattr(m, f"_plan_{way}") for m in modules for way in ("forward", "backward")), gates._plan):
         plan.cache_clear()
 
     def named(module: Any) -> Started:
@@ -312,13 +314,23 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], Sta
         read, write = gates.forward(x, *values, 2, 3, 0.0, 2.0)
         assert (read.shape, write.shape) == ((*x.shape[:-1], 2, 1), (*x.shape[:-1], 3, 2))
         grad, sums = gates.backward(read, write, x, *values, 3, 0.0, 2.0)
-        assert (grad.shape, sums.shape[1:]) == (x.shape, values.shape)
+        assert (grad.shape, sums.shape) == (x.shape, values.shape)
         return named(gates)
 
-    return {"x": project, "products": gate}
+    def write(streams: Tensor) -> Started:
+        (*lead, n, width), f = streams.shape, streams.select(-2, 0)
+        table, weight = torch.zeros(*lead, n, n + 1), torch.zeros(n + 2, width).T
+        known = writes.forward(streams, [f], table, weight, 1e-6, streams.dtype)
+        assert [x.shape for x in known] == [streams.shape, (*lead, n, n + 2), (streams.shape[:-1].numel(),)]
+        read = projection.Read(f.unsqueeze(-2), table[..., :1])
+        *found, of_table, of_weight = writes.backward(known[1], streams, read, *known, streams, [f], table, weight)
+        assert (found[0].shape, of_table.shape, of_weight.shape) == (streams.shape, table.shape, weight.T.shape)
+        return named(writes)
+
+    return {"x": project, "products": gate, "streams": write}
 
 
-@pytest.mark.parametrize(("name", "shape"), [("x", (2, 5, 8)), ("products", (2, 5, 8))])
+@pytest.mark.parametrize(("name", "shape"), [("x", (2, 5, 8)), ("products", (2, 5, 8)), ("streams", (2, 5, 3, 8))])
 def test_kernels_written_by_hand_start_directly_too(name: str, shape: tuple[int, ...], by_hand: Any) -> None:
     x = torch.zeros(shape)
     assert [(way, given[name].data_ptr()) for way, given in by_hand[name](x)] == [("by Triton", x.data_ptr())] * 2
@@ -338,6 +350,12 @@ def test_kernels_written_by_hand_take_rows_as_they_lie(by_hand: Any) -> None:
             found = [given for _, given in by_hand["x"](x)]
             assert [given["x_stride"] for given in found] == [stride, stride]
         assert all((given["x"] == x.data_ptr()) == (x is not uneven) for given in found)
+    turned = torch.zeros(3, 2, 5, 8).movedim(0, -2)
+    uneven = torch.zeros(5, 2, 3, 8).transpose(0, 1)
+    for streams, strides in ((wide[..., None, :].expand(2, 5, 3, 8), (16, 0)), (turned, (8, 80)), (uneven, (24, 8))):
+        for given in [given for _, given in by_hand["streams"](streams)]:
+            assert given["stream_strides"] == strides
+            assert (given["streams"].data_ptr() == streams.data_ptr()) == (streams is not uneven)
     columns_first = torch.zeros(8, 10).T
     found = [given for _, given in by_hand["products"](columns_first)]
     assert [given["strides"] for given in found] == [(1, 10)] * 2
