@@ -24,7 +24,7 @@ def run(script: Path, *arguments: str | Path, ranks: int = 2) -> list[str]:
 
     Raises:
         Crashed: one was ended by SIGSEGV or SIGABRT.
-        AssertionError: one ended badly otherwise.
+        AssertionError: one ended badly otherwise, or not at all; then it says where each of its threads was.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     environment |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks), "PYTHONFAULTHANDLER": "1"}
@@ -40,23 +40,34 @@ def run(script: Path, *arguments: str | Path, ranks: int = 2) -> list[str]:
             )
             for rank, output in enumerate(outputs)
         ]
-        end = time.monotonic() + 300
         try:
-            for worker in workers:
-                worker.wait(max(0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass  # what it printed is shown below; its code is then that of the signal, -9
+            in_time = _ended(workers, 300)
+            if not in_time:
+                for worker in workers:
+                    worker.send_signal(signal.SIGABRT)  # faulthandler prints stacks
+                _ended(workers, 10)
         finally:
             for worker in workers:
                 worker.kill()
                 worker.wait()
         printed = [_read(output) for output in outputs]
     codes = [worker.returncode for worker in workers]
-    if {-signal.SIGABRT, -signal.SIGSEGV}.intersection(codes):
+    if in_time and {-signal.SIGABRT, -signal.SIGSEGV}.intersection(codes):
         raise Crashed(_ends(codes, printed))
     if any(codes):
         raise AssertionError(_ends(codes, printed))
     return printed
+
+
+def _ended(workers: list[subprocess.Popen[bytes]], seconds: float) -> bool:
+    """Whether all of them end in time."""
+    end = time.monotonic() + seconds
+    try:
+        for worker in workers:
+            worker.wait(max(0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _read(file: IO[str]) -> str:
