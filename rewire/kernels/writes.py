@@ -268,26 +268,21 @@ def backward(
         written, products, inverse: as `forward` returned them.
         streams, branches, table, weight: as there.
     """
-    most, n, factors_of = weight.shape[1], streams.shape[-2], table.contiguous()
-    by_row = grad.reshape(-1, most)
+    most, n, table = weight.shape[1], streams.shape[-2], table.contiguous()
     # As forward made them; saved tensors may come back with other strides (`save_on_cpu`).
-    by_column, written, inverse = (
-        products.reshape(-1, most).t().contiguous(),
-        written.contiguous(),
-        inverse.contiguous(),
-    )
-    factors = inverse if read is None else read.factors.reshape(-1, n)
-    others = [None if x is None else layout(x) for x in (carried, read and read.grad, read and factors)]
-    plan = _plan_backward(layout(streams), tuple(map(layout, branches)), layout(weight), layout(by_row), *others)
-    *even, first, second = plan.even(
+    known = [x.contiguous() for x in (products.reshape(-1, most).t(), inverse, written)]
+    by_row, factors = grad.reshape(-1, most), inverse if read is None else read.factors.reshape(-1, n)
+    joined = [None if x is None else layout(x) for x in (carried, read and read.grad, read and factors)]
+    plan = _plan_backward(layout(streams), tuple(map(layout, branches)), layout(weight), layout(by_row), *joined)
+    *terms, of_written, of_read = plan.even(
         streams, *branches, inverse if carried is None else carried, inverse if read is None else read.grad
     )
     of_streams, *of_branches = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (streams, *branches))
     floats: dict[str, Any] = {"dtype": torch.float32, "device": streams.device}
-    of_table = torch.empty(plan.programs[1], *factors_of.shape, **floats)
+    of_table = torch.empty(plan.programs[1], *table.shape, **floats)
     of_weight = torch.empty(plan.programs[0], most, weight.shape[0], **floats)
-    known = (first, second, factors, by_row, by_column, inverse, written, weight)
-    plan.kernel((*known, *even, factors_of, of_streams, *of_branches, of_table, of_weight))
+    results = (of_streams, *of_branches, of_table, of_weight)
+    plan.kernel((of_written, of_read, factors, by_row, *known, weight, *terms, table, *results))
     of_table, of_weight = added_up((of_table, of_weight))
     return of_streams, of_branches, of_table, of_weight
 
