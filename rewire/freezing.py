@@ -178,7 +178,8 @@ def most_held(topology: Topology, weights: Any, dims: Dims) -> int:
 
 
 def _tensors(states: States) -> list[Tensor]:
-    return [x for state in states for x in (state.states if isinstance(state, History) else (state,))]
+    of_each = (state.states if isinstance(state, History) else (state,) for state in states)
+    return [x for tensors in of_each for x in tensors if isinstance(x, Tensor)]
 
 
 def _change(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import rewire
 from rewire.kernels import plain
+from rewire.kernels.operators import uses_kernels
 
 plain.WORTHWHILE = 0  # as in conftest.py
 STEPS = 2
@@ -166,9 +167,19 @@ def fsdp_every_topology() -> None:
 
 
 def fsdp_mixed_every_topology() -> None:
+    mixed_precision(LEARNED)
+
+
+def fsdp_mixed_kernels() -> None:
+    """Those that were meant for kernels are theirs."""
+    assert uses_kernels(torch.zeros(1))
+    mixed_precision(FAMILIES)
+
+
+def mixed_precision(keys: Iterable[str]) -> None:
     """Activations in bfloat16, connection weights in float32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for key in LEARNED:
+    for key in keys:
         torch.manual_seed(0)
         model = mixed(Stack(PreNorm), key)
         expected, _ = train(copy.deepcopy(model), batch(torch.float32))

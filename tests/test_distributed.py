@@ -39,3 +39,11 @@ def test_every_topology(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_kind_of_topology_on_four_ranks(tmp_path: Path) -> None:
     run(tmp_path, "hsdp_every_kind", ranks=4)
+
+
+@pytest.mark.slow
+def test_kernels_get_in_float32_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 casts all tensors that it finds in a block's inputs."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    run(tmp_path, "fsdp_mixed_kernels")

@@ -57,7 +57,7 @@ def read_off_gates(
     static: Tensor,
     scale: Tensor,
     eps: float,
-    known: Sequence[Tensor] = (),
+    known: None = None,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """What ``formula`` makes of `read_off_streams`, static and scale; and what else that returns."""
     products, streams, claim = read_off_streams(streams, weight, eps)

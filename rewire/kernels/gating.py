@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rewire.kernels import operators
 from rewire.kernels.mix import gradients, left_to_autograd
-from rewire.kernels.tokens import Claim, by_kernels, outside_autocast, read_off_streams
+from rewire.kernels.tokens import Claim, Projected, by_kernels, outside_autocast, read_off_streams
 
 #: Streams and iterations of Sinkhorn-Knopp up to which a few tokens fit into the registers of a program.
 MOST, MOST_ITERATIONS = 8, 64
@@ -41,7 +41,7 @@ def read_off_gates(
     static: Tensor,
     scale: Tensor,
     eps: float | None,
-    known: Sequence[Tensor] = (),
+    known: Projected | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Claim | None]:
     """What a unit reads, [..., n, 1], and writes, [..., n + 1, n], the streams with.
 
@@ -57,11 +57,10 @@ def read_off_gates(
         The gates; the streams and a claim on them, as `tokens.read_off_streams` returns them.
     """
     claim: Claim | None
-    if known:
-        products, grad, factors = known
-        claim = grad, factors
-    else:
+    if known is None:
         products, streams, claim = read_off_streams(streams, weight, eps)
+    else:
+        products, claim = known.products, known.claim
     return *_gates(gating, formula, products, static, scale), streams, claim
 
 

@@ -13,7 +13,16 @@ from rewire.kernels import native, operators
 from rewire.kernels.claims import added_up
 from rewire.kernels.mix import gradients, left_to_autograd, mix
 from rewire.kernels.spec import MAX_OUTPUTS
-from rewire.kernels.tokens import Claim, by_autograd, by_kernels, by_read, claim_on, of_tokens, outside_autocast
+from rewire.kernels.tokens import (
+    Claim,
+    Projected,
+    by_autograd,
+    by_kernels,
+    by_read,
+    claim_on,
+    of_tokens,
+    outside_autocast,
+)
 
 
 def mixes(
@@ -152,7 +161,7 @@ def write_and_read(
 
 def write_and_project(
     streams: Tensor, weights: Tensor, branches: Sequence[Tensor], projection: Tensor, eps: float
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor] | tuple[Tensor, Projected]:
     """`combine`, and what `tokens.read_off_streams` would read off the new streams: one pass over them less.
 
     Args:
@@ -161,8 +170,7 @@ def write_and_project(
         eps: of the norm.
 
     Returns:
-        H' [..., n, C]. Where there is a kernel, also the products, [..., n, K] or [..., K], and the two tensors of a
-        claim on H'.
+        H' [..., n, C]; and, where there is a kernel, what it has read off.
     """
     n, tensors = streams.shape[-2], [streams, *branches]
     fits = n == weights.shape[-1] <= operators.MOST_WRITTEN and projection.shape[1] <= operators.MOST_PRODUCTS
@@ -172,8 +180,8 @@ def write_and_project(
     table, more = weights.mT, [weights[..., n:, :].mT] * (len(branches) - 1)
     table = torch.cat([table, *more], -1) if more else table
     with outside_autocast(streams.device):
-        found: tuple[Tensor, ...] = _Written.apply(eps, projection, table, streams, *[f.squeeze(-2) for f in branches])
-    return found
+        written, products, *claim = _Written.apply(eps, projection, table, streams, *[f.squeeze(-2) for f in branches])
+    return written, Projected(products, (claim[0], claim[1]))
 
 
 def _exact_products(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,27 @@ from rewire.kernels.mix import gradients, left_to_autograd, under_transforms
 
 #: What a read of streams needs to leave its part of their gradient to the pass over memory of `read_off_streams`.
 Claim = tuple[Tensor, Tensor]
+
+
+class Projected:
+    """What was read off streams when they were written, and a claim on them: see `read_off_streams`.
+
+    A plain class: in tuples, and dataclasses, FSDP2 casts every tensor that a block gets.
+
+    Attributes:
+        products: float32 [..., n, K], or [..., K].
+        claim: two tensors whose values mean nothing.
+    """
+
+    __slots__ = ("claim", "products")
+
+    def __init__(self, products: Tensor, claim: Claim) -> None:
+        self.products, self.claim = products, claim
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> Projected:
+        """Of streams in other dimensions of tokens."""
+        grad, factors = self.claim
+        return Projected(view(self.products), (view(grad), view(factors)))
 
 
 def outside_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
-from rewire.kernels.history import History
 from rewire.kernels.mix import Mix
 from rewire.kernels.operators import uses_kernels
 from rewire.placement import Placement, check_whole
@@ -294,7 +293,7 @@ class Stream(TensorLike):
                 "residual adds. Let the modules around the trunk work on plain tensors, and call rewire.parallelize."
             )
         self._seen("view", view)
-        states = tuple(s.viewed(view) if isinstance(s, History) else view(s) for s in self.states)
+        states = tuple(view(s) if isinstance(s, Tensor) else s.viewed(view) for s in self.states)
         return self._with(states, pytree.tree_map(view, self.held))
 
     def finish(self) -> Tensor:

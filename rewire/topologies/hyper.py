@@ -14,7 +14,7 @@ from rewire.errors import UnsupportedTopology
 from rewire.kernels import several
 from rewire.kernels.gating import Gating, read_off_gates
 from rewire.kernels.several import combine
-from rewire.kernels.tokens import Claim, read_off_streams
+from rewire.kernels.tokens import Claim, Projected, read_off_streams
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, check_choice, check_count
 from rewire.topologies.program import Line, Program, Term, branch_of
 from rewire.topologies.program import Unit as ProgramUnit
@@ -132,7 +132,7 @@ class Streams(Topology[Weights]):
         return unit.static + scale * self.signal(products), streams, claim
 
     def opened(
-        self, streams: Tensor, unit: Unit, weights: Weights, known: Sequence[Tensor] = ()
+        self, streams: Tensor, unit: Unit, weights: Weights, known: Projected | None = None
     ) -> tuple[Gates, Tensor, Claim | None]:
         """The gates of a unit instead of its values; ``known`` was read off the streams when they were written."""
         if unit.dynamic is None:
@@ -149,7 +149,7 @@ class Streams(Topology[Weights]):
 
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor, States]:
         streams, *known = states
-        gates, streams, claim = self.opened(streams, weights.units[t - 1], weights, known)
+        gates, streams, claim = self.opened(streams, weights.units[t - 1], weights, *known)
         value, streams = several.read(streams, gates.read, claim)
         return value.flatten(-2), (streams, gates.write)
 
