@@ -68,9 +68,10 @@ class Weights(NamedTuple):
 class Streams(Topology[Weights]):
     """Base of all hyper-connections: ``r_t = A_m^T H``, ``H' = A_r^T H + B f_t^T`` (arXiv 2409.19606, Section 2).
 
-    The one state is H [..., n, D/p]: n streams, each as wide as one of the p parts of a hidden state. While a
-    branch runs it is H and what `write` does with it: all gates come from the same normalised H, but the mix waits
-    for the branch, rounds once, and needs no second copy of the streams.
+    The one state is H [..., n, D/p]: n streams, each as wide as one of the p parts of a hidden state; where a kernel
+    wrote it, what that has read off it for the next unit comes behind. While a branch runs it is H and what `write`
+    does with it: all gates come from the same normalised H, but the mix waits for the branch, rounds once, and needs
+    no second copy of the streams.
     """
 
     granularity: ClassVar[Granularity] = "sublayer"  # attention and feed-forward are wrapped one by one
