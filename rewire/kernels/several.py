@@ -13,16 +13,7 @@ from rewire.kernels import native, operators
 from rewire.kernels.claims import added_up
 from rewire.kernels.mix import gradients, left_to_autograd, mix
 from rewire.kernels.spec import MAX_OUTPUTS
-from rewire.kernels.tokens import (
-    Claim,
-    Projected,
-    by_autograd,
-    by_kernels,
-    by_read,
-    claim_on,
-    of_tokens,
-    outside_autocast,
-)
+from rewire.kernels.tokens import Claim, Projected, by_autograd, by_read, claim_on, of_tokens, outside_autocast
 
 
 def mixes(
@@ -175,7 +166,8 @@ def write_and_project(
     n, tensors = streams.shape[-2], [streams, *branches]
     fits = n == weights.shape[-1] <= operators.MOST_WRITTEN and projection.shape[1] <= operators.MOST_PRODUCTS
     even = weights.shape[:-2] == streams.shape[:-2] and all(f.shape[-2] == 1 for f in branches)
-    if not (fits and even and branches and by_kernels(streams, projection) and _by_kernels(tensors, n)):
+    some = len(branches) > 0 and streams.numel() > 0 and projection.dtype == torch.float32
+    if not (fits and even and some and _by_kernels(tensors, n)):
         return (combine(streams, weights, branches),)
     table, more = weights.mT, [weights[..., n:, :].mT] * (len(branches) - 1)
     table = torch.cat([table, *more], -1) if more else table
