@@ -207,7 +207,7 @@ def _run(
     groups = inputs.groups()
     tensors = list(itertools.chain.from_iterable(groups))
     question = (make, spec, options, inputs.stacks, tuple(map(len, groups)))
-    known = _plans.get(question)
+    known = last = _plans.get(question)
     if known is None or not known.alike(*tensors):
         # Each once for all tensors: twice as fast as a `Layout` of each.
         key = question, tuple(map(_sizes, tensors)), tuple(map(Tensor.stride, tensors))
@@ -218,7 +218,8 @@ def _run(
             made = make(spec, plan.given(by_field, inputs.stacks, table, spec.probe), *options)
             known = _Known(made, _alike(tensors))
             _keep(key, known)
-        _keep(question, known)
+        if known is not last:
+            _keep(question, known)
     return known.plan(tensors)
 
 
