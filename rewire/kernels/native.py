@@ -6,6 +6,7 @@ as without a compiler, `plain` goes on without it.
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
 import itertools
@@ -27,8 +28,10 @@ from rewire.kernels.arguments import row_stride
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("sums.cpp", "sinkhorn.cpp"))
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
 #: What the processor can do, as torch names it, with the flags for it. Others (ARM, POWER) have one baseline.
-VECTORS = dict.fromkeys(("AVX2", "AVX512"), ("-mavx2", "-mfma", "-mf16c"))
+VECTORS = {"AVX2": _AVX2, "AVX512": (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")}
+HEADER = Path(__file__).with_name("elements.h")
 
 #: Elements for which another thread is worth waking up.
 GRAIN = 1 << 15
@@ -185,9 +188,10 @@ def _run(tensors: _Tensors, weights: Tensor | None, by_channel: bool, scores: Te
     dots = [torch.empty_like(weights)] if tensors.states and (by_channel or scores is None) else []
     row_dots = [torch.zeros_like(scores)] if tensors.states and scores is not None else []
     assert function is not None
+    places = array.array("q", rows)  # ctypes would make a type of its own for each length
     function(
         by_channel, results, n, len(tensors.added), len(tensors.states) > 0, len(tensors.carried) > 0,
-        (ctypes.c_int64 * len(rows))(*rows), weights.data_ptr(), None if scores is None else scores.data_ptr(),
+        places.buffer_info()[0], weights.data_ptr(), None if scores is None else scores.data_ptr(),
         dots[0].data_ptr() if dots else None, row_dots[0].data_ptr() if row_dots else None,
         elements // width, width, min(torch.get_num_threads(), 1 + elements // GRAIN),
     )  # fmt: skip
@@ -235,7 +239,7 @@ def _compiled() -> Path:
     # Torch's own OpenMP, where torch brings one: its threads are then the same.
     openmp = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("libgomp*")))
     key = "\n".join(
-        [*(source.read_text() for source in SOURCES), *compiler, *flags, *openmp, platform.machine(), torch.__version__]
+        [*(file.read_text() for file in (HEADER, *SOURCES)), *compiler, *flags, *openmp, platform.machine(), torch.__version__]
     )
 
     def compile_to(path: Path) -> None:

@@ -11,94 +11,16 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <vector>
-#ifdef __F16C__
-#include <immintrin.h>
-#endif
+
+#include "elements.h"
 
 namespace {
 
 constexpr int64_t TILE = 4096;
-
-struct BFloat16 {
-    uint16_t bits;
-};
-
-struct Float16 {
-    uint16_t bits;
-};
-
-// What elements are summed in.
-template <typename T> struct Precise { using type = float; };
-template <> struct Precise<double> { using type = double; };
-
-inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-inline float float_of(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-template <typename T> inline T load(T x) { return x; }
-
-inline float load(BFloat16 x) { return float_of(uint32_t(x.bits) << 16); }
-
-// Without branches, so that the compiler can use vectors; few processors compute in float16.
-inline uint32_t chosen(bool first, uint32_t a, uint32_t b) {
-    const uint32_t mask = -uint32_t(first);
-    return (a & mask) | (b & ~mask);
-}
-
-inline float load(Float16 x) {
-    const uint32_t size = x.bits & 0x7fff;
-    const uint32_t normal = (size << 13) + chosen(size >= 0x7c00, 0x70000000, 0x38000000);  // the exponent's bias
-    const uint32_t small = bits_of(float(int32_t(size)) * 0x1p-24f);                        // subnormal, or zero
-    return float_of(chosen(size < 0x400, small, normal) | uint32_t(x.bits & 0x8000) << 16);
-}
-
-template <typename T> inline void store(T x, T* to) { *to = x; }
-
-inline void store(float x, Float16* to) {  // to the nearest, ties to even
-    const uint32_t bits = bits_of(x), size = bits & 0x7fffffff, rebased = size - 0x38000000;
-    const uint32_t normal = (rebased + 0xfff + (rebased >> 13 & 1)) >> 13;
-    const uint32_t small = bits_of(float_of(size) + 0.5f) - 0x3f000000;  // the last bit of 0.5 is the smallest float16
-    const uint32_t finite = chosen(size < 0x38800000, small, normal);
-    const uint32_t other = chosen(x != x, 0x7e00, 0x7c00);
-    to->bits = uint16_t((bits >> 16 & 0x8000) | chosen(size >= 0x477ff000, other, finite));
-}
-
-inline void store(float x, BFloat16* to) {  // to the nearest, ties to even
-    const uint32_t bits = bits_of(x);
-    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    to->bits = x != x ? uint16_t(0x7fc0) : uint16_t(rounded);
-}
-
-constexpr int LANES = 16;  // elements side by side: of several vectors, or their sums would wait for each other
-
-template <typename T, typename F> inline void load_lanes(const T* x, F* values) {
-    for (int lane = 0; lane < LANES; ++lane) values[lane] = load(x[lane]);
-}
-
-#ifdef __F16C__
-template <> inline void load_lanes(const Float16* x, float* values) {
-    for (int lane = 0; lane < LANES; lane += 8)
-        _mm256_storeu_ps(values + lane, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(x + lane))));
-}
-#endif
-
-// The rows of a tensor, by the elements from one to the next.
-template <typename T> struct Rows {
-    T* data;
-    int64_t stride;
-    T* at(int64_t row, int64_t column) const { return data + row * stride + column; }
-};
+// Bytes that terms are asked for in advance: a piece of each in turn, they are no stream that a processor sees.
+constexpr int64_t AHEAD = 2048;
 
 // Adds K terms to a tile, and to their dots the products with the state x: each for itself, summed, or both.
 template <int K, bool by_channel, bool dots_by_channel, bool summed, typename T, typename F>
@@ -127,6 +49,7 @@ void add_terms(F* __restrict total, const T* __restrict x, const Rows<T>* terms,
     };
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
+        for (int k = 0; k < K; ++k) __builtin_prefetch(g[k] + i + AHEAD / sizeof(T));
         if constexpr (std::is_same<T, Float16>()) {  // by the instruction for several at once
             F values[K][LANES], states[LANES];
             for (int k = 0; k < K; ++k) load_lanes(g[k] + i, values[k]);
