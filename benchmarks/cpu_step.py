@@ -32,7 +32,7 @@ from torch import nn
 
 import rewire
 from rewire.bench import harness
-from rewire.kernels import plain as by_hand
+from rewire.kernels.cpu import plain as by_hand
 
 BATCH = 8
 CPU = torch.device("cpu")

@@ -38,7 +38,8 @@ from triton.backends.driver import DriverBase
 from triton.backends.nvidia import driver as nvidia
 
 from passes import CASES, Branch, dims_of, run
-from rewire.kernels import MixSpec, grid, operators, traffic
+from rewire.kernels import MixSpec, operators
+from rewire.mixes import traffic
 from rewire.topologies.registry import make_topology
 
 ROWS, COLS, DTYPE = 4, 128, torch.bfloat16
@@ -256,10 +257,7 @@ def launcher(spec: MixSpec, x: Tensor, backward: bool = False) -> Callable[[], o
     """Triton's launcher of one kernel, compiled, on tensors like ``x``."""
     (launch,) = traffic.plan(spec, *x.shape[-2:], x.dtype, backward)
     real = {name: on_cpu(value) for name, value in launch.arguments.items()}
-    kernel = grid.kernel(spec, backward)
-    assert launch.grid is not None
-    constants = grid.constants(launch.grid)
-    programs = (launch.grid.row_programs, launch.grid.col_programs, 1)
+    kernel, programs, constants = launch.code.jit(), launch.code.programs, dict(launch.code.constants)
     compiled = kernel[programs](**real, **constants)
     every = real | constants
     arguments = [every[name] for name in kernel.arg_names]

@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rewire
-from rewire.kernels import plain
-from rewire.kernels.history import History
+from rewire.kernels.cpu import plain
+from rewire.mixes.history import History
 from rewire.runtime.stream import Stream
 from rewire.topologies.base import Start
 

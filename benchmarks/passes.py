@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rewire.kernels import gating, grid, history, mix, operators, several, tokens, traffic
+from rewire.kernels import operators
+from rewire.kernels.kernel import Launch, noted
+from rewire.mixes import gating, history, mix, several, tokens, traffic
 from rewire.topologies.base import Dims, QKVInputs, Topology, materialize
 from rewire.topologies.registry import make_topology
 
@@ -154,7 +156,7 @@ def measure(topology: Topology[Any], depth: int) -> dict[str, Any]:
     with as_on_a_gpu():
         weights = topology.weights(parameters | constants, dims)
         with (
-            grid.noted() as launches,
+            noted() as launches,
             Counter() as counter,
             torch.autograd.graph.saved_tensors_hooks(
                 lambda t: kept.setdefault(storage(t), t) is None or t, lambda t: t
@@ -164,14 +166,14 @@ def measure(topology: Topology[Any], depth: int) -> dict[str, Any]:
         kernels = launches
         counts["forward"], names = count(launches, counter, depth), {"forward": counter.by_name}
         saved = sum(t.untyped_storage().nbytes() for t in kept.values() if t.numel() >= ROWS)
-        with grid.noted() as launches, Counter() as counter:
+        with noted() as launches, Counter() as counter:
             out.backward(torch.empty_like(out))
         counts["backward"], names["backward"] = count(launches, counter, depth), counter.by_name
     found = {way: one._asdict() for way, one in counts.items()} | {"saved": saved / state() / depth}
     return found | {"names": names, "kernels": kernels + launches}
 
 
-def count(launches: list[grid.Launch], counter: Counter, depth: int) -> Count:
+def count(launches: list[Launch], counter: Counter, depth: int) -> Count:
     moved = sum(traffic.bytes_of_kernel(one) for one in launches)  # second steps are torch's, and seen there
     kernels = len(launches)
     return Count(moved / state() / depth, counter.bytes / state() / depth, (counter.launches + kernels) / depth)

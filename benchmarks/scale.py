@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rewire
-from rewire.kernels.history import History
+from rewire.mixes.history import History
 from rewire.pipeline import outline
 from rewire.runtime.connection import Connection
 

@@ -25,7 +25,7 @@ import train_lm
 from rich.console import Console
 
 import rewire
-from rewire.kernels import history
+from rewire.mixes import history
 from rewire.topologies.ancre import ANCRe, Shortcuts
 from rewire.topologies.base import Dims, Start, one_hot_previous
 

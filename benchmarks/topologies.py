@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rewire
-from rewire.kernels.history import History
+from rewire.mixes.history import History
 from rewire.runtime.stream import Stream
 from rewire.topologies.base import materialize
 

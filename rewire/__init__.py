@@ -29,8 +29,8 @@ from rewire.errors import (
 from rewire.freezing import freeze
 from rewire.init import Initializer, initialize, list_initializers, register_initializer
 from rewire.init.roles import roles
-from rewire.kernels.fused_qkv import Fused
 from rewire.logs import show_those_of_the_environment
+from rewire.mixes.fused_qkv import Fused
 from rewire.passes.editing.fusions import fusions
 from rewire.passes.rewrite import restore
 from rewire.patterns import Pattern, list_patterns, register_pattern

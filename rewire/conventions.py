@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from rewire.kernels.norms import recognise
+from rewire.mixes.norms import recognise
 
 # What branches are.
 
@@ -92,7 +92,7 @@ def is_norm(module: nn.Module) -> bool:
     """Whether ``module`` normalises, and holds nothing but gains and shifts.
 
     Either its class says so (nn.GroupNorm, ConvNextLayerNorm), or it computes an RMSNorm or a LayerNorm, whatever it is
-    called (`rewire.kernels.norms`).
+    called (`rewire.mixes.norms`).
     """
     if NORM.search(type(module).__name__):
         return not matrices(module)

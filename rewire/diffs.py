@@ -13,11 +13,11 @@ from typing import TypeAlias
 
 from torch import nn
 
+from rewire.code.edited import edits_of, is_edited, original_class
 from rewire.code.text import Text, lines_of, text_of
 from rewire.errors import RewireError, UnknownName
 from rewire.passes.editing.apply import is_opened
 from rewire.passes.editing.helper_gate import HelperGate
-from rewire.passes.editing.install import edits_of, is_edited, original_class
 from rewire.runtime.connection import connections, learned_connections
 
 #: A difference as difflib gives it: its kind, and the ranges of old and of new lines.

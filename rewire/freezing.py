@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from rewire.console import Shown
 from rewire.copies import shared
 from rewire.errors import BadExampleInputs, UnsupportedTopology
-from rewire.kernels.history import History
+from rewire.mixes.history import History
 from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.passes.inputs import inputs_for
 from rewire.passes.validate import outputs

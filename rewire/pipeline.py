@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rewire.errors import RewireError, UnsupportedCall
-from rewire.kernels.history import History
+from rewire.mixes.history import History
 from rewire.passes.editing.connect import register
 from rewire.placement import Placement, is_dtensor
 from rewire.runtime.connection import Connection

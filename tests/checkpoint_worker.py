@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import rewire
-from rewire.kernels import plain
+from rewire.kernels.cpu import plain
 
 plain.WORTHWHILE = 0  # as in conftest.py
 

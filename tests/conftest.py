@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchvision_stub  # noqa: F401  (before anything imports timm or transformers)
 
-from rewire.kernels import plain
+from rewire.kernels.cpu import plain
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores

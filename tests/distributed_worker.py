@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import rewire
-from rewire.kernels import plain
+from rewire.kernels.cpu import plain
 from rewire.kernels.operators import uses_kernels
 
 plain.WORTHWHILE = 0  # as in conftest.py

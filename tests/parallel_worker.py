@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rewire
-from rewire.kernels import plain
+from rewire.kernels.cpu import plain
 
 plain.WORTHWHILE = 0  # as in conftest.py
 WIDTH, HEADS, LENGTH = 32, 4, 10

@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import rewire
-from rewire.kernels import plain
+from rewire.kernels.cpu import plain
 
 plain.WORTHWHILE = 0  # as in conftest.py
 BATCH, LENGTH, VOCABULARY, MICRO_BATCHES = 8, 6, 23, 4

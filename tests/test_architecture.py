@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
+import pytest
 
 import rewire
 
@@ -50,10 +51,11 @@ def test_no_module_imports_itself_by_others() -> None:
     assert circles == []
 
 
-def test_no_folder_imports_itself_by_others() -> None:
+@pytest.mark.parametrize("depth", [2, 3])
+def test_no_folder_imports_itself_by_others(depth: int) -> None:
     folders = nx.DiGraph()
     for name, other in graph().edges:
-        one, two = (".".join(module.split(".")[:2]) for module in (name, other))
+        one, two = (".".join(module.split(".")[:depth]) for module in (name, other))
         if one != two:
             folders.add_edge(one, two)
     assert [sorted(circle) for circle in nx.strongly_connected_components(folders) if len(circle) > 1] == []

@@ -15,7 +15,8 @@ from every_topology import compiled
 from models import PreNorm, Stack, vectors
 from torch import Tensor, nn
 
-from rewire.passes.editing.install import Edited, install
+from rewire.code.edited import Edited
+from rewire.passes.editing.install import install
 from rewire.patterns.tiny import tiny_config
 
 DEPTH = 16

@@ -10,7 +10,7 @@ from models import PreNorm, Stack, token_ids, vectors
 from torch import nn
 
 import rewire
-from rewire.passes.editing.install import is_edited
+from rewire.code.edited import is_edited
 from rewire.patterns.tiny import tiny_model
 from rewire.topologies import ANCRe, DenseFormer
 from rewire.topologies.ancre import ANCReCascaded

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rewire
 from rewire.freezing import FreezeReport
-from rewire.kernels.history import History
+from rewire.mixes.history import History
 from rewire.patterns.tiny import timm_model, tiny_model
 from rewire.runtime.stream import Stream
 from rewire.saving import checkpoint as saved

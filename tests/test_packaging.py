@@ -140,7 +140,7 @@ def test_wheels_are_reproducible_and_whole(tmp_path: Path) -> None:
     wheel, again = built("wheel", tmp_path / "one"), built("wheel", tmp_path / "two")
     assert wheel.read_bytes() == again.read_bytes()
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"rewire/py.typed", "rewire/kernels/sums.cpp", "rewire/kernels/sinkhorn.cpp"} <= set(names)
+    assert {"rewire/py.typed", "rewire/kernels/cpu/sums.cpp", "rewire/kernels/cpu/sinkhorn.cpp"} <= set(names)
     assert not [name for name in names if not name.startswith("rewire")]
 
 
@@ -157,7 +157,7 @@ def test_an_sdist_has_what_a_wheel_needs(tmp_path: Path) -> None:
     (tree,) = (tmp_path / "sources").iterdir()
     run(sys.executable, "-c", BUILD, "wheel", tmp_path / "wheels", cwd=tree)
     (wheel,) = (tmp_path / "wheels").iterdir()
-    assert "rewire/kernels/sums.cpp" in zipfile.ZipFile(wheel).namelist()
+    assert "rewire/kernels/cpu/sums.cpp" in zipfile.ZipFile(wheel).namelist()
 
 
 def checked(command: list[str | Path], cwd: Path) -> list[str]:

@@ -51,7 +51,7 @@ import sys
 import torch
 import torchvision_stub
 from models import vectors, token_ids
-from rewire.kernels import plain
+from rewire.kernels.cpu import plain
 
 plain.WORTHWHILE = 0  # as in conftest.py: results are compared bitwise
 model, inputs, expected = torch.load(sys.argv[1], weights_only=False)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rewire
-from rewire.kernels import plain
+from rewire.kernels.cpu import plain
 from rewire.patterns.tiny import timm_model, tiny_model
 from rewire.plotting import plot_arcs, plot_heatmap
 from rewire.saving.checkpoint import matrices

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 import rewire
-from rewire.kernels import plain
+from rewire.kernels.cpu import plain
 
 plain.WORTHWHILE = 0  # as in conftest.py
 STEPS, RATE, MOMENTUM = 4, 0.05, 0.9

@@ -13,8 +13,9 @@ import torch
 
 from on_gpu.kernel_checks import Check, Inputs
 from rewire.bench import harness
-from rewire.kernels import gates, projection, traffic, writes
-from rewire.kernels.spec import MixSpec
+from rewire.kernels.sums.spec import MixSpec
+from rewire.kernels.written import gates, projection, writes
+from rewire.mixes import traffic
 
 #: Runs forward; what it returns runs backward.
 Run = Callable[[], Callable[[], object]]

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from on_gpu import model_checks
 from on_gpu.processes import Skipped
-from rewire.kernels import gates, launch, projection, writes
-from rewire.kernels.launch import GradientInputs, MixInputs
-from rewire.kernels.mix import mix
-from rewire.kernels.spec import MixSpec
+from rewire.kernels.sums import launch
+from rewire.kernels.sums.launch import GradientInputs, MixInputs
+from rewire.kernels.sums.spec import MixSpec
+from rewire.kernels.written import gates, projection, writes
+from rewire.mixes.mix import mix
 
 Results = dict[str, Tensor]
 

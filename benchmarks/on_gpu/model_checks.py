@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import rewire
 from rewire.kernels import operators
-from rewire.kernels.grid import Kernel, Launch, taken
-from rewire.kernels.spec import MixSpec
+from rewire.kernels.kernel import Kernel, Launch, taken
+from rewire.kernels.sums.spec import MixSpec
 
 #: Largest relative difference of the logits, or of a gradient. The sums differ in their order only.
 TOLERANCE = 3e-4

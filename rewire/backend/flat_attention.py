@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from rewire.conventions import FUSED_QKV, QKV
 from rewire.errors import UnsupportedTopology
-from rewire.kernels.fused_qkv import Fused, fused_linear
+from rewire.mixes.fused_qkv import Fused, fused_linear
 from rewire.passes.finding.adds import Add, between
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.projections import fused_by_use

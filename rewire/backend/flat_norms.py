@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rewire.kernels.norms import Inlined, Kind, kind_of
+from rewire.mixes.norms import Inlined, Kind, kind_of
 from rewire.passes.editing.fusions import Fusion
 from rewire.passes.finding.flow import Op
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from rewire.kernels.mix import mix
-from rewire.kernels.several import combine, mixes
+from rewire.mixes.mix import mix
+from rewire.mixes.several import combine, mixes
 from rewire.passes.finding.flow import plain_name
 from rewire.passes.finding.graphs import tensor_of
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from rewire.bench import peers
 from rewire.bench.peers import Implementation, Results
-from rewire.kernels.blocks import best_block
-from rewire.kernels.history import History, Table
-from rewire.kernels.mix import mix, pending_mix
-from rewire.kernels.norms import mark
-from rewire.kernels.several import mixes
-from rewire.kernels.spec import MixSpec
-from rewire.kernels.traffic import bytes_moved, bytes_of_history
+from rewire.kernels.sums.spec import MixSpec
+from rewire.mixes.blocks import best_block
+from rewire.mixes.history import History, Table
+from rewire.mixes.mix import mix, pending_mix
+from rewire.mixes.norms import mark
+from rewire.mixes.several import mixes
+from rewire.mixes.traffic import bytes_moved, bytes_of_history
 from rewire.topologies.attnres import AttnRes
 from rewire.topologies.base import Dims, materialize
 from rewire.topologies.hyper import DynamicHyperConnections, ParallelStreams

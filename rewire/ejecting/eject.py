@@ -12,12 +12,12 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rewire.code.edited import is_edited, original_class
 from rewire.console import watched
 from rewire.ejecting.modules import RUNTIME, Module, is_cut
 from rewire.ejecting.runtime import ROOTS, Runtime
 from rewire.errors import EditError, RewireError
 from rewire.passes.checks import check_loaded, check_unwrapped
-from rewire.passes.editing.install import is_edited, original_class
 from rewire.patterns import first_given, is_pretrained, patterns_for
 from rewire.runtime.connection import learned_connections
 from rewire.saving.folder import own_memory, ties_of

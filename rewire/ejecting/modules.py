@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import nn
 
+from rewire.code.edited import Edited, edits_of, is_edited, original_class
 from rewire.code.functions import undecorated
 from rewire.ejecting.names import Binding, Lines, Replacement, bindings, import_statements, replaced
 from rewire.ejecting.runtime import Runtime
 from rewire.errors import EditError
 from rewire.passes.editing.connect import StreamsToTensors
 from rewire.passes.editing.helper_gate import HelperGate
-from rewire.passes.editing.install import Edited, edits_of, is_edited, original_class
 from rewire.patterns import is_pretrained
 from rewire.runtime.connection import CONNECTIONS, SeparateNorms, connections
 from rewire.runtime.gate import Gate

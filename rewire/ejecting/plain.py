@@ -1,6 +1,7 @@
 """Sums of states in plain torch, with the interface of those that run by kernels: what ejected models compute with.
 
-Names that are defined here take the place of the same names in `rewire.kernels` (see `rewire.ejecting.runtime`).
+Names that are defined here take the place of the same names in `rewire.mixes` and `rewire.kernels`: see
+`rewire.ejecting.runtime`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rewire.kernels.attended import EPS
-from rewire.kernels.blocks import Blocks
-from rewire.kernels.by_state import first_mixes, parts
-from rewire.kernels.mix import _by_autograd, mix, softmax
-from rewire.kernels.tokens import _Project, _ProjectNormed, outside_autocast, project, project_normed
+from rewire.mixes.attended import EPS
+from rewire.mixes.blocks import Blocks
+from rewire.mixes.by_state import first_mixes, parts
+from rewire.mixes.mix import _by_autograd, mix, softmax
+from rewire.mixes.tokens import _Project, _ProjectNormed, outside_autocast, project, project_normed
 
 
 def uses_kernels(x: Tensor) -> bool:

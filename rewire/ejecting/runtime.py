@@ -3,7 +3,7 @@
 It is gathered from rewire's own text, definition by definition: from `ROOTS` and the model's topologies, over all names
 that these read. So there is no second form of streams and formulas that could differ from the first. Left out are
 methods whose names no gathered text reads, and those in `OMITTED`; sums are those of `rewire.ejecting.plain`, in place
-of `rewire.kernels`.
+of those of `rewire.mixes` and `rewire.kernels`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ class Runtime:
         return module in self._own or module.partition(".")[0] == "rewire"
 
     def _defined(self, module: str, name: str) -> Definition | None:
-        if module.startswith("rewire.kernels.") and bindings(_PLAIN).get(name, Binding("", "")).node is not None:
+        by_kernels = module.startswith(("rewire.kernels.", "rewire.mixes."))
+        if by_kernels and bindings(_PLAIN).get(name, Binding("", "")).node is not None:
             return Definition(_PLAIN, name)
         binding = bindings(module)[name]
         return Definition(module, name) if binding.node is not None else self._resolved(binding)

@@ -12,7 +12,7 @@ from rewire.conventions import EMBEDDING_TABLE, EXPERTS, LINEAR_CLASS, OUTPUT_LA
 from rewire.errors import UnsupportedTopology
 from rewire.init.last_layers import depth_of, last_layers_of, parameters_of
 from rewire.init.layout import Layout
-from rewire.kernels.fused_qkv import Fused
+from rewire.mixes.fused_qkv import Fused
 from rewire.passes.find import residual_sites
 from rewire.passes.finding.adds import Add, between
 from rewire.passes.finding.flow import Op

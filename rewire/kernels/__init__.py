@@ -1,6 +1,6 @@
 """Kernels of the mixes. Only absolute imports: this package is also reachable through a link at the root."""
 
-from rewire.kernels.generator import source
-from rewire.kernels.spec import MixSpec
+from rewire.kernels.sums.generator import source
+from rewire.kernels.sums.spec import MixSpec
 
 __all__ = ["MixSpec", "source"]

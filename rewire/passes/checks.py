@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from rewire.code.edited import is_edited
 from rewire.errors import AlreadyRewired, RewireError, WrappedModel
-from rewire.passes.editing.install import is_edited
 from rewire.runtime.connection import Connection
 from rewire.trunk import Trunk
 

@@ -5,7 +5,7 @@ Where one projection makes queries, keys and values, a function says how its out
 
 from typing import Any
 
-from rewire.kernels.fused_qkv import Fused
+from rewire.mixes.fused_qkv import Fused
 from rewire.patterns.pattern import thirds
 from rewire.patterns.transformers import Q_K_V, register_transformers
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from rewire.conventions import out_features
 from rewire.copies import Inputs
-from rewire.kernels.fused_qkv import Fused
+from rewire.mixes.fused_qkv import Fused
 from rewire.registry import Registry
 from rewire.trunk import Site
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rewire.errors import RewireError
-from rewire.kernels.history import History
-from rewire.kernels.tokens import outside_autocast
+from rewire.mixes.history import History
+from rewire.mixes.tokens import outside_autocast
 from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
 from rewire.runtime.layout import Layout
 from rewire.runtime.stream import Settled, Stream, Weights

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.kernels.fused_qkv import project_fused
+from rewire.mixes.fused_qkv import project_fused
 from rewire.runtime.connection import CONNECTIONS, SeparateNorms
 from rewire.runtime.live import Live
 from rewire.runtime.nested import mapped

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from rewire.kernels.history import History, Table
-from rewire.kernels.mix import Mix, pending_mix
+from rewire.mixes.history import History, Table
+from rewire.mixes.mix import Mix, pending_mix
 from rewire.topologies import groups
 from rewire.topologies.base import (
     Dims,

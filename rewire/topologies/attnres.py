@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.kernels.attended import EPS, AttendedHistory, AttendedTable
-from rewire.kernels.mix import Mix, softmax
-from rewire.kernels.several import mixes
-from rewire.kernels.tokens import inverse_rms, read_off
+from rewire.mixes.attended import EPS, AttendedHistory, AttendedTable
+from rewire.mixes.mix import Mix, softmax
+from rewire.mixes.several import mixes
+from rewire.mixes.tokens import inverse_rms, read_off
 from rewire.topologies import groups
 from rewire.topologies.base import (
     Dims,
@@ -62,7 +62,7 @@ class AttnRes(Topology[Queries]):
     ``x_0``, the sums of the finished groups and, if it has an increment yet, that of the current one (see `groups`).
 
     A source is normed and projected when it is first read, once for all queries, and each read takes its own of these
-    scores ``w_t . rmsnorm(f_i)``. One softmax over all sources as they are is that of `rewire.kernels.attended`; with
+    scores ``w_t . rmsnorm(f_i)``. One softmax over all sources as they are is that of `rewire.mixes.attended`; with
     ``qkv``, ``heads``, ``normed`` or another form the states are the sources, and then the scores of later reads.
 
     - ``qkv=True``: a unit that begins with an attention has three queries, for its queries, keys and values. The

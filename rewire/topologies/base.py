@@ -12,14 +12,14 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from rewire.errors import UnsupportedTopology
-from rewire.kernels.mix import Mix
+from rewire.mixes.mix import Mix
 
 if TYPE_CHECKING:
     from rewire.topologies.program import Program
 
 Start = Literal["preserve", "paper"]
 Granularity = Literal["block", "sublayer"]
-#: Tensors, and histories of such (`rewire.kernels.history`).
+#: Tensors, and histories of such (`rewire.mixes.history`).
 States = tuple[Any, ...]
 #: Effective connection weights of a topology.
 W = TypeVar("W", default=Any)

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from rewire.kernels.mix import Mix, pending_mix
-from rewire.kernels.tokens import project, project_normed
+from rewire.mixes.mix import Mix, pending_mix
+from rewire.mixes.tokens import project, project_normed
 from rewire.topologies.base import (
     Dims,
     FirstOrder,

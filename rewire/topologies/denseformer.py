@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.kernels.by_state import parts
-from rewire.kernels.history import History, Table
-from rewire.kernels.mix import mix
+from rewire.mixes.by_state import parts
+from rewire.mixes.history import History, Table
+from rewire.mixes.mix import mix
 from rewire.topologies import groups
 from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, check_count, total
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.kernels.mix import mix
+from rewire.mixes.mix import mix
 from rewire.topologies.base import Dims, Recurrence, Start, States, total
 from rewire.topologies.program import (
     Line,

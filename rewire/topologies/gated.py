@@ -8,8 +8,8 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from rewire.kernels.several import combine
-from rewire.kernels.tokens import project, rms_norm
+from rewire.mixes.several import combine
+from rewire.mixes.tokens import project, rms_norm
 from rewire.topologies.base import (
     Dims,
     Granularity,

@@ -9,11 +9,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.kernels.history import History, Table
-from rewire.kernels.mix import Mix, pending_mix
-from rewire.kernels.scored import ScoredHistory, ScoredTable
-from rewire.kernels.several import mixes
-from rewire.kernels.tokens import project
+from rewire.mixes.history import History, Table
+from rewire.mixes.mix import Mix, pending_mix
+from rewire.mixes.scored import ScoredHistory, ScoredTable
+from rewire.mixes.several import mixes
+from rewire.mixes.tokens import project
 from rewire.topologies import groups
 from rewire.topologies.base import (
     Dims,

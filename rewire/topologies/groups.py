@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rewire.kernels.history import History
+from rewire.mixes.history import History
 from rewire.topologies.base import States
 
 T = TypeVar("T", int, Tensor)

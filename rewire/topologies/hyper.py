@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.kernels import several
-from rewire.kernels.gating import Gating, read_off_gates
-from rewire.kernels.several import combine
-from rewire.kernels.tokens import Claim, Projected, read_off_streams
+from rewire.mixes import several
+from rewire.mixes.gating import Gating, read_off_gates
+from rewire.mixes.several import combine
+from rewire.mixes.tokens import Claim, Projected, read_off_streams
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, check_choice, check_count
 from rewire.topologies.program import Line, Program, Term, branch_of
 from rewire.topologies.program import Unit as ProgramUnit

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from rewire.kernels.mix import mix
-from rewire.kernels.tokens import project
+from rewire.mixes.mix import mix
+from rewire.mixes.tokens import project
 from rewire.topologies.base import (
     Dims,
     Granularity,

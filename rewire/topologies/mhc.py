@@ -9,8 +9,8 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rewire.kernels.gating import Gating
-from rewire.kernels.mix import under_transforms
+from rewire.mixes.autograd import under_transforms
+from rewire.mixes.gating import Gating
 from rewire.topologies.base import Dims, Start, check_choice, check_count, no_preserving_start
 from rewire.topologies.hyper import Gates, ParallelStreams, Weights
 from rewire.topologies.manifolds import cayley, convex, permutations, sinkhorn, sinkhorn_steps

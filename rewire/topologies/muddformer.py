@@ -8,8 +8,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.kernels.several import mixes
-from rewire.kernels.tokens import read_off_hidden
+from rewire.mixes.several import mixes
+from rewire.mixes.tokens import read_off_hidden
 from rewire.topologies import groups
 from rewire.topologies.base import (
     Dims,

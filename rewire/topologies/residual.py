@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rewire.kernels.mix import Mix
+from rewire.mixes.mix import Mix
 from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, one_hot_previous
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology

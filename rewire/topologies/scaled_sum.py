@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.kernels.mix import Mix, pending_mix
+from rewire.mixes.mix import Mix, pending_mix
 from rewire.topologies.base import Dims, FirstOrder, States
 from rewire.topologies.program import Program, Term, Weight, recurrence
 

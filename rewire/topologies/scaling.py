@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rewire.kernels.mix import mix
+from rewire.mixes.mix import mix
 from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States
 from rewire.topologies.program import Program, Term, branch_of, recurrence
 from rewire.topologies.registry import register_topology

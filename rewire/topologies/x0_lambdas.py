@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewire.kernels.mix import mix
+from rewire.mixes.mix import mix
 from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, check_choice, total
 from rewire.topologies.program import Program, Term, mixed_reads
 from rewire.topologies.registry import register_topology

@@ -16,9 +16,10 @@ from rewire.bench import comparison, harness, workloads
 from rewire.bench.comparison import Row
 from rewire.bench.harness import Passes, Timing
 from rewire.bench.peers import Implementation, status
-from rewire.kernels import launch, operators
-from rewire.kernels.grid import Kernel, Launch
-from rewire.kernels.spec import DOTS_FAN_IN, FAN_IN, MixSpec
+from rewire.kernels import operators
+from rewire.kernels.kernel import Kernel, Launch
+from rewire.kernels.sums import launch
+from rewire.kernels.sums.spec import DOTS_FAN_IN, FAN_IN, MixSpec
 from rewire.plotting import plot_rates
 
 CPU = torch.device("cpu")
@@ -123,7 +124,7 @@ def test_moved_bytes_are_those_of_the_launches(n: int, monkeypatch: pytest.Monke
     moved: list[int] = []
 
     def count(kernel: Kernel, used: Sequence[Tensor]) -> None:
-        if kernel.code.spec is None:  # the second step of sums
+        if kernel.code.made_for is None:  # the second step of sums
             return
         found = [x for name, x in kernel.launch(used).arguments.items() if "partials" not in name]
         tensors = [x for x in torch.utils._pytree.tree_leaves(found) if isinstance(x, Tensor)]
@@ -166,7 +167,8 @@ def test_a_norm_is_fused_with_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "INTERPRETED", True)
     results = workload.implementations["ours"].run(*map(torch.nn.Parameter, workload.inputs(SIZES)))
     torch.autograd.backward(results, list(map(torch.zeros_like, results)))
-    assert [(call.backward, call.spec and call.spec.norm) for call in started] == [(False, "rms"), (True, "rms")]
+    made_for = [call.code.made_for for call in started]
+    assert [(of.backward, of.spec.norm) for of in made_for] == [(False, "rms"), (True, "rms")]
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------

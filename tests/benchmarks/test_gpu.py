@@ -197,8 +197,8 @@ import sys
 import torch
 sys.path.insert(0, {str(ROOT / "benchmarks")!r})
 from on_gpu import kernel_checks
-from rewire.kernels import launch
-from rewire.kernels.spec import MixSpec
+from rewire.kernels.sums import launch
+from rewire.kernels.sums.spec import MixSpec
 right = launch.mix_backward
 def backward(*args, **kwargs):
     found = right(*args, **kwargs)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rewire.kernels import plain
+from rewire.kernels.cpu import plain
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

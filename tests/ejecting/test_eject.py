@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import rewire
 from rewire.ejecting.runtime import ROOTS, Runtime
-from rewire.kernels import plain
+from rewire.kernels.cpu import plain
 from rewire.patterns import tiny
 from rewire.patterns.transformers import example_inputs
 from rewire.topologies import make_topology

@@ -22,8 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from rewire.kernels import MixSpec, gates, grid, hidden, operators, projection, softmax, traffic, writes
-from rewire.kernels.grid import Launch
+from rewire.kernels import MixSpec, operators
+from rewire.kernels.kernel import Kernel, Launch, noted
+from rewire.kernels.written import gates, hidden, projection, softmax, writes
+from rewire.mixes import traffic
 from rewire.topologies.registry import make_topology
 
 pytestmark = pytest.mark.slow
@@ -109,12 +111,17 @@ def launches(spec: MixSpec, width: int, dtype: torch.dtype) -> list[Launch]:
     found = traffic.plan(spec, 8192, width, dtype)
     if not spec.probe:
         found += traffic.plan(spec, 8192, width, dtype, backward=True)
-    return list({(one.spec, one.backward): one for one in found if one.spec}.values())
+    return list({made_for(one): one for one in found if made_for(one)}.values())
+
+
+def made_for(call: Launch) -> Any:
+    """Of a generated kernel, its spec, whether it is backward's, and its grid; None of one written by hand."""
+    return call.code.made_for
 
 
 def compiled(call: Launch, target: Any) -> Any:
     """The kernel as a launch would specialise it on that GPU."""
-    return specialised(grid.kernel(call.spec, call.backward), call.arguments | grid.constants(call.grid), target)
+    return specialised(call.code.jit(), call.arguments | dict(call.code.constants), target)
 
 
 def specialised(kernel: Any, arguments: dict[str, Any], target: Any) -> Any:
@@ -151,7 +158,7 @@ def test_nothing_is_spilled(target: str, name: str, width: int, dtype: torch.dty
     allowed = 16 if (target, name) == ("sm_90", "48 scores, carried") else 0
     for call in launches(SPECS[name], width, dtype):
         found = usage(compiled(call, TARGETS[target]), TARGETS[target])
-        assert found.spilled <= allowed, f"{found} for {'backward' if call.backward else 'forward'} of {call.spec}"
+        assert found.spilled <= allowed, f"{found} for {made_for(call)}"
 
 
 def test_loads_are_vectors() -> None:
@@ -173,10 +180,11 @@ def test_loads_are_vectors() -> None:
 )
 def test_sums_have_no_barriers(spec: MixSpec) -> None:
     """16 bytes per load, of weights per channel, too: no tile passes through shared memory."""
-    (forward,) = (one for one in launches(spec, 4096, BF16) if not one.backward)
+    (forward,) = (one for one in launches(spec, 4096, BF16) if not made_for(one).backward)
     text = compiled(forward, TARGETS["sm_90"]).asm["ptx"]
     assert "bar.sync" not in text
-    elements = forward.grid.block_rows * forward.grid.block_cols // 128  # of a thread
+    grid = made_for(forward).grid
+    elements = grid.block_rows * grid.block_cols // 128  # of a thread
     per_channel = elements // 4 * spec.pairs * (spec.weights == "channel")
     of_states = text.count("ld.global.v4") - per_channel if elements == 8 else text.count("ld.global.v2")
     assert of_states == spec.sources + spec.added
@@ -215,10 +223,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]
     """Kernels that are written by hand, with their arguments, in place of running them."""
     calls: list[tuple[Any, dict[str, Any]]] = []
 
-    def note(kernel: grid.Kernel, used: Sequence[Tensor]) -> None:
+    def note(kernel: Kernel, used: Sequence[Tensor]) -> None:
         calls.append((kernel.code.jit(), kernel.launch(used).arguments | dict(kernel.code.constants)))
 
-    monkeypatch.setattr(grid.Kernel, "start", note)
+    monkeypatch.setattr(Kernel, "start", note)
     return calls
 
 
@@ -310,9 +318,9 @@ def test_gates_are_in_registers(n: int, iterations: int, started: list[tuple[Any
 def test_sums_that_begin_in_float32() -> None:
     """Of bfloat16 states: each of them is loaded as without."""
     state, begun = torch.empty(8192, 4096, dtype=BF16, device="meta"), torch.empty(8192, 4096, device="meta")
-    with grid.noted() as noted:
+    with noted() as launches:
         operators.mix([begun, state, state], None, [torch.empty(8192, 1, device="meta")] * 3, [], None, BF16)
-    text = compiled(noted[0], TARGETS["sm_90"]).asm["ptx"]
+    text = compiled(launches[0], TARGETS["sm_90"]).asm["ptx"]
     assert text.count("ld.global.v4") == 4 and "bar.sync" not in text
 
 
@@ -328,20 +336,19 @@ def test_every_kernel_of_a_trunk(case: str, monkeypatch: pytest.MonkeyPatch) -> 
     """
     name, options, depth = passes.CASES[case]
     by_hand: dict[Any, tuple[Any, dict[str, Any]]] = {}
-    launch = grid.Kernel.launch
+    launch = Kernel.launch
 
-    def noted(kernel: grid.Kernel, used: Sequence[Tensor]) -> Launch:
+    def note(kernel: Kernel, used: Sequence[Tensor]) -> Launch:
         one, code = launch(kernel, used), kernel.code
-        if code.spec is None:
+        if code.made_for is None:
             shapes = {key: x.shape if isinstance(x, Tensor) else str(x) for key, x in one.arguments.items()}
             by_hand[code.jit().__name__, str(shapes)] = code.jit(), one.arguments | dict(code.constants)
         return one
 
-    monkeypatch.setattr(grid.Kernel, "launch", noted)
-    kernels = {(one.spec, one.backward): one for one in passes.measure(make_topology(name, options), depth)["kernels"]}
-    for (spec, backward), call in kernels.items():
-        if spec is None:
-            continue  # see below
+    monkeypatch.setattr(Kernel, "launch", note)
+    found = passes.measure(make_topology(name, options), depth)["kernels"]
+    kernels = {made_for(one): one for one in found if made_for(one)}  # the others below
+    for (spec, backward, _), call in kernels.items():
         kernel = compiled(call, TARGETS["sm_90"])
         text, about = kernel.asm["ptx"], f"{'backward' if backward else 'forward'} of {spec}"
         channel = spec.probe and spec.weights == "channel"
@@ -379,8 +386,9 @@ def main() -> None:
     for name, width, dtype in EVERYWHERE + MORE:
         for call in launches(SPECS[name], width, dtype):
             cells = [usage(compiled(call, target), target) for target in TARGETS.values()]
-            kernel = f"{'backward' if call.backward else 'forward'}, {call.spec.sources} sources"
-            tile = f"{call.grid.block_rows} x {call.grid.block_cols}, {call.grid.warps}"
+            spec, backward, grid = made_for(call)
+            kernel = f"{'backward' if backward else 'forward'}, {spec.sources} sources"
+            tile = f"{grid.block_rows} x {grid.block_cols}, {grid.warps}"
             numbers = " | ".join(f"{x.registers}" + (f" ({x.spilled} B spilled)" if x.spilled else "") for x in cells)
             print(f"| {name} | {width} | {str(dtype)[6:]} | {kernel} | {tile} | {numbers} |", flush=True)
 

@@ -15,8 +15,8 @@ from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor, nn
 
 from rewire.kernels import operators
-from rewire.kernels.mix import pending_mix
-from rewire.kernels.norms import Norm, mark, normed
+from rewire.mixes.mix import pending_mix
+from rewire.mixes.norms import Norm, mark, normed
 
 F32, BF16 = torch.float32, torch.bfloat16
 N, WIDTH = 3, 24

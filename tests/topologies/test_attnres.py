@@ -16,8 +16,8 @@ from toy_nets import WIDTH, begin, net, plain, run
 from x_transformers.x_transformers import AttentionResidual
 
 from rewire.errors import UnsupportedTopology
-from rewire.kernels import plain as by_torch
-from rewire.kernels.attended import AttendedHistory
+from rewire.kernels.cpu import plain as by_torch
+from rewire.mixes.attended import AttendedHistory
 from rewire.topologies import Recurrence, list_topologies, make_topology
 from rewire.topologies.attnres import AttnRes, Queries
 from rewire.topologies.base import Dims, Start, materialize

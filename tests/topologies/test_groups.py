@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from toy_nets import WIDTH, net, plain, run
 
-from rewire.kernels.history import History
+from rewire.mixes.history import History
 from rewire.topologies import groups, make_topology
 from rewire.topologies.base import Dims, Start
 

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from rewire.code.edited import Edited, is_edited
 from rewire.errors import EditError
-from rewire.kernels.norms import copy_mark, unmark
+from rewire.mixes.norms import copy_mark, unmark
 from rewire.passes.editing.edits import FunctionPlan
 from rewire.passes.editing.fusions import NORMS
 from rewire.passes.editing.helper_gate import HelperGate
-from rewire.passes.editing.install import Edited, install, is_edited, uninstall
+from rewire.passes.editing.install import install, uninstall
 from rewire.runtime.connection import Connection
 from rewire.runtime.gate import Gate
 from rewire.runtime.live import Entry

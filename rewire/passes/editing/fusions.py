@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import nn
 
-from rewire.kernels.norms import obstacle
+from rewire.mixes.norms import obstacle
 
 #: Attribute of rewritten modules: paths of norms below them that follow a read, and why one cannot be fused.
 NORMS = "_depth_norms"

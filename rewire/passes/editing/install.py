@@ -11,40 +11,18 @@ class, and one version.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
 
-from rewire.code.functions import Decorated, clone, redecorated, undecorated
+from rewire.code.edited import EDITED, Edited, edits_of, original_class
+from rewire.code.functions import clone, redecorated
 from rewire.code.text import compiled, shown
 from rewire.errors import EditError
 
-#: Attribute of generated classes that holds what was edited: name -> `Edited`.
-EDITED = "_rewire_edited"
 _IS_SHARED = "_rewire_shared"
-
-
-@dataclasses.dataclass(frozen=True)
-class Edited:
-    """The new text of a method.
-
-    Attributes:
-        name: of the method.
-        source: its text.
-        definition: the function that was edited, where that is not the class's own method of this name.
-    """
-
-    name: str
-    source: str
-    definition: FunctionType | None = None
-
-    def original(self, cls: type) -> Decorated:
-        """The method as it was."""
-        definition: Any = self.definition
-        return Decorated(definition) if definition is not None else undecorated(getattr(cls, self.name))
 
 
 def install(module: nn.Module, methods: dict[str, Edited], shared: bool = False) -> None:
@@ -64,22 +42,6 @@ def install(module: nn.Module, methods: dict[str, Edited], shared: bool = False)
 def uninstall(module: nn.Module) -> None:
     """Give ``module`` its original methods back."""
     module.__class__ = type(module).__mro__[1]
-
-
-def is_edited(module: nn.Module) -> bool:
-    """Whether methods of the module were edited (in FSDP's subclass of the generated class, too)."""
-    return hasattr(type(module), EDITED)
-
-
-def edits_of(module: nn.Module) -> dict[str, Edited]:
-    edits: dict[str, Edited] = getattr(type(module), EDITED)
-    return edits
-
-
-def original_class(module: nn.Module) -> type:
-    """The class of an edited module, as the user wrote it."""
-    mro = type(module).__mro__
-    return mro[next(n for n, cls in enumerate(mro) if EDITED in vars(cls)) + 1]
 
 
 def edited_function(original: FunctionType, source: str) -> FunctionType:

@@ -11,7 +11,7 @@ from torch import nn
 
 from rewire.code.text import Span, Text, place_of, span_of, within
 from rewire.errors import EditError
-from rewire.kernels.norms import mark
+from rewire.mixes.norms import mark
 from rewire.passes.editing.attention import plan_attention
 from rewire.passes.editing.carriers import Carriers, casts_of
 from rewire.passes.editing.edits import (

@@ -11,7 +11,7 @@ from torch import nn
 
 from rewire.conventions import FUSED_QKV, QKV, out_features
 from rewire.errors import UnsupportedTopology
-from rewire.kernels.fused_qkv import Fused
+from rewire.mixes.fused_qkv import Fused
 from rewire.passes.finding.flow import Flow, Op
 from rewire.patterns import Pattern
 from rewire.trunk import Site

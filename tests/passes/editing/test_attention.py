@@ -11,7 +11,7 @@ from reading_apart import Apart, Reader, check_reads
 from torch import Tensor, nn
 
 import rewire
-from rewire.passes.editing.install import is_edited
+from rewire.code.edited import is_edited
 from rewire.patterns.tiny import timm_model, tiny_model
 
 TRANSFORMERS = [

@@ -14,9 +14,9 @@ from models import PreNorm, Stack, images, vectors
 from torch import Tensor, nn
 
 import rewire
-from rewire.kernels.norms import obstacle
+from rewire.code.edited import is_edited
+from rewire.mixes.norms import obstacle
 from rewire.passes.editing.fusions import NORMS, Fusion, fusions
-from rewire.passes.editing.install import is_edited
 from rewire.patterns.tiny import timm_model, tiny_model
 
 

@@ -1,0 +1,50 @@
+"""Classes whose methods were edited: generated subclasses of the user's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from rewire.code.functions import Decorated, undecorated
+
+#: Attribute of generated classes that holds what was edited: name -> `Edited`.
+EDITED = "_rewire_edited"
+
+
+@dataclasses.dataclass(frozen=True)
+class Edited:
+    """The new text of a method.
+
+    Attributes:
+        name: of the method.
+        source: its text.
+        definition: the function that was edited, where that is not the class's own method of this name.
+    """
+
+    name: str
+    source: str
+    definition: FunctionType | None = None
+
+    def original(self, cls: type) -> Decorated:
+        """The method as it was."""
+        definition: Any = self.definition
+        return Decorated(definition) if definition is not None else undecorated(getattr(cls, self.name))
+
+
+def is_edited(module: nn.Module) -> bool:
+    """Whether methods of the module were edited (in FSDP's subclass of the generated class, too)."""
+    return hasattr(type(module), EDITED)
+
+
+def edits_of(module: nn.Module) -> dict[str, Edited]:
+    edits: dict[str, Edited] = getattr(type(module), EDITED)
+    return edits
+
+
+def original_class(module: nn.Module) -> type:
+    """The class of an edited module, as the user wrote it."""
+    mro = type(module).__mro__
+    return mro[next(n for n, cls in enumerate(mro) if EDITED in vars(cls)) + 1]

@@ -1,0 +1,248 @@
+"""The sums of `plain` by a compiled kernel, ``sums.cpp``: one pass over memory where torch makes one for each tensor.
+
+Compiled when it is first needed, in a few seconds, and kept in the folder of generated modules. Where that fails,
+as without a compiler, `plain` goes on without it.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import functools
+import itertools
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.kernels import cache, operators
+from rewire.kernels.arguments import row_stride
+
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("sums.cpp", "sinkhorn.cpp"))
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+#: What the processor can do, as torch names it, with the flags for it. Others (ARM, POWER) have one baseline.
+VECTORS = {"AVX2": _AVX2, "AVX512": (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")}
+HEADER = Path(__file__).with_name("elements.h")
+
+#: Elements for which another thread is worth waking up.
+GRAIN = 1 << 15
+
+_FUNCTIONS = {
+    dtype: f"sums_{str(dtype).removeprefix('torch.')}"
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+}
+_ARGUMENTS: list[Any] = [
+    {"n": ctypes.c_int64, "p": ctypes.c_void_p}[kind] for kind in "nnnnnnpppppnnn"
+]  # numbers and pointers
+
+_log = logging.getLogger(__name__)
+
+
+def knows(x: Tensor) -> bool:
+    """Whether there is a kernel for tensors like ``x``; not where a dispatch mode follows what torch does."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:  # they would not see the kernel
+        return False
+    return x.is_cpu and x.numel() > 0 and _function(x.dtype)[0] is not None
+
+
+def sums(
+    terms: Sequence[Tensor],
+    weights: Tensor | None,
+    by_channel: bool,
+    added: Sequence[Tensor] = (),
+    states: Sequence[Tensor] = (),
+    scores: Tensor | None = None,
+    carried: Sequence[Tensor] = (),
+) -> list[Tensor] | None:
+    """``sum_n (w_mn + s_mn) g_n + sum_j a_j``, and the products of states with terms, ``<x_m, g_n>``.
+
+    Args:
+        terms: N tensors g_n [..., D].
+        weights: w, [M, N] or, per channel, [M, N, D]; the first dimension may be missing for M = 1. None: zero, the
+            scores are all there is.
+        by_channel: whether they are per channel.
+        added: tensors a_j [..., D].
+        states: M tensors x_m [..., D]; without them M = 1.
+        scores: s, weights per token [..., M, N].
+        carried: tensors [..., D] that are added to each of the M.
+
+    Returns:
+        M new tensors; with states also the products, in the dtype of accumulation: those for weights, in their shape,
+        unless scores are given and weights are not per channel; and with scores those for them, in their shape.
+        None if the kernel does not know such tensors (it knows those of one shape and dtype, float32, float64,
+        bfloat16 or float16, with contiguous rows as far from each other, on a CPU), a dispatch mode follows what torch
+        does, or there is no kernel.
+    """
+    first = (terms or added)[0]
+    if not knows(first):
+        return None
+    outs = [_empty(first) for _ in range(len(states) or 1)]
+    dots = _run(_Tensors(outs, states, carried, terms, added), weights, by_channel, scores)
+    return None if dots is None else [*outs, *dots]
+
+
+def several(
+    streams: Tensor | None,
+    sources: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Tensor | None,
+    apart: int = 0,
+) -> list[Tensor]:
+    """`operators.several`, of tensors of one dtype that this kernel `knows`."""
+    terms = _evenly(_apart(streams, sources))
+    shape, results = terms[0].shape, len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
+    stack = None if streams is None else terms[0].new_empty(*shape[:-1], results - apart, shape[-1])
+    single = [terms[0].new_empty(shape) for _ in range(results if stack is None else apart)]
+    outs = _apart(stack, single)
+    done = _run(_Tensors(outs, (), (), terms, ()), weights, weights is not None and weights.dim() == 3, scores)
+    assert done is not None
+    return single if stack is None else [stack, *single]
+
+
+def several_backward(
+    grads: Sequence[Tensor],
+    streams: Tensor | None,
+    sources: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Tensor | None,
+    carried: Sequence[Tensor],
+) -> list[Tensor]:
+    """`operators.several_backward`, of tensors of one dtype that this kernel `knows`."""
+    made = [_empty(x) for x in (sources if streams is None else (streams, *sources))]
+    outs: Sequence[Tensor] = made
+    joined, terms = carried, grads
+    if streams is not None:
+        outs, terms = _apart(made[0], made[1:]), _apart(grads[0], grads[1:])
+        joined = _apart(carried[0], carried[1:]) if carried else ()
+    by_channel = weights is not None and weights.dim() == 3
+    across = None if weights is None else weights.transpose(0, 1)
+    tensors = _Tensors(outs, _evenly(_apart(streams, sources)), _evenly(joined), _evenly(terms), ())
+    dots = _run(tensors, across, by_channel, None if scores is None else scores.mT)
+    assert dots is not None
+    if weights is not None and scores is not None and not by_channel:
+        dots = [dots[0].flatten(0, -3).sum(0), *dots]
+    like = [x for x in (weights, scores) if x is not None]
+    found = [(d.transpose(0, 1) if x is weights else d.mT).to(x.dtype) for d, x in zip(dots, like, strict=True)]
+    return [*made, *found]
+
+
+def _apart(streams: Tensor | None, others: Sequence[Tensor]) -> Sequence[Tensor]:
+    return others if streams is None else [*streams.unbind(-2), *others]
+
+
+def _evenly(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of those whose rows are unevenly far from each other, or whose zeros or signs torch has not stored."""
+    return [
+        torch.zeros(x.shape, dtype=x.dtype).add_(x)
+        if not x.data_ptr() or x.is_neg() or row_stride(x.shape, x.stride()) is None
+        else x
+        for x in tensors
+    ]
+
+
+class _Tensors(NamedTuple):
+    """Tensors [..., D] of a sum, in the order in which the kernel takes them."""
+
+    outs: Sequence[Tensor]  # M
+    states: Sequence[Tensor]  # M, or none
+    carried: Sequence[Tensor]  # M, or none: what is added to each
+    terms: Sequence[Tensor]  # N
+    added: Sequence[Tensor]  # to all
+
+
+def _run(tensors: _Tensors, weights: Tensor | None, by_channel: bool, scores: Tensor | None) -> list[Tensor] | None:
+    """Write the sums to ``outs``; the products, as `sums` returns them, or None."""
+    # This runs with cold caches, between a model's matrix products: each call of torch here costs 10 microseconds.
+    first, results, n = tensors.outs[0], len(tensors.outs), len(tensors.terms)
+    function, precision = _function(first.dtype)
+    width, contiguous, rows = first.shape[-1] if first.dim() else 1, True, list[int]()
+    for x in itertools.chain(*tensors):
+        stride, pointer = width, x.data_ptr()
+        if not x.is_contiguous():
+            apart, contiguous = row_stride(x.shape, x.stride()), False
+            if apart is None or x.is_neg():  # of complex numbers: torch has not stored the signs
+                return None
+            stride = apart
+        if x.dtype != first.dtype or x.shape != first.shape or not x.is_cpu or not pointer:
+            return None  # no pointer: gradients that torch knows to be zero, and does not store
+        rows += pointer, stride
+    if scores is not None:
+        if scores.shape != (*first.shape[:-1], results, n):
+            return None
+        scores = _exact(scores, precision)
+    weights = first.new_zeros(results, n, dtype=precision) if weights is None else _exact(weights, precision)
+    if weights.numel() != results * n * (width if by_channel else 1):
+        return None
+    elements = first.numel()
+    if contiguous and not by_channel and scores is None:
+        width = elements
+    dots = [torch.empty_like(weights)] if tensors.states and (by_channel or scores is None) else []
+    row_dots = [torch.zeros_like(scores)] if tensors.states and scores is not None else []
+    assert function is not None
+    places = array.array("q", rows)  # ctypes would make a type of its own for each length
+    function(
+        by_channel, results, n, len(tensors.added), len(tensors.states) > 0, len(tensors.carried) > 0,
+        places.buffer_info()[0], weights.data_ptr(), None if scores is None else scores.data_ptr(),
+        dots[0].data_ptr() if dots else None, row_dots[0].data_ptr() if row_dots else None,
+        elements // width, width, min(torch.get_num_threads(), 1 + elements // GRAIN),
+    )  # fmt: skip
+    return [*dots, *row_dots]
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _exact(weights: Tensor, precision: torch.dtype) -> Tensor:
+    """Weights as the kernel reads them."""
+    return weights if weights.dtype == precision and weights.is_contiguous() else weights.to(precision).contiguous()
+
+
+@functools.cache
+def _function(dtype: torch.dtype) -> tuple[Callable[..., None] | None, torch.dtype]:
+    """The kernel for such tensors, if there is one, and the dtype it sums in."""
+    loops = loaded() if dtype in _FUNCTIONS else None
+    precision = torch.promote_types(dtype, torch.float32)
+    if loops is None:
+        return None, precision
+    function = loops[_FUNCTIONS[dtype]]
+    function.argtypes, function.restype = _ARGUMENTS, None
+    return function, precision
+
+
+@functools.cache
+def loaded() -> ctypes.CDLL | None:
+    """What `SOURCES` are compiled to; None where that fails, which is said once."""
+    if not operators.SWITCHED_ON or sys.platform != "linux":  # compilers elsewhere bring no OpenMP, or another
+        return None
+    try:
+        return ctypes.CDLL(str(_compiled()))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: quotes in CXX that do not end
+        reason = getattr(error, "stderr", None) or error
+        _log.warning("Sums on the CPU are left to torch: their kernel could not be compiled. %s", reason)
+        return None
+
+
+def _compiled() -> Path:
+    """The shared library, compiled unless it is there: for this source, compiler, processor and torch."""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    flags = (*FLAGS, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), ()))
+    # Torch's own OpenMP, where torch brings one: its threads are then the same.
+    openmp = sorted(map(str, (Path(torch.__file__).parent / "lib").glob("libgomp*")))
+    texts = [file.read_text() for file in (HEADER, *SOURCES)]
+    key = "\n".join([*texts, *compiler, *flags, *openmp, platform.machine(), torch.__version__])
+
+    def compile_to(path: Path) -> None:
+        command = [*compiler, *flags, *map(str, SOURCES), "-o", str(path), *openmp]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+
+    return cache.kept("rewire_sums", key, ".so", compile_to)

@@ -1,0 +1,43 @@
+"""Sinkhorn-Knopp of small matrices by a compiled kernel, ``sinkhorn.cpp``: torch makes hundreds of operations of it.
+
+The formulas are those of `rewire.topologies.manifolds.sinkhorn`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from rewire.kernels.cpu import native
+
+_FUNCTIONS = {torch.float32: "sinkhorn_float32", torch.float64: "sinkhorn_float64"}
+
+
+def fits(logits: Tensor) -> bool:
+    """Whether the kernel takes such matrices: float32 or float64, on a CPU."""
+    return logits.dtype in _FUNCTIONS and native.knows(logits)
+
+
+def forward(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """The result, [..., n, n], contiguous, of matrices that it `fits`."""
+    return _run(logits, None, iterations, eps)
+
+
+def backward(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """The gradient of the logits, [..., n, n], contiguous, from that of the result."""
+    return _run(logits, grad, iterations, eps)
+
+
+def _run(logits: Tensor, grad: Tensor | None, iterations: int, eps: float) -> Tensor:
+    result = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    # In memory of their own: gradients that torch knows to be zero have none, and no pointer means forward.
+    given, up = (None if x is None else torch.empty_like(result).copy_(x) for x in (logits, grad))
+    n, pointers = logits.shape[-1], [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in (given, up, result)]
+    counts = [ctypes.c_int64(number) for number in (logits.shape[:-2].numel(), n, iterations)]
+    parts = min(torch.get_num_threads(), 1 + iterations * logits.numel() // native.GRAIN)
+    function = native.loaded()[_FUNCTIONS[logits.dtype]]  # type: ignore[index]
+    function.restype = None
+    function(*counts, ctypes.c_double(eps), *pointers, ctypes.c_int64(parts))
+    return result

@@ -1,0 +1,1 @@
+"""Weighted sums: kernels whose source is generated from a `MixSpec`. Spec, source, plan, launch."""

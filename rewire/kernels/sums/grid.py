@@ -1,0 +1,95 @@
+"""Generated kernels and the grids of programs that they run on: tiles, and how rows and columns are divided."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from rewire.kernels import cache
+from rewire.kernels.kernel import PROGRAMS, Code
+from rewire.kernels.sums.generator import source
+from rewire.kernels.sums.spec import MAX_DOTS, MixSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """How rows and columns are divided.
+
+    Attributes:
+        row_programs, col_programs: the grid.
+        block_rows, block_cols: the tile that a program holds at a time.
+        warps: of a program.
+    """
+
+    row_programs: int
+    col_programs: int
+    block_rows: int
+    block_cols: int
+    warps: int
+
+    @classmethod
+    def of(cls, spec: MixSpec, rows: int, cols: int, itemsize: int, sums: bool) -> Grid:
+        """Tiles that registers hold: see `_tile`. Few programs, which loop, where each leaves sums over its rows."""
+        block_rows, block_cols, warps = _tile(spec, cols, sums, itemsize)
+        row_programs, col_programs = -(-rows // block_rows), -(-cols // block_cols)
+        if sums and spec.along_rows:  # columns are divided only where rows are few
+            col_programs = min(col_programs, 1 if spec.attended else max(1, PROGRAMS // max(1, row_programs)))
+        if sums and (spec.weights != "none" or spec.norm is not None):
+            row_programs = min(row_programs, max(1, PROGRAMS // max(1, col_programs)))
+        return cls(row_programs, col_programs, block_rows, block_cols, warps)
+
+    def parts(self, sums: str, spec: MixSpec) -> int:
+        """Of how many programs each leaves a part of those sums, by the name of the parameter for them."""
+        if sums == "score_partials":
+            return self.col_programs
+        return self.row_programs * (self.col_programs if sums == "weight_partials" and spec.weights == "scalar" else 1)
+
+
+def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int, int]:
+    """Rows, columns and warps of a tile.
+
+    Each thread loads 16 bytes of a tensor at once; half of that in bfloat16 where it also holds sums per channel for
+    every source, weights per channel for 3 or more mixes, or 6 or more mixes, gradients and probes; a quarter where
+    these are sums per channel of more than 16 pairs. A warp holds whole rows of the tile, so that sums along them stay
+    in the warp. With a norm the rows of the tile are whole; in backward, which holds several at once, more warps share
+    them.
+    """
+    width = max(16, 1 << (cols - 1).bit_length()) if cols else 16  # the next power of two
+    if spec.norm:
+        warps = min(16, max(4, width // (256 if sums else 512)))
+        return max(1, 512 // width), width, warps
+    many = spec.outputs * (1 + spec.probe) >= 6
+    by_channel = spec.weights == "channel" and (sums or spec.outputs >= 3)
+    elements = 4 if many or by_channel else 16 // itemsize
+    if by_channel and sums and spec.pairs > MAX_DOTS["channel"]:
+        elements = 2
+    block_cols = min(width, 32 * elements)
+    return 128 * elements // block_cols, block_cols, 4
+
+
+class Generated(NamedTuple):
+    """What a kernel was generated for."""
+
+    spec: MixSpec
+    backward: bool
+    grid: Grid
+
+
+def generated(spec: MixSpec, backward: bool, grid: Grid) -> Code:
+    """The kernel of a spec, divided so."""
+    programs = (grid.row_programs, grid.col_programs, 1)
+    constants = {
+        "BLOCK_ROWS": grid.block_rows,
+        "BLOCK_COLS": grid.block_cols,
+        "num_warps": grid.warps,
+        "enable_fp_fusion": True,  # said explicitly: the default of Triton is about to change
+    }
+    return Code(lambda: kernel(spec, backward), programs, constants, Generated(spec, backward, grid))
+
+
+@functools.cache
+def kernel(spec: MixSpec, backward: bool) -> Any:
+    """The decorated kernel; its source is generated and imported once per process."""
+    module = cache.load(source(spec, backward))
+    return module.mix_backward if backward else module.mix_forward

@@ -1,0 +1,251 @@
+"""Runs the generated kernels on tensors [..., D]. No autograd.
+
+What is done for tensors of given shapes, strides and dtypes is a `plan.Plan`. Plans are kept, and nothing is checked or
+computed twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.kernels.arguments import layout
+from rewire.kernels.kernel import MOST_PLANS
+from rewire.kernels.sums import plan
+from rewire.kernels.sums.plan import Plan
+from rewire.kernels.sums.spec import MixSpec
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # torch.compile's own, no part of torch's interface
+    TensorGuards = None  # type: ignore[assignment, misc]
+
+
+class MixInputs(NamedTuple):
+    """What `mix_forward` computes of.
+
+    Attributes:
+        sources: [..., D], float32, bfloat16 or float16, of one shape; rows may be strided, each in its own way.
+        weights: float32 [outputs, N] or [outputs, N, D]; the first dimension may be missing for one output.
+        scores: float32 [..., 1], outputs times N, those of the first output first; or [..., outputs] of each source,
+            or [..., N] of each probe; or in one tensor [..., outputs, N].
+        added: [..., D], outputs times ``spec.added``, those of the first output first.
+        accumulators: float32 [..., D], one for each output.
+        probes: [..., D], one for each output.
+        norm_weight, norm_bias: [D].
+        means: float32 [N, ...], of what is attended; its scores are one tensor [..., outputs, N], of which each
+            [...] is one piece and lies behind the one before.
+        stacks: whether the first of the sources is a stack [..., n, D] of n.
+    """
+
+    sources: Sequence[Tensor] = ()
+    weights: Tensor | None = None
+    scores: Sequence[Tensor] | Tensor = ()
+    added: Sequence[Tensor] = ()
+    accumulators: Sequence[Tensor] = ()
+    probes: Sequence[Tensor] = ()
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    means: Tensor | None = None
+    stacks: bool = False
+
+    def groups(self) -> tuple[Sequence[Tensor], ...]:
+        """Each field as a sequence."""
+        weights, scale, bias = _maybe(self.weights), _maybe(self.norm_weight), _maybe(self.norm_bias)
+        terms = (self.sources, weights, _several(self.scores), self.added)
+        return (*terms, self.accumulators, self.probes, scale, bias, _maybe(self.means))
+
+
+class Mixed(NamedTuple):
+    """What `mix_forward` computed.
+
+    Attributes:
+        apart: [..., D] for each output that is not stacked; empty if a norm follows and the spec does not keep the mix.
+        normed: [..., D], with a norm.
+        rstd: float32 [rows], 1 / sqrt(mean square or variance + eps), for backward.
+        weight_dots: float32 [outputs, N] or [outputs, N, D], <x_k, p_o>; None without probes, or without weights.
+        score_dots: float32 [..., outputs, N], with probes and scores; of what is attended, the gradients of logits.
+        stacked: [..., stacked, D], the first mixes; None if none were to be stacked.
+    """
+
+    apart: tuple[Tensor, ...]
+    normed: Tensor | None = None
+    rstd: Tensor | None = None
+    weight_dots: Tensor | None = None
+    score_dots: Tensor | None = None
+    stacked: Tensor | None = None
+
+    @property
+    def mixes(self) -> tuple[Tensor, ...]:
+        """[..., D] for each output."""
+        return self.apart if self.stacked is None else (*self.stacked.unbind(-2), *self.apart)
+
+
+class GradientInputs(NamedTuple):
+    """What `mix_backward` computes of.
+
+    Attributes:
+        grads: [..., D] for each output, the gradients of what is normed if there is a norm, else of the mixes.
+        sources, weights, scores, norm_weight: as in `MixInputs`.
+        mixes: with a norm, the mix as forward returned it. Forward has to keep it (``keep_mix``), as the plain
+            network keeps what a norm reads.
+        rstd: with a norm, as forward returned it.
+        grad_mixes: with a norm, the gradient of the mix itself; none if only the norm reads it.
+        carried: [..., D] for each source if the spec says so, what is added to its gradient.
+        stacks: whether the first of grads, of sources and of carried is a stack [..., n, D] of n.
+    """
+
+    grads: Sequence[Tensor]
+    sources: Sequence[Tensor] = ()
+    weights: Tensor | None = None
+    scores: Sequence[Tensor] | Tensor = ()
+    mixes: Sequence[Tensor] = ()
+    rstd: Tensor | None = None
+    grad_mixes: Sequence[Tensor] = ()
+    norm_weight: Tensor | None = None
+    carried: Sequence[Tensor] = ()
+    stacks: bool = False
+
+    def groups(self) -> tuple[Sequence[Tensor], ...]:
+        """Each field as a sequence."""
+        weights, rstd, scale = _maybe(self.weights), _maybe(self.rstd), _maybe(self.norm_weight)
+        of_norm = (self.mixes, rstd, self.grad_mixes, scale)
+        return (self.grads, self.sources, weights, _several(self.scores), *of_norm, self.carried)
+
+
+class Gradients(NamedTuple):
+    """What `mix_backward` computed.
+
+    Attributes:
+        apart: [..., D] of each source whose gradient is not stacked, in its dtype.
+        weights: float32 [outputs, N] or [outputs, N, D]; None without weights.
+        scores: float32 [..., outputs, N]; None without scores.
+        added: [..., D], the gradient of each added branch (and of an accumulator); None for several outputs, where it
+            is that of the output, and for a stack.
+        norm_weight: float32 [D], with a norm.
+        norm_bias: float32 [D], with a norm that has a bias.
+        stacked: [..., stacked, D], of the first sources; None if none were to be stacked.
+    """
+
+    apart: tuple[Tensor, ...]
+    weights: Tensor | None = None
+    scores: Tensor | None = None
+    added: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    stacked: Tensor | None = None
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """[..., D] of each source."""
+        return self.apart if self.stacked is None else (*self.stacked.unbind(-2), *self.apart)
+
+
+def mix_forward(
+    spec: MixSpec,
+    inputs: MixInputs,
+    dtype: torch.dtype | None = None,
+    eps: float = 1e-6,
+    stacked: int = 0,
+) -> Mixed:
+    """The mixes of `spec`, accumulated in float32 and rounded once.
+
+    Args:
+        dtype: of the results; by default what plain adds of sources and added would have.
+        eps: of the norm.
+        stacked: how many mixes, from the first on, are to be views of one new tensor [..., stacked, D]. Not with a
+            norm.
+
+    Raises:
+        TypeError: a dtype that the kernels do not accumulate exactly enough (float64), or do not know.
+        ValueError: shapes or arguments do not fit the spec.
+    """
+    apart, others = _run(plan.forward, spec, inputs, (dtype, eps, stacked))
+    return Mixed(apart, **others)
+
+
+def mix_backward(spec: MixSpec, inputs: GradientInputs, stacked: int = 0) -> Gradients:
+    """Every gradient of the mixes of `spec`, whose probes are ignored.
+
+    Args:
+        stacked: how many gradients of sources, from the first on, are to be views of one new tensor [..., stacked, D],
+            as the sources may be. They have to be of one dtype.
+
+    Raises:
+        TypeError, ValueError: as in `mix_forward`.
+    """
+    apart, others = _run(plan.backward, spec, inputs, (stacked,))
+    return Gradients(apart, **others)
+
+
+# Plans.
+
+
+class _Known(NamedTuple):
+    """A plan, and whether tensors have the layouts that it is for."""
+
+    plan: Plan
+    alike: Callable[..., bool]
+
+
+#: By what is asked for and the layouts of tensors; and by the former alone, the one that was used last.
+_plans: dict[Any, _Known] = {}
+_sizes = operator.attrgetter("shape", "dtype", "device")
+_lock = threading.Lock()  # for threads that make plans; who looks one up needs none
+
+
+def _run(
+    make: Callable[..., Plan], spec: MixSpec, inputs: MixInputs | GradientInputs, options: tuple[Any, ...]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """The results of the plan for these tensors."""
+    groups = inputs.groups()
+    tensors = list(itertools.chain.from_iterable(groups))
+    question = (make, spec, options, inputs.stacks, tuple(map(len, groups)))
+    known = last = _plans.get(question)
+    if known is None or not known.alike(*tensors):
+        # Each once for all tensors: twice as fast as a `Layout` of each.
+        key = question, tuple(map(_sizes, tensors)), tuple(map(Tensor.stride, tensors))
+        known = _plans.get(key)
+        if known is None:
+            by_field = {name: [layout(x) for x in group] for name, group in zip(inputs._fields, groups, strict=False)}
+            table = isinstance(inputs.scores, Tensor)
+            made = make(spec, plan.given(by_field, inputs.stacks, table, spec.probe), *options)
+            known = _Known(made, _alike(tensors))
+            _keep(key, known)
+        if known is not last:
+            _keep(question, known)
+    return known.plan(tensors)
+
+
+def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether tensors have the layouts of these: in C++, four times as fast as by a key. It says no more often than it
+    has to: where one tensor is given twice, or needs gradients where another did not.
+    """
+    try:
+        check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    except TypeError:  # not as it is known here, or not there
+        return lambda *_: False
+    return check
+
+
+def _keep(key: Any, known: _Known) -> None:
+    """The oldest go when there are too many."""
+    with _lock:
+        _plans.pop(key, None)
+        while len(_plans) >= MOST_PLANS:
+            del _plans[next(iter(_plans))]
+        _plans[key] = known
+
+
+def _several(x: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
+    return (x,) if isinstance(x, Tensor) else x
+
+
+def _maybe(x: Tensor | None) -> tuple[Tensor, ...]:
+    return () if x is None else (x,)

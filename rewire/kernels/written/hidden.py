@@ -1,0 +1,176 @@
+"""Weights per token of a hidden layer, ``gelu(h) @ W + b``, as Triton kernels: see `tokens.read_off_hidden`.
+
+``h`` is what a projection read off the states, one column after the other. Nothing but ``h`` is kept for backward.
+"""
+# ruff: noqa: N803  (constants of a kernel are written in capitals)
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rewire.kernels.arguments import Layout, layout
+from rewire.kernels.kernel import MOST_PLANS, PROGRAMS, Code, Kernel
+from rewire.kernels.written import projection, totals
+from rewire.kernels.written.projection import PRECISION
+
+#: Rows of a tile, columns of h in it, and warps, by the columns of the weight: what registers hold.
+FORWARD = {16: (64, 16, 4), 32: (64, 32, 4), 64: (32, 32, 4), 128: (32, 32, 8)}
+BACKWARD = {16: (16, 16, 4), 32: (16, 16, 4), 64: (16, 16, 8), 128: (16, 16, 8)}
+
+
+@triton.jit
+def _normal(x):
+    """The share of a normal distribution below ``x``: ``gelu(x)`` is x times that."""
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit(do_not_specialize=["rows", "K"])
+def hidden_forward(
+    hidden,  # float32 [K, rows]
+    weight,  # float32 [K, K]
+    static,  # float32 [K]
+    scores,  # float32 [K, rows]
+    rows,
+    K,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ALL_K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # [BLOCK_ROWS, 1]
+    m = tl.arange(0, ALL_K)[None, :]
+    total = tl.zeros([BLOCK_ROWS, ALL_K], tl.float32)
+    for first in range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        known = (row < rows) & (k[None, :] < K)
+        h = tl.load(hidden + (k[None, :].to(tl.int64) * rows + row), mask=known, other=0.0)
+        w = tl.load(weight + (k[:, None] * K + m), mask=(k[:, None] < K) & (m < K), other=0.0)
+        total = tl.dot(h * _normal(h), w, total, input_precision=PRECISION)
+    total += tl.load(static + m, mask=m < K, other=0.0)
+    tl.store(scores + (m.to(tl.int64) * rows + row), total, mask=(row < rows) & (m < K))
+
+
+@triton.jit(do_not_specialize=["rows", "K", "grad_row_stride", "grad_stride"])
+def hidden_backward(
+    grad,  # float32 [rows, K]
+    grad_row_stride,
+    grad_stride,
+    hidden,  # float32 [K, rows]
+    weight,  # float32 [K, K]
+    grad_hidden,  # float32 [K, rows]
+    weight_partials,  # float32 [row programs, K, K]
+    static_partials,  # float32 [row programs, K]
+    rows,
+    K,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ALL_K: tl.constexpr,
+):
+    """``dh = (g W^T) gelu'(h)``, ``dW = gelu(h)^T g`` and ``db = sum g``, for some columns of h in each program."""
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    m = tl.arange(0, ALL_K)
+    w = tl.load(weight + (k[None, :] * K + m[:, None]), mask=(k[None, :] < K) & (m[:, None] < K), other=0.0)  # W^T
+    of_weight = tl.zeros([BLOCK_K, ALL_K], tl.float32)
+    of_static = tl.zeros([ALL_K], tl.float32)
+    for first in range(tl.program_id(0) * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS):
+        row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]  # [BLOCK_ROWS, 1]
+        known = (row < rows) & (m[None, :] < K)
+        g = tl.load(grad + (row * grad_row_stride + m[None, :] * grad_stride), mask=known, other=0.0)
+        place, inside = k[None, :].to(tl.int64) * rows + row, (row < rows) & (k[None, :] < K)
+        h = tl.load(hidden + place, mask=inside, other=0.0)
+        share = _normal(h)
+        slope = share + h * tl.exp(-0.5 * h * h) * 0.3989422804014327
+        tl.store(grad_hidden + place, tl.dot(g, w, input_precision=PRECISION) * slope, mask=inside)
+        of_weight = tl.dot(tl.trans(h * share), g, of_weight, input_precision=PRECISION)
+        of_static += tl.sum(g, 0)
+    program = tl.program_id(0).to(tl.int64)
+    square = k[:, None] * K + m[None, :]
+    tl.store(weight_partials + (program * K * K + square), of_weight, mask=(k[:, None] < K) & (m[None, :] < K))
+    tl.store(static_partials + (program * K + m), of_static, mask=(m < K) & (tl.program_id(1) == 0))
+
+
+def forward(hidden: Tensor, weight: Tensor, static: Tensor) -> Tensor:
+    """``gelu(h) @ W + b``, [..., K], each of the K contiguous.
+
+    Args:
+        hidden: h, float32 [..., K], as `projection.forward` returns it.
+        weight: W, float32 [K, K].
+        static: b, float32 [K].
+    """
+    by_column = _by_column(hidden)
+    scores = torch.empty_like(by_column)
+    kernel, _ = _plan(layout(by_column), (), False)
+    kernel((by_column, weight.contiguous(), static.contiguous(), scores))
+    return scores.movedim(0, -1)
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    read: Tensor,
+    weight: Tensor,
+    hidden: Tensor,
+    inverse: Tensor,
+    carried: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x and, below it, of the two weights and of b: of `forward` of what `projection.forward` returned.
+
+    Args:
+        grad: float32 [..., K].
+        x: [..., D], what was projected.
+        read: float32 [D, K], with what.
+        weight: as in forward.
+        hidden, inverse: as `projection.forward` returned them.
+        carried: [..., D], what is added to the gradient of x.
+
+    Returns:
+        [..., D], in the dtype of x; [K, D], [K, K], [K].
+    """
+    by_column, most = _by_column(hidden), hidden.shape[-1]
+    given = grad.reshape(-1, most)
+    kernel, programs = _plan(layout(by_column), given.stride(), True)
+    of_hidden = torch.empty_like(by_column)
+    of_weight, of_static = (by_column.new_empty(programs, *shape) for shape in ((most, most), (most,)))
+    kernel((given, by_column, weight.contiguous(), of_hidden, of_weight, of_static))
+    of_x, of_read = projection.backward_in_parts([of_hidden.movedim(0, -1)], x, read, hidden, inverse, carried)
+    of_read, of_weight, of_static = totals.added_up((of_read, of_weight, of_static))
+    return of_x, of_read, of_weight, of_static
+
+
+def _by_column(hidden: Tensor) -> Tensor:
+    """[K, ...], contiguous; saved tensors may come back with other strides (`save_on_cpu`)."""
+    return hidden.movedim(-1, 0).contiguous()
+
+
+@functools.lru_cache(MOST_PLANS)
+def _plan(hidden: Layout, grad: tuple[int, ...], backward: bool) -> tuple[Kernel, int]:
+    """The kernel of a list of tensors, in the order of its parameters, and its programs; ``grad`` are strides."""
+    most, rows = hidden.shape[0], math.prod(hidden.shape[1:])
+    columns = max(16, 1 << (most - 1).bit_length())  # the next power of two that a matrix product takes
+    block_rows, block_columns, warps = (BACKWARD if backward else FORWARD)[columns]
+    constants: dict[str, Any] = {
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_K": block_columns,
+        "ALL_K": columns,
+        "num_warps": warps,
+    }
+    constants |= {"PRECISION": PRECISION, "enable_fp_fusion": True}
+    programs, numbers = -(-rows // block_rows), {"rows": rows, "K": most}
+    names = ["hidden", "weight", "static", "scores"]
+    if backward:
+        programs = min(programs, PROGRAMS // 8)  # each leaves a square of sums
+        numbers |= {"grad_row_stride": grad[0], "grad_stride": grad[1]}
+        names = ["grad", "hidden", "weight", "grad_hidden", "weight_partials", "static_partials"]
+    jit: Any = hidden_backward if backward else hidden_forward
+    by_column = -(-most // block_columns) if backward else 1
+    code = Code(lambda: jit, (programs, by_column, 1), constants)
+    return Kernel(code, hidden.device, {name: place for place, name in enumerate(names)}, numbers), programs

@@ -1,0 +1,195 @@
+"""The softmax of reads that attend, and what its gradients need, as Triton kernels: see `attended` for the formulas."""
+# ruff: noqa: N803  (constants of a kernel are written in capitals)
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rewire.kernels.arguments import Layout, layout, row_stride
+from rewire.kernels.kernel import MOST_PLANS, Code, Kernel
+
+#: Rows of a program that holds a few numbers for each.
+ROWS = 128
+#: Rows and columns of a tile of states.
+TILE = (16, 128)
+
+
+@triton.jit(do_not_specialize=["rows", "begun_stride", "count"])
+def softmax_forward(
+    scores,  # N x float32 [rows]
+    begun,  # float32 [2, rows]: the largest of earlier scores, the sum of their numerators
+    begun_stride,
+    shares,  # float32 [BEGUN + N, rows]
+    statistics,  # float32 [2, rows]
+    rows,
+    count,
+    N: tl.constexpr,
+    BEGUN: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    if BEGUN:
+        largest = tl.load(begun + row, mask=inside, other=0.0)
+    for i in tl.static_range(N):
+        largest = tl.maximum(largest, tl.load(scores[i] + row, mask=inside, other=0.0))
+    divisor = tl.zeros([BLOCK], tl.float32)
+    factor = divisor
+    if BEGUN:
+        factor = tl.exp(tl.load(begun + row, mask=inside, other=0.0) - largest)
+        divisor = factor * tl.load(begun + (begun_stride.to(tl.int64) + row), mask=inside, other=1.0)
+    for i in tl.static_range(N):
+        divisor += tl.exp(tl.load(scores[i] + row, mask=inside, other=0.0) - largest)
+    if DIVIDED:
+        divisor = tl.div_rn(divisor, tl.zeros([BLOCK], tl.float32) + count)
+    if BEGUN:
+        tl.store(shares + row, tl.div_rn(factor, divisor) if DIVIDED else factor, mask=inside)
+    for i in tl.static_range(N):
+        e = tl.exp(tl.load(scores[i] + row, mask=inside, other=0.0) - largest)
+        place = shares + ((BEGUN + i) * rows.to(tl.int64) + row)
+        tl.store(place, tl.div_rn(e, divisor) if DIVIDED else e, mask=inside)
+    tl.store(statistics + row, largest, mask=inside)
+    tl.store(statistics + (rows + row), divisor, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def tally_kernel(
+    grad,  # [rows, cols]
+    grad_stride: tl.constexpr,
+    total,  # [rows, cols]
+    total_stride: tl.constexpr,
+    statistics,  # float32 [2, rows]
+    result,  # float32 [3, rows]
+    rows,
+    count,
+    COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # [BLOCK_ROWS, 1]
+    products = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for first in range(0, COLS, BLOCK_COLS):
+        col = first + tl.arange(0, BLOCK_COLS)[None, :]
+        inside = (row < rows) & (col < COLS)
+        g = tl.load(grad + (row * grad_stride + col), mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(total + (row * total_stride + col), mask=inside, other=0.0).to(tl.float32)
+        products += g * value
+    for part in tl.static_range(2):
+        known = tl.load(statistics + (part * rows + row), mask=row < rows)
+        tl.store(result + (part * rows + row), known, mask=row < rows)
+    tl.store(result + (2 * rows + row), tl.sum(products, 1, keep_dims=True) / count, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def shares_kernel(
+    scores,  # M x float32 [N, rows]
+    tallies,  # N x float32 [3, rows]
+    shares,  # float32 [M + 1, N, rows]: of each state, and the means that the tallies end with
+    rows,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    for read in tl.static_range(N):
+        largest = tl.load(tallies[read] + row, mask=inside, other=0.0)
+        divisor = tl.load(tallies[read] + (rows.to(tl.int64) + row), mask=inside, other=1.0)
+        for state in tl.static_range(M):
+            s = tl.load(scores[state] + (read * rows.to(tl.int64) + row), mask=inside, other=0.0)
+            place = shares + ((state * N + read) * rows.to(tl.int64) + row)
+            tl.store(place, tl.div_rn(tl.exp(s - largest), divisor), mask=inside)
+        mean = tl.load(tallies[read] + (2 * rows.to(tl.int64) + row), mask=inside, other=0.0)
+        tl.store(shares + ((M * N + read) * rows.to(tl.int64) + row), mean, mask=inside)
+
+
+def forward(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    """Weights ``e_i / (sum_j e_j / count)`` with ``e_i = exp(s_i - m)``; and m and what e is divided by.
+
+    Args:
+        scores: n of float32 [...]; none if there is what was begun.
+        begun: of scores that were seen before, m and the sum of their e, float32 [2, ...], each contiguous: they weigh
+            as one more state, the first.
+        count: what the weights add up to; 0: e_i, not divided, and their sum.
+
+    Returns:
+        float32 [n, ...], one more with ``begun``, and [2, ...].
+    """
+    given = [s.contiguous() for s in scores]
+    like = given[0] if begun is None else begun[0]
+    shares = like.new_empty((len(given) + (begun is not None), *like.shape))
+    statistics = like.new_empty((2, *like.shape))
+    plan = _plan_forward(layout(shares), None if begun is None else begun.stride(0), count)
+    plan((*given, statistics if begun is None else begun, shares, statistics))
+    return shares, statistics
+
+
+@functools.lru_cache(MOST_PLANS)
+def _plan_forward(shares: Layout, begun: int | None, count: int) -> Kernel:
+    """``begun`` is the distance of its rows."""
+    n, rows = shares.shape[0] - (begun is not None), math.prod(shares.shape[1:])
+    constants = {"N": n, "BEGUN": begun is not None, "DIVIDED": count > 0, "BLOCK": ROWS, "num_warps": 4}
+    code = Code(lambda: softmax_forward, (-(-rows // ROWS), 1, 1), constants)
+    places: dict[str, Any] = {"scores": tuple(range(n)), "begun": n, "shares": n + 1, "statistics": n + 2}
+    return Kernel(code, shares.device, places, {"rows": rows, "begun_stride": begun or 0, "count": max(1, count)})
+
+
+def tally(grad: Tensor, total: Tensor, statistics: Tensor, count: int) -> Tensor:
+    """``statistics`` and ``<total, grad> / count``, float32 [3, ...].
+
+    Args:
+        grad, total: [..., D], float32, bfloat16 or float16.
+        statistics: float32 [2, ...].
+        count: what the products are divided by.
+    """
+    result = statistics.new_empty((3, *statistics.shape[1:]))
+    kernel, of_grad, of_total = _plan_tally(layout(grad), layout(total), count)
+    tensors = (grad.contiguous() if of_grad else grad, total.contiguous() if of_total else total)
+    kernel((*tensors, statistics.contiguous(), result))
+    return result
+
+
+@functools.lru_cache(MOST_PLANS)
+def _plan_tally(grad: Layout, total: Layout, count: int) -> tuple[Kernel, bool, bool]:
+    """The kernel, and whether gradients and values have to be copied, their rows not being even."""
+    rows, cols = math.prod(grad.shape[:-1]), grad.shape[-1]
+    strides = [row_stride(x.shape, x.strides) for x in (grad, total)]
+    along = [cols if stride is None else stride for stride in strides]
+    numbers = {"grad_stride": along[0], "total_stride": along[1], "rows": rows, "count": count}
+    constants = {"COLS": cols, "BLOCK_ROWS": TILE[0], "BLOCK_COLS": TILE[1], "num_warps": 4}
+    code = Code(lambda: tally_kernel, (-(-rows // TILE[0]), 1, 1), constants)
+    places = {"grad": 0, "total": 1, "statistics": 2, "result": 3}
+    return Kernel(code, grad.device, places, numbers), strides[0] is None, strides[1] is None
+
+
+def shares(scores: Sequence[Tensor], tallies: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """``a_mi = exp(s_mi - m_i) / d_i`` of M states in N reads, float32 [M, N, ...]; and the reads' e_i, [N, ...].
+
+    Args:
+        scores: M of float32 [..., N].
+        tallies: N of float32 [3, ...]: m, d and e.
+    """
+    given = [s.movedim(-1, 0).contiguous() for s in scores]
+    result = given[0].new_empty((len(given) + 1, *given[0].shape))
+    _plan_shares(layout(result))((*given, *[t.contiguous() for t in tallies], result))
+    return result[:-1], result[-1]
+
+
+@functools.lru_cache(MOST_PLANS)
+def _plan_shares(shares: Layout) -> Kernel:
+    states, reads, rows = shares.shape[0] - 1, shares.shape[1], math.prod(shares.shape[2:])
+    last = states + reads
+    places: dict[str, Any] = {"scores": tuple(range(states)), "tallies": tuple(range(states, last)), "shares": last}
+    constants = {"M": states, "N": reads, "BLOCK": ROWS, "num_warps": 4}
+    code = Code(lambda: shares_kernel, (-(-rows // ROWS), 1, 1), constants)
+    return Kernel(code, shares.device, places, {"rows": rows})

@@ -1,0 +1,186 @@
+"""States that all later reads attend over, with weights that a softmax makes of a score of each (Attention Residuals).
+
+Read t is ``r_t = sum_i a_ti x_i`` with ``a_ti = exp(s_ti - m_t) / d_t`` and ``s_ti = w_t . rmsnorm(x_i)``: m_t is the
+largest of these scores, d_t the sum of the numerators, or their mean where the weights of n states are to add up to n.
+Of the other states' part in a gradient one number is enough for each token, as in FlashAttention-2 (arXiv 2307.08691,
+section 3.1.2). With g_t, the gradient of r_t,
+
+    dx_i = sum_t a_ti g_t + what the norm and the products make of ds_ti
+    ds_ti = a_ti (<x_i, g_t> - e_t)
+    e_t = sum_j a_tj <x_j, g_t> / n_t = <r_t, g_t> / n_t
+
+where n_t is what the weights add up to. So a state's gradient, like that of `history`, is one pass over the state and
+the gradients of its reads, once these are done, and a read's own backward sees ``r_t`` and ``g_t`` alone.
+
+In blocks (see `blocks.Blocks`), the reads of a block begin together, as in online softmax: of all states before it,
+``y_t = sum_i exp(s_ti - m) x_i`` in float32, m being the largest score so far. Each read then takes y_t as one more
+state, whose numerator is ``exp(m - m_t)``.
+
+In groups, a state is the sum of what several units left, and reads before that is complete have it as far as it has
+come: one state more, of no other read. Gradients of a group's reads then come together, for all states that there are
+when it begins, which hand themselves on to the next group: few gradients wait at a time, as few states are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewire.kernels import operators
+from rewire.mixes.blocks import BLOCK, Blocks
+from rewire.mixes.by_state import ByState, first_mixes, parts
+from rewire.mixes.claims import gathered, joining, present, stand_ins, unclaimed
+from rewire.mixes.history import Claimed, suffixes
+from rewire.mixes.mix import Attended, Mix, pending_mix, softmax
+from rewire.mixes.scored import ScoredHistory
+
+EPS = 1e-6  # of the norm
+
+
+class AttendedTable:
+    """Queries of reads in turn: read t = 1, 2, .. is of the t states so far, the first of one state, without a query.
+
+    Args:
+        queries: w, float32 [T, D], of the reads 2 to T + 1: the first of them is of two states.
+        scaled: whether the weights of n states add up to n, not to 1.
+        block: as in `Blocks`; by default what `blocks.best_block` says, and no blocks where there are no kernels.
+        group: reads until there is another state.
+
+    Attributes:
+        blocks: how the reads are arranged.
+        first: of each read, the number of its query; the first has none.
+        queries: of each state those of the reads that have it, [m, D].
+        own: of each read, its own, [1, D].
+        by_state: there are no weights beside scores.
+        scaled: as above.
+    """
+
+    def __init__(self, queries: Tensor, scaled: bool, block: int | None = None, group: int = 1) -> None:
+        ways = [0, *[1] * len(queries)]
+        self.blocks = blocks = Blocks.of(queries, len(ways), 1, block, group)
+        self.first = first_mixes(ways)
+        self.queries = suffixes(queries, [self.first[blocks.first_mix(state)] for state in range(blocks.states)])
+        self.own = parts(queries, ways) if group > 1 else ()
+        self.by_state = ByState(*[(None,) * len(ways)] * 4)
+        self.scaled = scaled
+
+
+class AttendedHistory(ScoredHistory):
+    """The states of a trunk so far, each with the scores of its later reads. Immutable.
+
+    Attributes:
+        claims: of each read also a tensor [3, ...] whose values mean nothing, and whose gradient is what the states'
+            gradients need to know of the read, ``(m_t, d_t, e_t)``: its *tally*.
+        begun: for each read of the present block the sum that it begins with, and m and the sum of the numerators.
+    """
+
+    __slots__ = ()
+
+    norm_eps, clamped = EPS, False
+    constant_scores = False  # where gradients will be differentiated, the tallies depend on them
+
+    table: AttendedTable  # type: ignore[assignment]
+
+    def read(self, number: int) -> Sequence[Tensor | Mix]:
+        """The sum of read ``number``, from 0."""
+        if number == 0:
+            return [self.states[0]]
+        places, query = self._places(number), self.table.first[number]
+        if self.claims is None:
+            own = [scores.select(-1, k) for scores, k in zip(self.scores, places, strict=True)]
+            shares, _ = softmax(torch.stack(own), self.table.scaled)
+            return [pending_mix(self.states, None, scores=shares.unsqueeze(-1).unbind())]
+        with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
+            values, shares, statistics = self._shares(number, places)
+        of_read = [(of.claims[query - of.first], of.tallies[query - of.first]) for of in self._claims_of(query)]
+        claims, tallies = zip(*of_read, strict=True)
+        attended = Attended(statistics, self.values, self.scores, places, self.table.scaled)
+        return [Mix(values, None, shares.unsqueeze(-1).unbind(), claims=claims, attended=attended, tallies=tallies)]
+
+    def _shares(self, number: int, places: Sequence[int]) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        """What a read adds up, [..., D] each; with which weights, [n, ...]; and the statistics of its softmax."""
+        begun = self.begun.get(number)
+        before = 0 if begun is None else self.table.blocks.before(number)
+        own = [scores.select(-1, k) for scores, k in zip(self.scores[before:], places[before:], strict=True)]
+        if not operators.uses_kernels(self.values[0]):
+            return (self.values, *softmax(torch.stack(own), self.table.scaled))
+        total, statistics = begun or (None, None)
+        count = len(places) if self.table.scaled else 1
+        return (*([] if total is None else [total]), *self.values[before:]), *operators.softmax(own, statistics, count)
+
+    def _sums(self, mixes: range) -> dict[int, tuple[Tensor, Tensor]]:
+        first = self._places(mixes.start)
+        of_states = [s.narrow(-1, k, len(mixes)).movedim(-1, 0) for s, k in zip(self.scores, first, strict=True)]
+        numerators, statistics = operators.softmax(of_states, None, 0)  # [n, B, ...], [2, B, ...]
+        totals = operators.mixes(self.values, None, numerators.movedim((1, 0), (-2, -1)))
+        return dict(zip(mixes, zip(totals, statistics.unbind(1), strict=True), strict=True))
+
+    def _claim(
+        self, first: int, through: int, weights: Any, scores: Sequence[Tensor], states: Sequence[Tensor]
+    ) -> tuple[Claimed, tuple[Tensor, ...]]:
+        found = _Claims.apply(through, len(states), *scores, *states)
+        n = scores[0].shape[-1]
+        return Claimed(first, tuple(found[:n]), tuple(found[n : 2 * n])), tuple(found[2 * n :])
+
+
+class _Claims(torch.autograd.Function):
+    """Claims of N later reads on M states, their tallies, and ``through`` times the states themselves: once, if M > 1.
+
+    ``tensors`` are the scores of each state, [..., N], and then the states, [..., D].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, through: int, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        scores, states = tensors[0], tensors[-count:]
+        x, ctx.states, ctx.reads = states[0], count, scores.shape[-1]
+        claims, tallies = stand_ins(x, x.shape, ctx.reads), stand_ins(scores, (3, *x.shape[:-1]), ctx.reads)
+        return (*claims, *tallies, *[x.view_as(x) for x in states for _ in range(through)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors, reads = ctx.saved_tensors, ctx.reads
+        scores, states = tensors[: ctx.states], tensors[ctx.states :]
+        given, carried = present(grads[:reads]), grads[2 * reads :]
+        if not given:
+            return (None, None, *[None] * len(scores), *unclaimed(states, carried))
+        added = joining(states, carried)
+        tallies = _complete(grads[reads : 2 * reads])
+        if operators.uses_kernels(states[0]) and not torch.is_grad_enabled():
+            return (None, None, *_gradients_by_kernels(given, states, scores, tallies, added))
+        logits = torch.stack(scores, -2)  # [..., M, N]
+        largest, divisor, mean = torch.stack(tallies).movedim(0, -1).unsqueeze(-2).unbind(0)  # [..., 1, N]
+        shares = (logits - largest).exp() / divisor
+        dx, _, dots = gathered(given, states, None, shares.unbind(-2), added)
+        return (None, None, *(shares * (torch.stack(list(dots), -2) - mean)).unbind(-2), *dx)
+
+
+def _gradients_by_kernels(
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    scores: Sequence[Tensor],
+    tallies: Sequence[Tensor],
+    added: Sequence[Tensor],
+) -> list[Tensor]:
+    """Gradients of the scores of each state, and of the states."""
+    of_scores: list[Tensor] = []  # not list[Tensor](), which Dynamo does not know
+    of_states: list[Tensor] = []
+    for first in range(0, len(states), BLOCK):
+        some = slice(first, first + BLOCK)
+        theirs = added if len(states) == 1 else added[some]
+        *found, dots = operators.gather_attended(grads, states[some], scores[some], tallies, theirs)
+        of_scores, of_states = [*of_scores, *dots.unbind(-2)], [*of_states, *found]
+    return [*of_scores, *of_states]
+
+
+def _complete(tallies: Sequence[Tensor | None]) -> list[Tensor]:
+    """Of a read that has no gradient, one that makes its weight 0."""
+    known = [tally for tally in tallies if tally is not None]
+    if len(known) == len(tallies):
+        return known
+    none = torch.stack([torch.full_like(known[0][0], value) for value in (torch.inf, 1.0, 0.0)])
+    return [none if tally is None else tally for tally in tallies]

@@ -1,0 +1,48 @@
+"""When gradients are written by hand, and when they are left to autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rewire.kernels import operators
+from rewire.kernels.cpu import plain
+
+
+def left_to_autograd(x: Tensor, sources: float) -> bool:
+    """Whether mixes of that many tensors like ``x`` are plain torch operations, for others to differentiate or compile.
+
+    Args:
+        x: a tensor.
+        sources: how many, on average if it is asked for several mixes.
+    """
+    if torch.compiler.is_compiling():
+        return not operators.uses_kernels(x)
+    return (
+        type(x) not in (Tensor, nn.Parameter)  # tensors that stand for others
+        or not (x.is_cuda or x.is_cpu)
+        or under_transforms()
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+        or (sources * x.numel() < plain.WORTHWHILE and not operators.uses_kernels(x))
+    )
+
+
+def under_transforms() -> bool:
+    """Whether functions of torch.func or forward-mode derivatives look on: they take no autograd functions of ours."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Any]:
+    """Gradients of ``function(*inputs)`` that can be differentiated; None for inputs that need none.
+
+    Of each input by itself, even where one was computed from another.
+    """
+    given = [x.view_as(x) if x.requires_grad else x for x in inputs]
+    wanted = [x for x in given if x.requires_grad]
+    found = iter(torch.autograd.grad(function(*given), wanted, grad, create_graph=True) if wanted else ())
+    return [next(found) if x.requires_grad else None for x in given]

@@ -1,0 +1,92 @@
+"""Weights of reads in the order in which gradients come: by the states that they weigh."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.mixes.blocks import Blocks
+
+
+class ByState(NamedTuple):
+    """Weights by the states that they weigh, [k] or [k, D] each. A mix is one way of a read.
+
+    Attributes:
+        near: for each state, those of the mixes that do not read all of its block.
+        later: for each block of states, those of all mixes that do: of its first state, of its second, ..
+        spans: in groups, for each span, those of its mixes: of the first complete state, of the second, ..
+        joined: in groups, for each read, those of the state that it alone has; empty if it has none.
+    """
+
+    near: tuple[Tensor | None, ...] = ()
+    later: tuple[Tensor | None, ...] = ()
+    spans: tuple[Tensor | None, ...] = ()
+    joined: tuple[Tensor | None, ...] = ()
+
+    @classmethod
+    def of(cls, flat: Tensor, blocks: Blocks, ways: Sequence[int]) -> ByState:
+        """Of weights that come for each read in turn, for each of its ways, one for each of its states."""
+        first = first_mixes(ways)
+        of_states = [first[blocks.first_mix(state)] for state in range(blocks.states)]
+        read, state = _entries(flat, blocks, ways)
+        if blocks.group > 1:
+            span, complete = blocks.span_of(read), blocks.newest(read) // blocks.group + 1
+            spans = blocks.spans()
+            key = torch.where(state < complete, span, len(spans)) * blocks.states + state
+            together = [
+                (number // blocks.spans_of_group + 1) * (first[reads.stop] - first[reads.start])
+                for number, reads in enumerate(spans)
+            ]
+            alone = [way if blocks.joined(number) else 0 for number, way in enumerate(ways)]
+            pieces = parts(_sorted(flat, key), [*together, *alone])
+            return cls(spans=pieces[: len(together)], joined=pieces[len(together) :])
+        key = (read >= blocks.first_mix(blocks.last(state))) * blocks.states + state
+        ends = [first[blocks.first_mix(state) + blocks.near(state)] for state in range(blocks.states)]
+        near = [end - start for start, end in zip(of_states, ends, strict=True)]
+        last = range(blocks.gathered - 1, blocks.states, blocks.gathered)
+        later = [blocks.gathered * (first[-1] - of_states[state]) for state in last]
+        pieces = parts(_sorted(flat, key), [*near, *later])
+        return cls(pieces[: len(near)], pieces[len(near) :])
+
+
+def first_mixes(ways: Sequence[int]) -> list[int]:
+    """Of each read in turn the number of its first mix, and how many mixes there are."""
+    return [0, *itertools.accumulate(ways)]
+
+
+def _entries(flat: Tensor, blocks: Blocks, ways: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The read and the state of each weight. Made on the device, of no list: graphs cannot capture what is."""
+    runs: list[Tensor] = []  # not list[Tensor](), which Dynamo does not know
+    reads = 0
+    for way, run in itertools.groupby(ways):
+        length = len(list(run))
+        runs.append(torch.arange(reads, reads + length, device=flat.device).repeat_interleave(way))
+        reads += length
+    of_mixes = torch.cat(runs)
+    sizes, mixes = blocks.count(of_mixes), torch.arange(len(of_mixes), device=flat.device)
+    mix = torch.repeat_interleave(mixes, sizes, output_size=len(flat))  # known here: a GPU need not be waited for
+    return of_mixes[mix], torch.arange(len(flat), device=flat.device) - (sizes.cumsum(0) - sizes)[mix]
+
+
+def _sorted(flat: Tensor, key: Tensor) -> Tensor:
+    """Not by a mask, whose size a GPU would be waited for."""
+    return flat.index_select(0, key.argsort(stable=True))
+
+
+def parts(x: Tensor, counts: list[int], dim: int = 0) -> tuple[Tensor, ...]:
+    """``x`` split along ``dim``.
+
+    In a compiled region new tensors: where one opens the stream, its table goes on to the next, and AOTAutograd cannot
+    hand out several views of one split ("split_with_sizes expects split_sizes to sum exactly to 1"). Not by ``clone``:
+    Inductor leaves out one that it finds useless, but AOTAutograd still takes what backward keeps of it for memory that
+    may be written over: then steps write to the weights.
+    """
+    if not torch.compiler.is_compiling():
+        return x.split(counts, dim)
+    ends = itertools.accumulate(counts)
+    places = [torch.arange(end - n, end, device=x.device) for n, end in zip(counts, ends, strict=True)]
+    return tuple([x.index_select(dim, of_part) for of_part in places])

@@ -1,0 +1,154 @@
+"""Claims: what autograd sees in place of a mix's scalings of states. See `history` for what they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewire.kernels import operators
+from rewire.kernels.cpu import plain
+from rewire.kernels.sums.spec import MAX_OUTPUTS
+from rewire.mixes.blocks import BLOCK
+
+
+class Claims(torch.autograd.Function):
+    """Claims of N later mixes on M states: N tensors whose values mean nothing, and whose gradients are the mixes'.
+
+    ``weights`` are float32 [M N] or [M N, D]. ``tensors`` are the states, [..., D], after weights per token, [..., N]
+    of each state, if there are any. Further results are the states themselves, each ``through`` times (once, if M > 1),
+    and their gradients join.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, through: int, count: int, weights: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(weights, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.states, ctx.mixes = count, weights.shape[0] // count
+        states = tensors[-count:]
+        claims = stand_ins(states[0], states[0].shape, ctx.mixes)
+        return (*claims, *[x.view_as(x) for x in states for _ in range(through)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        flat, *tensors = ctx.saved_tensors
+        scores, states = tensors[: -ctx.states], tensors[-ctx.states :]
+        given, carried = present(grads[: ctx.mixes]), grads[ctx.mixes :]
+        if not given:
+            return (None, None, None, *[None] * len(scores), *unclaimed(states, carried))
+        added = joining(states, carried)
+        weights = flat.view(len(states), ctx.mixes, *flat.shape[1:])
+        dx, dots, of_scores = gathered(given, states, weights, scores, added)
+        return (None, None, None if dots is None else dots.reshape(flat.shape), *of_scores, *dx)
+
+
+def unclaimed(states: Sequence[Tensor], carried: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The gradients of states of which no mix has one: what came other ways."""
+    if len(states) == 1:
+        return [added_up(carried)]
+    return carried or [None] * len(states)
+
+
+def joining(states: Sequence[Tensor], carried: Sequence[Tensor | None]) -> list[Tensor]:
+    """What came other ways, as `gathered` adds it: any number for a single state, else one for each state or none."""
+    added = [grad for grad in carried if grad is not None]
+    if len(states) == 1 or not added:
+        return added
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(states, carried, strict=True)]
+
+
+def stand_ins(like: Tensor, shape: Sequence[int], count: int) -> tuple[Tensor, ...]:
+    """Tensors of that shape without memory: one element, in the dtype of ``like``."""
+    return like.new_empty_strided((count, *shape), [0] * (1 + len(shape))).unbind()
+
+
+def present(grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Gradients, zeros for those that there are not; none if there are none at all."""
+    like = next((grad for grad in grads if grad is not None), None)
+    return [] if like is None else [torch.zeros_like(like) if grad is None else grad for grad in grads]
+
+
+def added_up(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum of those that there are, if any."""
+    known = [x for x in tensors if x is not None]
+    return functools.reduce(torch.add, known) if known else None
+
+
+def gathered(
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Sequence[Tensor],
+    added: Sequence[Tensor],
+) -> tuple[Sequence[Tensor], Tensor | None, Sequence[Tensor]]:
+    """What N mixes send back to M states that they read: ``dx_m = sum_n (w_mn + s_mn) g_n + sum_j a_j``.
+
+    Args:
+        grads: g_n, N of [..., D].
+        states: x_m, M of [..., D].
+        weights: w, float32 [M, N] or [M, N, D].
+        scores: s, weights per token, of each state [..., N]; or none.
+        added: a_j [..., D], gradients that came other ways: any number for a single state; else one for each, or none.
+
+    Returns:
+        The gradients of the states; those of weights and of scores, ``<x_m, g_n>``, where these are given.
+    """
+    if torch.is_grad_enabled():  # with create_graph=True
+        return _differentiable(grads, states, weights, scores, added)
+    if operators.uses_kernels(states[0]):
+        return _by_kernels(grads, states, weights, scores, added)
+    if not scores:
+        assert weights is not None
+        return (*plain.combine_with_dots(grads, states, weights, added), ())
+    dx, dots, of_scores = plain.combine_with_token_dots(grads, states, weights, torch.stack(list(scores), -2), added)
+    return dx, dots, of_scores.unbind(-2)
+
+
+def _by_kernels(
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Sequence[Tensor],
+    added: Sequence[Tensor],
+) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+    """`gathered`, of some states at a time: of fewer where weights per channel take registers, too."""
+    most = BLOCK if weights is not None and weights.dim() == 3 else MAX_OUTPUTS
+    dx: list[Tensor] = []  # not list[Tensor](), which Dynamo does not know
+    of_weights: list[Tensor] = []
+    of_scores: list[Tensor] = []
+    for first in range(0, len(states), most):
+        some = slice(first, first + most)
+        n, theirs = len(states[some]), added if len(states) == 1 else added[some]
+        found = operators.gather(grads, states[some], None if weights is None else weights[some], theirs, scores[some])
+        dx += found[:n]
+        of_weights += [] if weights is None else [found[n]]
+        of_scores += found[-1].unbind(-2) if scores else []
+    dots = None if weights is None else of_weights[0] if len(of_weights) == 1 else torch.cat(of_weights)
+    return dx, dots, of_scores
+
+
+def _differentiable(
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    weights: Tensor | None,
+    scores: Sequence[Tensor],
+    added: Sequence[Tensor],
+) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+    """`gathered`, by operations that autograd knows."""
+    precise = torch.promote_types(states[0].dtype, torch.float32)
+    given, dx, products = [g.to(precise) for g in grads], list[Tensor](), list[list[Tensor]]()
+    for m, x in enumerate(states):
+        factors = [[] if weights is None else weights[m], scores[m].split(1, -1) if scores else []]
+        terms = [w * g for of_kind in factors for w, g in zip(of_kind, given, strict=False)]
+        carried = added if len(states) == 1 else added[m : m + 1]
+        dx.append(functools.reduce(torch.add, [*terms, *carried]).to(x.dtype))
+        products.append([x * g for g in given])
+    of_scores = [torch.stack([product.sum(-1) for product in of_state], -1) for of_state in products] if scores else []
+    if weights is None:
+        return dx, None, of_scores
+    over = tuple(range(states[0].dim() - (weights.dim() == 3)))  # all but the channels, or all
+    dots = [torch.stack([product.sum(over) for product in of_state]) for of_state in products]
+    return dx, torch.stack(dots).to(weights.dtype), of_scores

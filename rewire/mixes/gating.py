@@ -1,0 +1,119 @@
+"""Gates of hyper-connections: what is read off the streams, and what kernels make of it (`projection`, `gates`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.kernels import operators
+from rewire.mixes.autograd import gradients, left_to_autograd
+from rewire.mixes.tokens import Claim, Projected, by_kernels, outside_autocast, read_off_streams
+
+#: Streams and iterations of Sinkhorn-Knopp up to which a few tokens fit into the registers of a program.
+MOST, MOST_ITERATIONS = 8, 64
+
+
+class Gating(NamedTuple):
+    """Which gates are made of values ``b + a s`` (static, scale, product of a token).
+
+    Attributes:
+        streams: n.
+        iterations: of Sinkhorn-Knopp: gates are those of `ManifoldHyperConnections`. 0: those of
+            `DynamicHyperConnections`, with ``tanh(s)`` for s.
+        eps, magnitude: options of the former.
+    """
+
+    streams: int
+    iterations: int = 0
+    eps: float = 0.0
+    magnitude: float = 1.0
+
+
+def read_off_gates(
+    gating: Gating | None,
+    formula: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    streams: Tensor,
+    weight: Tensor,
+    static: Tensor,
+    scale: Tensor,
+    eps: float | None,
+    known: Projected | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Claim | None]:
+    """What a unit reads, [..., n, 1], and writes, [..., n + 1, n], the streams with.
+
+    Args:
+        gating: which gates; None: such as kernels do not make.
+        formula: the same by operations of torch, of what is read off, static and scale.
+        streams, weight, eps: as in `tokens.read_off_streams`.
+        static: [..., K], without the dimensions of tokens.
+        scale: [K].
+        known: what `several.write_and_project` returned with the streams, which it has read off with this weight.
+
+    Returns:
+        The gates; the streams and a claim on them, as `tokens.read_off_streams` returns them.
+    """
+    claim: Claim | None
+    if known is None:
+        products, streams, claim = read_off_streams(streams, weight, eps)
+    else:
+        products, claim = known.products, known.claim
+    return *_gates(gating, formula, products, static, scale), streams, claim
+
+
+def _gates(
+    gating: Gating | None,
+    formula: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    products: Tensor,
+    static: Tensor,
+    scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    known = gating is not None and gating.streams <= MOST and gating.iterations <= MOST_ITERATIONS
+    of_tokens = products.dim() > static.dim() and by_kernels(products, scale)
+    with outside_autocast(products.device):
+        if not known or not of_tokens or left_to_autograd(products, math.inf):
+            return formula(products, static, scale)
+        read, write = _Gates.apply(gating, formula, products, static, scale)
+        return read, write
+
+
+class _Gates(torch.autograd.Function):
+    """Keeps for backward what gates are made of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gating: Gating, formula: Any, products: Tensor, static: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.gating, ctx.formula = gating, formula
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(products, static, scale)
+        return operators.gates(products, static, scale, *gating)
+
+    @staticmethod
+    def backward(ctx: Any, of_read: Tensor | None, of_write: Tensor | None) -> tuple[Any, ...]:
+        if of_read is None and of_write is None:
+            return (None,) * 5
+        products, static, scale = ctx.saved_tensors
+        of_read, of_write = _both(of_read, of_write, products, ctx.gating)
+        if torch.is_grad_enabled():  # with create_graph=True
+
+            def again(*given: Tensor) -> Tensor:
+                return _stacked(*ctx.formula(*given))
+
+            return None, None, *gradients(again, (products, static, scale), _stacked(of_read, of_write))
+        of_products, sums = operators.gates_backward(of_read, of_write, products, static, scale, *ctx.gating[1:])
+        return None, None, of_products, sums[:-1].view(static.shape), sums[-1]
+
+
+def _both(of_read: Tensor | None, of_write: Tensor | None, products: Tensor, gating: Gating) -> tuple[Tensor, Tensor]:
+    """Gradients of the gates, zeros for those that there are not."""
+    lead, n = products.shape[: -1 if gating.iterations else -2], gating.streams
+    of_read = products.new_zeros((*lead, n, 1)) if of_read is None else of_read
+    return of_read, products.new_zeros((*lead, n + 1, n)) if of_write is None else of_write
+
+
+def _stacked(read: Tensor, write: Tensor) -> Tensor:
+    return torch.cat([read.mT, write], dim=-2)

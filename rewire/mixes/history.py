@@ -1,0 +1,308 @@
+"""States that all later sites mix, with the sums arranged so that each tensor is read as seldom as possible.
+
+A site adds up ``w_si x_i`` over all states so far. Left to autograd, each site would read its states again in
+backward, write a gradient for each of them, and add it to those of the other sites: five passes over memory for each
+pair of a site and a state. Here it is one.
+
+Think of the scaling ``w_si x_i`` as an operation of its own whose result is never stored: the *claim* of site s on
+state i. The gradient of a sum is that of each of its terms, so a claim gets the site's gradient g_s as it is: nothing
+is computed or copied. The scaling's own gradients, ``dx_i = sum_s w_si g_s`` and ``dw_si = <x_i, g_s>``, come in one
+pass once all later sites are done: the transposed mix. It is ordinary autograd throughout, and so works with
+checkpointing, ``retain_graph``, gradients of gradients, and whatever order forwards and backwards come in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from rewire.kernels import operators
+from rewire.mixes.autograd import left_to_autograd, under_transforms
+from rewire.mixes.blocks import Blocks
+from rewire.mixes.by_state import ByState, parts
+from rewire.mixes.claims import Claims
+from rewire.mixes.mix import Mix
+
+Scores = tuple[Tensor, ...]  #: Of a state, [..., K], or none
+
+
+class Table:
+    """Weights of mixes in turn, each of all states so far.
+
+    Args:
+        flat: float32 [K] or [K, D]: for each mix in turn, one entry for each of its states, ascending.
+        mixes, first, group: as in `Blocks`.
+        block: the same; by default what `best_block` says, and no blocks where there are no kernels.
+
+    Attributes:
+        blocks: how they are arranged.
+        rows: for each mix its weights, [n] or [n, D].
+        begun, rest: the same, detached: those of the states before its block of mixes, and of the others.
+        by_state: the same, with gradients, for the claims.
+        first: of each read the number of its first mix: here each is one mix.
+        queries, own: as in `scored.ScoredTable`: here weights are the same for all tokens.
+    """
+
+    def __init__(self, flat: Tensor, mixes: int, first: int = 1, block: int | None = None, group: int = 1) -> None:
+        self.blocks = blocks = Blocks.of(flat, mixes, first, block, group)
+        counts = [blocks.count(s) for s in range(mixes)]
+        self.rows = parts(flat, counts)
+        before = [blocks.before(s) for s in range(mixes)]
+        halves = flat.detach().split([n for s in range(mixes) for n in (before[s], counts[s] - before[s])])
+        self.begun, self.rest = halves[::2], halves[1::2]
+        self.by_state = ByState.of(flat, blocks, [1] * mixes)
+        self.first = range(mixes + 1)
+        self.queries = self.own = (None,) * max(mixes, blocks.states)
+
+
+def suffixes(x: Tensor, starts: Sequence[int]) -> tuple[Tensor, ...]:
+    """``x[start:]`` for each; their gradients are added up at once, or as torch.compile does."""
+    if under_transforms() or torch.compiler.is_compiling():
+        return tuple([x[start:] for start in starts])
+    found: tuple[Tensor, ...] = _Suffixes.apply(x, tuple(starts))
+    return found
+
+
+class _Suffixes(torch.autograd.Function):
+    """Autograd would make as many tensors as large as ``x``, and add them one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, starts: tuple[int, ...]) -> tuple[Tensor, ...]:
+        ctx.starts, ctx.shape = starts, x.shape
+        ctx.set_materialize_grads(False)
+        return tuple([x[start:] for start in starts])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        given = [(start, grad) for start, grad in zip(ctx.starts, grads, strict=True) if grad is not None]
+        if not given:
+            return None, None
+        none = given[0][1].new_zeros(ctx.shape)
+        padded = torch.cat([part for start, grad in given for part in (none[:start], grad)])
+        return padded.unflatten(0, (len(given), -1)).sum(0), None
+
+
+class Claimed(NamedTuple):
+    """Claims of mixes in turn, on one state or several.
+
+    Attributes:
+        first: the number of the first of these mixes.
+        claims: of each mix one.
+        tallies: of each mix that attends another: see `attended`.
+    """
+
+    first: int
+    claims: tuple[Tensor, ...]
+    tallies: tuple[Tensor, ...] = ()
+
+
+class History:
+    """The states of a trunk so far. Immutable.
+
+    In blocks of B (see `Blocks`), kernels read all earlier states once for the next B mixes, and all later gradients
+    once for several states: L^2 / 2 reads become about L^1.5.
+
+    In groups, a state is complete after several reads. Those before that have it as far as it has come (`joined`). The
+    mixes of a group, or of a span of it, claim all complete states together, which are handed on to the next ones: few
+    gradients wait at a time, as few states are held.
+
+    A plain class, not a dataclass: FSDP2 rebuilds every dataclass that it meets in a block's inputs.
+
+    Attributes:
+        table: the weights with which states are mixed.
+        states: x_0, x_1, ..., each [..., D]. Who else reads a state takes it from here: its gradient then joins the
+            pass over the claims'.
+        values: the same without their history of gradients.
+        claims: of each state, or of several together; None if some state has no claims, as when a compiled block pushed
+            it: then all further mixes are left to autograd.
+        scores: where weights are made of them, of each state those of the mixes that read it, [..., m]; in groups, of
+            the present span.
+        waiting: the states of the present block as later blocks of mixes see them, each with its scores for these:
+            their gradients come together. In groups, of each state its scores for each span.
+        begun: of each mix of the present block what it begins with: all states before that block.
+    """
+
+    __slots__ = ("begun", "claims", "scores", "states", "table", "values", "waiting")
+
+    #: Whether scores are constants to who reads, as claims get their gradients.
+    constant_scores: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        table: Any,
+        states: tuple[Tensor, ...] = (),
+        values: tuple[Tensor, ...] = (),
+        claims: tuple[Claimed, ...] | None = (),
+        scores: tuple[Tensor, ...] = (),
+        waiting: tuple[tuple[Tensor, ...], ...] = (),
+        begun: dict[int, Any] | None = None,
+    ) -> None:
+        self.table, self.states, self.values, self.claims = table, states, values, claims
+        self.scores, self.waiting, self.begun = scores, waiting, begun or {}
+
+    def after(self, states: Sequence[Tensor]) -> Self:
+        """The history after further ``states``, of which earlier mixes were made elsewhere."""
+        history = self
+        for number, x in enumerate(states):
+            history = history.push(x, begin=number >= len(states) - self.table.blocks.block)
+        return history
+
+    def push(self, x: Tensor, begin: bool = True) -> Self:
+        """The history with a further state.
+
+        To be called by who reads the state, not by who makes it: the claims' backward needs the state, and under
+        activation checkpointing would have the block that made it recomputed before its turn.
+
+        Args:
+            x: the state.
+            begin: whether the mixes of a block that comes next will be made of this history.
+        """
+        if self._left_to_autograd(x):
+            return self._without_claims((*self.states, x))
+        if len(self.states) >= self.table.blocks.states:  # no mix reads it
+            return self._with(x, None, self.claims, self.waiting)
+        return self._next_group(x) if self.table.blocks.group > 1 else self._next(x)._begin(begin)
+
+    def _next(self, x: Tensor) -> Self:
+        """The history with a state whose near mixes claim it by itself, and later ones with its block."""
+        table, blocks, number, claims = self.table, self.table.blocks, len(self.states), self.claims
+        read, waiting = blocks.first_mix(number), self.waiting
+        first, end, stop = table.first[read], table.first[read + blocks.near(number)], table.first[-1]
+        scores, near, later, x = self._scored_apart(table.queries[number], end - first, x)
+        again = x
+        assert claims is not None
+        if end > first:
+            # Twice: what comes back from later blocks is added here, too, and not to that from elsewhere before.
+            claimed, (x, again) = self._claim(first, 2, table.by_state.near[number], near, (x,))
+            claims = (*claims, claimed)
+        if stop > end:
+            waiting = (*waiting, (again, *later))
+            if len(waiting) == blocks.gathered:
+                states, *of_states = zip(*waiting, strict=True)
+                weights, scored = table.by_state.later[number // blocks.gathered], of_states[0] if of_states else ()
+                claimed, _ = self._claim(end, 0, weights, scored, states)
+                claims, waiting = (*claims, claimed), ()
+        return self._with(x, scores, claims, waiting)
+
+    def _next_group(self, x: Tensor) -> Self:
+        """The history with a further state, whose reads come until there is another."""
+        table, number = self.table, len(self.states)
+        blocks = table.blocks
+        scores, x = self._scored(table.queries[number], x)
+        spans = blocks.spans()[number * blocks.spans_of_group :]
+        sizes = [table.first[reads.stop] - table.first[reads.start] for reads in spans]
+        waiting = self.waiting if scores is None else (*self.waiting, scores.split(sizes, -1))
+        history = type(self)(table, (*self.states, x), (*self.values, x.detach()), (), (), waiting)
+        return history._next_span(blocks.first_mix(number))
+
+    def _next_span(self, number: int) -> Self:
+        """The history, of which the mixes of the span of read ``number`` have claims."""
+        table, blocks = self.table, self.table.blocks
+        span, of_group = blocks.span_of(number), blocks.spans_of_group
+        own = tuple([of[span - state * of_group] for state, of in enumerate(self.waiting)])
+        first = table.first[blocks.spans()[span].start]
+        claimed, states = self._claim(first, 1, table.by_state.spans[span], own, self.states)
+        return type(self)(table, states, self.values, (claimed,), tuple(map(self._kept, own)), self.waiting)
+
+    def at(self, number: int) -> Self:
+        """The history as read ``number`` has it, inside a group: another span may begin with it."""
+        if self.claims is None or self._claims_of(self.table.first[number]):
+            return self
+        return self._next_span(number)
+
+    def joined(self, number: int, x: Tensor) -> tuple[Self, Tensor]:
+        """The history with one state more, which read ``number`` alone has; and that state, as who reads it next is to
+        take it.
+        """
+        scores, x = self._scored(self.table.own[number], x)
+        if self._left_to_autograd(x):
+            known = self if self.claims is None else self._without_claims(self.states)
+            of_states = known.scores if scores is None else (*known.scores, scores)
+            return type(self)(self.table, (*known.states, x), (), None, of_states), x
+        first, weights = self.table.first[number], self.table.by_state.joined[number]
+        claimed, (x,) = self._claim(first, 1, weights, () if scores is None else (scores,), (x,))
+        assert self.claims is not None
+        return self._with(x, scores, (*self.claims, claimed), self.waiting), x
+
+    def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
+        """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""
+        if self.claims is None or (torch.compiler.is_compiling() and not operators.uses_kernels(self.states[0])):
+            row = self.table.rows[number]
+            return Mix(self.states[: len(row)], row, (), tuple(added))
+        claims = tuple([of.claims[number - of.first] for of in self._claims_of(number)])
+        weights, accumulator = self.table.rest[number], self.begun.get(number)
+        if accumulator is None and self.table.begun[number].shape[0]:
+            weights = torch.cat((self.table.begun[number], weights))
+        read = self.table.blocks.count(number)
+        values = self.values[read - weights.shape[0] : read]
+        return Mix(values, weights if values else None, (), tuple(added), claims, accumulator)
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
+        """The history in other dimensions; what was arranged for one pass over memory is left to autograd from here."""
+        return type(self)(self.table, claims=None)._without_claims(tuple(map(view, self.states)))
+
+    def _left_to_autograd(self, x: Tensor) -> bool:
+        """Whether mixes of a further state x are."""
+        another_shape = len(self.states) > 0 and x.shape != self.states[0].shape
+        return self.claims is None or another_shape or left_to_autograd(x, self.table.blocks.sources)
+
+    def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
+        """The history of these states, whose mixes are left to autograd."""
+        return type(self)(self.table, states, (), None)
+
+    def _scored(self, queries: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The scores of a state for these queries, if there are any; and x as who reads it next is to take it."""
+        return None, x
+
+    def _scored_apart(self, queries: Any, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
+        """The same; with those of the first ``near`` queries, and those of the others: see `tokens.read_off_apart`."""
+        return None, (), (), x
+
+    def _claim(
+        self, first: int, through: int, weights: Any, scores: Sequence[Tensor], states: Sequence[Tensor]
+    ) -> tuple[Claimed, tuple[Tensor, ...]]:
+        """Claims of the mixes from ``first`` on; and the states, ``through`` times each."""
+        found = Claims.apply(through, len(states), weights, *scores, *states)
+        mixes = len(found) - through * len(states)
+        return Claimed(first, tuple(found[:mixes])), tuple(found[mixes:])
+
+    def _claims_of(self, mix: int) -> list[Claimed]:
+        """Those that have one of this mix."""
+        return [of for of in self.claims or () if 0 <= mix - of.first < len(of.claims)]
+
+    def _places(self, number: int) -> list[int]:
+        """Where the scores of a read begin among those of each of its states."""
+        blocks, first, joined = self.table.blocks, self.table.first, self.table.blocks.joined(number)
+        complete = len(self.states) - joined
+        if self.claims is None or blocks.group == 1:
+            places = [first[number] - first[blocks.first_mix(state)] for state in range(complete)]
+        else:  # scores are those of the span, as its claims are, which come first
+            places = [first[number] - self.claims[0].first] * complete
+        return [*places, 0] if joined else places
+
+    def _with(
+        self, x: Tensor, scores: Tensor | None, claims: tuple[Claimed, ...] | None, waiting: tuple[Any, ...]
+    ) -> Self:
+        """The history with one state more."""
+        known = self.scores if scores is None else (*self.scores, self._kept(scores))
+        values = (*self.values, x.detach())
+        return type(self)(self.table, (*self.states, x), values, claims, known, waiting, self.begun)
+
+    def _kept(self, scores: Tensor) -> Tensor:
+        return scores.detach() if self.constant_scores else scores
+
+    def _begin(self, begin: bool) -> Self:
+        """The history; with the sums of the mixes of the block that comes next, if one does now."""
+        mixes = self.table.blocks.beginning(len(self.states))
+        if begin and mixes and operators.uses_kernels(self.states[0]):
+            with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
+                self.begun = self._sums(mixes)
+        return self
+
+    def _sums(self, mixes: range) -> dict[int, Any]:
+        """What each of these mixes begins with: all states so far."""
+        rows = torch.stack(self.table.begun[mixes.start : mixes.stop])
+        return dict(zip(mixes, operators.mixes(self.values, rows), strict=True))

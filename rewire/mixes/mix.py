@@ -1,0 +1,355 @@
+"""The weighted sum of states that topologies are made of.
+
+One operation, three lowerings: generated Triton kernels (`operators`), sums and gradients written by hand for CPUs
+(`plain`), and plain torch left to autograd, which torch.compile fuses on a CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.kernels import operators
+from rewire.kernels.cpu import plain
+from rewire.kernels.sums.spec import MAX_ADDED
+from rewire.kernels.sums.spec import Norm as NormKind
+from rewire.mixes.autograd import gradients, left_to_autograd
+from rewire.mixes.norms import Norm, norm_of, normed
+
+
+def mix(
+    sources: Sequence[Tensor],
+    weights: Sequence[Tensor | float] | Tensor | None,
+    added: Sequence[Tensor] = (),
+    scores: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """``sum_i (w_i + s_i) x_i + sum_k f_k``, accumulated in float32 (float64 for float64) and rounded once.
+
+    The forward holds one accumulator and no weighted copy of a source; backward needs only the sources
+    themselves, which the topology keeps anyway.
+
+    Args:
+        sources: tensors x_i of one shape [..., D], any floating dtype; at least one.
+        weights: one float32 tensor per source, a scalar [] or one per channel [D], or a number (a constant, for
+            which backward needs no source); or all in one tensor [N] or [N, D]. None: zero, the scores are all there
+            is.
+        added: tensors f_k that broadcast to the sources' shape, added with weight one (branch outputs).
+        scores: weights per token, one float32 tensor [..., 1] per source.
+
+    Returns:
+        [..., D] in the dtype that plain adds of sources and added would have.
+
+    Raises:
+        ValueError: the numbers of sources and weights differ, or there are none.
+    """
+    return pending_mix(sources, weights, added, scores).value()
+
+
+def pending_mix(
+    sources: Sequence[Tensor],
+    weights: Sequence[Tensor | float] | Tensor | None,
+    added: Sequence[Tensor] = (),
+    scores: Sequence[Tensor] | None = None,
+) -> Mix:
+    """`mix`, to be computed later: topologies return it where a norm may follow, which then joins the same kernel."""
+    factors, scores = () if weights is None else weights, scores or ()
+    if not sources or any(len(given) not in (0, len(sources)) for given in (factors, scores)):
+        raise ValueError(
+            f"mix needs one weight per source, got {len(sources)} sources, {len(factors)} weights and "
+            f"{len(scores)} scores."
+        )
+    if not isinstance(weights, Tensor) and len({getattr(w, "shape", None) for w in factors}) == 1:
+        weights = torch.stack(list(weights)) if isinstance(factors[0], Tensor) else weights  # type: ignore[arg-type]
+    return Mix(tuple(sources), weights, tuple(scores), tuple(added))
+
+
+@dataclasses.dataclass(eq=False, slots=True)  # not frozen: three times as fast to make
+class Mix:
+    """A weighted sum that has not been computed yet.
+
+    Attributes:
+        sources, weights, scores, added: as in `mix`.
+        claims: tensors that get the sum's gradient, whatever their values, in place of sources and weights: see
+            `history`.
+        accumulator: with claims, a part of the sum that was computed before, float32 [..., D].
+        attended: with claims, what the sum is, if its scores are a softmax.
+        tallies: then, tensors [3, ...] that get, whatever their values, what `attended` makes of the sum's gradient.
+    """
+
+    sources: tuple[Tensor, ...] = ()
+    weights: Sequence[Tensor | float] | Tensor | None = None
+    scores: tuple[Tensor, ...] = ()
+    added: tuple[Tensor, ...] = ()
+    claims: tuple[Tensor, ...] = ()
+    accumulator: Tensor | None = None
+    attended: Attended | None = None
+    tallies: tuple[Tensor, ...] = ()
+
+    def value(self) -> Tensor:
+        """The sum, [..., D]."""
+        if not (self.sources or self.claims):
+            return functools.reduce(torch.add, self.added)
+        if self._left_to_autograd():
+            return _by_autograd(self.sources, self.weights, self.scores, self.added)
+        total: Tensor = self._computed(None)
+        return total
+
+    def normed(self, module: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The sum, and what ``module``, a norm, makes of it: by one kernel if it may be fused."""
+        like = self._like
+        norm = norm_of(module, like) if operators.uses_kernels(like) and operators.fits_norm(like) else None
+        if norm is None or self._left_to_autograd():
+            total = self.value()
+            return total, module(total)
+        both: tuple[Tensor, Tensor] = self._computed(norm)
+        return both
+
+    def _computed(self, norm: Norm | None) -> Any:
+        shape, added = self._like.shape, self.added
+        if len(added) > MAX_ADDED:
+            added = (*added[: MAX_ADDED - 1], functools.reduce(torch.add, added[MAX_ADDED - 1 :]))
+        added = tuple([f if f.shape == shape else f.expand(shape) for f in added])
+        scale = () if norm is None else (norm.weight,) if norm.bias is None else (norm.weight, norm.bias)
+        kind = None if norm is None else (norm.kind, norm.eps)
+        if len(self.claims) > 0:
+            counts = (0, 0, len(self.scores), len(added), len(self.claims), len(scale), len(self.tallies))
+            fixed = (self.sources, self.weights, self.accumulator, self.attended)
+            return _Sum.apply(counts, kind, fixed, *self.scores, *added, *self.claims, *scale, *self.tallies)
+        weights = () if self.weights is None else (self.weights,)
+        counts = (len(self.sources), len(weights), len(self.scores), len(added), 0, len(scale), 0)
+        return _Sum.apply(counts, kind, ((), None, None, None), *self.sources, *weights, *self.scores, *added, *scale)
+
+    @property
+    def _like(self) -> Tensor:
+        return (self.claims or self.sources or self.added)[0]  # not what a sum begins with: that is float32
+
+    def _left_to_autograd(self) -> bool:
+        """Whether the lowerings with gradients of their own do not know the sum, or it is not worth them."""
+        if len(self.claims) > 0:  # the history has decided; Dynamo does not follow the truth of a tuple here
+            return False
+        return (
+            left_to_autograd(self._like, len(self.sources))
+            or not isinstance(self.weights, (Tensor, type(None)))
+            or len({x.shape for x in self.sources}) > 1
+            or any(s.shape != (*self._like.shape[:-1], 1) for s in self.scores)
+        )
+
+
+class Attended(NamedTuple):
+    """What a `Mix` of states whose weights are a softmax has to know for its tallies: see `attended`.
+
+    Attributes:
+        statistics: m_t and d_t, [2, ...].
+        states: x_i, without their history of gradients.
+        scores: of each state those of all of its reads, n of [..., m], with theirs.
+        columns: where s_ti is among them.
+        scaled: whether the weights of n states add up to n, not to 1.
+    """
+
+    statistics: Tensor
+    states: tuple[Tensor, ...]
+    scores: tuple[Tensor, ...]
+    columns: Sequence[int]
+    scaled: bool
+
+    def tally(self, grad: Tensor, total: Tensor, statistics: Tensor) -> Tensor:
+        """``(m_t, d_t, e_t)``, [3, ...], of the read's gradient and value, [..., D]."""
+        count = len(self.states) if self.scaled else 1
+        if torch.is_grad_enabled():  # with create_graph=True: d_t depends on the scores
+            statistics = self._softmax()[1]
+        elif operators.uses_kernels(grad):
+            return operators.tally(grad, total, statistics, count)
+        mean = (grad.to(statistics.dtype) * total).sum(-1) / count
+        return torch.cat([statistics, mean.unsqueeze(0)])
+
+    def again(self) -> tuple[Tensor, Tensor]:
+        """The read's value and its statistics, where who has read the value wrote to it."""
+        shares, statistics = self._softmax()
+        return Mix(self.states, None, shares.unsqueeze(-1).unbind()).value(), statistics
+
+    def _softmax(self) -> tuple[Tensor, Tensor]:
+        own = [scores.select(-1, k) for scores, k in zip(self.scores, self.columns, strict=True)]
+        return softmax(torch.stack(own), self.scaled)
+
+
+def softmax(scores: Tensor, scaled: bool) -> tuple[Tensor, Tensor]:
+    """Weights of n states, [n, ...], from their scores [n, ...]; and m_t and d_t, [2, ...].
+
+    Where all scores are equal, weights that add up to n are exactly 1.
+    """
+    largest = scores.detach().amax(0)
+    numerators = (scores - largest).exp()
+    divisor = numerators.sum(0) / (
+        len(scores) if scaled else 1
+    )  # in this order: n / n is exactly 1, n * (1 / n) is not
+    return numerators / divisor, torch.stack([largest, divisor])
+
+
+def _by_autograd(
+    sources: Sequence[Tensor],
+    weights: Sequence[Tensor | float] | Tensor | None,
+    scores: Sequence[Tensor],
+    added: Sequence[Tensor],
+) -> Tensor:
+    """The sum in plain torch."""
+    dtype = _plain_dtype(*sources, *added)
+    factors = [] if weights is None else list(weights.unbind() if isinstance(weights, Tensor) else weights)
+    terms = [*zip(sources, factors, strict=False), *zip(sources, scores, strict=False)]
+    precision = torch.promote_types(dtype, torch.float32)
+    if torch.compiler.is_compiling():  # in the form that Inductor fuses best, forward and backward
+        products = [x.to(precision) * w for x, w in terms]
+        return functools.reduce(torch.add, [*products, *added]).to(dtype)
+    # Of shape [1] a weight takes part in type promotion (of shape [] it would not): a bfloat16 source times
+    # it is float32, with no float32 copy of the source kept for backward.
+    result = _scaled(*terms[0], precision)
+    for source, weight in terms[1:]:
+        if isinstance(weight, Tensor):
+            result.addcmul_(source, _dimensional(weight))
+        else:
+            result.add_(source, alpha=weight)
+    for branch in added:
+        result.add_(branch)
+    return result.to(dtype)
+
+
+def _plain_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype that a plain add would have."""
+    dtypes = {x.dtype for x in tensors}
+    return dtypes.pop() if len(dtypes) == 1 else functools.reduce(torch.promote_types, dtypes)
+
+
+def _scaled(source: Tensor, weight: Tensor | float, precision: torch.dtype) -> Tensor:
+    if isinstance(weight, Tensor):
+        return source * _dimensional(weight.to(precision))
+    return source.to(precision) * weight
+
+
+def _dimensional(weight: Tensor) -> Tensor:
+    return weight.reshape(1) if weight.dim() == 0 else weight
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of a `Mix`, and its norm, with gradients written by hand.
+
+    What is saved is the sources, and with a norm the sum and one number per row. Sources, weights and accumulator that
+    get no gradient here come in ``fixed``: fewer tensors for autograd to look at.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, counts: tuple[int, ...], kind: tuple[NormKind, float] | None, fixed: tuple[Any, ...], *tensors: Tensor
+    ) -> Any:
+        sources, weights, scores, added, claims, scale, _ = _groups(counts, tensors)
+        constants, weight, accumulator, ctx.attended = fixed
+        statistics = () if ctx.attended is None else (ctx.attended.statistics,)
+        sources, weight = constants or sources, weights[0] if weights else weight
+        dtype = _plain_dtype(*(claims or sources), *added)  # what a sum begins with is float32
+        ctx.counts, ctx.kind = counts, kind
+        ctx.set_materialize_grads(False)
+        # Gradients of sources, weights or scores: all need the sources.
+        ctx.weighted = True in ctx.needs_input_grad[3 : 3 + sum(counts[:3])]
+        kept = (*sources, *weights, *scores) if ctx.weighted else ()
+        if kind is not None:
+            bias = scale[1] if len(scale) > 1 else None
+            total, after, rstd = operators.mix_norm(
+                sources, weight, scores, added, accumulator, dtype, kind[0], scale[0], bias, kind[1]
+            )
+            ctx.save_for_backward(*kept, *scale, total, rstd, *statistics)
+            return total, after
+        if operators.uses_kernels((claims or sources or added)[0]):
+            total = operators.mix(sources, weight, scores, added, accumulator, dtype)
+        else:
+            total = plain.combine(sources, weight, added, scores)
+        if kept or statistics:
+            ctx.save_for_backward(*kept, *([total] if statistics else []), *statistics)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_normed: Tensor | None = None) -> tuple[Any, ...]:
+        n, w, s, added, claims, scale, tallies = ctx.counts
+        kept, saved = ctx.weighted, _saved(ctx)
+        sources, weights, scores, rest = _groups((n * kept, w * kept, s * kept, len(saved)), saved)
+        if tallies:
+            *rest, statistics = rest
+            value = rest[-1 if ctx.kind is None else -2]
+        (weight,) = weights or (None,)
+        total = grad
+        of_norm: Sequence[Tensor | None] = [None] * scale
+        of_terms: Sequence[Tensor | None] = [None] * (n + w + s)
+        if torch.is_grad_enabled():  # with create_graph=True: the gradients will be differentiated
+            total, of_norm, found = _differentiable(ctx.kind, grad, grad_normed, sources, weight, scores, rest)
+            of_terms = found if kept else of_terms
+        elif grad_normed is not None:
+            norm_weight, total_saved, rstd = rest[0], *rest[-2:]
+            total, *found = operators.mix_norm_backward(
+                grad_normed, grad, total_saved, rstd, ctx.kind[0], norm_weight, scale > 1, sources, weight, scores
+            )
+            of_norm, of_terms = found[:scale], _apart(found[scale:], s) if kept else of_terms
+        elif grad is not None and kept and operators.uses_kernels(grad):
+            of_terms = _apart(operators.mix_backward(grad, sources, weight, scores), s)
+        elif grad is not None and kept:
+            of_terms = plain.combine_backward(grad, sources, weight, scores)
+        of_tally = ctx.attended.tally(total, value, statistics) if tallies and total is not None else None
+        return (None, None, None, *of_terms, *[total] * added, *[total] * claims, *of_norm, *[of_tally] * tallies)
+
+
+def _saved(ctx: Any) -> Any:
+    """What `_Sum` has saved; once: a checkpoint unpacks each tensor only once."""
+    only_values = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    if ctx.attended is None or ctx.kind is not None or not only_values:
+        return ctx.saved_tensors
+    try:
+        return ctx.saved_tensors
+    except RuntimeError:  # of all sums only this one saves its value, which who reads it may write to
+        return ctx.attended.again()
+
+
+def _apart(found: Sequence[Tensor], scores: int) -> list[Tensor]:
+    """Gradients as operators return them, those of the scores in one tensor, as one for each score."""
+    return [*found[:-1], *found[-1].split(1, -1)] if scores else list(found)
+
+
+def _differentiable(
+    kind: tuple[NormKind, float] | None,
+    grad: Tensor | None,
+    grad_normed: Tensor | None,
+    sources: Sequence[Tensor],
+    weight: Tensor | None,
+    scores: Sequence[Tensor],
+    rest: Sequence[Tensor],
+) -> tuple[Tensor | None, list[Any], list[Any]]:
+    """Gradients of `_Sum` by operations that autograd knows: of the sum, of the norm's parameters, of the terms."""
+    of_norm: list[Any] = []
+    if kind is not None:
+        *scale, total, _ = rest
+        of_norm = [None] * len(scale)
+        if grad_normed is not None:
+
+            def again(total: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+                return normed(total, Norm(kind[0], scale, bias, kind[1]))
+
+            back, *of_norm = gradients(again, (total, *scale), grad_normed)
+            grad = back if grad is None else grad + back
+    terms = [*sources, *([] if weight is None else [weight]), *scores]
+    if grad is None or not terms:
+        return grad, of_norm, [None] * len(terms)
+
+    def total_of(*terms: Tensor) -> Tensor:
+        xs, weights, by_token = _groups((len(sources), int(weight is not None), len(scores)), terms)
+        return _by_autograd(xs, weights[0] if weights else None, by_token, ())
+
+    return grad, of_norm, gradients(total_of, terms, grad)
+
+
+def _groups(counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """``tensors`` in turn: as many in each group as ``counts`` says, or as are left."""
+    found, first = [], 0
+    for count in counts:
+        found.append(tensors[first : first + count])
+        first += count
+    return found

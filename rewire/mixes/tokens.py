@@ -1,0 +1,346 @@
+"""What input-dependent connection weights are computed with: in float32, whatever autocast says.
+
+On GPUs a projection is one kernel each way (`projection`); elsewhere matrix products of torch (`plain`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rewire.kernels import operators
+from rewire.kernels.cpu import plain
+from rewire.kernels.cpu import sinkhorn as sinkhorn_cpu
+from rewire.mixes.autograd import gradients, left_to_autograd, under_transforms
+from rewire.mixes.claims import added_up, stand_ins
+
+#: What a read of streams needs to leave its part of their gradient to the pass over memory of `read_off_streams`.
+Claim = tuple[Tensor, Tensor]
+
+
+class Projected:
+    """What was read off streams when they were written, and a claim on them: see `read_off_streams`.
+
+    A plain class: in tuples, and dataclasses, FSDP2 casts every tensor that a block gets.
+
+    Attributes:
+        products: float32 [..., n, K], or [..., K].
+        claim: two tensors whose values mean nothing.
+    """
+
+    __slots__ = ("claim", "products")
+
+    def __init__(self, products: Tensor, claim: Claim) -> None:
+        self.products, self.claim = products, claim
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> Projected:
+        """Of streams in other dimensions of tokens."""
+        grad, factors = self.claim
+        return Projected(view(self.products), (view(grad), view(factors)))
+
+
+def outside_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A region without autocast.
+
+    Only where it is on: the meta device has none, and an empty region, as of a frozen topology, is one that
+    torch.export cannot load again.
+    """
+    kind = device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else contextlib.nullcontext()
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight`` in float32 (float64 for float64), outside autocast.
+
+    Args:
+        x: [..., D], any floating dtype.
+        weight: float32 [D, K].
+
+    Returns:
+        [..., K], float32 or float64.
+    """
+    return read_off(x, weight)[0]
+
+
+def project_normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """``project(rms_norm(x, eps), weight)``."""
+    return read_off(x, weight, eps)[0]
+
+
+def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool = False) -> tuple[Tensor, Tensor]:
+    """`project`, or with ``eps`` `project_normed`; and ``x``, as who reads it next is to take it.
+
+    ``clamped``, scores below zero are zero. The derivative is 1 at zero, not 0 as that of relu, where weights that are
+    zero would never learn. Gradients from who reads ``x`` join the pass over memory that this one's backward makes.
+    """
+    with outside_autocast(x.device):
+        # However small x is: what autograd would call one by one takes longer, each way.
+        if x.dim() > 1 and weight.shape[1] > 0 and not left_to_autograd(x, math.inf):
+            scores, x = _ReadOff.apply(x, weight, eps, clamped, 0, None)
+            return scores, x
+        if under_transforms():
+            scores = _Project.forward(x, weight) if eps is None else _ProjectNormed.forward(x, weight, eps)
+        else:
+            scores = by_autograd(x, weight, eps)
+        return scores.clamp(min=0) if clamped else scores, x
+
+
+def read_off_apart(
+    x: Tensor, weight: Tensor, first: int, eps: float | None = None, clamped: bool = False
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """`read_off`; beside all scores also the first ones and the others, whose gradients come one by one.
+
+    Args:
+        x, weight, eps, clamped: as there.
+        first: how many are the first; where these are none or all, all scores come three times.
+    """
+    alone = not 0 < first < weight.shape[1]
+    if alone or x.dim() < 2 or torch.compiler.is_compiling() or left_to_autograd(x, math.inf):
+        scores, x = read_off(x, weight, eps, clamped)
+        parts = (scores, scores) if alone else scores.split([first, weight.shape[1] - first], -1)
+        return (scores, *parts), x
+    with outside_autocast(x.device):
+        scores, x, near, later = _ReadOff.apply(x, weight, eps, clamped, first, None)
+    return (scores, near, later), x
+
+
+def read_off_hidden(x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``gelu(rms_norm(x) @ weight) @ out + static``; and ``x``, as who reads it next is to take it.
+
+    Args:
+        x: [..., D].
+        weight: float32 [D, K].
+        out: float32 [K, K].
+        static: float32 [K].
+        eps: of the norm.
+
+    Returns:
+        float32 or float64 [..., K], and [..., D].
+    """
+    known = x.dim() > 1 and len(out) <= operators.MOST_HIDDEN and by_kernels(x, weight)
+    if known and not left_to_autograd(x, math.inf):
+        with outside_autocast(x.device):
+            scores, x = _ReadOffHidden.apply(x, weight, out, static, eps)
+        return scores, x
+    hidden, x = read_off(x, weight, eps)
+    return project(F.gelu(hidden), out) + static, x
+
+
+class _ReadOffHidden(torch.autograd.Function):
+    """Keeps for backward ``x`` as it is, the hidden layer, and of the norm a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.eps = eps
+        hidden, inverse = operators.project(x, weight, eps)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, out, static, hidden, inverse)
+        return operators.hidden(hidden, out, static), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, carried: Tensor | None) -> Any:
+        x, weight, out, static, hidden, inverse = ctx.saved_tensors
+        if grad is None:
+            return carried, None, None, None, None
+        if torch.is_grad_enabled():  # with create_graph=True
+
+            def again(x: Tensor, weight: Tensor, out: Tensor, static: Tensor) -> Tensor:
+                return project(F.gelu(_ProjectNormed.apply(x, weight, ctx.eps)), out) + static
+
+            of_x, *others = gradients(again, (x, weight, out, static), grad)
+            return added_up([of_x, carried]), *others, None
+        of_x, of_weight, *others = operators.hidden_backward(grad, x, weight, out, hidden, inverse, carried)
+        return of_x, of_weight.T, *others, None
+
+
+def read_off_streams(streams: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor, Claim | None]:
+    """`read_off` of streams [..., n, D], or of all streams of a token side by side if the weight is [n D, K].
+
+    Returns:
+        The scores [..., n, K], or [..., K]; the streams, handed on; and what `several.read` is to be given with these,
+        whose gradients then join that pass, too: None where there are no kernels.
+    """
+    (*lead, n, width), x = streams.shape, of_tokens(streams, weight)
+    if n == 1 or left_to_autograd(x, math.inf) or not by_kernels(x, weight):
+        scores, x = read_off(x, weight, eps)
+        return scores, x.view(streams.shape), None
+    with outside_autocast(x.device):
+        scores, x, grad, factors = _ReadOff.apply(x, weight, eps, False, 0, (*lead, 1, width))
+    return scores, x.view(streams.shape), (grad, factors)
+
+
+def of_tokens(streams: Tensor, weight: Tensor) -> Tensor:
+    """Streams [..., n, D] as the weight reads them: [..., n D] if it is [n D, K]."""
+    return streams.flatten(-2) if weight.shape[0] > streams.shape[-1] else streams
+
+
+def claim_on(x: Tensor, scores: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """A claim on streams, for a read [..., 1, D] of that shape: two tensors whose values mean nothing (see `history`).
+
+    The read sends its gradient back to the one, and to the other the factors, [..., n, 1], that it read the streams
+    with: products of the two are part of the gradient of x.
+    """
+    factors = (*shape[:-2], x.numel() // math.prod(shape), 1)
+    return *stand_ins(x, shape, 1), *stand_ins(scores, factors, 1)
+
+
+class _ReadOff(torch.autograd.Function):
+    """Keeps for backward ``x`` as it is, of a norm the scores and a number for each row, and scores that are clamped.
+
+    With ``first`` it also returns the first scores and the others; with ``shape``, of a read [..., 1, D] of streams, a
+    claim on them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        eps: float | None,
+        clamped: bool,
+        first: int,
+        shape: tuple[int, ...] | None,
+    ) -> tuple[Tensor, ...]:
+        ctx.eps, ctx.clamped, ctx.first, ctx.by_kernels = eps, clamped, first, by_kernels(x, weight)
+        forward = operators.project if ctx.by_kernels else plain.project
+        scores, inverse = forward(x, weight, eps, clamped)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, *((scores, inverse) if clamped or eps is not None else ()))
+        apart = scores.split([first, weight.shape[1] - first], -1) if first else ()
+        return scores, x.view_as(x), *apart, *(() if shape is None else claim_on(x, scores, shape))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, carried: Tensor | None, *others: Tensor | None) -> Any:
+        x, weight, *kept = ctx.saved_tensors
+        apart, read = (others[:2], others[2:]) if ctx.first else ((), others)
+        grads = _of_scores(grad, apart, ctx.first, weight.shape[1])
+        if not grads or torch.is_grad_enabled():  # with create_graph=True
+            parts, of_weight = [carried, by_read(x, *read)], None
+            if grads:
+                again = functools.partial(by_autograd, eps=ctx.eps, clamped=ctx.clamped)
+                of_x, of_weight = gradients(again, (x, weight), _side_by_side(grads))
+                parts.append(of_x)
+            return added_up(parts), of_weight, None, None, None, None
+        scores, inverse = kept or (grads[0], weight.new_empty(0))
+        given = x, weight, scores, inverse, carried
+        if ctx.by_kernels:
+            of_read, factors = read or (None, None)
+            of_x, of_weight = operators.project_backward(grads, *given, of_read, factors, ctx.clamped)
+        else:
+            of_x, of_weight = plain.project_backward(_side_by_side(grads), *given, ctx.clamped)
+        return of_x, of_weight.T, None, None, None, None
+
+
+def _of_scores(grad: Tensor | None, apart: Sequence[Tensor | None], first: int, count: int) -> list[Tensor]:
+    """Gradients of ``count`` scores: of all in one tensor, or of the ``first`` ones and of the others; or none."""
+    known = [part for part in apart if part is not None]
+    if grad is None and len(known) == len(apart):
+        return known
+    if known:
+        sizes, like = (first, count - first), known[0]
+        parts = [
+            like.new_zeros((*like.shape[:-1], n)) if part is None else part
+            for n, part in zip(sizes, apart, strict=True)
+        ]
+        grad = added_up([grad, torch.cat(parts, -1)])
+    return [] if grad is None else [grad]
+
+
+def _side_by_side(grads: Sequence[Tensor]) -> Tensor:
+    return grads[0] if len(grads) == 1 else torch.cat(list(grads), -1)
+
+
+def by_autograd(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> Tensor:
+    """`project`, or with ``eps`` `project_normed`, by operations that autograd knows."""
+    scores: Tensor = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
+    return scores.clamp(min=0) if clamped else scores
+
+
+def by_read(x: Tensor, grad: Tensor | None = None, factors: Tensor | None = None) -> Tensor | None:
+    """What a read of streams x, if there was one, sends back to them."""
+    return None if grad is None or factors is None else (factors * grad).to(x.dtype).reshape(x.shape)
+
+
+def by_kernels(x: Tensor, weight: Tensor) -> bool:
+    """Whether `project` is a kernel."""
+    return weight.dtype == torch.float32 and x.numel() > 0 and operators.uses_kernels(x)
+
+
+class _Project(torch.autograd.Function):
+    """Keeps ``x`` as it is for backward, and no float32 copy of it: every read projects every state."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        precision = torch.promote_types(x.dtype, weight.dtype)
+        return x.to(precision) @ weight.to(precision)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad_x = (grad @ weight.to(grad.dtype).T).to(x.dtype)
+        grad_weight = x.to(grad.dtype).reshape(-1, x.shape[-1]).T @ grad.reshape(-1, grad.shape[-1])
+        return grad_x, grad_weight.to(weight.dtype)
+
+
+class _ProjectNormed(torch.autograd.Function):
+    """Keeps neither a float32 copy of ``x`` for backward nor what it is normed to, and makes neither in backward.
+
+    With ``n = x r`` and ``r = (mean(x^2) + eps)^(-1/2)``, ``dx = r dn - r^3 mean(x dn) x``.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        precision = torch.promote_types(x.dtype, weight.dtype)
+        return (x.to(precision) @ weight.to(precision)) * inverse_rms(x, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        *tensors, ctx.eps = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        like, w, r = x.to(grad.dtype), weight.to(grad.dtype), inverse_rms(x, ctx.eps).to(grad.dtype)
+        along = (grad * (like @ w)).sum(-1, keepdim=True) / x.shape[-1]  # mean(x dn)
+        scaled = r * grad
+        grad_x = (scaled @ w.T).addcmul_(like, -(r**3) * along)
+        grad_weight = like.reshape(-1, x.shape[-1]).T @ scaled.reshape(-1, grad.shape[-1])
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def compiled_sinkhorn(logits: Tensor) -> Any:
+    """The module of the compiled loop of Sinkhorn-Knopp, where it takes such matrices; else None."""
+    return sinkhorn_cpu if sinkhorn_cpu.fits(logits) else None
+
+
+def rms_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps)`` over the last dimension, without a learned scale, in float32 or better.
+
+    Args:
+        x: [..., D], any floating dtype.
+        eps: keeps an all-zero x at zero.
+
+    Returns:
+        [..., D], float32 or float64.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * inverse_rms(x, eps)
+
+
+def inverse_rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """``1 / sqrt(mean(x^2) + eps)``, what `rms_norm` multiplies ``x`` with: [..., 1], float32 or float64."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
