@@ -72,10 +72,29 @@ template <typename T, typename F> inline void load_lanes(const T* x, F* values) 
     for (int lane = 0; lane < LANES; ++lane) values[lane] = load(x[lane]);
 }
 
-#ifdef __F16C__
+template <typename T, typename F> inline void store_lanes(const F* values, T* to) {
+    for (int lane = 0; lane < LANES; ++lane) store(values[lane], to + lane);
+}
+
+// By the instruction for several at once; as wide as what is done to them, or the processor waits for two halves.
+static_assert(LANES == 16, "below, 16 lanes are one vector or two");
+#ifdef __AVX512F__
+template <> inline void load_lanes(const Float16* x, float* values) {
+    _mm512_storeu_ps(values, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x)));
+}
+
+template <> inline void store_lanes(const float* values, Float16* to) {
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(_mm512_loadu_ps(values), 0));  // 0: to the nearest
+}
+#elif defined(__F16C__)
 template <> inline void load_lanes(const Float16* x, float* values) {
     for (int lane = 0; lane < LANES; lane += 8)
         _mm256_storeu_ps(values + lane, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(x + lane))));
+}
+
+template <> inline void store_lanes(const float* values, Float16* to) {
+    for (int lane = 0; lane < LANES; lane += 8)
+        _mm_storeu_si128((__m128i*)(to + lane), _mm256_cvtps_ph(_mm256_loadu_ps(values + lane), 0));  // 0: to the nearest
 }
 #endif
 

@@ -126,7 +126,9 @@ void sums(const Task<T, F>& task) {
                 for (; n + 4 <= terms; n += 4) add(std::integral_constant<int, 4>(), n);
                 for (; n < terms; ++n) add(std::integral_constant<int, 1>(), n);
                 T* out = task.outs[m].at(row, column);
-                for (int64_t i = 0; i < count; ++i) store(total[i], out + i);
+                int64_t i = 0;
+                for (; i + LANES <= count; i += LANES) store_lanes(total + i, out + i);
+                for (; i < count; ++i) store(total[i], out + i);
             }
         }
     }
