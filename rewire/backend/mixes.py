@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from rewire.mixes.mix import mix
-from rewire.mixes.several import combine, mixes
+from rewire.mixes.several import mixes
+from rewire.mixes.streams import combine
 from rewire.passes.finding.flow import plain_name
 from rewire.passes.finding.graphs import tensor_of
 

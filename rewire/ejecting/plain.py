@@ -206,7 +206,7 @@ class ScoredHistory(History):
     def _with(self, x: Tensor, queries: Tensor) -> Self:
         return type(self)(self.table, (*self.states, x), (*self.scores, self._scored(x, queries.T)))
 
-    def read(self, number: int) -> list[Tensor | Mix]:
+    def read_streams(self, number: int) -> list[Tensor | Mix]:
         """The mixes of read ``number``, from 0."""
         rows = self.table.rows[number]
         return [Mix(self.states, row, tuple(self._scores_of(number, way))) for way, row in enumerate(rows)]
@@ -228,7 +228,7 @@ class AttendedHistory(ScoredHistory):
 
     __slots__ = ()
 
-    def read(self, number: int) -> list[Tensor | Mix]:
+    def read_streams(self, number: int) -> list[Tensor | Mix]:
         """The sum of read ``number``, from 0."""
         if number == 0:
             return [self.states[0]]
@@ -258,7 +258,7 @@ def mixes(
     return [mix(sources, w, scores=s) for w, s in zip(of_all, per_token, strict=True)], sources
 
 
-def read(streams: Tensor, weights: Tensor, claim: None = None) -> tuple[Tensor, Tensor]:
+def read_streams(streams: Tensor, weights: Tensor, claim: None = None) -> tuple[Tensor, Tensor]:
     """`combine` without branches, and the streams."""
     return combine(streams, weights), streams
 

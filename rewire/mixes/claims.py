@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,6 +64,21 @@ def joining(states: Sequence[Tensor], carried: Sequence[Tensor | None]) -> list[
 def stand_ins(like: Tensor, shape: Sequence[int], count: int) -> tuple[Tensor, ...]:
     """Tensors of that shape without memory: one element, in the dtype of ``like``."""
     return like.new_empty_strided((count, *shape), [0] * (1 + len(shape))).unbind()
+
+
+def claim_on(x: Tensor, scores: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """A claim on streams, for a read [..., 1, D] of that shape: two tensors whose values mean nothing (see `history`).
+
+    The read sends its gradient back to the one, and to the other the factors, [..., n, 1], that it read the streams
+    with: products of the two are part of the gradient of x.
+    """
+    factors = (*shape[:-2], x.numel() // math.prod(shape), 1)
+    return *stand_ins(x, shape, 1), *stand_ins(scores, factors, 1)
+
+
+def by_read(x: Tensor, grad: Tensor | None = None, factors: Tensor | None = None) -> Tensor | None:
+    """What a read of streams x, if there was one, sends back to them."""
+    return None if grad is None or factors is None else (factors * grad).to(x.dtype).reshape(x.shape)
 
 
 def present(grads: Sequence[Tensor | None]) -> list[Tensor]:

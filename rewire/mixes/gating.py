@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rewire.kernels import operators
 from rewire.mixes.autograd import gradients, left_to_autograd
-from rewire.mixes.tokens import Claim, Projected, by_kernels, outside_autocast, read_off_streams
+from rewire.mixes.streams import Claim, Projected, read_off_streams
+from rewire.mixes.tokens import by_kernels, outside_autocast
 
 #: Streams and iterations of Sinkhorn-Knopp up to which a few tokens fit into the registers of a program.
 MOST, MOST_ITERATIONS = 8, 64
@@ -48,13 +49,13 @@ def read_off_gates(
     Args:
         gating: which gates; None: such as kernels do not make.
         formula: the same by operations of torch, of what is read off, static and scale.
-        streams, weight, eps: as in `tokens.read_off_streams`.
+        streams, weight, eps: as in `streams.read_off_streams`.
         static: [..., K], without the dimensions of tokens.
         scale: [K].
-        known: what `several.write_and_project` returned with the streams, which it has read off with this weight.
+        known: what `streams.write_and_project` returned with the streams, which it has read off with this weight.
 
     Returns:
-        The gates; the streams and a claim on them, as `tokens.read_off_streams` returns them.
+        The gates; the streams and a claim on them, as `streams.read_off_streams` returns them.
     """
     claim: Claim | None
     if known is None:

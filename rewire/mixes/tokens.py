@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,31 +19,7 @@ from rewire.kernels import operators
 from rewire.kernels.cpu import plain
 from rewire.kernels.cpu import sinkhorn as sinkhorn_cpu
 from rewire.mixes.autograd import gradients, left_to_autograd, under_transforms
-from rewire.mixes.claims import added_up, stand_ins
-
-#: What a read of streams needs to leave its part of their gradient to the pass over memory of `read_off_streams`.
-Claim = tuple[Tensor, Tensor]
-
-
-class Projected:
-    """What was read off streams when they were written, and a claim on them: see `read_off_streams`.
-
-    A plain class: in tuples, and dataclasses, FSDP2 casts every tensor that a block gets.
-
-    Attributes:
-        products: float32 [..., n, K], or [..., K].
-        claim: two tensors whose values mean nothing.
-    """
-
-    __slots__ = ("claim", "products")
-
-    def __init__(self, products: Tensor, claim: Claim) -> None:
-        self.products, self.claim = products, claim
-
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> Projected:
-        """Of streams in other dimensions of tokens."""
-        grad, factors = self.claim
-        return Projected(view(self.products), (view(grad), view(factors)))
+from rewire.mixes.claims import added_up, by_read, claim_on
 
 
 def outside_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -84,7 +60,7 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool 
     with outside_autocast(x.device):
         # However small x is: what autograd would call one by one takes longer, each way.
         if x.dim() > 1 and weight.shape[1] > 0 and not left_to_autograd(x, math.inf):
-            scores, x = _ReadOff.apply(x, weight, eps, clamped, 0, None)
+            scores, x = ReadOff.apply(x, weight, eps, clamped, 0, None)
             return scores, x
         if under_transforms():
             scores = _Project.forward(x, weight) if eps is None else _ProjectNormed.forward(x, weight, eps)
@@ -108,7 +84,7 @@ def read_off_apart(
         parts = (scores, scores) if alone else scores.split([first, weight.shape[1] - first], -1)
         return (scores, *parts), x
     with outside_autocast(x.device):
-        scores, x, near, later = _ReadOff.apply(x, weight, eps, clamped, first, None)
+        scores, x, near, later = ReadOff.apply(x, weight, eps, clamped, first, None)
     return (scores, near, later), x
 
 
@@ -161,38 +137,7 @@ class _ReadOffHidden(torch.autograd.Function):
         return of_x, of_weight.T, *others, None
 
 
-def read_off_streams(streams: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor, Claim | None]:
-    """`read_off` of streams [..., n, D], or of all streams of a token side by side if the weight is [n D, K].
-
-    Returns:
-        The scores [..., n, K], or [..., K]; the streams, handed on; and what `several.read` is to be given with these,
-        whose gradients then join that pass, too: None where there are no kernels.
-    """
-    (*lead, n, width), x = streams.shape, of_tokens(streams, weight)
-    if n == 1 or left_to_autograd(x, math.inf) or not by_kernels(x, weight):
-        scores, x = read_off(x, weight, eps)
-        return scores, x.view(streams.shape), None
-    with outside_autocast(x.device):
-        scores, x, grad, factors = _ReadOff.apply(x, weight, eps, False, 0, (*lead, 1, width))
-    return scores, x.view(streams.shape), (grad, factors)
-
-
-def of_tokens(streams: Tensor, weight: Tensor) -> Tensor:
-    """Streams [..., n, D] as the weight reads them: [..., n D] if it is [n D, K]."""
-    return streams.flatten(-2) if weight.shape[0] > streams.shape[-1] else streams
-
-
-def claim_on(x: Tensor, scores: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """A claim on streams, for a read [..., 1, D] of that shape: two tensors whose values mean nothing (see `history`).
-
-    The read sends its gradient back to the one, and to the other the factors, [..., n, 1], that it read the streams
-    with: products of the two are part of the gradient of x.
-    """
-    factors = (*shape[:-2], x.numel() // math.prod(shape), 1)
-    return *stand_ins(x, shape, 1), *stand_ins(scores, factors, 1)
-
-
-class _ReadOff(torch.autograd.Function):
+class ReadOff(torch.autograd.Function):
     """Keeps for backward ``x`` as it is, of a norm the scores and a number for each row, and scores that are clamped.
 
     With ``first`` it also returns the first scores and the others; with ``shape``, of a read [..., 1, D] of streams, a
@@ -262,11 +207,6 @@ def by_autograd(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = Fa
     """`project`, or with ``eps`` `project_normed`, by operations that autograd knows."""
     scores: Tensor = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
     return scores.clamp(min=0) if clamped else scores
-
-
-def by_read(x: Tensor, grad: Tensor | None = None, factors: Tensor | None = None) -> Tensor | None:
-    """What a read of streams x, if there was one, sends back to them."""
-    return None if grad is None or factors is None else (factors * grad).to(x.dtype).reshape(x.shape)
 
 
 def by_kernels(x: Tensor, weight: Tensor) -> bool:

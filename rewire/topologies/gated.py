@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from rewire.mixes.several import combine
+from rewire.mixes.streams import combine
 from rewire.mixes.tokens import project, rms_norm
 from rewire.topologies.base import (
     Dims,

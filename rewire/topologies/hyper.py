@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.mixes import several
 from rewire.mixes.gating import Gating, read_off_gates
-from rewire.mixes.several import combine
-from rewire.mixes.tokens import Claim, Projected, read_off_streams
+from rewire.mixes.streams import (
+    Claim,
+    Projected,
+    combine,
+    read_off_streams,
+    read_streams,
+    write_and_project,
+    write_and_read,
+)
 from rewire.topologies.base import Dims, Granularity, Start, States, Topology, check_choice, check_count
 from rewire.topologies.program import Line, Program, Term, branch_of
 from rewire.topologies.program import Unit as ProgramUnit
@@ -123,7 +129,7 @@ class Streams(Topology[Weights]):
         return None
 
     def values(self, streams: Tensor, unit: Unit) -> tuple[Tensor, Tensor, Claim | None]:
-        """The values that the gates of ``unit`` are made of, per token if it is dynamic; and what `several.read` takes:
+        """The values that the gates of ``unit`` are made of, per token if it is dynamic; and what `read_streams` takes:
         the streams, and a claim on them.
         """
         if unit.dynamic is None:
@@ -151,7 +157,7 @@ class Streams(Topology[Weights]):
     def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor, States]:
         streams, *known = states
         gates, streams, claim = self.opened(streams, weights.units[t - 1], weights, *known)
-        value, streams = several.read(streams, gates.read, claim)
+        value, streams = read_streams(streams, gates.read, claim)
         return value.flatten(-2), (streams, gates.write)
 
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
@@ -160,7 +166,7 @@ class Streams(Topology[Weights]):
         following = weights.units[t].dynamic if t < len(weights.units) else None
         if following is None:
             return (combine(streams, table, split),)
-        return several.write_and_project(streams, table, split, following[1], self.norm_eps)
+        return write_and_project(streams, table, split, following[1], self.norm_eps)
 
     def lasting(self, states: States) -> States:
         return states[:1]
@@ -216,7 +222,7 @@ class ParallelStreams(Streams):
         (streams,) = states
         if weights.last is not None:
             values, streams, claim = self.values(streams, weights.last)
-            return several.read(streams, self.reading(values), claim)[0].squeeze(-2)
+            return read_streams(streams, self.reading(values), claim)[0].squeeze(-2)
         # With a dtype: autocast would make the sum float32.
         return streams.mean(-2) if self.output == "mean" else streams.sum(-2, dtype=streams.dtype)
 
@@ -279,7 +285,7 @@ class HyperConnections(ParallelStreams):
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
         if t > len(weights.steps):
             return super().write(states, weights, t, *branches)
-        return several.write_and_read(states[0], weights.steps[t - 1], weights.units[t].static[:, :1], branches)
+        return write_and_read(states[0], weights.steps[t - 1], weights.units[t].static[:, :1], branches)
 
     def program(self, weights: Weights, dims: Dims) -> Program:
         if any(unit.dynamic is not None for unit in weights.units):

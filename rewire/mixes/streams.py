@@ -1,0 +1,264 @@
+"""Streams of hyper-connections: what units read off them, read, and write."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewire.kernels import operators
+from rewire.mixes import tokens
+from rewire.mixes.autograd import gradients, left_to_autograd
+from rewire.mixes.claims import added_up, by_read, claim_on
+from rewire.mixes.mix import mix
+from rewire.mixes.several import Several, differentiable, in_one_pass
+from rewire.mixes.tokens import ReadOff, by_autograd, outside_autocast, read_off
+
+#: What a read of streams needs to leave its part of their gradient to the pass over memory of `read_off_streams`.
+Claim = tuple[Tensor, Tensor]
+
+
+class Projected:
+    """What was read off streams when they were written, and a claim on them: see `read_off_streams`.
+
+    A plain class: in tuples, and dataclasses, FSDP2 casts every tensor that a block gets.
+
+    Attributes:
+        products: float32 [..., n, K], or [..., K].
+        claim: two tensors whose values mean nothing.
+    """
+
+    __slots__ = ("claim", "products")
+
+    def __init__(self, products: Tensor, claim: Claim) -> None:
+        self.products, self.claim = products, claim
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> Projected:
+        """Of streams in other dimensions of tokens."""
+        grad, factors = self.claim
+        return Projected(view(self.products), (view(grad), view(factors)))
+
+
+def read_off_streams(streams: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor, Claim | None]:
+    """`read_off` of streams [..., n, D], or of all streams of a token side by side if the weight is [n D, K].
+
+    Returns:
+        The scores [..., n, K], or [..., K]; the streams, handed on; and what `read_streams` is to be given with these,
+        whose gradients then join that pass, too: None where there are no kernels.
+    """
+    (*lead, n, width), x = streams.shape, of_tokens(streams, weight)
+    if n == 1 or left_to_autograd(x, math.inf) or not tokens.by_kernels(x, weight):
+        scores, x = read_off(x, weight, eps)
+        return scores, x.view(streams.shape), None
+    with outside_autocast(x.device):
+        scores, x, grad, factors = ReadOff.apply(x, weight, eps, False, 0, (*lead, 1, width))
+    return scores, x.view(streams.shape), (grad, factors)
+
+
+def of_tokens(streams: Tensor, weight: Tensor) -> Tensor:
+    """Streams [..., n, D] as the weight reads them: [..., n D] if it is [n D, K]."""
+    return streams.flatten(-2) if weight.shape[0] > streams.shape[-1] else streams
+
+
+def read_streams(streams: Tensor, weights: Tensor, claim: Claim | None = None) -> tuple[Tensor, Tensor]:
+    """`combine` without branches, and the streams, as who reads them next is to take them: see `mixes`.
+
+    Args:
+        streams, weights: as in `combine`.
+        claim: what `read_off_streams` returned with the streams, for one read of them with k = 1.
+    """
+    if claim is not None and weights.shape[-1] == 1:
+        return _Claimed.apply(streams, weights, *claim), streams
+    by_kernels = in_one_pass([streams], weights.shape[-1])
+    if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
+        static = weights.dim() == 2
+        table = (weights.mT, None) if static else (None, weights.mT)
+        result, streams = Several.apply(by_kernels, True, 0, *table, streams)
+        return result, streams
+    return combine(streams, weights), streams
+
+
+class _Claimed(torch.autograd.Function):
+    """A read of streams whose part of their gradient is not computed here, but by who gave out the claim."""
+
+    @staticmethod
+    def forward(ctx: Any, streams: Tensor, weights: Tensor, *claim: Tensor) -> Tensor:
+        ctx.save_for_backward(streams, weights)
+        result: Tensor = operators.several(streams, (), None, weights.mT)[0]
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        streams, weights = ctx.saved_tensors
+        if torch.is_grad_enabled():  # with create_graph=True
+            products = (grad.float() * streams.float()).sum(-1, keepdim=True)
+        else:
+            products = operators.products(grad, streams)
+        return None, products, grad, weights
+
+
+def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -> Tensor:
+    """``H'_j = sum_i w_ij H_i + w_nj sum_f f_j``, in float32 (float64 for float64), rounded once.
+
+    Without a kernel, in eager mode on a CPU, it is a matrix product for each token, and so are its gradients; also for
+    branches with a part for each result. Nowhere else: autocast or TF32 would round them.
+
+    Args:
+        streams: H [..., n, C].
+        weights: w [..., n + 1, k], from stream i, and in the last row from each branch, to row j of the result;
+            [n + 1, k] if it does not depend on the token. Without branches there are n rows.
+        branches: f [..., k, C] or, the same for all j, [..., 1, C].
+
+    Returns:
+        [..., k, C]
+    """
+    n, by_kernels = streams.shape[-2], in_one_pass([streams, *branches], weights.shape[-1])
+    if by_kernels is False and _exact_products(streams) and any(f.shape[-2] > 1 for f in branches):
+        by_kernels = None  # the loop would multiply by zeros, per token
+    if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
+        terms, table = [_terms(f, weights[..., n:, :]) for f in branches], weights.mT
+        if len(terms) > 1 or any(len(parts) > 1 for parts, _ in terms):
+            table = torch.cat([table[..., :n], *(columns for _, columns in terms)], -1)
+        given = (table, None) if table.dim() == 2 else (None, table)
+        parts = [part for parts, _ in terms for part in parts]
+        result: Tensor = Several.apply(by_kernels, True, 0, *given, streams, *parts)[0]
+        return result
+    if _exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
+        return _products(streams, weights, branches)
+    sources = streams.unsqueeze(-2).unbind(-3)  # n of [..., 1, C]
+    scores = weights.unsqueeze(-1).unbind(-3)  # n + 1 of [..., k, 1]
+    return mix((*sources, *branches), None, scores=(*scores[:n], *scores[n:] * len(branches)))
+
+
+def _terms(branch: Tensor, write: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+    """The parts of a branch [..., 1 or k, C], and what k results take of them, [..., k, 1 or k]: each its own one.
+
+    ``write`` is [..., 1, k].
+    """
+    if branch.shape[-2] == 1:
+        return [branch.squeeze(-2)], write.mT  # whose gradients are views, which those of unbind are not
+    return branch.unbind(-2), torch.diag_embed(write.squeeze(-2))
+
+
+def _exact_products(x: Tensor) -> bool:
+    """Whether a matrix product of tensors like ``x`` is as exact as sums are, and faster."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return x.dtype == torch.float64 or (x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "medium")
+
+
+def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor]) -> Tensor:
+    """`combine` by matrix products, in the dtype of the streams; branches are added in the order of plain adds.
+
+    All of them contiguous: of strided ones torch computes a product for each token by itself, 20 times as slow.
+    """
+    k, (n, channels), tokens = weights.shape[-1], streams.shape[-2:], streams.shape[:-2]
+    with outside_autocast(streams.device):
+        whole = weights.mT.to(streams.dtype)
+        table = whole[..., :n].expand(*tokens, k, n).reshape(-1, k, n).contiguous()
+        flat = streams.reshape(-1, n, channels).contiguous()
+        if not branches:
+            return torch.bmm(table, flat).view(*tokens, k, channels)
+        factor = whole[..., n:].contiguous()
+        first, *others = [factor @ f if f.shape[-2] == 1 else factor * f for f in branches]
+        total = torch.baddbmm(first.reshape(-1, k, channels), table, flat).view(first.shape)
+        return functools.reduce(torch.add, others, total)
+
+
+def write_and_read(
+    streams: Tensor, table: Tensor, weights: Tensor, branches: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`combine`, and a `read_streams` of the new streams: one pass over the old ones writes both.
+
+    Then the read is not of streams that were rounded. Without a kernel, and for float64, which ``table`` does not have,
+    it is.
+
+    Args:
+        streams: H [..., n, C].
+        table: float32 [n + 1, n + 1]: in row j what H'_j takes of H and, in the last column, of each branch; in the
+            last row what the read takes of them, the sum of the other rows with ``weights``.
+        weights: float32 [n, 1], what the read takes of H'.
+        branches: f [..., C].
+
+    Returns:
+        H' [..., n, C], and the read, [..., C].
+    """
+    by_kernels = None if streams.dtype == torch.float64 else in_one_pass([streams, *branches], len(table))
+    if by_kernels is None:
+        result, streams = read_streams(combine(streams, table[:-1].mT, [f.unsqueeze(-2) for f in branches]), weights)
+        return streams, result.squeeze(-2)
+    if len(branches) > 1:
+        table = torch.cat([table, *[table[:, -1:]] * (len(branches) - 1)], -1)
+    written, result, *_ = Several.apply(by_kernels, True, 1, table, None, streams, *branches)
+    return written, result
+
+
+def write_and_project(
+    streams: Tensor, weights: Tensor, branches: Sequence[Tensor], projection: Tensor, eps: float
+) -> tuple[Tensor] | tuple[Tensor, Projected]:
+    """`combine`, and what `read_off_streams` would read off the new streams: one pass over them less.
+
+    Args:
+        streams, weights, branches: as in `combine`, of streams [..., n, C].
+        projection: float32 [C, K], of each stream, or [n C, K], of all of a token side by side.
+        eps: of the norm.
+
+    Returns:
+        H' [..., n, C]; and, where there is a kernel, what it has read off.
+    """
+    n, tensors = streams.shape[-2], [streams, *branches]
+    fits = n == weights.shape[-1] <= operators.MOST_WRITTEN and projection.shape[1] <= operators.MOST_PRODUCTS
+    even = weights.shape[:-2] == streams.shape[:-2] and all(f.shape[-2] == 1 for f in branches)
+    some = len(branches) > 0 and streams.numel() > 0 and projection.dtype == torch.float32
+    if not (fits and even and some and in_one_pass(tensors, n)):
+        return (combine(streams, weights, branches),)
+    table, more = weights.mT, [weights[..., n:, :].mT] * (len(branches) - 1)
+    table = torch.cat([table, *more], -1) if more else table
+    with outside_autocast(streams.device):
+        written, products, *claim = _Written.apply(eps, projection, table, streams, *[f.squeeze(-2) for f in branches])
+    return written, Projected(products, (claim[0], claim[1]))
+
+
+class _Written(torch.autograd.Function):
+    """Keeps for backward streams and branches, the new streams, and a few numbers for each token.
+
+    Returns the new streams, what is read off them, and a claim on them, as `read_off_streams` does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, eps: float, weight: Tensor, table: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        streams, *branches = tensors
+        written, products, inverse = operators.write_and_project(streams, branches, table, weight, eps)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(weight, table, written, products, inverse, *tensors)
+        *lead, _, width = streams.shape
+        return written, products, *claim_on(written, products, (*lead, 1, width))
+
+    @staticmethod
+    def backward(
+        ctx: Any, carried: Tensor | None, grad: Tensor | None, of_read: Tensor | None, factors: Tensor | None
+    ) -> tuple[Any, ...]:
+        weight, table, written, products, inverse, streams, *branches = ctx.saved_tensors
+        if grad is None or torch.is_grad_enabled():  # with create_graph=True
+            x = of_tokens(written, weight)
+            of_x, of_weight = None, None
+            if grad is not None:
+                of_x, of_weight = gradients(functools.partial(by_autograd, eps=ctx.eps), (x, weight), grad)
+                of_x = of_x.view(written.shape)
+            total = added_up([carried, by_read(written, of_read, factors), of_x])
+            if total is None:
+                return None, of_weight, None, *[None] * (1 + len(branches))
+            if torch.is_grad_enabled():
+                of_terms, _, of_table = differentiable([total], True, None, table, (streams, *branches))
+            else:
+                *of_terms, of_table = operators.several_backward([total], streams, branches, None, table, [])
+            return None, of_weight, of_table, *of_terms
+        *of_terms, of_table, of_weight = operators.write_and_project_backward(
+            grad, carried, of_read, factors, written, products, inverse, streams, branches, table, weight
+        )
+        return None, of_weight.T, of_table, *of_terms
