@@ -38,7 +38,7 @@ from triton.backends.driver import DriverBase
 from triton.backends.nvidia import driver as nvidia
 
 from passes import CASES, Branch, dims_of, run
-from rewire.kernels import MixSpec, operators
+from rewire.kernels import MixSpec, operators, switch
 from rewire.mixes import traffic
 from rewire.topologies.registry import make_topology
 
@@ -286,7 +286,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with stub_driver() as launches, mock.patch.object(operators, "INTERPRETED", True):
+    with stub_driver() as launches, mock.patch.object(switch, "INTERPRETED", True):
         single = mixes(arguments.rounds)
         whole = trunks(arguments.topologies, arguments.units, arguments.rounds, launches)
     for rows in (single, whole):

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rewire.kernels import operators
+from rewire.kernels import switch
 from rewire.kernels.kernel import Launch, noted
 from rewire.mixes import gating, history, mix, several, tokens, traffic
 from rewire.topologies.base import Dims, QKVInputs, Topology, materialize
@@ -118,7 +118,7 @@ class Branch(torch.autograd.Function):
 def as_on_a_gpu() -> Iterator[None]:
     """Tensors without storage go the way of a GPU's."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(operators, "uses_kernels", lambda x: x.dtype in operators._DTYPES))
+        stack.enter_context(mock.patch.object(switch, "uses_kernels", lambda x: x.dtype in switch.DTYPES))
         for module in (gating, mix, several, history, tokens):
             stack.enter_context(mock.patch.object(module, "left_to_autograd", return_value=False))
         yield

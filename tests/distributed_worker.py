@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import rewire
 from rewire.kernels.cpu import plain
-from rewire.kernels.operators import uses_kernels
+from rewire.kernels.switch import uses_kernels
 
 plain.WORTHWHILE = 0  # as in conftest.py
 STEPS = 2

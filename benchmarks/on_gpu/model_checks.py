@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import rewire
-from rewire.kernels import operators
+from rewire.kernels import switch
 from rewire.kernels.kernel import Kernel, Launch, taken
 from rewire.kernels.sums.spec import MixSpec
 
@@ -91,7 +91,7 @@ def run(check: ModelCheck, device: torch.device, seed: int, small: bool) -> floa
         fused = step(model, ids)
     ran = {kind for one in started if one.spec for kind in _kinds(one.spec)}
     assert check.kinds <= ran, f"no kernel with {', '.join(sorted(check.kinds - ran))} ran"
-    with _noted() as started, mock.patch.object(operators, "SWITCHED_ON", False):  # as REWIRE_KERNELS=off
+    with _noted() as started, mock.patch.object(switch, "ON", False):  # as REWIRE_KERNELS=off
         plain = step(model, ids)
         exact = step(copy.deepcopy(model).float(), ids) if check.dtype != torch.float32 else plain
     assert not started, "kernels ran where they are switched off"

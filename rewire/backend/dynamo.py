@@ -23,7 +23,7 @@ from rewire.backend.flat_attention import find_attention
 from rewire.backend.flat_norms import FlatNorm, find_norm
 from rewire.backend.mixes import LoweredMix, lower_mixes
 from rewire.errors import RewireError, UnsupportedCall, UnsupportedTopology
-from rewire.kernels.operators import uses_kernels
+from rewire.kernels.switch import uses_kernels
 from rewire.passes.checks import check_choices
 from rewire.passes.choose import assigned, check_names, chosen_topologies, layout_of
 from rewire.passes.editing.fusions import Fusion

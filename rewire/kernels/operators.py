@@ -10,7 +10,6 @@ channel, [N, D]; scores are float32 [..., 1], one for each source or none; accum
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,23 +22,12 @@ from rewire.kernels.sums.launch import mix_backward as launch_backward
 from rewire.kernels.sums.launch import mix_forward as launch_forward
 from rewire.kernels.sums.spec import MAX_NORM_WIDTH, MixSpec, Norm, Weights, spec_of
 
-#: ``REWIRE_KERNELS=off`` leaves every mix to plain PyTorch.
-SWITCHED_ON = os.environ.get("REWIRE_KERNELS", "on").lower() not in ("off", "0", "false")
 #: Columns of a hidden layer up to which kernels compute it.
 MOST_HIDDEN = 128
 #: Streams and products of each up to which one kernel writes the streams and makes the products.
 MOST_WRITTEN, MOST_PRODUCTS = 4, 32
-#: Triton's interpreter runs kernels on a CPU: for tests.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def uses_kernels(x: Tensor) -> bool:
-    """Whether mixes of tensors like ``x`` run as Triton kernels."""
-    return SWITCHED_ON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu")) and x.dtype in _DTYPES
 
 
 def fits_norm(x: Tensor) -> bool:

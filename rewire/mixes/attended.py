@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators
+from rewire.kernels import operators, switch
 from rewire.mixes.blocks import BLOCK, Blocks
 from rewire.mixes.by_state import ByState, first_mixes, parts
 from rewire.mixes.claims import gathered, joining, present, stand_ins, unclaimed
@@ -105,7 +105,7 @@ class AttendedHistory(ScoredHistory):
         begun = self.begun.get(number)
         before = 0 if begun is None else self.table.blocks.before(number)
         own = [scores.select(-1, k) for scores, k in zip(self.scores[before:], places[before:], strict=True)]
-        if not operators.uses_kernels(self.values[0]):
+        if not switch.uses_kernels(self.values[0]):
             return (self.values, *softmax(torch.stack(own), self.table.scaled))
         total, statistics = begun or (None, None)
         count = len(places) if self.table.scaled else 1
@@ -150,7 +150,7 @@ class _Claims(torch.autograd.Function):
             return (None, None, *[None] * len(scores), *unclaimed(states, carried))
         added = joining(states, carried)
         tallies = _complete(grads[reads : 2 * reads])
-        if operators.uses_kernels(states[0]) and not torch.is_grad_enabled():
+        if switch.uses_kernels(states[0]) and not torch.is_grad_enabled():
             return (None, None, *_gradients_by_kernels(given, states, scores, tallies, added))
         logits = torch.stack(scores, -2)  # [..., M, N]
         largest, divisor, mean = torch.stack(tallies).movedim(0, -1).unsqueeze(-2).unbind(0)  # [..., 1, N]

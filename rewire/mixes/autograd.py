@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.kernels import operators
+from rewire.kernels import switch
 from rewire.kernels.cpu import plain
 
 
@@ -20,13 +20,13 @@ def left_to_autograd(x: Tensor, sources: float) -> bool:
         sources: how many, on average if it is asked for several mixes.
     """
     if torch.compiler.is_compiling():
-        return not operators.uses_kernels(x)
+        return not switch.uses_kernels(x)
     return (
         type(x) not in (Tensor, nn.Parameter)  # tensors that stand for others
         or not (x.is_cuda or x.is_cpu)
         or under_transforms()
         or torch._C._get_tracing_state() is not None  # torch.jit.trace
-        or (sources * x.numel() < plain.WORTHWHILE and not operators.uses_kernels(x))
+        or (sources * x.numel() < plain.WORTHWHILE and not switch.uses_kernels(x))
     )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from rewire.kernels import operators
+from rewire.kernels import switch
 
 T = TypeVar("T", int, Tensor)
 
@@ -52,7 +52,7 @@ class Blocks(NamedTuple):
     ) -> Blocks:
         """By default of `best_block`, and none where no kernels run on tensors like this, or in groups."""
         none = first + mixes
-        block = block or (best_block(mixes, first) if operators.uses_kernels(like) and group == 1 else none)
+        block = block or (best_block(mixes, first) if switch.uses_kernels(like) and group == 1 else none)
         return cls(mixes, first, block, block, group, min(group, max(1, WAITING // ways)))
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators
+from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.sums.spec import MAX_OUTPUTS
 from rewire.mixes.blocks import BLOCK
@@ -114,7 +114,7 @@ def gathered(
     """
     if torch.is_grad_enabled():  # with create_graph=True
         return _differentiable(grads, states, weights, scores, added)
-    if operators.uses_kernels(states[0]):
+    if switch.uses_kernels(states[0]):
         return _by_kernels(grads, states, weights, scores, added)
     if not scores:
         assert weights is not None

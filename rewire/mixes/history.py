@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators
+from rewire.kernels import operators, switch
 from rewire.mixes.autograd import left_to_autograd, under_transforms
 from rewire.mixes.blocks import Blocks
 from rewire.mixes.by_state import ByState, parts
@@ -229,7 +229,7 @@ class History:
 
     def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
         """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""
-        if self.claims is None or (torch.compiler.is_compiling() and not operators.uses_kernels(self.states[0])):
+        if self.claims is None or (torch.compiler.is_compiling() and not switch.uses_kernels(self.states[0])):
             row = self.table.rows[number]
             return Mix(self.states[: len(row)], row, (), tuple(added))
         claims = tuple([of.claims[number - of.first] for of in self._claims_of(number)])
@@ -297,7 +297,7 @@ class History:
     def _begin(self, begin: bool) -> Self:
         """The history; with the sums of the mixes of the block that comes next, if one does now."""
         mixes = self.table.blocks.beginning(len(self.states))
-        if begin and mixes and operators.uses_kernels(self.states[0]):
+        if begin and mixes and switch.uses_kernels(self.states[0]):
             with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
                 self.begun = self._sums(mixes)
         return self

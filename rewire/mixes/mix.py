@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators
+from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.sums.spec import MAX_ADDED
 from rewire.kernels.sums.spec import Norm as NormKind
@@ -102,7 +102,7 @@ class Mix:
     def normed(self, module: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The sum, and what ``module``, a norm, makes of it: by one kernel if it may be fused."""
         like = self._like
-        norm = norm_of(module, like) if operators.uses_kernels(like) and operators.fits_norm(like) else None
+        norm = norm_of(module, like) if switch.uses_kernels(like) and operators.fits_norm(like) else None
         if norm is None or self._left_to_autograd():
             total = self.value()
             return total, module(total)
@@ -162,7 +162,7 @@ class Attended(NamedTuple):
         count = len(self.states) if self.scaled else 1
         if torch.is_grad_enabled():  # with create_graph=True: d_t depends on the scores
             statistics = self._softmax()[1]
-        elif operators.uses_kernels(grad):
+        elif switch.uses_kernels(grad):
             return operators.tally(grad, total, statistics, count)
         mean = (grad.to(statistics.dtype) * total).sum(-1) / count
         return torch.cat([statistics, mean.unsqueeze(0)])
@@ -261,7 +261,7 @@ class _Sum(torch.autograd.Function):
             )
             ctx.save_for_backward(*kept, *scale, total, rstd, *statistics)
             return total, after
-        if operators.uses_kernels((claims or sources or added)[0]):
+        if switch.uses_kernels((claims or sources or added)[0]):
             total = operators.mix(sources, weight, scores, added, accumulator, dtype)
         else:
             total = plain.combine(sources, weight, added, scores)
@@ -290,7 +290,7 @@ class _Sum(torch.autograd.Function):
                 grad_normed, grad, total_saved, rstd, ctx.kind[0], norm_weight, scale > 1, sources, weight, scores
             )
             of_norm, of_terms = found[:scale], _apart(found[scale:], s) if kept else of_terms
-        elif grad is not None and kept and operators.uses_kernels(grad):
+        elif grad is not None and kept and switch.uses_kernels(grad):
             of_terms = _apart(operators.mix_backward(grad, sources, weight, scores), s)
         elif grad is not None and kept:
             of_terms = plain.combine_backward(grad, sources, weight, scores)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators
+from rewire.kernels import operators, switch
 from rewire.kernels.sums.spec import MAX_OUTPUTS
 from rewire.mixes.blocks import Blocks
 from rewire.mixes.by_state import ByState, first_mixes, parts
@@ -89,7 +89,7 @@ class ScoredHistory(History):
             return [Mix(self.values[before:], weights, tuple(scores[before:]), (), claims[0], begun)]
         if ways == 1:
             return [Mix(self.values, rows[0], tuple(scores), (), claims[0])]
-        if ways <= MAX_OUTPUTS and operators.uses_kernels(self.values[0]):
+        if ways <= MAX_OUTPUTS and switch.uses_kernels(self.values[0]):
             return _Claiming.apply(self.values, rows, scores, len(claims[0]), *itertools.chain.from_iterable(claims))
         of_ways = zip(*[s.split(1, -1) for s in scores], strict=True)
         return [Mix(self.values, row, own, (), of) for row, own, of in zip(rows, of_ways, claims, strict=True)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.kernels import operators
+from rewire.kernels import operators, switch
 from rewire.kernels.cpu import native
 from rewire.kernels.sums.spec import MAX_OUTPUTS
 from rewire.mixes.autograd import gradients, left_to_autograd
@@ -47,7 +47,7 @@ def in_one_pass(tensors: Sequence[Tensor], outputs: int) -> bool | None:
     first = tensors[0]
     if left_to_autograd(first, len(tensors)) or any(type(x) not in (Tensor, nn.Parameter) for x in tensors[1:]):
         return None  # branches that are still on their way from other ranks: their views have no memory
-    if operators.uses_kernels(first):
+    if switch.uses_kernels(first):
         return True if outputs <= MAX_OUTPUTS else None
     return False if native.knows(first) and all(x.dtype == first.dtype for x in tensors) else None
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rewire.kernels import operators
+from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.cpu import sinkhorn as sinkhorn_cpu
 from rewire.mixes.autograd import gradients, left_to_autograd, under_transforms
@@ -211,7 +211,7 @@ def by_autograd(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = Fa
 
 def by_kernels(x: Tensor, weight: Tensor) -> bool:
     """Whether `project` is a kernel."""
-    return weight.dtype == torch.float32 and x.numel() > 0 and operators.uses_kernels(x)
+    return weight.dtype == torch.float32 and x.numel() > 0 and switch.uses_kernels(x)
 
 
 class _Project(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
-from rewire.kernels.operators import uses_kernels
+from rewire.kernels.switch import uses_kernels
 from rewire.mixes.mix import Mix
 from rewire.placement import Placement, check_whole
 from rewire.runtime.layout import Layout

@@ -16,7 +16,7 @@ from rewire.bench import comparison, harness, workloads
 from rewire.bench.comparison import Row
 from rewire.bench.harness import Passes, Timing
 from rewire.bench.peers import Implementation, status
-from rewire.kernels import operators
+from rewire.kernels import switch
 from rewire.kernels.kernel import Kernel, Launch
 from rewire.kernels.sums import launch
 from rewire.kernels.sums.spec import DOTS_FAN_IN, FAN_IN, MixSpec
@@ -164,7 +164,7 @@ def test_bytes_of_a_trunk() -> None:
 def test_a_norm_is_fused_with_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     workload, started = workloads.sum_and_norm(SIZES, 3), list[Launch]()
     monkeypatch.setattr(Kernel, "start", lambda kernel, used: started.append(kernel.launch(used)))
-    monkeypatch.setattr(operators, "INTERPRETED", True)
+    monkeypatch.setattr(switch, "INTERPRETED", True)
     results = workload.implementations["ours"].run(*map(torch.nn.Parameter, workload.inputs(SIZES)))
     torch.autograd.backward(results, list(map(torch.zeros_like, results)))
     made_for = [call.code.made_for for call in started]

@@ -227,7 +227,7 @@ import torch
 sys.path[:0] = [{str(ROOT / "benchmarks")!r}, {str(ROOT / "tests")!r}]
 import torchvision_stub
 from on_gpu import model_checks
-from rewire.kernels import operators
+from rewire.kernels import operators, switch
 check = model_checks.ModelCheck("ancre-ingoing", 1, frozenset(["norm"]))
 run = lambda: model_checks.run(check, torch.device("cpu"), 0, small=True)
 run()
@@ -239,7 +239,7 @@ try:
     run()
 except AssertionError as error:
     print(error)
-operators.launch_backward, operators.SWITCHED_ON = right, False
+operators.launch_backward, switch.ON = right, False
 try:
     run()
 except AssertionError as error:

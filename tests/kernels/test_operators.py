@@ -296,11 +296,11 @@ class TestOperators:
 OFF = """
 import torch, rewire
 from models import PreNorm, Stack, vectors
-from rewire.kernels import operators
+from rewire.kernels import switch
 
 model = rewire.compile(Stack(PreNorm), "ancre-ingoing", start="paper", validate=False)
 model(vectors()).sum().backward()
-print(operators.uses_kernels(torch.ones(1)))
+print(switch.uses_kernels(torch.ones(1)))
 """
 
 

@@ -17,7 +17,7 @@ from models import Mlp, PostNorm, Stack, vectors
 from torch import Tensor, nn
 
 import rewire
-from rewire.kernels import operators
+from rewire.kernels import operators, switch
 from rewire.passes.editing.fusions import fusions
 from rewire.patterns.tiny import tiny_model
 from rewire.runtime.stream import Unsummed
@@ -113,7 +113,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 def plain(function: Callable[[], Any]) -> Any:
     """What it returns without kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operators, "SWITCHED_ON", False)
+        patch.setattr(switch, "ON", False)
         return function()
 
 

@@ -10,7 +10,7 @@ import torch
 from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor
 
-from rewire.kernels import operators
+from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.mixes import history
 from rewire.mixes.attended import AttendedHistory, AttendedTable
@@ -188,7 +188,7 @@ class TestKernels:
 
         found = second()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operators, "SWITCHED_ON", False)
+            patch.setattr(switch, "ON", False)
             wanted = second()
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 

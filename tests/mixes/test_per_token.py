@@ -12,7 +12,7 @@ from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rewire.kernels import operators
+from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.mixes.tokens import read_off, read_off_apart, read_off_hidden, rms_norm
 from rewire.topologies.base import Dims, QKVInputs, materialize
@@ -120,7 +120,7 @@ class Cases:
 
         found = penalty(net.leaves(F32))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operators, "SWITCHED_ON", False)
+            patch.setattr(switch, "ON", False)
             patch.setattr(Tensor, "float", lambda x: x if x.dtype == F64 else x.to(F32))
             wanted = penalty(net.leaves(F64))
         close(found, wanted, 1e-5)

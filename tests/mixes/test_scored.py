@@ -11,7 +11,7 @@ import torch
 from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor
 
-from rewire.kernels import operators
+from rewire.kernels import switch
 from rewire.mixes import history
 from rewire.mixes.scored import ScoredHistory, ScoredTable
 from rewire.topologies.base import materialize
@@ -132,6 +132,6 @@ class TestKernels:
             return torch.autograd.grad(sum(g.square().sum() for g in first), given)
 
         found = second()
-        monkeypatch.setattr(operators, "SWITCHED_ON", False)
+        monkeypatch.setattr(switch, "ON", False)
         monkeypatch.setattr(history, "left_to_autograd", lambda x, sources: True)
         torch.testing.assert_close(found, second(), rtol=1e-3, atol=1e-4)

@@ -10,7 +10,7 @@ from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor, nn
 from twins import F32, F64, TOLERANCES, compare, distance, drawn, leaves_of, penalty_gradients, precise_copy
 
-from rewire.kernels import operators
+from rewire.kernels import switch
 from rewire.kernels.cpu import native
 from rewire.kernels.sums.spec import MAX_OUTPUTS
 from rewire.mixes.history import History, Table
@@ -151,7 +151,7 @@ class TestByKernels(Cases):
 
         by_kernels = penalty_gradients(result(), leaves)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operators, "SWITCHED_ON", False)
+            patch.setattr(switch, "ON", False)
             plain = penalty_gradients(result(), leaves)
         for a, b in zip(by_kernels, plain, strict=True):
             assert distance(a, b) <= 1e-4
@@ -174,7 +174,7 @@ class TestByKernels(Cases):
         assert Table(flat, count).blocks.block < count
         by_kernels = penalty_gradients(result(), leaves)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operators, "SWITCHED_ON", False)
+            patch.setattr(switch, "ON", False)
             plain = penalty_gradients(result(), leaves)
         for a, b in zip(by_kernels, plain, strict=True):
             assert distance(a, b) <= 1e-4

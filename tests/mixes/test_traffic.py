@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators
+from rewire.kernels import switch
 from rewire.kernels.kernel import Kernel, Launch
 from rewire.kernels.sums import grid, launch
 from rewire.kernels.sums.spec import MixSpec
@@ -70,7 +70,7 @@ def test_bytes_of_a_history(mixes: int, first: int, block: int | None, monkeypat
     wanted = traffic.bytes_of_history(mixes, block, ROWS, COLS, 2, first)
     started: list[Launch] = []
     monkeypatch.setattr(Kernel, "start", lambda self, used: started.append(self.launch(used)))
-    monkeypatch.setattr(operators, "INTERPRETED", True)
+    monkeypatch.setattr(switch, "INTERPRETED", True)
     flat = torch.ones(sum(first + s for s in range(mixes)), requires_grad=True)
     table = Table(flat, mixes, first, block or first + mixes)
     history = History(table)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.kernels import cache, operators
+from rewire.kernels import cache, switch
 from rewire.kernels.arguments import row_stride
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("sums.cpp", "sinkhorn.cpp"))
@@ -222,7 +222,7 @@ def _function(dtype: torch.dtype) -> tuple[Callable[..., None] | None, torch.dty
 @functools.cache
 def loaded() -> ctypes.CDLL | None:
     """What `SOURCES` are compiled to; None where that fails, which is said once."""
-    if not operators.SWITCHED_ON or sys.platform != "linux":  # compilers elsewhere bring no OpenMP, or another
+    if not switch.ON or sys.platform != "linux":  # compilers elsewhere bring no OpenMP, or another
         return None
     try:
         return ctypes.CDLL(str(_compiled()))

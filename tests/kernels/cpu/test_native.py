@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from rewire.kernels import switch
 from rewire.kernels.cpu import native, plain
 from rewire.mixes.mix import mix
 
@@ -236,7 +237,7 @@ def test_without_a_compiler(
 
 
 def test_switched_off(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native.operators, "SWITCHED_ON", False)
+    monkeypatch.setattr(switch, "ON", False)
     assert native.sums([torch.randn(3)], torch.ones(1), False) is None
 
 

@@ -1,0 +1,21 @@
+"""Where kernels run, and whether they do."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+#: ``REWIRE_KERNELS=off`` leaves every mix to plain PyTorch.
+ON = os.environ.get("REWIRE_KERNELS", "on").lower() not in ("off", "0", "false")
+#: Triton's interpreter runs kernels on a CPU: for tests.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+#: Of states.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def uses_kernels(x: Tensor) -> bool:
+    """Whether mixes of tensors like ``x`` run as Triton kernels."""
+    return ON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu")) and x.dtype in DTYPES
