@@ -13,8 +13,8 @@ import torch
 
 from on_gpu.kernel_checks import Check, Inputs
 from rewire.bench import harness
+from rewire.kernels.handwritten import gates, projection, writes
 from rewire.kernels.sums.spec import MixSpec
-from rewire.kernels.written import gates, projection, writes
 from rewire.mixes import traffic
 
 #: Runs forward; what it returns runs backward.

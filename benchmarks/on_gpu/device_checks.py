@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from on_gpu import model_checks
 from on_gpu.processes import Skipped
+from rewire.kernels.handwritten import gates, projection, writes
 from rewire.kernels.sums import launch
 from rewire.kernels.sums.launch import GradientInputs, MixInputs
 from rewire.kernels.sums.spec import MixSpec
-from rewire.kernels.written import gates, projection, writes
 from rewire.mixes.mix import mix
 
 Results = dict[str, Tensor]

@@ -339,7 +339,7 @@ def write_and_project(
     """`several` of streams [..., n, D] and branches [..., D], with ``table`` [..., n, n + branches] for scores; and
     what `project` returns of the new streams, or of those of a token side by side, if the weight is [n D, K].
     """
-    from rewire.kernels.written import writes
+    from rewire.kernels.handwritten import writes
 
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in (streams, *branches)])
     return writes.forward(streams, branches, table, weight, eps, dtype)
@@ -376,7 +376,7 @@ def write_and_project_backward(
     ``grad`` is that of the products, ``carried`` that of the new streams; what a read of these sends back is as in
     `project_backward`.
     """
-    from rewire.kernels.written import projection, writes
+    from rewire.kernels.handwritten import projection, writes
 
     read = None if of_read is None or factors is None else projection.Read(of_read, factors)
     of_streams, of_branches, *sums = writes.backward(
@@ -396,7 +396,7 @@ def project(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False)
 
     ``clamped``, what is below zero becomes -0, by which backward knows it.
     """
-    from rewire.kernels.written import projection  # only where there is Triton
+    from rewire.kernels.handwritten import projection  # only where there is Triton
 
     return projection.forward(x, weight, eps, clamped)
 
@@ -423,7 +423,7 @@ def project_backward(
     [..., n D], also the part of a read ``sum_i m_i x_i`` is added: its gradient ``of_read`` [..., 1, D] times the
     ``factors`` m, float32 [..., n, 1].
     """
-    from rewire.kernels.written import projection
+    from rewire.kernels.handwritten import projection
 
     read = None if of_read is None or factors is None else projection.Read(of_read, factors)
     return projection.backward(grads, x, weight, scores, inverse, carried, read, clamped)
@@ -435,7 +435,7 @@ def project_backward(
 )
 def hidden(hidden: Tensor, weight: Tensor, static: Tensor) -> Tensor:
     """``gelu(h) @ W + b``, float32 [..., K], of a hidden layer h as `project` returns it; W [K, K], b [K]."""
-    from rewire.kernels.written import hidden as kernels
+    from rewire.kernels.handwritten import hidden as kernels
 
     return kernels.forward(hidden, weight, static)
 
@@ -454,7 +454,7 @@ def hidden_backward(
     grad: Tensor, x: Tensor, read: Tensor, weight: Tensor, hidden: Tensor, inverse: Tensor, carried: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `hidden` of ``project(x, read)``: of x, with what is ``carried``, of read, [K, D], of W and b."""
-    from rewire.kernels.written import hidden as kernels
+    from rewire.kernels.handwritten import hidden as kernels
 
     return kernels.backward(grad, x, read, weight, hidden, inverse, carried)
 
@@ -465,7 +465,7 @@ def hidden_backward(
 )
 def products(grad: Tensor, streams: Tensor) -> Tensor:
     """``<grad, streams_i>``, float32 [..., n, 1], of the gradient [..., 1, D] of a read and streams [..., n, D]."""
-    from rewire.kernels.written import projection
+    from rewire.kernels.handwritten import projection
 
     return projection.products(grad, streams)
 
@@ -484,7 +484,7 @@ def gates(
     products: Tensor, static: Tensor, scale: Tensor, n: int, iterations: int, eps: float, magnitude: float
 ) -> tuple[Tensor, Tensor]:
     """What units of hyper-connections read, [..., n, 1], and write, [..., n + 1, n], with: see `gating`."""
-    from rewire.kernels.written import gates  # only where there is Triton
+    from rewire.kernels.handwritten import gates  # only where there is Triton
 
     return gates.forward(products, static, scale, n, iterations, eps, magnitude)
 
@@ -510,7 +510,7 @@ def gates_backward(
     magnitude: float,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `gates`: of the products; of the static values and, in one more row, the scale."""
-    from rewire.kernels.written import gates
+    from rewire.kernels.handwritten import gates
 
     return gates.backward(of_read, of_write, products, static, scale, iterations, eps, magnitude)
 
@@ -521,7 +521,7 @@ def gates_backward(
 )
 def tally(grad: Tensor, total: Tensor, statistics: Tensor, count: int) -> Tensor:
     """``statistics``, float32 [2, ...], and ``<total, grad> / count``, [...], in one tensor."""
-    from rewire.kernels.written import softmax
+    from rewire.kernels.handwritten import softmax
 
     return softmax.tally(grad, total, statistics, count)
 
@@ -538,7 +538,7 @@ def softmax(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple
     Of scores that were seen before, ``begun`` is what came of them with ``count=0``: numerators that are not divided,
     and their largest score and sum. They weigh as one more state, the first.
     """
-    from rewire.kernels.written import softmax
+    from rewire.kernels.handwritten import softmax
 
     return softmax.forward(scores, begun, count)
 
@@ -565,7 +565,7 @@ def gather_attended(
 
     Returns gradients of the states, and of their scores, [..., M, N].
     """
-    from rewire.kernels.written import softmax
+    from rewire.kernels.handwritten import softmax
 
     shares, means = softmax.shares(scores, tallies)
     extra = len(added) // len(states)

@@ -23,8 +23,8 @@ from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from rewire.kernels import MixSpec, operators
+from rewire.kernels.handwritten import gates, hidden, projection, softmax, writes
 from rewire.kernels.kernel import Kernel, Launch, noted
-from rewire.kernels.written import gates, hidden, projection, softmax, writes
 from rewire.mixes import traffic
 from rewire.topologies.registry import make_topology
 

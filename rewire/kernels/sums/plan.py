@@ -23,7 +23,7 @@ from rewire.kernels.sums.grid import Grid, generated
 from rewire.kernels.sums.spec import DOTS_FAN_IN, MAX_NORM_WIDTH, MixSpec
 
 if TYPE_CHECKING:
-    from rewire.kernels.written.totals import Sums
+    from rewire.kernels.handwritten.totals import Sums
 
 Places = tuple[At, ...]
 #: Arguments of a kernel: where a tensor is, or several are.
@@ -259,7 +259,7 @@ class _Maker:
             found[names[name]] = place = self.floats(*_side_by_side(name, [one.shape for one in of]))
             together += _into(name, of, place)
         if together:
-            from rewire.kernels.written import totals  # only where there is Triton
+            from rewire.kernels.handwritten import totals  # only where there is Triton
 
             self.steps.append(totals.kernel(together, self.device))
         return found
@@ -404,7 +404,7 @@ def _side_by_side(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ..
 
 def _into(name: str, of_name: Sequence[_Partial], result: int) -> Iterator[Sums]:
     """Those sums, and where they go in the result."""
-    from rewire.kernels.written.totals import Sums  # only where there is Triton
+    from rewire.kernels.handwritten.totals import Sums  # only where there is Triton
 
     whole = _side_by_side(name, [one.shape for one in of_name])
     dim = _along(name) % len(whole) if len(of_name) > 1 else 0

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rewire.kernels import arguments, operators
+from rewire.kernels.handwritten import gates, projection, writes
 from rewire.kernels.kernel import launcher
 from rewire.kernels.sums import grid, launch
 from rewire.kernels.sums.spec import MixSpec
-from rewire.kernels.written import gates, projection, writes
 
 BF16 = torch.bfloat16
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from interpreter import INTERPRETED, interpret, starts_interpreter
 
+from rewire.kernels.handwritten import totals
+from rewire.kernels.handwritten.totals import Sums
 from rewire.kernels.kernel import Part
-from rewire.kernels.written import totals
-from rewire.kernels.written.totals import Sums
 
 
 @pytest.mark.slow

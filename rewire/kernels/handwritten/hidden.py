@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rewire.kernels.arguments import Layout, layout
+from rewire.kernels.handwritten import projection, totals
+from rewire.kernels.handwritten.projection import PRECISION
 from rewire.kernels.kernel import MOST_PLANS, PROGRAMS, Code, Kernel
-from rewire.kernels.written import projection, totals
-from rewire.kernels.written.projection import PRECISION
 
 #: Rows of a tile, columns of h in it, and warps, by the columns of the weight: what registers hold.
 FORWARD = {16: (64, 16, 4), 32: (64, 32, 4), 64: (32, 32, 4), 128: (32, 32, 8)}

@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rewire.kernels.arguments import Layout, layout, row_stride, stream_strides
+from rewire.kernels.handwritten.projection import PRECISION, Read
+from rewire.kernels.handwritten.totals import added_up
 from rewire.kernels.kernel import MOST_PLANS, PROGRAMS, Code, Kernel
-from rewire.kernels.written.projection import PRECISION, Read
-from rewire.kernels.written.totals import added_up
 
 #: Rows and columns of a tile, warps, and stages of loads: what registers and shared memory hold for up to
 #: `operators.MOST_WRITTEN` streams and `operators.MOST_PRODUCTS` products. Forward by the bytes of an element.
