@@ -62,7 +62,8 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     sums stay between 1/n and n: columns that sum to 1 are divided by at most n. It is an operator of its own,
     so that the backward recomputes the steps instead of keeping them, and because torch.compile takes several times as
     long for a model with the unrolled loop in each unit. On CPUs it is a compiled loop; on GPUs gates of units are
-    made by kernels that contain it (`rewire.kernels.handwritten.gates`). Derivatives of gradients are operations of torch.
+    made by kernels that contain it (`rewire.kernels.handwritten.gates`). Derivatives of gradients are operations of
+    torch.
 
     Args:
         logits: [..., n, n], float32 or float64.
