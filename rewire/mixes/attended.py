@@ -52,6 +52,7 @@ class AttendedTable:
     Attributes:
         blocks: how the reads are arranged.
         first: of each read, the number of its query; the first has none.
+        starts: of each state, the first query of a read that has it.
         queries: of each state those of the reads that have it, [m, D].
         own: of each read, its own, [1, D].
         by_state: there are no weights beside scores.
@@ -62,7 +63,8 @@ class AttendedTable:
         ways = [0, *[1] * len(queries)]
         self.blocks = blocks = Blocks.of(queries, len(ways), 1, block, group)
         self.first = first_mixes(ways)
-        self.queries = suffixes(queries, [self.first[blocks.first_mix(state)] for state in range(blocks.states)])
+        self.starts = [self.first[blocks.first_mix(state)] for state in range(blocks.states)]
+        self.queries = suffixes(queries, self.starts)
         self.own = parts(queries, ways) if group > 1 else ()
         self.by_state = ByState(*[(None,) * len(ways)] * 4)
         self.scaled = scaled

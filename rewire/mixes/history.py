@@ -273,16 +273,6 @@ class History:
         """Those that have one of this mix."""
         return [of for of in self.claims or () if 0 <= mix - of.first < len(of.claims)]
 
-    def _places(self, number: int) -> list[int]:
-        """Where the scores of a read begin among those of each of its states."""
-        blocks, first, joined = self.table.blocks, self.table.first, self.table.blocks.joined(number)
-        complete = len(self.states) - joined
-        if self.claims is None or blocks.group == 1:
-            places = [first[number] - first[blocks.first_mix(state)] for state in range(complete)]
-        else:  # scores are those of the span, as its claims are, which come first
-            places = [first[number] - self.claims[0].first] * complete
-        return [*places, 0] if joined else places
-
     def _with(
         self, x: Tensor, scores: Tensor | None, claims: tuple[Claimed, ...] | None, waiting: tuple[Any, ...]
     ) -> Self:

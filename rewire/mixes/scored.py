@@ -41,6 +41,7 @@ class ScoredTable:
         rows: of each read, [ways, t] or [ways, t, D].
         constants: the same, detached.
         first: of each read, the number of its first mix. A mix is one way of a read.
+        starts: of each state, the first mix that reads it.
         by_state: b, for the claims.
         queries: of each state, w of the mixes that read it, [m, D].
         own: of each read, its own, [ways, D].
@@ -56,7 +57,8 @@ class ScoredTable:
         self.rows = [row.unflatten(0, (way, -1)) for row, way in zip(rows, ways, strict=True)]
         self.constants = [row.detach() for row in self.rows]
         self.by_state = ByState.of(flat, blocks, ways)
-        self.queries = suffixes(queries, [self.first[blocks.first_mix(state)] for state in range(blocks.states)])
+        self.starts = [self.first[blocks.first_mix(state)] for state in range(blocks.states)]
+        self.queries = suffixes(queries, self.starts)
         self.own = parts(queries, list(ways)) if group > 1 else ()
 
 
@@ -93,6 +95,16 @@ class ScoredHistory(History):
             return _Claiming.apply(self.values, rows, scores, len(claims[0]), *itertools.chain.from_iterable(claims))
         of_ways = zip(*[s.split(1, -1) for s in scores], strict=True)
         return [Mix(self.values, row, own, (), of) for row, own, of in zip(rows, of_ways, claims, strict=True)]
+
+    def _places(self, number: int) -> list[int]:
+        """Where the scores of a read begin among those of each of its states."""
+        blocks, first, joined = self.table.blocks, self.table.first[number], self.table.blocks.joined(number)
+        complete = len(self.states) - joined
+        if self.claims is None or blocks.group == 1:
+            places = [first - start for start in self.table.starts[:complete]]
+        else:  # scores are those of the span, as its claims are, which come first
+            places = [first - self.claims[0].first] * complete
+        return [*places, 0] if joined else places
 
     def _scored(self, queries: Any, x: Tensor) -> tuple[Tensor | None, Tensor]:
         return read_off(x, queries.T, self.norm_eps, self.clamped)
