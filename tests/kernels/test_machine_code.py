@@ -203,7 +203,7 @@ def barriers_in_loops(text: str) -> int:
 @pytest.mark.parametrize("spec", [MixSpec(16), MixSpec(16, "channel"), MixSpec(16, outputs=4)], ids=str)
 def test_gradients_have_barriers_only_at_the_end(spec: MixSpec) -> None:
     """Where each program adds up its rows, once: not in the loop over tiles."""
-    (backward,) = (one for one in launches(spec, 4096, BF16) if one.backward)
+    (backward,) = (one for one in launches(spec, 4096, BF16) if made_for(one).backward)
     assert barriers_in_loops(compiled(backward, TARGETS["sm_90"]).asm["ptx"]) == 0
 
 
