@@ -140,7 +140,8 @@ def test_wheels_are_reproducible_and_whole(tmp_path: Path) -> None:
     wheel, again = built("wheel", tmp_path / "one"), built("wheel", tmp_path / "two")
     assert wheel.read_bytes() == again.read_bytes()
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"rewire/py.typed", "rewire/kernels/cpu/sums.cpp", "rewire/kernels/cpu/sinkhorn.cpp"} <= set(names)
+    sources = {f"rewire/kernels/cpu/{name}" for name in ("elements.h", "sums.cpp", "sinkhorn.cpp")}
+    assert sources | {"rewire/py.typed"} <= set(names)
     assert not [name for name in names if not name.startswith("rewire")]
 
 
