@@ -206,7 +206,7 @@ class ScoredHistory(History):
     def _with(self, x: Tensor, queries: Tensor) -> Self:
         return type(self)(self.table, (*self.states, x), (*self.scores, self._scored(x, queries.T)))
 
-    def read_streams(self, number: int) -> list[Tensor | Mix]:
+    def read(self, number: int) -> list[Tensor | Mix]:
         """The mixes of read ``number``, from 0."""
         rows = self.table.rows[number]
         return [Mix(self.states, row, tuple(self._scores_of(number, way))) for way, row in enumerate(rows)]
@@ -228,7 +228,7 @@ class AttendedHistory(ScoredHistory):
 
     __slots__ = ()
 
-    def read_streams(self, number: int) -> list[Tensor | Mix]:
+    def read(self, number: int) -> list[Tensor | Mix]:
         """The sum of read ``number``, from 0."""
         if number == 0:
             return [self.states[0]]
