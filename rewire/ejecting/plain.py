@@ -259,8 +259,8 @@ def mixes(
 
 
 def read_streams(streams: Tensor, weights: Tensor, claim: None = None) -> tuple[Tensor, Tensor]:
-    """`combine` without branches, and the streams."""
-    return combine(streams, weights), streams
+    """`combine` without branches, [..., k C], and the streams."""
+    return combine(streams, weights).flatten(-2), streams
 
 
 def write_and_read(

@@ -101,8 +101,7 @@ class Mix:
 
     def normed(self, module: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The sum, and what ``module``, a norm, makes of it: by one kernel if it may be fused."""
-        like = self._like
-        norm = norm_of(module, like) if switch.uses_kernels(like) and operators.fits_norm(like) else None
+        norm = fused(module, self._like)
         if norm is None or self._left_to_autograd():
             total = self.value()
             return total, module(total)
@@ -138,6 +137,11 @@ class Mix:
             or len({x.shape for x in self.sources}) > 1
             or any(s.shape != (*self._like.shape[:-1], 1) for s in self.scores)
         )
+
+
+def fused(module: Callable[[Tensor], Tensor], x: Tensor) -> Norm | None:
+    """The norm that ``module`` is, if the kernel that makes a sum like ``x`` may compute it, too."""
+    return norm_of(module, x) if switch.uses_kernels(x) and operators.fits_norm(x) else None
 
 
 class Attended(NamedTuple):
@@ -327,14 +331,7 @@ def _differentiable(
     of_norm: list[Any] = []
     if kind is not None:
         *scale, total, _ = rest
-        of_norm = [None] * len(scale)
-        if grad_normed is not None:
-
-            def again(total: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-                return normed(total, Norm(kind[0], scale, bias, kind[1]))
-
-            back, *of_norm = gradients(again, (total, *scale), grad_normed)
-            grad = back if grad is None else grad + back
+        grad, of_norm = through_norm(kind, grad, grad_normed, total, scale)
     terms = [*sources, *([] if weight is None else [weight]), *scores]
     if grad is None or not terms:
         return grad, of_norm, [None] * len(terms)
@@ -344,6 +341,24 @@ def _differentiable(
         return _by_autograd(xs, weights[0] if weights else None, by_token, ())
 
     return grad, of_norm, gradients(total_of, terms, grad)
+
+
+def through_norm(
+    kind: tuple[NormKind, float],
+    grad: Tensor | None,
+    grad_normed: Tensor | None,
+    total: Tensor,
+    scale: Sequence[Tensor],
+) -> tuple[Tensor | None, list[Any]]:
+    """The gradients of a sum and of its norm's parameters from those of both, by operations that autograd knows."""
+    if grad_normed is None:
+        return grad, [None] * len(scale)
+
+    def again(total: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+        return normed(total, Norm(kind[0], scale, bias, kind[1]))
+
+    back, *of_norm = gradients(again, (total, *scale), grad_normed)
+    return back if grad is None else grad + back, of_norm
 
 
 def _groups(counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators
+from rewire.kernels.sums.spec import Norm as NormKind
 from rewire.mixes import tokens
 from rewire.mixes.autograd import gradients, left_to_autograd
 from rewire.mixes.claims import added_up, by_read, claim_on
-from rewire.mixes.mix import mix
+from rewire.mixes.mix import Mix, fused, mix, through_norm
 from rewire.mixes.several import Several, differentiable, in_one_pass
 from rewire.mixes.tokens import ReadOff, by_autograd, outside_autocast, read_off
 
@@ -64,41 +65,99 @@ def of_tokens(streams: Tensor, weight: Tensor) -> Tensor:
     return streams.flatten(-2) if weight.shape[0] > streams.shape[-1] else streams
 
 
-def read_streams(streams: Tensor, weights: Tensor, claim: Claim | None = None) -> tuple[Tensor, Tensor]:
+def read_streams(streams: Tensor, weights: Tensor, claim: Claim | None = None) -> tuple[Tensor | PendingRead, Tensor]:
     """`combine` without branches, and the streams, as who reads them next is to take them: see `mixes`.
 
     Args:
         streams, weights: as in `combine`.
         claim: what `read_off_streams` returned with the streams, for one read of them with k = 1.
+
+    Returns:
+        [..., k C], which may be yet to be computed; and the streams.
     """
     if claim is not None and weights.shape[-1] == 1:
-        return _Claimed.apply(streams, weights, *claim), streams
+        return PendingRead(streams, weights, claim), streams
     by_kernels = in_one_pass([streams], weights.shape[-1])
     if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
         static = weights.dim() == 2
         table = (weights.mT, None) if static else (None, weights.mT)
         result, streams = Several.apply(by_kernels, True, 0, *table, streams)
-        return result, streams
-    return combine(streams, weights), streams
+    else:
+        result = combine(streams, weights)
+    return result.flatten(-2), streams
+
+
+class PendingRead(Mix):
+    """A `Mix` of streams whose part of their gradient is computed by who gave out the claim."""
+
+    __slots__ = ("claim", "factors", "streams")
+
+    def __init__(self, streams: Tensor, factors: Tensor, claim: Claim) -> None:
+        """
+        Args:
+            streams: [..., n, C].
+            factors: what the read takes of them, float32 [..., n, 1].
+            claim: on the streams.
+        """
+        super().__init__()
+        self.streams, self.factors, self.claim = streams, factors, claim
+
+    def value(self) -> Tensor:
+        total: Tensor = _Claimed.apply(None, self.streams, self.factors, None, None, *self.claim)
+        return total
+
+    def normed(self, module: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        norm = fused(module, self.streams)
+        if norm is None:
+            total = self.value()
+            return total, module(total)
+        terms = self.streams, self.factors, norm.weight, norm.bias, *self.claim
+        both: tuple[Tensor, Tensor] = _Claimed.apply((norm.kind, norm.eps), *terms)
+        return both
 
 
 class _Claimed(torch.autograd.Function):
-    """A read of streams whose part of their gradient is not computed here, but by who gave out the claim."""
+    """The sum of a `PendingRead`, and its norm."""
 
     @staticmethod
-    def forward(ctx: Any, streams: Tensor, weights: Tensor, *claim: Tensor) -> Tensor:
-        ctx.save_for_backward(streams, weights)
-        result: Tensor = operators.several(streams, (), None, weights.mT)[0]
-        return result
+    def forward(
+        ctx: Any,
+        kind: tuple[NormKind, float] | None,
+        streams: Tensor,
+        factors: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        *claim: Tensor,
+    ) -> Any:
+        ctx.kind = kind
+        ctx.set_materialize_grads(False)
+        if kind is None or weight is None:
+            ctx.save_for_backward(streams, factors)
+            return operators.several(streams, (), None, factors.mT)[0].squeeze(-2)
+        terms = streams.unbind(-2), None, factors.unbind(-2), (), None
+        total, normed, rstd = operators.mix_norm(*terms, streams.dtype, kind[0], weight, bias, kind[1])
+        ctx.save_for_backward(streams, factors, *([weight] if bias is None else [weight, bias]), total, rstd)
+        return total, normed
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        streams, weights = ctx.saved_tensors
-        if torch.is_grad_enabled():  # with create_graph=True
+    def backward(ctx: Any, grad: Tensor | None, grad_normed: Tensor | None = None) -> tuple[Any, ...]:
+        streams, factors, *rest = ctx.saved_tensors
+        of_norm: list[Any] = []
+        if grad_normed is not None:
+            *scale, total, rstd = rest
+            if torch.is_grad_enabled():  # with create_graph=True
+                grad, of_norm = through_norm(ctx.kind, grad, grad_normed, total, scale)
+            else:
+                norm = ctx.kind[0], scale[0], len(scale) > 1
+                grad, *of_norm = operators.mix_norm_backward(grad_normed, grad, total, rstd, *norm, (), None, ())
+        if grad is None:
+            return (None,) * 7
+        grad = grad.unsqueeze(-2)
+        if torch.is_grad_enabled():
             products = (grad.float() * streams.float()).sum(-1, keepdim=True)
         else:
             products = operators.products(grad, streams)
-        return None, products, grad, weights
+        return None, None, products, *of_norm, *[None] * (2 - len(of_norm)), grad, factors
 
 
 def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -> Tensor:
@@ -190,7 +249,8 @@ def write_and_read(
     by_kernels = None if streams.dtype == torch.float64 else in_one_pass([streams, *branches], len(table))
     if by_kernels is None:
         result, streams = read_streams(combine(streams, table[:-1].mT, [f.unsqueeze(-2) for f in branches]), weights)
-        return streams, result.squeeze(-2)
+        assert isinstance(result, Tensor)  # there is no claim
+        return streams, result
     if len(branches) > 1:
         table = torch.cat([table, *[table[:, -1:]] * (len(branches) - 1)], -1)
     written, result, *_ = Several.apply(by_kernels, True, 1, table, None, streams, *branches)

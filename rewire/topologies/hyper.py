@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.gating import Gating, read_off_gates
+from rewire.mixes.mix import Mix
 from rewire.mixes.streams import (
     Claim,
     Projected,
@@ -21,7 +22,7 @@ from rewire.mixes.streams import (
     write_and_project,
     write_and_read,
 )
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology, check_choice, check_count
+from rewire.topologies.base import Dims, Granularity, Start, States, Topology, check_choice, check_count, materialize
 from rewire.topologies.program import Line, Program, Term, branch_of
 from rewire.topologies.program import Unit as ProgramUnit
 from rewire.topologies.registry import register_topology
@@ -154,11 +155,11 @@ class Streams(Topology[Weights]):
         )
         return Gates(*gates), streams, claim
 
-    def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor | Mix, States]:
         streams, *known = states
         gates, streams, claim = self.opened(streams, weights.units[t - 1], weights, *known)
         value, streams = read_streams(streams, gates.read, claim)
-        return value.flatten(-2), (streams, gates.write)
+        return value, (streams, gates.write)
 
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
         streams, table = states
@@ -184,7 +185,7 @@ class Streams(Topology[Weights]):
         rows, states = [], self.start(increments[0], weights)
         for t, increment in enumerate(increments[1:], start=1):
             read, states = self.read(states, weights, t)
-            rows.append(read)
+            rows.append(materialize(read))
             states = self.write(states, weights, t, increment)
         rows.append(self.finish(states, weights, dims))
         table = torch.stack(rows).unflatten(-1, (parts, sources, parts))
@@ -222,7 +223,7 @@ class ParallelStreams(Streams):
         (streams,) = states
         if weights.last is not None:
             values, streams, claim = self.values(streams, weights.last)
-            return read_streams(streams, self.reading(values), claim)[0].squeeze(-2)
+            return materialize(read_streams(streams, self.reading(values), claim)[0])
         # With a dtype: autocast would make the sum float32.
         return streams.mean(-2) if self.output == "mean" else streams.sum(-2, dtype=streams.dtype)
 
@@ -274,7 +275,7 @@ class HyperConnections(ParallelStreams):
         found = super().weights(parameters, dims)
         return found if "dynamic" in parameters else found._replace(steps=_steps(parameters["static"].float()))
 
-    def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor, States]:
+    def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor | Mix, States]:
         if not weights.steps or len(states) == 1:
             return super().read(states, weights, t)
         streams, value = states

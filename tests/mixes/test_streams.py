@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 from interpreter import INTERPRETED, interpret, starts_interpreter
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from twins import F32, F64, TOLERANCES, compare, distance, drawn, leaves_of, penalty_gradients, precise_copy
 
 from rewire.kernels.cpu import native
 from rewire.kernels.sums.spec import MAX_OUTPUTS
 from rewire.mixes.gating import read_off_gates
-from rewire.mixes.streams import combine, read_off_streams, read_streams, write_and_project, write_and_read
+from rewire.mixes.norms import mark
+from rewire.mixes.streams import PendingRead, combine, read_off_streams, read_streams, write_and_project, write_and_read
 from rewire.mixes.tokens import rms_norm
+from rewire.topologies.base import materialize
 
 M, N, WIDTH = 3, 4, 9
 ONE = torch.ones(1)
@@ -51,7 +54,7 @@ def projected(streams: Tensor, weight: Tensor) -> Tensor:
     """A read with weights made of the streams, and the streams that are handed on."""
     products, streams, claim = read_off_streams(streams, weight, 1e-2)
     result, streams = read_streams(streams, torch.tanh(_first(products, streams)), claim)
-    return torch.cat([result, streams], -2)
+    return torch.cat([materialize(result).unsqueeze(-2), streams], -2)
 
 
 def twin_of_projected(streams: Tensor, weight: Tensor) -> Tensor:
@@ -70,7 +73,7 @@ def written(streams: Tensor, table: Tensor, branches: Sequence[Tensor], weight: 
     streams, *known = write_and_project(streams, table, branches, weight, 1e-2)
     read_with, _, streams, claim = read_off_gates(None, gates_of_first, streams, weight, ONE, ONE, 1e-2, *known)
     result, streams = read_streams(streams, read_with, claim)
-    return torch.cat([result, streams], -2)
+    return torch.cat([materialize(result).unsqueeze(-2), streams], -2)
 
 
 def gates_of_first(products: Tensor, static: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,7 +230,7 @@ class Cases:
     def test_shapes_that_broadcast(self) -> None:
         streams = drawn(2, 3, N, WIDTH)
         compare(combine, twin_of_combine, (streams, drawn(1, 3, N, M), []), 1e-5)
-        compare(lambda *a: read_streams(*a)[0], twin_of_read, (streams, drawn(1, 3, N, 1)), 1e-5)
+        compare(lambda *a: read_streams(*a)[0].unsqueeze(-2), twin_of_read, (streams, drawn(1, 3, N, 1)), 1e-5)
 
     @pytest.mark.parametrize(
         "case",
@@ -336,11 +339,47 @@ class TestByKernels(Cases):
         streams, weight = arguments_of_projected(F32, True)
         products, streams, claim = read_off_streams(streams, weight, 1e-2)
         result, handed_on = read_streams(streams, products[..., :1], claim)
-        assert type(result.grad_fn).__name__ == "_ClaimedBackward" and handed_on is streams
+        assert type(materialize(result).grad_fn).__name__ == "_ClaimedBackward" and handed_on is streams
         for n in (N, 5):  # more streams than registers hold
             found = write_and_project(*arguments_of_written(F32, True, n), 1e-2)
             assert type(found[0].grad_fn).__name__ == ("_WrittenBackward" if n == N else "SeveralBackward")
             assert len(found) == (2 if n == N else 1)
+
+    @pytest.mark.parametrize("kind", ["rms", "layer"])
+    @pytest.mark.parametrize("used", ["both", "norm", "read"])
+    def test_reads_that_are_normed(self, kind: str, used: str) -> None:
+        """By the same kernel; the gradients of the norm's parameters, too, and derivatives of all of them."""
+        module = nn.RMSNorm(WIDTH, eps=1e-2) if kind == "rms" else nn.LayerNorm(WIDTH, eps=1e-2)
+        exact_module = copy.deepcopy(module).double()
+        assert mark(module) is None
+        streams, weight = arguments_of_projected(F32, True)
+
+        def both(streams: Tensor, weight: Tensor, module: nn.Module) -> Tensor:
+            products, handed_on, claim = read_off_streams(streams, weight, 1e-2)
+            pending, _ = read_streams(handed_on, torch.tanh(products[..., :1]), claim)
+            assert isinstance(pending, PendingRead)
+            total, after = pending.normed(module)
+            assert type(after.grad_fn).__name__ == "_ClaimedBackward"
+            return {"both": total * after, "norm": after, "read": total}[used]
+
+        def twin(streams: Tensor, weight: Tensor, module: nn.Module) -> Tensor:
+            total = twin_of_read(streams, torch.tanh((rms_norm(streams, 1e-2) @ weight)[..., :1])).squeeze(-2)
+            return {"both": total * module(total), "norm": module(total), "read": total}[used]
+
+        exact = precise_copy((streams, weight))
+        leaves, exact_leaves = [streams, weight], [*exact]
+        if used != "read":
+            leaves += module.parameters()
+            exact_leaves += exact_module.parameters()
+        got, want = both(streams, weight, module), twin(*exact, exact_module)
+        up = torch.randn(got.shape)
+        found = torch.autograd.grad(got, leaves, up, retain_graph=True)
+        wanted = torch.autograd.grad(want, exact_leaves, up.double(), retain_graph=True)
+        for a, b in zip((got, *found), (want, *wanted), strict=True):
+            assert distance(a, b) <= 1e-5
+        twice = penalty_gradients(got.sin(), leaves), penalty_gradients(want.sin(), exact_leaves)
+        for a, b in zip(*twice, strict=True):
+            assert distance(a, b) <= 1e-4
 
     def test_written_streams_that_lie_anywhere(self) -> None:
         """Streams that are one tensor, wider rows, and gradients, saved tensors and factors of other strides."""
