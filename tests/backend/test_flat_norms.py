@@ -365,7 +365,7 @@ class TestFused:
 
     @pytest.mark.parametrize(
         ("topology", "fused"),
-        [("residual", 5), ("grn-v2", 5), ("attnres", 5), ("denseformer", 0), ("hc-dynamic", 0)],
+        [("residual", 5), ("grn-v2", 5), ("attnres", 5), ("hc-dynamic", 5), ("denseformer", 0)],
     )
     def test_topologies(self, topology: str, fused: int, launched: Counter[str]) -> None:
         """Where what is read is no sum yet to be computed, the norm's own operations run."""
