@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mixing import ANCRE, ids, llama, mixed
+from interpreter import interpret, starts_interpreter
+from mixing import ANCRE, all_gradients, assert_same, ids, llama, mixed
 from torch import Tensor
 
 import rewire
+from rewire.kernels import switch
+from rewire.kernels.cpu import plain
 from rewire.patterns.tiny import tiny_model
 
 
@@ -86,6 +90,30 @@ def test_hidden_states_are_what_the_next_block_reads() -> None:
     assert len(states) == 4 and len(read) == 3
     for state, seen in zip(states, read, strict=False):
         assert torch.equal(state, seen)
+
+
+@pytest.mark.parametrize("topology", ["attnres", "hc-dynamic", "mhc", "grn-v3", "muddformer", ANCRE])
+def test_hidden_states_may_be_part_of_the_loss(topology: str) -> None:
+    """Their reads, beside those of the next blocks, do not meet in what gradients written by hand have for one read."""
+    model, tokens = mixed(llama(), topology), ids()
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        out = model(tokens, labels=tokens, output_hidden_states=True)
+        (out.loss + sum(state.sin().sum() for state in out.hidden_states)).backward()
+        return all_gradients(model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain, "WORTHWHILE", 1 << 60)  # all is left to autograd
+        patch.setattr(switch, "ON", False)
+        by_autograd = gradients()
+    assert_same(by_autograd, gradients(), 1e-5)
+
+
+@pytest.mark.slow
+@starts_interpreter
+def test_the_same_by_kernels(tmp_path: Path) -> None:
+    interpret(f"{__file__}::test_hidden_states_may_be_part_of_the_loss", tmp_path)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "t5", "llama"])

@@ -89,7 +89,9 @@ class Live:
         self.parts = []
         if norm is not None and stream.position == 0 and stream.placement is None:
             check_norm(norm, self.trunk)
-        if stream.complete or stream.awaiting:
+        if stream.complete:
+            value = stream.finish()
+        elif stream.awaiting:
             value = stream.value()
         elif norm is not None and not stream.layout.reads_qkv(stream.position):
             value, self.normed, self.stream = stream.read_normed(norm)

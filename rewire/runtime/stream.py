@@ -215,12 +215,18 @@ class Stream(TensorLike):
         return self._with(self.states, Reading((value,), branch, qkv))
 
     def value(self) -> Tensor:
-        """The hidden state that the model would have here: what the next branch reads, or the trunk's output."""
-        if self.complete:
-            return self.finish()
+        """The hidden state that the model would have here, for others than the next block or what follows the trunk.
+
+        Left to autograd: a part of their gradients goes where only one read has a place.
+        """
         if isinstance(self.held, Awaiting):
             return self._out(self.held.sum)
-        value, _ = self.read()
+        lasting = self.layout.topology.lasting(self.states)
+        states = tuple([s if isinstance(s, Tensor) else s.viewed(lambda x: x) for s in lasting])
+        apart = self._with(states, self.held)
+        if apart.complete:
+            return apart.finish()
+        value, _ = apart.read()
         return value.residual if isinstance(value, QKVInputs) else value
 
     def written_to(self, how: str) -> OutOfOrder:
