@@ -131,11 +131,11 @@ class _Claimed(torch.autograd.Function):
     ) -> Any:
         ctx.kind = kind
         ctx.set_materialize_grads(False)
+        terms = streams.unbind(-2), None, factors.unbind(-2), (), None, streams.dtype
         if kind is None or weight is None:
             ctx.save_for_backward(streams, factors)
-            return operators.several(streams, (), None, factors.mT)[0].squeeze(-2)
-        terms = streams.unbind(-2), None, factors.unbind(-2), (), None
-        total, normed, rstd = operators.mix_norm(*terms, streams.dtype, kind[0], weight, bias, kind[1])
+            return operators.mix(*terms)
+        total, normed, rstd = operators.mix_norm(*terms, kind[0], weight, bias, kind[1])
         ctx.save_for_backward(streams, factors, *([weight] if bias is None else [weight, bias]), total, rstd)
         return total, normed
 

@@ -381,6 +381,17 @@ class TestByKernels(Cases):
         for a, b in zip(*twice, strict=True):
             assert distance(a, b) <= 1e-4
 
+    def test_what_was_read_may_be_written_to(self) -> None:
+        streams, weight = arguments_of_projected(F32, True)
+
+        def gradients(change: Any) -> tuple[Tensor, ...]:
+            products, handed_on, claim = read_off_streams(streams, weight, 1e-2)
+            result, _ = read_streams(handed_on, torch.tanh(products[..., :1]), claim)
+            return torch.autograd.grad(change(materialize(result)).sin().sum(), [streams, weight])
+
+        for a, b in zip(gradients(lambda x: x.mul_(2)), gradients(lambda x: x * 2), strict=True):
+            assert torch.equal(a, b)
+
     def test_written_streams_that_lie_anywhere(self) -> None:
         """Streams that are one tensor, wider rows, and gradients, saved tensors and factors of other strides."""
         streams, table, branches, weight = arguments_of_written(F32, False)
