@@ -72,6 +72,73 @@ def test_reentrant_checkpointing_of_own_blocks_is_refused() -> None:
         model(vectors())
 
 
+class PartlyWithout(Stack):
+    """Runs some blocks without gradients, or in re-entrant checkpoints; without gradients the stem before them, too."""
+
+    without = range(0)
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and 0 not in self.without):
+            x = self.inp(x)
+        for number, layer in enumerate(self.layers):
+            if number not in self.without:
+                x = layer(x)
+            elif self.reentrant:
+                x = checkpoint(layer, x, use_reentrant=True)
+            else:
+                with torch.no_grad():
+                    x = layer(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize(
+    ("without", "reentrant", "adds"),
+    [
+        (range(1, 2), False, 2),
+        (range(2, 3), False, 4),
+        (range(2), False, 4),
+        (range(1, 2), True, 2),
+        (range(2, 3), True, 4),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+def test_gradients_that_are_switched_on_or_off_in_a_trunk_are_refused(
+    without: range, reentrant: bool, adds: int
+) -> None:
+    """What the stream keeps for later blocks, and the connection weights, would lose their gradients in silence."""
+    model = mixed(PartlyWithout(PreNorm), ANCRE)
+    expected = train_step(model, vectors())
+    model.without, model.reentrant = without, reentrant
+    with pytest.raises(rewire.UnsupportedCall, match=rf"after {adds} of its 6 residual adds.*requires_grad_"):
+        model(vectors())
+    with torch.no_grad():
+        without_gradients = model(vectors())
+    model.without = range(0)
+    assert torch.equal(without_gradients, model(vectors()))
+    assert_same(expected, train_step(model, vectors()))
+
+
+def test_a_trunk_may_run_without_gradients() -> None:
+    model = mixed(PartlyWithout(PreNorm), ANCRE)
+    expected = model(vectors())
+    model.without = range(3)
+    output = model(vectors())
+    assert torch.equal(output, expected)
+    output.sum().backward()
+    assert all_gradients(model).keys() == {"out.weight", "out.bias"}
+
+
+def test_blocks_that_are_frozen_otherwise_do_not_train() -> None:
+    """What the error recommends: the blocks have no gradients, and all connection weights have."""
+    model = mixed(Stack(PreNorm), ANCRE)
+    expected = train_step(model, vectors())
+    model.layers[:2].requires_grad_(False)
+    model.inp.requires_grad_(False)
+    frozen = tuple(f"{name}." for name in ("inp", "layers.0", "layers.1"))
+    assert_same({n: g for n, g in expected.items() if not n.startswith(frozen)}, train_step(model, vectors()), 1e-6)
+
+
 @pytest.mark.parametrize("granularity", ["block", "sublayer"])
 @pytest.mark.parametrize("topology", [ANCRE, "denseformer"])
 def test_torch_checkpoint_around_blocks(topology: str, granularity: str) -> None:

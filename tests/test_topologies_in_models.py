@@ -23,7 +23,7 @@ from every_topology import (
     mixed,
 )
 from mixing import nodes_behind
-from models import PreNorm, Stack, token_ids, vectors
+from models import LinearNet, PreNorm, Stack, token_ids, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -332,6 +332,23 @@ def test_small_states_are_left_to_autograd(key: str, monkeypatch: pytest.MonkeyP
         found.append(dict(zip(names, torch.autograd.grad(output.square().sum(), parameters), strict=True)))
         found[-1]["output"] = output.detach()
     assert_close(*found, 1e-5)
+
+
+@pytest.mark.parametrize("key", kinds_first(key for key in LEARNED if key not in WITH_ATTENTION))
+def test_dimensions_of_tokens(key: str) -> None:
+    """None, as those of one vector have, and one: as two are."""
+    model, x = mixed(LinearNet(), key, example_inputs=(vectors(),)), vectors()[:1]
+
+    def run(x: Tensor) -> dict[str, Tensor]:
+        model.zero_grad()
+        output = model(x)
+        output.sin().sum().backward()
+        return {"output": output.detach().flatten()} | {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
+
+    assert_close(run(x), run(x[0]), 1e-5)
+    assert_close(run(x[:, :1]), run(x[0, 0]), 1e-5)
 
 
 @pytest.mark.parametrize("key", kinds_first(EVERY))

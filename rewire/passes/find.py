@@ -187,6 +187,8 @@ def _recorded(prepared: Prepared, device: str | None = None) -> Found:
     for training in (False, True):
         looked_at = private(prepared.model, device).train(training)
         for module in looked_at.modules():
+            for hooks in (module._backward_hooks, module._backward_pre_hooks):
+                hooks.clear()  # torch puts views around modules that have some: no operations of the model's
             if type(module) in forwards:
                 define(module, forwards[type(module)])
         try:

@@ -63,7 +63,7 @@ class Depth(SeparateInputs):
 
         Raises:
             OutOfOrder: the function is called outside the order of its trunk.
-            UnsupportedCall: under re-entrant activation checkpointing, which loses the stream's gradients.
+            UnsupportedCall: with gradients switched on or off since the stream began, as re-entrant checkpointing does.
         """
         if isinstance(value, (list, tuple)):
             opened, tensors = [], 0
@@ -116,8 +116,10 @@ class Depth(SeparateInputs):
             )
         if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
             raise UnsupportedCall(
-                f"block '{self.block}' runs under re-entrant activation checkpointing, which loses the gradients "
-                "of the residual stream. Use torch.utils.checkpoint(..., use_reentrant=False)."
+                f"block '{self.block}' runs with gradients switched off on hidden states that have some. Re-entrant "
+                "activation checkpointing does that, and loses the gradients of the residual stream: use "
+                "torch.utils.checkpoint(..., use_reentrant=False). In place of torch.no_grad(), freeze blocks with "
+                "requires_grad_(False)."
             )
         # torch.distributed.pipelining.pipeline unflattens exported modules, and no block has this one below it
         begin = entry.connection.forward if torch.compiler.is_exporting() else entry.connection

@@ -42,6 +42,15 @@ class Gate:
         """What one call of the function talks to."""
         return Depth(self.block, self.where, self.entries)
 
+    @property
+    def passes_stream(self) -> bool:
+        """Whether a stream comes in or goes out in place of hidden states."""
+        return any(
+            not entry.opens or adds < len(entry.connection.layout.units)
+            for entry in self.entries
+            for adds in entry.adds.values()
+        )
+
     def ended(self, value: Any, *trunks: int) -> Any:
         """What a variable holds behind the calls of the blocks: the trunk's output.
 
@@ -51,6 +60,7 @@ class Gate:
 
         Raises:
             OutOfOrder: the stream has not ended.
+            UnsupportedCall: gradients were on when it began and are off now, or the other way around.
         """
         ended = {entry.trunk: entry for entry in (self.entries[number] for number in trunks or (0,))}
 
@@ -59,6 +69,7 @@ class Gate:
                 return item
             if item.position == ended[item.layout.trunk].cut_at:
                 return item
+            item.check_recorded()
             if item.settled().complete:  # nothing is made of the last sum, this time
                 return item.settled().finish()
             raise OutOfOrder(

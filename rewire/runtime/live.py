@@ -85,6 +85,8 @@ class Live:
     def read(self, norm: nn.Module | None = None) -> Tensor:
         """The value; with a norm, what that makes of it is computed, too."""
         stream = self.unread = self.stream
+        if not stream.awaiting:  # a sum by itself, of which a statistic may be made without gradients
+            stream.check_recorded()
         self.norm = self.normed = self.qkv = None
         self.parts = []
         if norm is not None and stream.position == 0 and stream.placement is None:

@@ -33,12 +33,13 @@ class Weights:
     Attributes:
         value: the effective weights.
         learned: what they were computed from, by name: a pipeline hands these on to the stages that go on.
+        recorded: whether autograd recorded how.
     """
 
-    __slots__ = ("learned", "value")
+    __slots__ = ("learned", "recorded", "value")
 
     def __init__(self, value: Any, learned: Mapping[str, Tensor] | None = None) -> None:
-        self.value, self.learned = value, learned or {}
+        self.value, self.learned, self.recorded = value, learned or {}, torch.is_grad_enabled()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -235,6 +236,24 @@ class Stream(TensorLike):
             f"of its {len(self.layout.units)} residual adds, outside its blocks, where a stream stands for them. Make "
             "a new tensor, or leave the trunk out with trunks=[...]."
         )
+
+    def check_recorded(self) -> None:
+        """Refuse to go on where autograd was switched off, or on, since the stream began.
+
+        What it keeps for later blocks would have a part of its gradients, or none, without a word.
+
+        Raises:
+            UnsupportedCall: it was.
+        """
+        if torch.is_grad_enabled() != self.weights.recorded:
+            before, now = ("on", "off") if self.weights.recorded else ("off", "on")
+            raise UnsupportedCall(
+                f"trunk '{self.layout.trunk}' began with gradients switched {before}, and they are {now} after "
+                f"{self.position} of its {len(self.layout.units)} residual adds: its learned connections would get "
+                "wrong gradients. Run all of its blocks with gradients or none of them: freeze blocks with "
+                "requires_grad_(False) in place of torch.no_grad(), and use torch.utils.checkpoint(..., "
+                "use_reentrant=False), as re-entrant checkpointing switches them off."
+            )
 
     def write(self, *branches: Tensor) -> Stream:
         """The stream after one residual add of ``branches`` (several when branches run in parallel).

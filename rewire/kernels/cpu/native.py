@@ -129,10 +129,15 @@ def several_backward(
     dots = _run(tensors, across, by_channel, None if scores is None else scores.mT)
     assert dots is not None
     if weights is not None and scores is not None and not by_channel:
-        dots = [dots[0].flatten(0, -3).sum(0), *dots]
+        dots = [over_tokens(dots[0], 2), *dots]
     like = [x for x in (weights, scores) if x is not None]
     found = [(d.transpose(0, 1) if x is weights else d.mT).to(x.dtype) for d, x in zip(dots, like, strict=True)]
     return [*made, *found]
+
+
+def over_tokens(x: Tensor, kept: int) -> Tensor:
+    """The sum over all dimensions but the last ones, that many: over none, if there are no others."""
+    return x.unsqueeze(0).flatten(0, -1 - kept).sum(0)
 
 
 def _apart(streams: Tensor | None, others: Sequence[Tensor]) -> Sequence[Tensor]:

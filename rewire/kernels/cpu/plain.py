@@ -124,7 +124,7 @@ def combine_with_token_dots(
     compiled = native.sums(grads, weights, per_channel, to_all, states, scores, to_each)
     if compiled is not None:
         *by_channel, by_token = compiled[len(states) :]
-        of_weights = by_channel[0] if per_channel else by_token.flatten(0, -3).sum(0)
+        of_weights = by_channel[0] if per_channel else native.over_tokens(by_token, 2)
         return compiled[: len(states)], None if weights is None else of_weights.to(weights.dtype), by_token
     dx, of_channels, of_tokens = list[Tensor](), list[Tensor](), list[Tensor]()
     for m, x in enumerate(states):
@@ -135,7 +135,7 @@ def combine_with_token_dots(
             product = g.to(scores.dtype) * x
             of_tokens.append(product.sum(-1))
             if weights is not None:
-                of_channels.append(product.flatten(0, -2).sum(0) if per_channel else of_tokens[-1].sum())
+                of_channels.append(native.over_tokens(product, 1) if per_channel else of_tokens[-1].sum())
     of_all = None if weights is None else torch.stack(of_channels).view(weights.shape).to(weights.dtype)
     return dx, of_all, torch.stack(of_tokens, -1).view(scores.shape)
 
@@ -153,7 +153,7 @@ def combine_backward(
     if compiled is not None:
         *found, of_tokens = compiled
         if weights is not None:
-            by_weight = found.pop() if weights.dim() == 2 else of_tokens.flatten(0, -3).sum(0)
+            by_weight = found.pop() if weights.dim() == 2 else native.over_tokens(of_tokens, 2)
             found.append(by_weight.squeeze(1).to(weights.dtype))
         return [*found, *of_tokens.unbind(-2)]
     g = grad.to(torch.promote_types(grad.dtype, torch.float32))
@@ -164,7 +164,7 @@ def combine_backward(
         product = g * x
         of_scores.append(product.sum(-1, keepdim=True))
         if weights is not None:
-            of_weights.append(of_scores[-1].sum() if weights.dim() == 1 else product.flatten(0, -2).sum(0))
+            of_weights.append(of_scores[-1].sum() if weights.dim() == 1 else native.over_tokens(product, 1))
     return [*dx, *([torch.stack(of_weights)] if of_weights else []), *of_scores]
 
 

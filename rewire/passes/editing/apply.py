@@ -9,6 +9,7 @@ from torch import nn
 from rewire.code.edited import Edited, is_edited
 from rewire.errors import EditError
 from rewire.mixes.norms import copy_mark, unmark
+from rewire.passes.editing.backward_hooks import check_hooks
 from rewire.passes.editing.edits import FunctionPlan
 from rewire.passes.editing.fusions import NORMS
 from rewire.passes.editing.helper_gate import HelperGate
@@ -33,7 +34,8 @@ def apply(
         connections: of each trunk.
 
     Raises:
-        EditError: a module has an attribute of the name that rewire needs, or its class cannot be derived from.
+        EditError: a module has an attribute of the name that rewire needs, its class cannot be derived from, or it has
+            backward hooks.
     """
     by_module: dict[str, list[tuple[FunctionPlan, str]]] = {}
     for plan, source in plans:
@@ -52,6 +54,7 @@ def apply(
             gate.helpers = helpers
         if methods:
             install(module, methods, shared=not any(plan.adds for plan, _ in of_module))
+        check_hooks(module)
         _mark_norms(module, looked_at.get_submodule(path), [plan for plan, _ in of_module])
 
 

@@ -21,6 +21,7 @@ from rewire.code.edited import EDITED, Edited, edits_of, original_class
 from rewire.code.functions import clone, redecorated
 from rewire.code.text import compiled, shown
 from rewire.errors import EditError
+from rewire.passes.editing.backward_hooks import refusing
 
 _IS_SHARED = "_rewire_shared"
 
@@ -92,6 +93,7 @@ def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
         "__doc__": base.__doc__,
         "__reduce_ex__": _reduce,
         "__init_subclass__": classmethod(init_subclass),
+        **refusing(),
         EDITED: {edited.name: edited for edited in methods},
         _IS_SHARED: shared,
     }

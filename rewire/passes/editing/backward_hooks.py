@@ -1,0 +1,50 @@
+"""Backward hooks of modules that streams pass: torch calls them for tensors alone, so that they are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from rewire.code.edited import original_class
+from rewire.errors import EditError, UnsupportedCall
+from rewire.runtime.gate import Gate
+
+_WHY = (
+    "a residual stream passes it in place of tensors, and torch would not call them. Register them on its norms and "
+    "branches, which get tensors"
+)
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Refuse a module that has some already.
+
+    Raises:
+        EditError: it has.
+    """
+    gate = _passed(module)
+    if gate is not None and (module._backward_hooks or module._backward_pre_hooks):
+        raise EditError(f"'{gate.block}' ({gate.where}) has backward hooks: {_WHY}")
+
+
+def refusing() -> dict[str, Callable[..., Any]]:
+    """The methods that register backward hooks, for a generated class: they refuse where a stream passes."""
+    names = ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook")
+    return {name: _refusing(name) for name in names}
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def register(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        gate = _passed(self)
+        if gate is not None:
+            raise UnsupportedCall(f"backward hooks on block '{gate.block}' ({gate.where}): {_WHY}.")
+        return getattr(original_class(self), name)(self, *args, **kwargs)
+
+    register.__name__ = name
+    return register
+
+
+def _passed(module: nn.Module) -> Gate | None:
+    """The gate by which a stream comes into a module or goes out of it, if there is one."""
+    return next((gate for gate in vars(module).values() if isinstance(gate, Gate) and gate.passes_stream), None)
