@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from mixing import ANCRE, all_gradients, assert_same, ids, llama, mixed, train_step
 from models import PreNorm, Stack, images, vectors
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import rewire
 from rewire.patterns.tiny import tiny_model
@@ -149,6 +150,32 @@ def test_torch_checkpoint_around_blocks(topology: str, granularity: str) -> None
     model.checkpointed = True
     assert_same(expected, train_step(model, vectors()))
     assert len(calls) == 3
+
+
+class SelectivelyCheckpointed(Stack):
+    """Keeps matrix products, and computes all else again: what torchtitan does by default."""
+
+    checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts) if self.checkpointed else layer(x)
+        return self.out(x)
+
+
+def _keeps_products(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    is_product = operator.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm")
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("topology", [ANCRE, "grn-v3", "muddformer", "hc-dynamic", "mhc", "attnres"])
+def test_selective_checkpointing(topology: str) -> None:
+    model = mixed(SelectivelyCheckpointed(PreNorm), topology)
+    expected = train_step(model, vectors())
+    model.checkpointed = True
+    assert_same(expected, train_step(model, vectors()), 1e-5)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

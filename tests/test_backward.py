@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from interpreter import INTERPRETED, interpret, starts_interpreter
 from mixing import all_gradients, assert_same
 from models import LinearBlock, vectors
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rewire.kernels import switch
 from rewire.kernels.cpu import plain
@@ -118,6 +120,18 @@ def in_a_reentrant_checkpoint(model: nn.Module, x: Tensor) -> None:
     checkpoint(lambda x: loss(model, x), x.requires_grad_(), use_reentrant=True).backward()
 
 
+def in_a_checkpoint_that_keeps_some_results(model: nn.Module, x: Tensor) -> None:
+    """Selective checkpointing: what is kept must not be written to, by what is computed again least of all."""
+    kept = {"mm", "bmm", "addmm", "baddbmm", "mul", "add", "addcmul", "exp"}
+
+    def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        wanted = operator.namespace == "rewire" or operator.overloadpacket.__name__ in kept
+        return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    checkpoint(lambda x: loss(model, x), x, use_reentrant=False, context_fn=contexts).backward()
+
+
 def with_saved_tensors_elsewhere(model: nn.Module, x: Tensor) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda kept: kept.clone()):
         total = loss(model, x)
@@ -169,7 +183,12 @@ STEPS = [
     *(of_all_exits, of_the_last, of_an_early_one, from_one_exit_after_another, the_same_twice, of_two_calls),
     *(without_the_first_blocks, of_connections_alone, without_connections, without_norms, of_a_few_parameters),
     *(of_the_gradient_of_the_input, of_gradients_and_an_exit),
-    *(in_a_checkpoint, in_a_reentrant_checkpoint, with_saved_tensors_elsewhere),
+    *(
+        in_a_checkpoint,
+        in_a_reentrant_checkpoint,
+        in_a_checkpoint_that_keeps_some_results,
+        with_saved_tensors_elsewhere,
+    ),
     *(by_torch_func, of_each_sample, forwards, after_writing_to_the_output, of_no_tokens_too),
 ]
 KEYS = ["grn-v3", "hc-dynamic", "attnres"]

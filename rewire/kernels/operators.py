@@ -21,6 +21,7 @@ from rewire.kernels.sums.launch import GradientInputs, Gradients, MixInputs
 from rewire.kernels.sums.launch import mix_backward as launch_backward
 from rewire.kernels.sums.launch import mix_forward as launch_forward
 from rewire.kernels.sums.spec import MAX_NORM_WIDTH, MixSpec, Norm, Weights, spec_of
+from rewire.kernels.switch import listened
 
 #: Columns of a hidden layer up to which kernels compute it.
 MOST_HIDDEN = 128
@@ -51,11 +52,11 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[_Function], _F
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            listened = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+            by_dispatcher = listened()
             try:
-                return operator(*args) if listened else function(*args)
+                return operator(*args) if by_dispatcher else function(*args)
             except WithoutMemory:  # the dispatcher asks such tensors for those that they stand for
-                if listened:
+                if by_dispatcher:
                     raise
                 return operator(*args)
 

@@ -19,3 +19,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def uses_kernels(x: Tensor) -> bool:
     """Whether mixes of tensors like ``x`` run as Triton kernels."""
     return ON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu")) and x.dtype in DTYPES
+
+
+def listened() -> bool:
+    """Whether somebody is to see each operation: torch.compile, or a dispatch mode.
+
+    Fake tensors are such a mode, and so is selective checkpointing. That keeps results of some operations, and hands
+    them out again in place of running these: none may be written to, and none is to write to what it was given.
+    """
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0

@@ -210,14 +210,15 @@ def _by_autograd(
         return functools.reduce(torch.add, [*products, *added]).to(dtype)
     # Of shape [1] a weight takes part in type promotion (of shape [] it would not): a bfloat16 source times
     # it is float32, with no float32 copy of the source kept for backward.
+    addcmul, add = (torch.addcmul, torch.add) if switch.listened() else (Tensor.addcmul_, Tensor.add_)
     result = _scaled(*terms[0], precision)
     for source, weight in terms[1:]:
         if isinstance(weight, Tensor):
-            result.addcmul_(source, _dimensional(weight))
+            result = addcmul(result, source, _dimensional(weight))
         else:
-            result.add_(source, alpha=weight)
+            result = add(result, source, alpha=weight)
     for branch in added:
-        result.add_(branch)
+        result = add(result, branch)
     return result.to(dtype)
 
 

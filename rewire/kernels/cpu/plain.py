@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rewire.kernels import switch
 from rewire.kernels.cpu import native
 
 #: Elements of a block, for each thread. Smaller blocks cost more in calls than they save in the cache.
@@ -183,8 +184,8 @@ def project(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False)
     found, inverse = x @ weight, x.new_empty(0)
     if eps is not None:
         inverse = torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps)
-        found.mul_(inverse)
-    return torch.where(found < 0, -0.0, found.add_(0.0)) if clamped else found, inverse.flatten()
+        found = found * inverse  # not in place: selective checkpointing keeps products as they are then
+    return torch.where(found < 0, -0.0, found + 0.0) if clamped else found, inverse.flatten()
 
 
 @torch.no_grad()
@@ -256,13 +257,13 @@ class _Total:
     def add(self, x: Tensor, factor: float | Tensor) -> None:
         """Add ``factor x``."""
         x, value, accumulator = _converted(x, self.dtype), self._value, self._accumulator
+        memory = None if switch.listened() else accumulator
         if value is None:
-            torch.mul(x, factor, out=accumulator)
+            self._value = torch.mul(x, factor, out=memory)
         elif isinstance(factor, Tensor):
-            torch.addcmul(value, x, factor, out=accumulator)
+            self._value = torch.addcmul(value, x, factor, out=memory)
         else:
-            torch.add(value, x, alpha=factor, out=accumulator)
-        self._value = accumulator
+            self._value = torch.add(value, x, alpha=factor, out=memory)
 
     def store(self) -> None:
         if self._value is not None and self._value is not self._out:
