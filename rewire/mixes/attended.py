@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators, switch
+from rewire.mixes.autograd import by_torch
 from rewire.mixes.blocks import BLOCK, Blocks
 from rewire.mixes.by_state import ByState, first_mixes, parts
 from rewire.mixes.claims import gathered, joining, present, stand_ins, unclaimed
@@ -152,7 +153,7 @@ class _Claims(torch.autograd.Function):
             return (None, None, *[None] * len(scores), *unclaimed(states, carried))
         added = joining(states, carried)
         tallies = _complete(grads[reads : 2 * reads])
-        if switch.uses_kernels(states[0]) and not torch.is_grad_enabled():
+        if switch.uses_kernels(states[0]) and not by_torch(given[0]):
             return (None, None, *_gradients_by_kernels(given, states, scores, tallies, added))
         logits = torch.stack(scores, -2)  # [..., M, N]
         largest, divisor, mean = torch.stack(tallies).movedim(0, -1).unsqueeze(-2).unbind(0)  # [..., 1, N]

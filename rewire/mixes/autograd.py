@@ -37,12 +37,25 @@ def under_transforms() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
+def by_torch(grad: Tensor | None) -> bool:
+    """Whether a backward pass that got this gradient is to consist of torch's operations.
+
+    It is itself differentiated (``create_graph=True``), or is several passes at once (``is_grads_batched=True``).
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return torch.is_grad_enabled()
+    return under_transforms() or (grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad))
+
+
 def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Any]:
-    """Gradients of ``function(*inputs)`` that can be differentiated; None for inputs that need none.
+    """Gradients of ``function(*inputs)`` by torch's operations; None for inputs that need none.
 
     Of each input by itself, even where one was computed from another.
     """
-    given = [x.view_as(x) if x.requires_grad else x for x in inputs]
-    wanted = [x for x in given if x.requires_grad]
-    found = iter(torch.autograd.grad(function(*given), wanted, grad, create_graph=True) if wanted else ())
+    differentiated = torch.is_grad_enabled()
+    with torch.enable_grad():
+        given = [x.view_as(x) if x.requires_grad else x for x in inputs]
+        wanted = [x for x in given if x.requires_grad]
+        result = function(*given)
+    found = iter(torch.autograd.grad(result, wanted, grad, create_graph=differentiated) if wanted else ())
     return [next(found) if x.requires_grad else None for x in given]

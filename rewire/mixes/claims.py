@@ -13,6 +13,7 @@ from torch import Tensor
 from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.sums.spec import MAX_OUTPUTS
+from rewire.mixes.autograd import by_torch
 from rewire.mixes.blocks import BLOCK
 
 
@@ -112,7 +113,7 @@ def gathered(
     Returns:
         The gradients of the states; those of weights and of scores, ``<x_m, g_n>``, where these are given.
     """
-    if torch.is_grad_enabled():  # with create_graph=True
+    if by_torch(grads[0]):
         return _differentiable(grads, states, weights, scores, added)
     if switch.uses_kernels(states[0]):
         return _by_kernels(grads, states, weights, scores, added)

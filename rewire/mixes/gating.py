@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators
-from rewire.mixes.autograd import gradients, left_to_autograd
+from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
 from rewire.mixes.streams import Claim, Projected, read_off_streams
 from rewire.mixes.tokens import by_kernels, outside_autocast
 
@@ -99,7 +99,7 @@ class _Gates(torch.autograd.Function):
             return (None,) * 5
         products, static, scale = ctx.saved_tensors
         of_read, of_write = _both(of_read, of_write, products, ctx.gating)
-        if torch.is_grad_enabled():  # with create_graph=True
+        if by_torch(of_read):
 
             def again(*given: Tensor) -> Tensor:
                 return _stacked(*ctx.formula(*given))

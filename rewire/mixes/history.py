@@ -82,7 +82,7 @@ class _Suffixes(torch.autograd.Function):
             return None, None
         none = given[0][1].new_zeros(ctx.shape)
         padded = torch.cat([part for start, grad in given for part in (none[:start], grad)])
-        return padded.unflatten(0, (len(given), -1)).sum(0), None
+        return padded.view(len(given), *ctx.shape).sum(0), None
 
 
 class Claimed(NamedTuple):

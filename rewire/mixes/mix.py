@@ -18,7 +18,7 @@ from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.sums.spec import MAX_ADDED
 from rewire.kernels.sums.spec import Norm as NormKind
-from rewire.mixes.autograd import gradients, left_to_autograd
+from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
 from rewire.mixes.norms import Norm, norm_of, normed
 
 
@@ -164,7 +164,7 @@ class Attended(NamedTuple):
     def tally(self, grad: Tensor, total: Tensor, statistics: Tensor) -> Tensor:
         """``(m_t, d_t, e_t)``, [3, ...], of the read's gradient and value, [..., D]."""
         count = len(self.states) if self.scaled else 1
-        if torch.is_grad_enabled():  # with create_graph=True: d_t depends on the scores
+        if by_torch(grad):  # d_t depends on the scores
             statistics = self._softmax()[1]
         elif switch.uses_kernels(grad):
             return operators.tally(grad, total, statistics, count)
@@ -277,7 +277,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_normed: Tensor | None = None) -> tuple[Any, ...]:
         n, w, s, added, claims, scale, tallies = ctx.counts
-        kept, saved = ctx.weighted, _saved(ctx)
+        given = grad if grad_normed is None else grad_normed
+        kept, saved = ctx.weighted, _saved(ctx, given)
         sources, weights, scores, rest = _groups((n * kept, w * kept, s * kept, len(saved)), saved)
         if tallies:
             *rest, statistics = rest
@@ -286,7 +287,7 @@ class _Sum(torch.autograd.Function):
         total = grad
         of_norm: Sequence[Tensor | None] = [None] * scale
         of_terms: Sequence[Tensor | None] = [None] * (n + w + s)
-        if torch.is_grad_enabled():  # with create_graph=True: the gradients will be differentiated
+        if by_torch(given):
             total, of_norm, found = _differentiable(ctx.kind, grad, grad_normed, sources, weight, scores, rest)
             of_terms = found if kept else of_terms
         elif grad_normed is not None:
@@ -303,9 +304,9 @@ class _Sum(torch.autograd.Function):
         return (None, None, None, *of_terms, *[total] * added, *[total] * claims, *of_norm, *[of_tally] * tallies)
 
 
-def _saved(ctx: Any) -> Any:
+def _saved(ctx: Any, grad: Tensor | None) -> Any:
     """What `_Sum` has saved; once: a checkpoint unpacks each tensor only once."""
-    only_values = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    only_values = not (by_torch(grad) or torch.compiler.is_compiling())
     if ctx.attended is None or ctx.kind is not None or not only_values:
         return ctx.saved_tensors
     try:

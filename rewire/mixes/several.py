@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rewire.kernels import operators, switch
 from rewire.kernels.cpu import native
 from rewire.kernels.sums.spec import MAX_OUTPUTS
-from rewire.mixes.autograd import gradients, left_to_autograd
+from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
 from rewire.mixes.mix import mix
 
 
@@ -87,7 +87,7 @@ class Several(torch.autograd.Function):
         if like is None:
             return (None, None, None, None, None, *carried)
         given = [like.new_zeros(shape) if g is None else g for g, shape in zip(of_mixes, ctx.shapes, strict=True)]
-        if torch.is_grad_enabled():  # with create_graph=True
+        if by_torch(like):
             of_tensors, of_weights, of_scores = differentiable(given, ctx.stacked, weights, scores, tensors)
             return (None, None, None, of_weights, of_scores, *map(_sum, of_tensors, carried))
         known = [x for x in carried if x is not None]

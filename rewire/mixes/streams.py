@@ -13,7 +13,7 @@ from torch import Tensor
 from rewire.kernels import operators
 from rewire.kernels.sums.spec import Norm as NormKind
 from rewire.mixes import tokens
-from rewire.mixes.autograd import gradients, left_to_autograd
+from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
 from rewire.mixes.claims import added_up, by_read, claim_on
 from rewire.mixes.mix import Mix, fused, mix, through_norm
 from rewire.mixes.several import Several, differentiable, in_one_pass
@@ -145,7 +145,7 @@ class _Claimed(torch.autograd.Function):
         of_norm: list[Any] = []
         if grad_normed is not None:
             *scale, total, rstd = rest
-            if torch.is_grad_enabled():  # with create_graph=True
+            if by_torch(grad_normed):
                 grad, of_norm = through_norm(ctx.kind, grad, grad_normed, total, scale)
             else:
                 norm = ctx.kind[0], scale[0], len(scale) > 1
@@ -153,7 +153,7 @@ class _Claimed(torch.autograd.Function):
         if grad is None:
             return (None,) * 7
         grad = grad.unsqueeze(-2)
-        if torch.is_grad_enabled():
+        if by_torch(grad):
             products = (grad.float() * streams.float()).sum(-1, keepdim=True)
         else:
             products = operators.products(grad, streams)
@@ -304,7 +304,7 @@ class _Written(torch.autograd.Function):
         ctx: Any, carried: Tensor | None, grad: Tensor | None, of_read: Tensor | None, factors: Tensor | None
     ) -> tuple[Any, ...]:
         weight, table, written, products, inverse, streams, *branches = ctx.saved_tensors
-        if grad is None or torch.is_grad_enabled():  # with create_graph=True
+        if grad is None or by_torch(grad):
             x = of_tokens(written, weight)
             of_x, of_weight = None, None
             if grad is not None:
@@ -313,7 +313,7 @@ class _Written(torch.autograd.Function):
             total = added_up([carried, by_read(written, of_read, factors), of_x])
             if total is None:
                 return None, of_weight, None, *[None] * (1 + len(branches))
-            if torch.is_grad_enabled():
+            if by_torch(total):
                 of_terms, _, of_table = differentiable([total], True, None, table, (streams, *branches))
             else:
                 *of_terms, of_table = operators.several_backward([total], streams, branches, None, table, [])

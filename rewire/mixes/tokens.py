@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.cpu import sinkhorn as sinkhorn_cpu
-from rewire.mixes.autograd import gradients, left_to_autograd, under_transforms
+from rewire.mixes.autograd import by_torch, gradients, left_to_autograd, under_transforms
 from rewire.mixes.claims import added_up, by_read, claim_on
 
 
@@ -126,7 +126,7 @@ class _ReadOffHidden(torch.autograd.Function):
         x, weight, out, static, hidden, inverse = ctx.saved_tensors
         if grad is None:
             return carried, None, None, None, None
-        if torch.is_grad_enabled():  # with create_graph=True
+        if by_torch(grad):
 
             def again(x: Tensor, weight: Tensor, out: Tensor, static: Tensor) -> Tensor:
                 return project(F.gelu(_ProjectNormed.apply(x, weight, ctx.eps)), out) + static
@@ -167,7 +167,7 @@ class ReadOff(torch.autograd.Function):
         x, weight, *kept = ctx.saved_tensors
         apart, read = (others[:2], others[2:]) if ctx.first else ((), others)
         grads = _of_scores(grad, apart, ctx.first, weight.shape[1])
-        if not grads or torch.is_grad_enabled():  # with create_graph=True
+        if not grads or by_torch(grads[0]):
             parts, of_weight = [carried, by_read(x, *read)], None
             if grads:
                 again = functools.partial(by_autograd, eps=ctx.eps, clamped=ctx.clamped)
