@@ -24,7 +24,7 @@ def uses_kernels(x: Tensor) -> bool:
 def listened() -> bool:
     """Whether somebody is to see each operation: torch.compile, or a dispatch mode.
 
-    Fake tensors are such a mode, and so is selective checkpointing. That keeps results of some operations, and hands
-    them out again in place of running these: none may be written to, and none is to write to what it was given.
+    Fake tensors are such a mode, and so is selective checkpointing. That keeps results of some operations, to hand them
+    out again in place of running these: they may not be written to.
     """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0

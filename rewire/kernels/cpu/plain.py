@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.kernels import switch
 from rewire.kernels.cpu import native
 
 #: Elements of a block, for each thread. Smaller blocks cost more in calls than they save in the cache.
@@ -257,13 +256,13 @@ class _Total:
     def add(self, x: Tensor, factor: float | Tensor) -> None:
         """Add ``factor x``."""
         x, value, accumulator = _converted(x, self.dtype), self._value, self._accumulator
-        memory = None if switch.listened() else accumulator
+        # What is returned is taken: selective checkpointing may hand out another tensor than the accumulator.
         if value is None:
-            self._value = torch.mul(x, factor, out=memory)
+            self._value = torch.mul(x, factor, out=accumulator)
         elif isinstance(factor, Tensor):
-            self._value = torch.addcmul(value, x, factor, out=memory)
+            self._value = torch.addcmul(value, x, factor, out=accumulator)
         else:
-            self._value = torch.add(value, x, alpha=factor, out=memory)
+            self._value = torch.add(value, x, alpha=factor, out=accumulator)
 
     def store(self) -> None:
         if self._value is not None and self._value is not self._out:
