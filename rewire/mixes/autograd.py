@@ -32,8 +32,10 @@ def left_to_autograd(x: Tensor, sources: float) -> bool:
 
 def under_transforms() -> bool:
     """Whether functions of torch.func or forward-mode derivatives look on: they take no autograd functions of ours."""
-    if torch.compiler.is_compiling():
-        return False
+    return not torch.compiler.is_compiling() and _transforms()
+
+
+def _transforms() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
@@ -44,7 +46,7 @@ def by_torch(grad: Tensor | None) -> bool:
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return torch.is_grad_enabled()
-    return under_transforms() or (grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad))
+    return _transforms() or (grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad))
 
 
 def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Any]:
