@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from mixing import all_gradients, assert_same, ids, llama, mixed, train_step
+from mixing import ANCRE, all_gradients, assert_same, ids, llama, mixed, train_step
 from models import PreNorm, Stack, vectors
+from torch import Tensor
 
 compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
 
@@ -23,6 +24,30 @@ def test_torch_compile_trains_like_eager() -> None:
     gradients = train_step(model, ids(), use_cache=False)
     model.zero_grad()
     compiled(ids(), use_cache=False).logits.square().mean().backward()
+    assert_same(gradients, all_gradients(model), 1e-5)
+
+
+class WithExits(Stack):
+    """What reads hidden states between the blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        exits = []
+        for layer in self.layers:
+            x = layer(x)
+            exits.append(self.out(x))
+        return torch.stack(exits)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("topology", [ANCRE, "attnres", "hc-static"])
+@compiles
+def test_exits_between_blocks(topology: str) -> None:
+    model = mixed(WithExits(PreNorm), topology)
+    gradients = train_step(model, vectors())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    model.zero_grad()
+    compiled(vectors()).square().mean().backward()
     assert_same(gradients, all_gradients(model), 1e-5)
 
 

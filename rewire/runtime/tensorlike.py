@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+#: Functions that write to their argument. A tuple: torch.compile follows a look-up in one, but not in their names.
+_IN_PLACE = tuple(
+    getattr(namespace, name)
+    for namespace in (torch, torch.nn.functional, torch.nn.init, torch._C._nn)
+    for name in dir(namespace)
+    if name.endswith("_") and not name.endswith("__")
+)
+
 
 class TensorLike:
     """An object that can be read as a tensor, its `value`, and not be written to in place."""
@@ -27,10 +35,9 @@ class TensorLike:
         if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile's form of activation checkpointing
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
-        if name.endswith("_") or kwargs.get("inplace") or "out" in kwargs:
+        if func in _IN_PLACE or kwargs.get("inplace") or "out" in kwargs:
             leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_like)
-            raise next(leaf for leaf in leaves if _is_like(leaf)).written_to(name)
+            raise next(leaf for leaf in leaves if _is_like(leaf)).written_to(getattr(func, "__name__", str(func)))
         args, kwargs = pytree.tree_map(_value_of, (args, kwargs), is_leaf=_is_like)
         return func(*args, **kwargs)
 

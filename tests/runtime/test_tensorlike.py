@@ -47,4 +47,20 @@ def test_it_cannot_be_written_to() -> None:
         nn.functional.relu(held, inplace=True)
     with pytest.raises(OutOfOrder, match="add"):
         torch.add(X, held, out=held)
+    for function in (torch.relu_, nn.functional.elu_, nn.init.zeros_):
+        with pytest.raises(OutOfOrder, match=r"_$"):
+            function(held)
     assert torch.equal(held.tensor, X)
+
+
+def test_torch_compile_follows_it() -> None:
+    def read(x: Tensor) -> Tensor:
+        return nn.functional.linear(Held(x), x.mT) + torch.stack([x, Held(x)]).sum()  # type: ignore[arg-type]
+
+    def write(x: Tensor) -> Tensor:
+        return torch.relu_(Held(x))  # type: ignore[arg-type]
+
+    x = X[:, :2]
+    assert torch.equal(torch.compile(read, backend="eager", fullgraph=True)(x), read(x))
+    with pytest.raises(OutOfOrder, match="relu_"):
+        torch.compile(write, backend="eager")(x)
