@@ -351,6 +351,43 @@ def test_dimensions_of_tokens(key: str) -> None:
     assert_close(run(x[:, :1]), run(x[0, 0]), 1e-5)
 
 
+class Windows(nn.Module):
+    """Sees positions in rows and columns, and between its adds in one row, or turned."""
+
+    def __init__(self, views: str) -> None:
+        super().__init__()
+        self.views, self.norm_1, self.norm_2 = views, nn.LayerNorm(8), nn.LayerNorm(8)
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, h, w, c = x.shape
+        x = x + self.one(self.norm_1(x))
+        if self.views == "reshaped":
+            x = x.reshape(b, -1, c)
+        elif self.views == "turned":
+            x = x.transpose(1, 2)
+        x = x + self.two(self.norm_2(x))
+        if self.views == "reshaped":
+            x = x.reshape(b, h, w, c)
+        elif self.views == "turned":
+            x = x.transpose(1, 2)
+        return x
+
+
+@pytest.mark.parametrize("views", ["reshaped", "turned"])
+@pytest.mark.parametrize("key", kinds_first(key for key in LEARNED if key not in WITH_ATTENTION))
+def test_other_dimensions_between_adds(key: str, views: str) -> None:
+    """Weights and scores of tokens go along: the network without the views is the same one."""
+    x, found = torch.linspace(-2, 2, 2 * 3 * 5 * 8).sin().view(2, 3, 5, 8), []
+    for seen in ("", views):
+        torch.manual_seed(0)
+        blocks = nn.Sequential(*(Windows(seen) for _ in range(3)))
+        model = mixed(blocks, key, example_inputs=(x,), granularity="sublayer")
+        model(x).sin().sum().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert_close(*found, 2e-4)
+
+
 @pytest.mark.parametrize("key", kinds_first(EVERY))
 def test_low_precision(key: str) -> None:
     model = mixed(llama(), key)

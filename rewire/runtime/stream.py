@@ -318,7 +318,8 @@ class Stream(TensorLike):
                 "residual adds. Let the modules around the trunk work on plain tensors, and call rewire.parallelize."
             )
         self._seen("view", view)
-        states = tuple(view(s) if isinstance(s, Tensor) else s.viewed(view) for s in self.states)
+        topology, reading = self.layout.topology, isinstance(self.held, Reading)
+        states = topology.viewed(self.states if reading else topology.lasting(self.states), view)
         return self._with(states, pytree.tree_map(view, self.held))
 
     def finish(self) -> Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from rewire.errors import UnsupportedTopology
@@ -147,6 +147,11 @@ class Topology(ABC, Generic[W]):
     def lasting(self, states: States) -> States:
         """States between units without what `read` computes again if it is not there: what a pipeline's stage sends."""
         return states
+
+    def viewed(self, states: States, view: Callable[[Tensor], Tensor]) -> States:
+        """The states where hidden states get other dimensions of tokens by ``view``, which takes [..., C] alone."""
+        channels = self.template(states).shape[-1]
+        return tuple([viewed(s, channels, view) if isinstance(s, Tensor) else s.viewed(view) for s in states])
 
     def template(self, states: States) -> Tensor:
         """A tensor of the hidden states' shape, dtype and device; its values mean nothing."""
@@ -291,3 +296,11 @@ def total(branches: tuple[Tensor, ...]) -> Tensor:
     for branch in branches[1:]:
         f = f + branch
     return f
+
+
+def viewed(values: Tensor, channels: int, view: Callable[[Tensor], Tensor]) -> Tensor:
+    """``view``, which takes hidden states [..., C], of values for each token, [..., K]: as parts of hidden states."""
+    if values.shape[-1] == channels:
+        return view(values)
+    parts = [view(nn.functional.pad(part, (0, channels - part.shape[-1]))) for part in values.split(channels, -1)]
+    return torch.cat(parts, -1)[..., : values.shape[-1]]

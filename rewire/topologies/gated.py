@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -19,6 +20,7 @@ from rewire.topologies.base import (
     check_choice,
     check_count,
     no_preserving_start,
+    viewed,
 )
 from rewire.topologies.registry import register_topology
 
@@ -126,6 +128,11 @@ class GatedHyperConnections(Topology[Weights]):
 
     def finish(self, states: States, weights: Weights, dims: Dims) -> Tensor:
         return self._read(states[0], weights, dims.depth)[0]
+
+    def viewed(self, states: States, view: Callable[[Tensor], Tensor]) -> States:
+        streams, *rest = states
+        seen = viewed(streams.flatten(-2), streams.shape[-1], view).unflatten(-1, streams.shape[-2:])
+        return seen, *[viewed(x, streams.shape[-1], view) for x in rest]
 
     def template(self, states: States) -> Tensor:
         return states[0].select(-2, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -22,7 +22,17 @@ from rewire.mixes.streams import (
     write_and_project,
     write_and_read,
 )
-from rewire.topologies.base import Dims, Granularity, Start, States, Topology, check_choice, check_count, materialize
+from rewire.topologies.base import (
+    Dims,
+    Granularity,
+    Start,
+    States,
+    Topology,
+    check_choice,
+    check_count,
+    materialize,
+    viewed,
+)
 from rewire.topologies.program import Line, Program, Term, branch_of
 from rewire.topologies.program import Unit as ProgramUnit
 from rewire.topologies.registry import register_topology
@@ -171,6 +181,15 @@ class Streams(Topology[Weights]):
 
     def lasting(self, states: States) -> States:
         return states[:1]
+
+    def viewed(self, states: States, view: Callable[[Tensor], Tensor]) -> States:
+        streams, *rest = states
+        channels = self.parts * streams.shape[-1]
+
+        def of_tokens(x: Tensor) -> Tensor:
+            return viewed(x.flatten(-2), channels, view).unflatten(-1, x.shape[-2:])
+
+        return of_tokens(streams), *[of_tokens(x) if x.dim() > 2 else x for x in rest]  # or weights of all tokens
 
     def matrix(self, weights: Weights, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.
