@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from models import token_ids
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import rewire
 from rewire.patterns.tiny import tiny_model
@@ -49,6 +52,16 @@ def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor], toleranc
             largest = max(float(v.norm()) for v in expected.values())
             error = float((value.double() - actual[name].double()).norm()) / max(float(value.norm()), 1e-3 * largest)
             assert error <= tolerance, (name, error)
+
+
+def keeping(*names: str) -> Callable[[], Any]:
+    """Contexts of a selective checkpoint that keeps what these operators return, and rewire's own."""
+
+    def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        kept = operator.namespace == "rewire" or operator.overloadpacket.__name__ in names
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
 
 
 def nodes_behind(result: Tensor) -> list[Any]:

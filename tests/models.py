@@ -80,6 +80,23 @@ class LinearNet(nn.Module):
         return x
 
 
+class WithExits(nn.Module):
+    """Each block has an exit: the loss may take any of them, and their gradients begin inside the trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(LinearBlock() for _ in range(5))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x, exits = self.stem(x), []
+        for block in self.blocks:
+            x = block(x)
+            exits.append(self.head(x))
+        return exits
+
+
 class PreNorm(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-from mixing import ANCRE, all_gradients, assert_same, ids, llama, mixed, train_step
+from mixing import ANCRE, all_gradients, assert_same, ids, keeping, llama, mixed, train_step
 from models import PreNorm, Stack, images, vectors
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import rewire
 from rewire.patterns.tiny import tiny_model
@@ -159,15 +158,10 @@ class SelectivelyCheckpointed(Stack):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
-        contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
+        contexts = keeping("mm", "bmm", "addmm", "baddbmm")
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts) if self.checkpointed else layer(x)
         return self.out(x)
-
-
-def _keeps_products(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    is_product = operator.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm")
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @pytest.mark.parametrize("topology", [ANCRE, "grn-v3", "muddformer", "hc-dynamic", "mhc", "attnres"])

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from every_topology import kinds_first, mixed
 from interpreter import INTERPRETED, interpret, starts_interpreter
-from mixing import all_gradients, assert_same
-from models import LinearBlock, vectors
+from mixing import all_gradients, assert_same, keeping
+from models import WithExits, vectors
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from rewire.kernels import switch
 from rewire.kernels.cpu import plain
-
-
-class WithExits(nn.Module):
-    """Each block has an exit: the loss may take any of them, and their gradients begin inside the trunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.blocks = nn.ModuleList(LinearBlock() for _ in range(5))
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        x, exits = self.stem(x), []
-        for block in self.blocks:
-            x = block(x)
-            exits.append(self.head(x))
-        return exits
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -122,13 +103,7 @@ def in_a_reentrant_checkpoint(model: nn.Module, x: Tensor) -> None:
 
 def in_a_checkpoint_that_keeps_some_results(model: nn.Module, x: Tensor) -> None:
     """Selective checkpointing: what is kept must not be written to by what is computed again."""
-    kept = {"mm", "bmm", "addmm", "baddbmm", "exp"}
-
-    def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-        wanted = operator.namespace == "rewire" or operator.overloadpacket.__name__ in kept
-        return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    contexts = keeping("mm", "bmm", "addmm", "baddbmm", "exp")
     checkpoint(lambda x: loss(model, x), x, use_reentrant=False, context_fn=contexts).backward()
 
 
@@ -145,6 +120,15 @@ def in_several_directions_at_once(model: nn.Module, x: Tensor) -> None:
     outputs = [exits[-1].sin() + exits[1]]
     found = torch.autograd.grad(outputs, parameters, [directions], is_grads_batched=True)
     for parameter, gradient in zip(parameters, found, strict=True):
+        parameter.grad = gradient[0] - gradient[1] + gradient[2].square()
+
+
+def in_several_directions_by_vmap(model: nn.Module, x: Tensor) -> None:
+    """The same by torch.func, around a graph that was made outside."""
+    last, parameters = model(x)[-1], [*model.parameters()]
+    directions = torch.linspace(-1, 1, 3 * last.numel()).view(3, *last.shape)
+    back = torch.func.vmap(lambda grad: torch.autograd.grad(last, parameters, grad, retain_graph=True))
+    for parameter, gradient in zip(parameters, back(directions), strict=True):
         parameter.grad = gradient[0] - gradient[1] + gradient[2].square()
 
 
@@ -201,6 +185,7 @@ STEPS = [
     ),
     *(
         in_several_directions_at_once,
+        in_several_directions_by_vmap,
         by_torch_func,
         of_each_sample,
         forwards,

@@ -22,7 +22,7 @@ from every_topology import (
     learned,
     mixed,
 )
-from mixing import nodes_behind
+from mixing import all_gradients, nodes_behind
 from models import LinearNet, PreNorm, Stack, token_ids, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -343,9 +343,7 @@ def test_dimensions_of_tokens(key: str) -> None:
         model.zero_grad()
         output = model(x)
         output.sin().sum().backward()
-        return {"output": output.detach().flatten()} | {
-            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-        }
+        return {"output": output.detach().flatten()} | all_gradients(model)
 
     assert_close(run(x), run(x[0]), 1e-5)
     assert_close(run(x[:, :1]), run(x[0, 0]), 1e-5)
@@ -384,7 +382,7 @@ def test_other_dimensions_between_adds(key: str, views: str) -> None:
         blocks = nn.Sequential(*(Windows(seen) for _ in range(3)))
         model = mixed(blocks, key, example_inputs=(x,), granularity="sublayer")
         model(x).sin().sum().backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.append(all_gradients(model))
     assert_close(*found, 2e-4)
 
 

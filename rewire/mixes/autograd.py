@@ -42,7 +42,8 @@ def _transforms() -> bool:
 def by_torch(grad: Tensor | None) -> bool:
     """Whether a backward pass that got this gradient is to consist of torch's operations.
 
-    It is itself differentiated (``create_graph=True``), or is several passes at once (``is_grads_batched=True``).
+    It is itself differentiated (``create_graph=True``, forward-mode derivatives), or is several passes at once
+    (``is_grads_batched=True``, ``torch.func.vmap``).
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return torch.is_grad_enabled()
@@ -54,10 +55,12 @@ def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: T
 
     Of each input by itself, even where one was computed from another.
     """
+    if not any(x.requires_grad for x in inputs):
+        return [None] * len(inputs)
     differentiated = torch.is_grad_enabled()
     with torch.enable_grad():
         given = [x.view_as(x) if x.requires_grad else x for x in inputs]
-        wanted = [x for x in given if x.requires_grad]
         result = function(*given)
-    found = iter(torch.autograd.grad(result, wanted, grad, create_graph=differentiated) if wanted else ())
+    wanted = [x for x in given if x.requires_grad]
+    found = iter(torch.autograd.grad(result, wanted, grad, create_graph=differentiated))
     return [next(found) if x.requires_grad else None for x in given]

@@ -62,11 +62,7 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool 
         if x.dim() > 1 and weight.shape[1] > 0 and not left_to_autograd(x, math.inf):
             scores, x = ReadOff.apply(x, weight, eps, clamped, 0, None)
             return scores, x
-        if under_transforms():
-            scores = _Project.forward(x, weight) if eps is None else _ProjectNormed.forward(x, weight, eps)
-        else:
-            scores = by_autograd(x, weight, eps)
-        return scores.clamp(min=0) if clamped else scores, x
+        return by_autograd(x, weight, eps, clamped), x
 
 
 def read_off_apart(
@@ -129,7 +125,7 @@ class _ReadOffHidden(torch.autograd.Function):
         if by_torch(grad):
 
             def again(x: Tensor, weight: Tensor, out: Tensor, static: Tensor) -> Tensor:
-                return project(F.gelu(_ProjectNormed.apply(x, weight, ctx.eps)), out) + static
+                return project(F.gelu(by_autograd(x, weight, ctx.eps)), out) + static
 
             of_x, *others = gradients(again, (x, weight, out, static), grad)
             return added_up([of_x, carried]), *others, None
@@ -205,7 +201,11 @@ def _side_by_side(grads: Sequence[Tensor]) -> Tensor:
 
 def by_autograd(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> Tensor:
     """`project`, or with ``eps`` `project_normed`, by operations that autograd knows."""
-    scores: Tensor = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
+    scores: Tensor
+    if under_transforms():
+        scores = _Project.forward(x, weight) if eps is None else _ProjectNormed.forward(x, weight, eps)
+    else:
+        scores = _Project.apply(x, weight) if eps is None else _ProjectNormed.apply(x, weight, eps)
     return scores.clamp(min=0) if clamped else scores
 
 

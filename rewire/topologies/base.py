@@ -298,9 +298,20 @@ def total(branches: tuple[Tensor, ...]) -> Tensor:
     return f
 
 
-def viewed(values: Tensor, channels: int, view: Callable[[Tensor], Tensor]) -> Tensor:
-    """``view``, which takes hidden states [..., C], of values for each token, [..., K]: as parts of hidden states."""
-    if values.shape[-1] == channels:
-        return view(values)
-    parts = [view(nn.functional.pad(part, (0, channels - part.shape[-1]))) for part in values.split(channels, -1)]
-    return torch.cat(parts, -1)[..., : values.shape[-1]]
+def viewed(values: Tensor, channels: int, view: Callable[[Tensor], Tensor], dims: int = 1) -> Tensor:
+    """``view``, which takes hidden states [..., C], of values for each token: as parts of hidden states.
+
+    Args:
+        values: of each token those in the last dimensions.
+        channels: C.
+        view: of the dimensions of tokens.
+        dims: how many the last dimensions are.
+    """
+    of_token = values.flatten(-dims)
+    size = of_token.shape[-1]
+    if size % channels:
+        of_token = nn.functional.pad(of_token, (0, -size % channels))
+    parts = [view(part) for part in of_token.split(channels, -1)]
+    if size == channels == values.shape[-1]:
+        return parts[0]
+    return torch.cat(parts, -1)[..., :size].unflatten(-1, values.shape[-dims:])

@@ -131,8 +131,8 @@ class GatedHyperConnections(Topology[Weights]):
 
     def viewed(self, states: States, view: Callable[[Tensor], Tensor]) -> States:
         streams, *rest = states
-        seen = viewed(streams.flatten(-2), streams.shape[-1], view).unflatten(-1, streams.shape[-2:])
-        return seen, *[viewed(x, streams.shape[-1], view) for x in rest]
+        channels = streams.shape[-1]
+        return viewed(streams, channels, view, 2), *[viewed(x, channels, view) for x in rest]
 
     def template(self, states: States) -> Tensor:
         return states[0].select(-2, 0)

@@ -185,11 +185,8 @@ class Streams(Topology[Weights]):
     def viewed(self, states: States, view: Callable[[Tensor], Tensor]) -> States:
         streams, *rest = states
         channels = self.parts * streams.shape[-1]
-
-        def of_tokens(x: Tensor) -> Tensor:
-            return viewed(x.flatten(-2), channels, view).unflatten(-1, x.shape[-2:])
-
-        return of_tokens(streams), *[of_tokens(x) if x.dim() > 2 else x for x in rest]  # or weights of all tokens
+        by_token = [viewed(x, channels, view, 2) if x.dim() > 2 else x for x in rest]  # or the same for all
+        return viewed(streams, channels, view, 2), *by_token
 
     def matrix(self, weights: Weights, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.

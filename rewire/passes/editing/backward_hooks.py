@@ -28,12 +28,6 @@ def check_hooks(module: nn.Module) -> None:
         raise EditError(f"'{gate.block}' ({gate.where}) has backward hooks: {_WHY}")
 
 
-def refusing() -> dict[str, Callable[..., Any]]:
-    """The methods that register backward hooks, for a generated class: they refuse where a stream passes."""
-    names = ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook")
-    return {name: _refusing(name) for name in names}
-
-
 def _refusing(name: str) -> Callable[..., Any]:
     def register(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate = _passed(self)
@@ -43,6 +37,13 @@ def _refusing(name: str) -> Callable[..., Any]:
 
     register.__name__ = name
     return register
+
+
+#: For generated classes, the methods that register backward hooks: they refuse where a stream passes.
+REFUSING = {
+    name: _refusing(name)
+    for name in ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook")
+}
 
 
 def _passed(module: nn.Module) -> Gate | None:

@@ -21,7 +21,7 @@ from rewire.code.edited import EDITED, Edited, edits_of, original_class
 from rewire.code.functions import clone, redecorated
 from rewire.code.text import compiled, shown
 from rewire.errors import EditError
-from rewire.passes.editing.backward_hooks import refusing
+from rewire.passes.editing.backward_hooks import REFUSING
 
 _IS_SHARED = "_rewire_shared"
 
@@ -93,7 +93,7 @@ def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
         "__doc__": base.__doc__,
         "__reduce_ex__": _reduce,
         "__init_subclass__": classmethod(init_subclass),
-        **refusing(),
+        **REFUSING,
         EDITED: {edited.name: edited for edited in methods},
         _IS_SHARED: shared,
     }
