@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from mixing import ANCRE, all_gradients, assert_same, ids, llama, mixed, train_step
+from mixing import ANCRE, all_gradients, assert_same, ids, keeping, llama, mixed, train_step
 from models import PreNorm, Stack, WithExits, vectors
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
 
@@ -26,11 +28,21 @@ def test_torch_compile_trains_like_eager() -> None:
     assert_same(gradients, all_gradients(model), 1e-5)
 
 
+class SelectivelyCheckpointed(WithExits):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x, exits = self.stem(x), []
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=keeping("mm"))
+            exits.append(self.head(x))
+        return exits
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("topology", [ANCRE, "attnres", "hc-static"])
+@pytest.mark.parametrize("net", [WithExits, SelectivelyCheckpointed])
+@pytest.mark.parametrize("topology", [ANCRE, "attnres"])
 @compiles
-def test_exits_between_blocks(topology: str) -> None:
-    model, found = mixed(WithExits(), topology), []
+def test_exits_between_blocks(topology: str, net: type[nn.Module]) -> None:
+    model, found = mixed(net(), topology), []
     for called in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         model.zero_grad()
         torch.stack(called(vectors())).square().mean().backward()
