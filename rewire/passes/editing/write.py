@@ -189,7 +189,8 @@ class _Editor:
                 node = self.parents[node]  # type: ignore[assignment]
             if edit.item is None:
                 self._check_one_value(node)
-            return [self._wrapped(node, method, self._how(edit), self._written_to(node))]
+            inner = isinstance(edit, Value) and ("push", edit.at) in self.plan.edits  # what is around it is assigned
+            return [self._wrapped(node, method, self._how(edit), "" if inner else self._written_to(node))]
         how = "".join(f", {argument}" for argument in self._how(edit))
 
         def write(render: Render) -> str:
@@ -287,15 +288,17 @@ class _Editor:
             return self._arguments(call, methods)
         if edit.way != "fused":
             return self._arguments(call, dict.fromkeys((0, *(k.arg for k in call.keywords)), edit.way))
-        return self._function_first(call, f"{self.depth}.fused(", f", {edit.groups}, {edit.sizes}, ")
+        return [self._function_first(call, "fused", f", {edit.groups}, {edit.sizes}, ")]
 
-    def _function_first(self, call: ast.Call, before: str, between: str) -> list[Change]:
-        """``before``, the function that is called, ``between``, and its argument."""
-        (start, end), (argument, _) = self.text.span(call.func), self.text.span(call.args[0])
-        return [Change(start, start, lambda _: before), Change(end, argument, lambda _: between)]
+    def _function_first(self, call: ast.Call, method: str, between: str) -> Change:
+        """A method of `Depth` in place of a call: of the function that is called, ``between``, and its argument."""
+        (start, end), function, (argument, _) = map(self.text.span, (call, call.func, call.args[0]))
+        return Change(
+            start, end, lambda render: f"{self.depth}.{method}({render(*function)}{between}{render(argument, end)}"
+        )
 
     def _normed(self, edit: Normed) -> list[Change]:
-        return self._function_first(self._call(edit.at), f"{self.depth}.normed(", ", ")
+        return [self._function_first(self._call(edit.at), "normed", ", ")]
 
     def _operand(self, node: ast.expr) -> ast.expr:
         """What an operation on one value works on: ``x`` of ``x.flatten(2)``, ``torch.flatten(x, 2)``, ``x.T``."""

@@ -222,6 +222,25 @@ class Kinds(nn.Module):
         return x
 
 
+def test_an_in_place_operation_of_a_block_that_runs_twice() -> None:
+    """It makes the first state of the first call, and the next one of the second: one assignment for both."""
+
+    class Halved(PreNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            x.mul_(0.5)
+            return x + self.mlp(self.ln_2(x))
+
+    class Twice(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.layers[0](self.layers[0](self.inp(x))))
+
+    model, x = Twice(Halved, depth=1), vectors()
+    rewired = rewire.compile(model, "ancre-none", example_inputs=(x,))
+    assert "\n    x = depth.push(depth.open(x.mul_(0.5)" in rewire.source(rewired, "layers.0")
+    assert_close(evaluate(model, (x,), {}), evaluate(rewired, (x,), {}))
+
+
 def test_branches_of_an_if_that_take_turns_in_a_loop() -> None:
     model, x = Kinds(), vectors(width=WIDTH)
     rewired = rewire.compile(model, "denseformer", example_inputs=(x,))
