@@ -94,10 +94,11 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
             "state."
         )
     if trunk.post_norm and as_recurrence(topology) is None:
-        after = next(site.post[0] for site in trunk.sites if site.post)
+        site = next(site for site in trunk.sites if site.post)
         raise UnsupportedTopology(
-            f"trunk '{trunk.name}' is post-norm (its states pass {after} after the residual add), and topology "
-            f"'{topology.registered_name}' connects the branch outputs of pre-norm blocks only."
+            f"trunk '{trunk.name}' is post-norm (in '{site.block}' the state passes {site.post[0]} after the residual "
+            f"add), and topology '{topology.registered_name}' connects the branch outputs of pre-norm blocks only. "
+            "Topologies that connect states take such trunks: 'ancre-ingoing', 'denseformer' or 'muddformer'."
         )
     one_add_each = trunk.blocks == len(trunk.sites)
     if granularity == "block" and trunk.post_norm and not one_add_each:
