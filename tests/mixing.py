@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from models import token_ids
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import rewire
+from rewire.kernels import switch
+from rewire.mixes import autograd
 from rewire.patterns.tiny import tiny_model
 
 ANCRE = "ancre-ingoing"
@@ -52,6 +56,13 @@ def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor], toleranc
             largest = max(float(v.norm()) for v in expected.values())
             error = float((value.double() - actual[name].double()).norm()) / max(float(value.norm()), 1e-3 * largest)
             assert error <= tolerance, (name, error)
+
+
+@contextlib.contextmanager
+def autograd_alone() -> Iterator[None]:
+    """Without kernels, and as under transforms, which take no gradients that are written by hand."""
+    with mock.patch.object(autograd, "_transforms", return_value=True), mock.patch.object(switch, "ON", False):
+        yield
 
 
 def keeping(*names: str) -> Callable[[], Any]:

@@ -9,12 +9,10 @@ import pytest
 import torch
 from every_topology import kinds_first, mixed
 from interpreter import INTERPRETED, interpret, starts_interpreter
-from mixing import all_gradients, assert_same, keeping
+from mixing import all_gradients, assert_same, autograd_alone, keeping
 from models import WithExits, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from rewire.mixes import autograd
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -205,10 +203,10 @@ def gradients(step: Callable[[nn.Module, Tensor], None], key: str) -> dict[str, 
 @pytest.mark.parametrize("key", kinds_first(KEYS if INTERPRETED else KEYS + MORE))
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
-def test_as_by_autograd(step: Callable[[nn.Module, Tensor], None], key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_by_autograd(step: Callable[[nn.Module, Tensor], None], key: str) -> None:
     found = gradients(step, key)
-    monkeypatch.setattr(autograd, "_transforms", lambda: True)  # they take autograd alone
-    assert_same(gradients(step, key), found, 3e-5)
+    with autograd_alone():
+        assert_same(gradients(step, key), found, 3e-5)
 
 
 @pytest.mark.slow
