@@ -75,7 +75,7 @@ def connections_of(recipes: Any, start: Start) -> dict[str, Connection]:
         except (RuntimeError, TypeError, ValueError, RewireError) as error:
             raise misfit(path, recipe, error) from error
         saved, here = (
-            sorted(f"{key}: {json.dumps(r[key], sort_keys=True)}" for key in r.keys() - {"sites"})
+            sorted(f"{key}: {json.dumps(r[key], sort_keys=True)}" for key in r.keys() - {"scales", "sites"})
             for r in (recipe, connection.recipe())
         )
         if saved != here:

@@ -156,6 +156,10 @@ class AttnRes(Topology[Queries]):
             )
         return {"queries": torch.zeros(sum(self._ways(dims)), dims.width)}
 
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        """That of dot products with normed vectors, whose size is the root of the width."""
+        return {"queries": dims.width**-0.5}
+
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Queries:
         w, rows = parameters["queries"].float(), tuple(ways * self.heads for ways in self._ways(dims))
         if self.heads > 1:

@@ -93,6 +93,10 @@ class DDL(FirstOrder[Delta]):
             "value_bias": torch.full((dims.depth,), 2.0),
         }
 
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        """Those of dot products with vectors of this width."""
+        return {"gate": dims.width**-0.5, "value": dims.width**-0.5}
+
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Delta:
         return Delta(**parameters)
 

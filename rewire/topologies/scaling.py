@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rewire.mixes.mix import mix
-from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States
+from rewire.topologies.base import OF_STATES, Dims, FirstOrder, Granularity, Start, States
 from rewire.topologies.program import Program, Term, branch_of, recurrence
 from rewire.topologies.registry import register_topology
 
@@ -100,6 +100,9 @@ class LayerScale(BranchScale):
         """``scales``, float32 [T, D]: alpha_1..alpha_T."""
         value = 1.0 if start == "preserve" else self.eps or _cait(dims.depth)
         return {"scales": torch.full((dims.depth, dims.width), value)}
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"scales": OF_STATES}
 
 
 def _cait(depth: int) -> float:
