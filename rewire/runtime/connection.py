@@ -233,7 +233,7 @@ class Connection(nn.Module):
             before = _scales_in(read_recipe(recipe))
             ratios = {prefix + name: before.get(name, 1.0) / unit for name, unit in self.stored_in.items()}
             changed = [key for key, ratio in ratios.items() if ratio != 1 and key in state_dict]
-            state_dict = {**state_dict, **{key: state_dict[key] * ratios[key] for key in changed}}
+            state_dict = {**state_dict, **{key: state_dict[key].detach() * ratios[key] for key in changed}}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -318,6 +318,9 @@ class ANCReCascaded(FirstOrder[Tensor]):
         kept = start == "preserve" and self.cascade == "keep"
         return {"scales": torch.zeros(dims.depth) if kept else torch.ones(dims.depth)}
 
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"scales": OF_STATES}
+
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
         """a, float32 [T]."""
         return parameters["scales"].float()

@@ -16,6 +16,7 @@ from rewire.mixes.several import mixes
 from rewire.mixes.tokens import inverse_rms, read_off
 from rewire.topologies import groups
 from rewire.topologies.base import (
+    OF_STATES,
     Dims,
     Granularity,
     QKVInputs,
@@ -157,8 +158,8 @@ class AttnRes(Topology[Queries]):
         return {"queries": torch.zeros(sum(self._ways(dims)), dims.width)}
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:
-        """That of dot products with normed vectors, whose size is the root of the width."""
-        return {"queries": dims.width**-0.5}
+        """Of dot products with normed vectors, whose size is the root of the width."""
+        return {"queries": OF_STATES * dims.width**-0.5}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Queries:
         w, rows = parameters["queries"].float(), tuple(ways * self.heads for ways in self._ways(dims))

@@ -11,6 +11,7 @@ from torch import Tensor
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.tokens import project, project_normed
 from rewire.topologies.base import (
+    OF_STATES,
     Dims,
     FirstOrder,
     Granularity,
@@ -94,8 +95,9 @@ class DDL(FirstOrder[Delta]):
         }
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:
-        """Those of dot products with vectors of this width."""
-        return {"gate": dims.width**-0.5, "value": dims.width**-0.5}
+        """Of dot products with vectors of this width, and of what is added to them."""
+        product = OF_STATES * dims.width**-0.5
+        return {"gate": product, "gate_bias": OF_STATES, "value": product, "value_bias": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Delta:
         return Delta(**parameters)

@@ -107,8 +107,8 @@ class GRN(Topology[tuple[Read, ...]]):
         return parameters
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:
-        """Of w, whose products with f grow with the root of the width, as f is not normed."""
-        return {"w": OF_STATES * dims.width**-0.5} if self.input_dependent else {}
+        """That of w has the root of the width in it, as its products with f do."""
+        return {"b": OF_STATES} | ({"w": OF_STATES * dims.width**-0.5} if self.input_dependent else {})
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> tuple[Read, ...]:
         """For t = 1..T+1 in turn, what its read uses."""

@@ -36,6 +36,9 @@ class BranchScale(FirstOrder[Tensor]):
         """``scales``, float32 [T]: alpha_1..alpha_T."""
         return {"scales": torch.full((dims.depth,), 1.0 if start == "preserve" else 0.0)}
 
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"scales": OF_STATES}
+
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
         """alpha, float32, as in `parameters`."""
         return parameters["scales"].float()
@@ -100,9 +103,6 @@ class LayerScale(BranchScale):
         """``scales``, float32 [T, D]: alpha_1..alpha_T."""
         value = 1.0 if start == "preserve" else self.eps or _cait(dims.depth)
         return {"scales": torch.full((dims.depth, dims.width), value)}
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"scales": OF_STATES}
 
 
 def _cait(depth: int) -> float:
