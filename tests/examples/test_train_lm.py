@@ -48,7 +48,7 @@ def out(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)  # several would wait for each other where tests run in parallel
     try:
         with (out.parent / "log").open("w") as log, contextlib.redirect_stdout(log):
-            example.main(steps=STEPS, seed=0, runs="ancre,ancre-keep", out=out)
+            example.main(steps=STEPS, seed=0, runs="ancre,ancre-fixed", out=out)
     finally:
         torch.set_num_threads(threads)
     return out
@@ -60,19 +60,19 @@ def results(out: Path) -> dict[str, Any]:
 
 
 def test_everything_is_written(out: Path) -> None:
-    pictures, checkpoints = {"loss.png", "heatmap.png", "arcs.png"}, {"ancre.pt", "ancre-keep.pt"}
+    pictures, checkpoints = {"loss.png", "heatmap.png", "arcs.png"}, {"ancre.pt", "ancre-fixed.pt"}
     assert {path.name for path in out.iterdir()} == {"results.json", *pictures, *checkpoints}
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
 
 
 def test_a_log_shows_how_far_it_is(out: Path) -> None:
     log = (out.parent / "log").read_text()
-    assert re.match(rf"step 1 of {STEPS}: loss of residual \d\.\d+, ancre \d\.\d+, ancre-keep \d\.\d+\n", log)
+    assert re.match(rf"step 1 of {STEPS}: loss of residual \d\.\d+, ancre \d\.\d+, ancre-fixed \d\.\d+\n", log)
     assert "\x1b" not in log and "validation" in log
 
 
 def test_what_the_results_say(results: dict[str, Any]) -> None:
-    assert list(results["runs"]) == ["residual", "ancre", "ancre-keep"]
+    assert list(results["runs"]) == ["residual", "ancre", "ancre-fixed"]
     assert results["config"]["steps"] == STEPS
     assert results["versions"]["torch"] == torch.__version__
     assert results["machine"]["threads"] == 1
@@ -83,7 +83,7 @@ def test_what_the_results_say(results: dict[str, Any]) -> None:
         assert len(run["losses"]) == STEPS
         assert [step for step, _ in run["validation"]] == [0, STEPS]
         assert run["kept_for_backward_bytes"] > 1e6
-        assert run["connection_weights"] == (0 if name == "residual" else 36)
+        assert run["connection_weights"] == (36 if name == "ancre" else 0)
     assert results["runs"]["residual"]["steps_to_baseline"] == STEPS
 
 
@@ -95,24 +95,39 @@ def test_runs_start_alike_and_see_the_same_batches(example: ModuleType, results:
     config = example.Config(steps=STEPS, seed=3)
     weights = [dict(example.build(name, config).named_parameters()) for name in example.RUNS]
     assert all(torch.equal(value, other[name]) for name, value in weights[0].items() for other in weights)
+    assert weights[0]["model.layers.0.mlp.down_proj.weight"].std().item() == pytest.approx(4 * 0.02, rel=0.05)
     assert weights[0]["model.embed_tokens.weight"].std().item() == pytest.approx(config.embedding, rel=0.05)
 
 
-def test_the_control_has_nothing_to_learn(example: ModuleType) -> None:
-    run = example.Run("ancre-keep-frozen", example.Config(steps=STEPS, seed=0))
-    assert run.connection_weights == 0
+def test_the_fixed_rule_has_nothing_to_learn(example: ModuleType, out: Path) -> None:
+    run = example.Run("ancre-fixed", example.Config(steps=STEPS, seed=0))
     assert not any(p.requires_grad for c in rewire.connections(run.model).values() for p in c.parameters())
+    mean = torch.ones(8, 8).tril() / torch.arange(1, 9)[:, None]
+    torch.testing.assert_close(matrices(out / "ancre-fixed.pt")["model.layers"], 2 * torch.eye(8) - mean)
+
+
+def test_what_stands_still_gets_gradients_and_trains_as_the_plain_model(example: ModuleType) -> None:
+    config = example.Config(steps=STEPS, seed=0)
+    still, plain = (example.Run(name, config) for name in ("ancre-still", "residual"))
+    (connection,) = rewire.connections(still.model).values()
+    gradients: list[torch.Tensor] = []
+    connection.logits.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.clone()))
+    for seed in range(STEPS):
+        batch = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(seed))
+        still.train(batch), plain.train(batch)
+    assert len(gradients) == STEPS and all(gradient.any() for gradient in gradients)
+    assert not connection.logits.any()
+    assert still.losses == pytest.approx(plain.losses, rel=1e-3)
 
 
 def test_the_connection_logits_learn_without_weight_decay(example: ModuleType, out: Path) -> None:
-    run = example.Run("ancre-keep", example.Config(steps=STEPS, seed=0))
+    run = example.Run("ancre", example.Config(steps=STEPS, seed=0))
     weights, logits = run.optimizer.param_groups
     assert [tuple(p.shape) for p in logits["params"]] == [(36,)]
     assert logits["weight_decay"] == 0 < weights["weight_decay"]
     assert len(weights["params"]) + 1 == len(list(run.model.parameters()))
-    learned = matrices(out / "ancre-keep.pt")["model.layers"]
-    start = torch.ones(8, 8).tril() / torch.arange(1, 9)[:, None]
-    assert (learned - start).abs().max() > 1e-3
+    learned = matrices(out / "ancre.pt")["model.layers"]
+    assert (learned - torch.eye(8)).abs().max() > 1e-3
 
 
 def test_the_text_is_split_by_topics(example: ModuleType) -> None:
