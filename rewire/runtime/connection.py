@@ -14,6 +14,7 @@ from rewire.errors import RewireError
 from rewire.mixes.history import History
 from rewire.mixes.tokens import outside_autocast
 from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
+from rewire.runtime.hooks import show_tensors_to_global_hooks
 from rewire.runtime.layout import Layout
 from rewire.runtime.stream import Settled, Stream, Weights
 from rewire.topologies.base import Start, States
@@ -47,6 +48,8 @@ class Connection(nn.Module):
             this module: they come with the stream.
     """
 
+    #: Hooks on all modules pass it over.
+    is_rewires_own = True
     placement: Placement | None = None
     learned_names: tuple[str, ...] = ()
 
@@ -80,6 +83,11 @@ class Connection(nn.Module):
         with torch.no_grad():
             for name, tensor in (*self.named_parameters(), *self.named_buffers()):
                 _set(tensor, values[name])
+
+    def __call__(self, x: Tensor) -> Stream:
+        show_tensors_to_global_hooks()
+        stream: Stream = super().__call__(x)
+        return stream
 
     def forward(self, x: Tensor) -> Stream:
         """A stream at its start, ``x`` being the trunk's input [..., width].

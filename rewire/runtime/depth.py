@@ -347,6 +347,15 @@ class Depth(SeparateInputs):
         live.stream = live.stream.viewed(function)
         return live.read()
 
+    def data(self, x: Any, *new: Any) -> Any:
+        """``x.data``, or ``x.data = new``; of a stream's value what shares its version counter, unlike that."""
+        root = _root(x) if isinstance(x, Tensor) else None
+        if root is not None and any(_root(value) is root for live in self.live for value in live.values):
+            return x.detach().copy_(*new) if new else x.detach()
+        if new:
+            (x.data,) = new
+        return x.data
+
     def normed(self, norm: nn.Module, value: Tensor) -> Tensor:
         """``norm(value)``; computed with the value, if that is a stream's and was read for this norm."""
         live = self._holding(value)
@@ -399,6 +408,11 @@ class Depth(SeparateInputs):
                 f"block '{self.block}' ({self.where}) returned without the value of trunk "
                 f"'{stream.layout.trunk}' after {stream.position} of its {len(stream.layout.units)} residual adds."
             )
+
+
+def _root(x: Tensor) -> Tensor:
+    """What a view is a view of."""
+    return x if x._base is None else x._base
 
 
 def _plain_sum(shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Tensor:

@@ -230,6 +230,42 @@ class Stream(TensorLike):
         value, _ = apart.read()
         return value.residual if isinstance(value, QKVInputs) else value
 
+    def shown(self) -> tuple[Tensor, Callable[[Tensor], Stream]]:
+        """The hidden state that the model would have here, and what makes the stream that goes on with another one.
+
+        A newest state that the next unit reads as it is becomes the other one. Where that unit reads a mix, it reads
+        the other one, and their difference is part of what it writes, as if a branch of it had returned that.
+        """
+        stream = self.summed()
+        if isinstance(stream.held, Awaiting):
+            return self._out(stream.held.sum), stream.carrying
+        places = stream._newest()
+        if places:
+            return self._out(self.layout.restored(stream.states[places[-1]])), stream._replaced
+        value, opened = stream.read()
+        return value.residual if isinstance(value, QKVInputs) else value, opened._changed
+
+    def _newest(self) -> tuple[int, ...]:
+        """Numbers of the newest state among the states, if the next read is of it as it is."""
+        if not isinstance(self.held, Settled):
+            return ()
+        return self.layout.topology.newest(self.states, self.weights.value, self.layout.units[self.position])
+
+    def _replaced(self, state: Tensor) -> Stream:
+        """The stream with another newest state."""
+        states, state = [*self.states], self.layout.channels_last(self._in(state))
+        for place in self._newest():
+            states[place] = state
+        return self._with(tuple(states), Settled())
+
+    def _changed(self, value: Tensor) -> Stream:
+        """The stream with another value than what was read."""
+        assert isinstance(self.held, Reading)
+        (read,), branch, qkv = self.held.parts, self.held.branch, self.held.qkv
+        value = self._in(value)
+        change = value - read if branch is None else branch + (value - read)
+        return self._with(self.states, Reading((value,), change, None if qkv is None else qkv.instead(value)))
+
     def written_to(self, how: str) -> OutOfOrder:
         return OutOfOrder(
             f"the hidden states of trunk '{self.layout.trunk}' were written to in place ({how}) after {self.position} "

@@ -21,7 +21,7 @@ from rewire.code.edited import EDITED, Edited, edits_of, original_class
 from rewire.code.functions import clone, redecorated
 from rewire.code.text import compiled, shown
 from rewire.errors import EditError
-from rewire.passes.editing.backward_hooks import REFUSING
+from rewire.passes.editing.hooks import REGISTERING, restore_hooks, show_hooks
 
 _IS_SHARED = "_rewire_shared"
 
@@ -38,11 +38,13 @@ def install(module: nn.Module, methods: dict[str, Edited], shared: bool = False)
         EditError: the class cannot be derived from.
     """
     module.__class__ = _class(type(module), tuple(methods.values()), shared)
+    show_hooks(module)
 
 
 def uninstall(module: nn.Module) -> None:
     """Give ``module`` its original methods back."""
     module.__class__ = type(module).__mro__[1]
+    restore_hooks(module)
 
 
 def edited_function(original: FunctionType, source: str) -> FunctionType:
@@ -93,7 +95,7 @@ def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
         "__doc__": base.__doc__,
         "__reduce_ex__": _reduce,
         "__init_subclass__": classmethod(init_subclass),
-        **REFUSING,
+        **REGISTERING,
         EDITED: {edited.name: edited for edited in methods},
         _IS_SHARED: shared,
     }
