@@ -90,6 +90,7 @@ class Depth(SeparateInputs):
 
     def _enter(self, stream: Stream, norm: nn.Module | None) -> Tensor:
         """The value of a stream that comes in."""
+        stream.check_loans()
         entry = self._entry(stream)
         if entry is None or stream.position not in entry.adds:
             places = [f"{' or '.join(map(str, e.adds))} of trunk '{e.trunk}'" for e in self.entries]
