@@ -1,4 +1,4 @@
-"""Forward hooks where a stream passes: they get hidden states as the tensors that they are, and what they leave goes on.
+"""Forward hooks where a stream passes: they get hidden states as tensors, and what they leave goes on.
 
 A `Stream` is no tensor, and cannot pass for one: C++ takes the word of ``isinstance`` for it that there is a tensor's
 memory. So it is not what users' hooks see. They get a copy of the hidden state, and the stream goes on with that copy,
@@ -32,6 +32,8 @@ class SeeingTensors:
         hook: as it was registered.
         before: whether it is a pre-hook.
     """
+
+    takes_streams = True
 
     def __init__(self, hook: Callable[..., Any], before: bool) -> None:
         self.hook, self.before = hook, before
@@ -108,23 +110,39 @@ def seeing_tensors(hook: Callable[..., Any], before: bool) -> Callable[..., Any]
     while isinstance(inner, functools.partial):
         inner = inner.func
     package = (getattr(inner, "__module__", None) or "").partition(".")[0]
-    known = isinstance(hook, SeeingTensors) or package in _KNOW_STREAMS
+    known = package in _KNOW_STREAMS or getattr(inner, "takes_streams", False)
     return hook if known else SeeingTensors(hook, before)
 
 
-def show_tensors(hooks: Any, before: bool) -> None:
-    """Let the hooks in one of torch's tables get tensors."""
-    for key, hook in [*hooks.items()]:
-        seeing = seeing_tensors(hook, before)
-        if seeing is not hook:
-            hooks[key] = seeing
+def registering(base: type) -> dict[str, Callable[..., Any]]:
+    """For a subclass of ``base`` whose modules streams pass: methods that register forward hooks, which get tensors."""
+
+    def of(name: str, before: bool) -> Callable[..., Any]:
+        def register(self: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return getattr(base, name)(self, seeing_tensors(hook, before), *args, **kwargs)
+
+        register.__name__ = name
+        return register
+
+    names = {"register_forward_pre_hook": True, "register_forward_hook": False}
+    return {name: of(name, before) for name, before in names.items()}
 
 
-def as_registered(hooks: Any) -> None:
-    """Undo `show_tensors`."""
-    for key, hook in [*hooks.items()]:
-        if isinstance(hook, SeeingTensors):
-            hooks[key] = hook.hook
+def show_tensors(pre_hooks: Any, hooks: Any) -> None:
+    """Let the hooks in torch's tables get tensors."""
+    for table, before in ((pre_hooks, True), (hooks, False)):
+        for key, hook in [*table.items()]:
+            seeing = seeing_tensors(hook, before)
+            if seeing is not hook:
+                table[key] = seeing
+
+
+def as_registered(module: nn.Module) -> None:
+    """Give a module its hooks back as users registered them."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in [*hooks.items()]:
+            if isinstance(hook, SeeingTensors):
+                hooks[key] = hook.hook
 
 
 def show_tensors_to_global_hooks() -> None:
@@ -133,12 +151,12 @@ def show_tensors_to_global_hooks() -> None:
     Raises:
         UnsupportedCall: torch.compile is tracing, and there are some that were not there when the model ran before.
     """
-    tables = (torch_module._global_forward_pre_hooks, True), (torch_module._global_forward_hooks, False)
-    for hooks, before in tables:
-        if torch.compiler.is_compiling() and any(seeing_tensors(hook, before) is not hook for hook in hooks.values()):
-            raise UnsupportedCall(
-                "there are global forward hooks (torch.nn.modules.module.register_module_forward_hook), and "
-                "torch.compile would trace them with streams in place of hidden states: call the model once without "
-                "torch.compile after they are registered."
-            )
-        show_tensors(hooks, before)
+    pre_hooks, hooks = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    if not torch.compiler.is_compiling():
+        show_tensors(pre_hooks, hooks)
+    elif any(seeing_tensors(hook, True) is not hook for hook in (*pre_hooks.values(), *hooks.values())):
+        raise UnsupportedCall(
+            "there are global forward hooks (torch.nn.modules.module.register_module_forward_hook), and torch.compile "
+            "would trace them with streams in place of hidden states: call the model once without torch.compile after "
+            "they are registered."
+        )

@@ -290,9 +290,9 @@ class Stream(TensorLike):
     def written_to(self, how: str) -> OutOfOrder:
         return OutOfOrder(
             f"the hidden states of trunk '{self.layout.trunk}' were written to in place ({how}), or their gradients "
-            f"asked for, after {self.position} of its {len(self.layout.units)} residual adds, outside its blocks, where "
-            "a stream stands for them. Do that in a forward hook of a block, which gets a tensor, or leave the trunk "
-            "out with trunks=[...]."
+            f"asked for, after {self.position} of its {len(self.layout.units)} residual adds, outside its blocks, "
+            "where a stream stands for them. Do that in a forward hook of a block, which gets a tensor, or "
+            "leave the trunk out with trunks=[...]."
         )
 
     def check_recorded(self) -> None:

@@ -238,7 +238,9 @@ def test_what_does_not_fit_is_refused(made: Callable[[Tensor], Any], what: str) 
         return made(out)
 
     rewired.layers[1].register_forward_hook(steering)
-    with pytest.raises(rewire.UnsupportedCall, match=rf"forward hook .*steering on 'layers.1' returned {what}.*restore"):
+    with pytest.raises(
+        rewire.UnsupportedCall, match=rf"forward hook .*steering on 'layers.1' returned {what}.*restore"
+    ):
         rewired(vectors())
 
 

@@ -9,10 +9,10 @@ from torch import nn
 from rewire.code.edited import Edited, is_edited
 from rewire.errors import EditError
 from rewire.mixes.norms import copy_mark, unmark
+from rewire.passes.editing.backward_hooks import check_hooks
 from rewire.passes.editing.edits import FunctionPlan
 from rewire.passes.editing.fusions import NORMS
 from rewire.passes.editing.helper_gate import HelperGate
-from rewire.passes.editing.hooks import check_hooks
 from rewire.passes.editing.install import install, uninstall
 from rewire.runtime.connection import Connection
 from rewire.runtime.gate import Gate

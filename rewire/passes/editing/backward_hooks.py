@@ -1,8 +1,4 @@
-"""Hooks of modules that streams pass.
-
-Forward hooks get tensors in place of streams (`rewire.runtime.hooks`). Backward hooks, which torch calls for tensors
-alone, are refused.
-"""
+"""Backward hooks of modules that streams pass: torch calls them for tensors alone, so that they are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from torch import nn
 from rewire.code.edited import original_class
 from rewire.errors import EditError, UnsupportedCall
 from rewire.runtime.gate import Gate
-from rewire.runtime.hooks import as_registered, seeing_tensors, show_tensors
 
 _WHY = (
     "a residual stream passes it in place of tensors, and torch would not call them. Register them on its norms and "
@@ -33,26 +28,6 @@ def check_hooks(module: nn.Module) -> None:
         raise EditError(f"'{gate.block}' ({gate.where}) has backward hooks: {_WHY}")
 
 
-def show_hooks(module: nn.Module) -> None:
-    """Let the forward hooks that a module has get tensors."""
-    show_tensors(module._forward_pre_hooks, before=True)
-    show_tensors(module._forward_hooks, before=False)
-
-
-def restore_hooks(module: nn.Module) -> None:
-    """Undo `show_hooks`, also of hooks that were registered since."""
-    as_registered(module._forward_pre_hooks)
-    as_registered(module._forward_hooks)
-
-
-def _showing(name: str, before: bool) -> Callable[..., Any]:
-    def register(self: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return getattr(original_class(self), name)(self, seeing_tensors(hook, before), *args, **kwargs)
-
-    register.__name__ = name
-    return register
-
-
 def _refusing(name: str) -> Callable[..., Any]:
     def register(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate = _passed(self)
@@ -64,14 +39,10 @@ def _refusing(name: str) -> Callable[..., Any]:
     return register
 
 
-#: For generated classes, the methods that register hooks.
-REGISTERING = {
-    "register_forward_pre_hook": _showing("register_forward_pre_hook", before=True),
-    "register_forward_hook": _showing("register_forward_hook", before=False),
-    **{
-        name: _refusing(name)
-        for name in ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook")
-    },
+#: For generated classes, the methods that register backward hooks: they refuse where a stream passes.
+REFUSING = {
+    name: _refusing(name)
+    for name in ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook")
 }
 
 
