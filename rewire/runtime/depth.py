@@ -111,9 +111,9 @@ class Depth(SeparateInputs):
             raise OutOfOrder(
                 f"block '{self.block}' was given a plain tensor, but it belongs after residual add "
                 f"{next(iter(entry.adds))} of trunk '{entry.trunk}' and needs the stream that the block before it "
-                "returns. Call the blocks in the model's order and hand on what they return. What changes hidden states "
-                "between blocks belongs in a forward hook of a block, or has to happen on example_inputs, too; if the "
-                "model was rewired without these, pass them; of one that was cut for pipeline parallelism, call "
+                "returns. Call the blocks in the model's order and hand on what they return. What changes hidden "
+                "states between blocks belongs in a forward hook of a block, or has to happen on example_inputs, too; "
+                "if the model was rewired without these, pass them; of one that was cut for pipeline parallelism, call "
                 "rewire.pipeline_stage on every stage."
             )
         if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
