@@ -19,6 +19,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.checkpoint import checkpoint
 
 import rewire
+from rewire.patterns import first_given, patterns_for
+from rewire.patterns.tiny import tiny_model
 from rewire.runtime.stream import Stream
 
 
@@ -164,9 +166,10 @@ def test_tuples_and_keywords(hook: Callable[..., Any], key: str) -> None:
 
 @pytest.mark.parametrize("key", ["residual", "denseformer", "hc-dynamic", "dca"])
 @pytest.mark.parametrize("before", [False, True])
-def test_hooks_on_all_modules(key: str, before: bool) -> None:
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_hooks_on_all_modules(model_type: str, key: str, before: bool) -> None:
     """In the original there is no connection that they would be called for."""
-    model = llama()
+    model = tiny_model(model_type).eval()
     rewired = compiled(model, key, validate=False)
 
     def after_it(_m: Any, _args: Any, out: Any) -> Any:
@@ -181,6 +184,46 @@ def test_hooks_on_all_modules(key: str, before: bool) -> None:
     finally:
         handle.remove()
     compare(model, rewired, False, ids())
+
+
+@pytest.mark.parametrize("key", ["dca", "muddformer", "attnres-qkv"])
+def test_what_attentions_with_separate_inputs_get(key: str) -> None:
+    def steered(_m: Any, args: Any, kwargs: Any) -> Any:
+        assert type(kwargs["hidden_states"]) is Tensor
+        return args, {**kwargs, "hidden_states": changed(kwargs["hidden_states"])}
+
+    model = llama()
+    rewired = compiled(model, key, validate=False)
+    for other in (model, rewired):
+        for layer in other.model.layers:
+            layer.self_attn.register_forward_pre_hook(steered, with_kwargs=True)
+    compare(model, rewired, False, ids())
+
+
+def first_changed(_m: Any, _a: Any, out: Any) -> Any:
+    return (changed(out[0]), *out[1:]) if isinstance(out, tuple) else changed(out)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    kinds_first(
+        [
+            *((kind, key) for kind in ("gpt2", "t5", "swin") for key in (*FAMILIES, "dca")),
+            *((kind, key) for kind in ("bert", "albert", "convnext") for key in ("ancre-ingoing", "muddformer")),
+        ],
+        few=["gpt2", "t5", "swin"],
+    ),
+)
+def test_blocks_of_models(model_type: str, key: str) -> None:
+    """Post-norm, shared and convolutional blocks, encoders with decoders, several stages."""
+    model = tiny_model(model_type).eval()
+    args, kwargs = first_given(patterns_for(model), "example_inputs")(model)
+    rewired = compiled(model, key, validate=False)
+    trunks = [connection.trunk for connection in rewire.connections(rewired).values()]
+    for block in sorted({site.block for trunk in trunks for site in trunk.sites}):
+        for other in (model, rewired):
+            other.get_submodule(block).register_forward_hook(first_changed)
+    assert_close(evaluate(model, args, kwargs), evaluate(rewired, args, kwargs), 1e-4, 1e-3)
 
 
 @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v1"])
