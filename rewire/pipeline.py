@@ -280,8 +280,8 @@ class Boundary:
         if stream.position != self.position or not stream.at_rest or structure != self.structure:
             raise UnsupportedCall(
                 f"the stream of trunk '{self.name}' leaves a stage after residual add {stream.position}, in another "
-                f"form than the next stage takes after residual add {self.position}: cut the model between blocks, and "
-                "return from a stage what its last block returns."
+                f"form than the next stage takes after residual add {self.position}: cut the model between blocks, "
+                "return from a stage what its last block returns, and put no forward hooks on that block."
             )
         held = [*(states[n] for n in self.states), *(stream.weights.learned[name] for name in self.weights)]
         record = Kept(held)

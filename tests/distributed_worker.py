@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
 
 import rewire
 from rewire.kernels.cpu import plain
@@ -102,6 +103,34 @@ def fsdp() -> None:
     assert weights and all(isinstance(p, DTensor) for p in weights)
     assert "enter(" in rewire.source(sharded, "layers.0")
     compare(expected, train(sharded, mine(batch(torch.float32))), 1e-5)
+
+
+def fsdp_hooks() -> None:
+    """Hooks that change hidden states, registered before and after sharding, and one on all modules."""
+
+    def steer(_m: Any, _args: Any, out: Tensor) -> Tensor | None:
+        return 0.5 * out + out.roll(1, -1) if isinstance(out, Tensor) else None
+
+    def halve(_m: Any, args: tuple[Tensor, ...]) -> Any:
+        return (0.5 * args[0],) if isinstance(args[0], Tensor) else None
+
+    def scale(_m: Any, _args: Any, out: Any) -> Any:
+        return 1.01 * out if isinstance(out, Tensor) else None
+
+    handle = register_module_forward_hook(scale)
+    for key in ("ancre-ingoing", "grn-v2", "hc-static", "muddformer"):
+        torch.manual_seed(0)
+        model = mixed(Stack(PreNorm), key)
+        model.layers[0].register_forward_hook(steer)
+        one = copy.deepcopy(model)
+        sharded = shard(model)
+        for other in (one, sharded):
+            other.layers[1].register_forward_hook(steer)
+            other.layers[2].register_forward_pre_hook(halve)
+        expected = train(one, batch(torch.float32))
+        compare(expected, train(sharded, mine(batch(torch.float32))), 1e-4)
+        keep(sharded)
+    handle.remove()
 
 
 def hsdp_every_kind() -> None:

@@ -28,7 +28,7 @@ def run(tmp_path: Path, *scenarios: str, ranks: int = 2) -> None:
 
 def test_training_is_that_of_one_process(tmp_path: Path) -> None:
     trains = ("ddp", "fsdp", "fsdp_bfloat16", "fsdp_mixed", "fsdp_checkpointed", "fsdp_resume", "fsdp_penalty")
-    run(tmp_path, *trains, "sharded_before", "no_own_group")
+    run(tmp_path, *trains, "sharded_before", "no_own_group", "fsdp_hooks")
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ def test_states_are_freed_when_they_were_read_last() -> None:
     def held(model: nn.Module) -> list[int]:
         counts = []
         hooks = [
-            layer.register_forward_hook(lambda _m, _a, out: counts.append(len(tensors(out))))
+            nn.Module.register_forward_hook(layer, lambda _m, _a, out: counts.append(len(tensors(out))))
             for layer in model.layers[:-1]
         ]
         model(vectors())

@@ -12,6 +12,7 @@ from rewire.errors import RewireError
 from rewire.passes.editing.connect import StreamsToTensors
 from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms
 from rewire.runtime.gate import Gate
+from rewire.runtime.hooks import registering, show_tensors
 from rewire.runtime.layout import Layout
 from rewire.runtime.live import Entry
 
@@ -71,6 +72,9 @@ def connect(
                     "the model was ejected: make the model with the arguments that it had then."
                 )
             module.__class__ = edited
+            for name, method in registering(base).items():
+                setattr(edited, name, method)
+            show_tensors(module._forward_pre_hooks, module._forward_hooks)
             _remember_outputs(module)
         gates = {
             name: Gate(path, function.where, [_entry(given, connections) for given in function.trunks], function.helper)

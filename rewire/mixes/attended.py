@@ -142,7 +142,8 @@ class _Claims(torch.autograd.Function):
         scores, states = tensors[0], tensors[-count:]
         x, ctx.states, ctx.reads = states[0], count, scores.shape[-1]
         claims, tallies = stand_ins(x, x.shape, ctx.reads), stand_ins(scores, (3, *x.shape[:-1]), ctx.reads)
-        return (*claims, *tallies, *[x.view_as(x) for x in states for _ in range(through)])
+        # detached, which is no view to autograd: of a view among several results it forbids what writes to it
+        return (*claims, *tallies, *[x.detach() for x in states for _ in range(through)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

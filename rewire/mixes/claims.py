@@ -32,7 +32,8 @@ class Claims(torch.autograd.Function):
         ctx.states, ctx.mixes = count, weights.shape[0] // count
         states = tensors[-count:]
         claims = stand_ins(states[0], states[0].shape, ctx.mixes)
-        return (*claims, *[x.view_as(x) for x in states for _ in range(through)])
+        # detached, which is no view to autograd: of a view among several results it forbids what writes to it
+        return (*claims, *[x.detach() for x in states for _ in range(through)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

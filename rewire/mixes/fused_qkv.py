@@ -81,7 +81,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _plain_weight(projection: Any) -> Tensor | None:
     """Weight [out, in] of a plain linear map; None for anything else."""
-    if projection._forward_hooks or projection._forward_pre_hooks:
+    forward = (projection._forward_hooks, projection._forward_pre_hooks)
+    backward = (projection._backward_hooks, projection._backward_pre_hooks)
+    if any((*forward, *backward)) or nn.modules.module._has_any_global_hook():
         return None
     cls = type(projection)
     if cls is nn.Linear or (cls.__name__ == "FalconLinear" and cls.__module__.startswith("transformers.")):

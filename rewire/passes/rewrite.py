@@ -11,7 +11,7 @@ from torch import nn
 from rewire.copies import shared
 from rewire.errors import EditError
 from rewire.logs import rewrite as log
-from rewire.passes.editing.apply import apply, undo
+from rewire.passes.editing.apply import apply, show_between, undo
 from rewire.passes.editing.connect import StreamsToTensors, convert_collected, copy_norms, register
 from rewire.passes.editing.edits import Key, Plans
 from rewire.passes.editing.plan import plan
@@ -63,6 +63,8 @@ def rewrite(
         log.info("trunk '%s': %s, %d units, start=%r", name, layout.topology, layout.dims.depth, start)
         convert_collected(rewired, trunk)
     apply(rewired, found.evaluation.flow.model, [(function, texts[key]) for key, function in plans.items()], made)
+    for name in chosen:
+        show_between(rewired, trunks[name])
     copy_norms(rewired, set().union(*(function.copied for function in plans.values())))
     return rewired
 

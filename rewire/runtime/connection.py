@@ -15,6 +15,7 @@ from rewire.errors import RewireError
 from rewire.mixes.history import History
 from rewire.mixes.tokens import outside_autocast
 from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
+from rewire.runtime.hooks import show_tensors_to_global_hooks
 from rewire.runtime.layout import Layout
 from rewire.runtime.stream import Settled, Stream, Weights
 from rewire.topologies.base import Start, States
@@ -49,6 +50,8 @@ class Connection(nn.Module):
             this module: they come with the stream.
     """
 
+    #: Hooks on all modules pass it over.
+    is_rewires_own = True
     placement: Placement | None = None
     learned_names: tuple[str, ...] = ()
 
@@ -93,6 +96,11 @@ class Connection(nn.Module):
     def values(self) -> dict[str, Tensor]:
         """The learned weights by name, with gradients, as the formulas have them: what is stored times its unit."""
         return self._values(self._learned())
+
+    def __call__(self, x: Tensor) -> Stream:
+        show_tensors_to_global_hooks()
+        stream: Stream = super().__call__(x)
+        return stream
 
     def forward(self, x: Tensor) -> Stream:
         """A stream at its start, ``x`` being the trunk's input [..., width].

@@ -90,6 +90,7 @@ class Depth(SeparateInputs):
 
     def _enter(self, stream: Stream, norm: nn.Module | None) -> Tensor:
         """The value of a stream that comes in."""
+        stream.check_loans()
         entry = self._entry(stream)
         if entry is None or stream.position not in entry.adds:
             places = [f"{' or '.join(map(str, e.adds))} of trunk '{e.trunk}'" for e in self.entries]
@@ -110,8 +111,9 @@ class Depth(SeparateInputs):
             raise OutOfOrder(
                 f"block '{self.block}' was given a plain tensor, but it belongs after residual add "
                 f"{next(iter(entry.adds))} of trunk '{entry.trunk}' and needs the stream that the block before it "
-                "returns. Call the blocks in the model's order and hand on what they return; if the model was rewired "
-                "without example_inputs, pass them; of one that was cut for pipeline parallelism, call "
+                "returns. Call the blocks in the model's order and hand on what they return. What changes hidden "
+                "states between blocks belongs in a forward hook of a block, or has to happen on example_inputs, too; "
+                "if the model was rewired without these, pass them; of one that was cut for pipeline parallelism, call "
                 "rewire.pipeline_stage on every stage."
             )
         if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
@@ -347,6 +349,15 @@ class Depth(SeparateInputs):
         live.stream = live.stream.viewed(function)
         return live.read()
 
+    def data(self, x: Any, *new: Any) -> Any:
+        """``x.data``, or ``x.data = new``; of a stream's value what shares its version counter, unlike that."""
+        root = _root(x) if isinstance(x, Tensor) else None
+        if root is not None and any(_root(value) is root for live in self.live for value in live.values):
+            return x.detach().copy_(*new) if new else x.detach()
+        if new:
+            (x.data,) = new
+        return x.data
+
     def normed(self, norm: nn.Module, value: Tensor) -> Tensor:
         """``norm(value)``; computed with the value, if that is a stream's and was read for this norm."""
         live = self._holding(value)
@@ -399,6 +410,11 @@ class Depth(SeparateInputs):
                 f"block '{self.block}' ({self.where}) returned without the value of trunk "
                 f"'{stream.layout.trunk}' after {stream.position} of its {len(stream.layout.units)} residual adds."
             )
+
+
+def _root(x: Tensor) -> Tensor:
+    """What a view is a view of."""
+    return x if x._base is None else x._base
 
 
 def _plain_sum(shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Tensor:

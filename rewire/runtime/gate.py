@@ -70,6 +70,7 @@ class Gate:
             if item.position == ended[item.layout.trunk].cut_at:
                 return item
             item.check_recorded()
+            item.check_loans()
             if item.settled().complete:  # nothing is made of the last sum, this time
                 return item.settled().finish()
             raise OutOfOrder(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
-from rewire.runtime.stream import Stream
+from rewire.runtime.stream import Stream, version
 from rewire.topologies.base import QKVInputs
 
 
@@ -71,16 +70,16 @@ class Live:
     @property
     def overwritten(self) -> bool:
         """Whether the value was written to in place after it was read."""
-        return not self.stream.awaiting and [*map(_version, self.values)] != self.versions
+        return not self.stream.awaiting and [*map(version, self.values)] != self.versions
 
     def also(self, value: Tensor) -> None:
         """A cast or a clone of the value is the stream's value, too."""
         self.values.append(value)
-        self.versions.append(_version(value))
+        self.versions.append(version(value))
 
     def normed_by(self, norm: nn.Module, value: Tensor) -> Tensor | None:
         """What ``norm`` makes of the value, if it was computed when that was read."""
-        return self.normed if self.norm is norm and _version(value) == self.versions[0] else None
+        return self.normed if self.norm is norm and version(value) == self.versions[0] else None
 
     def read(self, norm: nn.Module | None = None) -> Tensor:
         """The value; with a norm, what that makes of it is computed, too."""
@@ -102,12 +101,5 @@ class Live:
             read, self.stream = stream.read()
             self.qkv = read if isinstance(read, QKVInputs) else None
             value = read.residual if isinstance(read, QKVInputs) else read
-        self.values, self.versions = [value], [_version(value)]
+        self.values, self.versions = [value], [version(value)]
         return value
-
-
-def _version(value: Tensor) -> int:
-    """How often a tensor was written to; always 0 where it is not counted."""
-    if torch.compiler.is_compiling() or value.is_inference():
-        return 0
-    return value._version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rewire.runtime.stream import Stream
+from rewire.topologies.base import QKVInputs
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -24,12 +26,47 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
             if new is not value[key]:
                 value[key] = new
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = vars(value) if hasattr(value, "__dict__") else {}
-        fields = [field.name for field in dataclasses.fields(value) if field.init and field.name in held]
-        changed = {name: mapped(held[name], change) for name in fields}
+    if _is_instance_of_dataclass(value):
+        held = _fields(value)
+        changed = {name: mapped(item, change) for name, item in held.items()}
         changed = {name: new for name, new in changed.items() if new is not held[name]}
         return dataclasses.replace(value, **changed) if changed else value
+    return value
+
+
+def _is_instance_of_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """What a dataclass was made of, by name."""
+    held = vars(value) if hasattr(value, "__dict__") else {}
+    return {field.name: held[field.name] for field in dataclasses.fields(value) if field.init and field.name in held}
+
+
+def along(passing: Any, value: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """``value`` with ``change(stream, item)`` for each item that stands where ``passing`` has a stream.
+
+    Containers with a change in them are new ones; ``value`` stays as it is.
+    """
+    if isinstance(passing, (Stream, QKVInputs)):
+        return change(passing, value)
+    if isinstance(passing, (tuple, list)) and isinstance(value, (tuple, list)):
+        if len(passing) != len(value):
+            return value
+        items = [along(part, item, change) for part, item in zip(passing, value, strict=True)]
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else like(value, items)
+    if isinstance(passing, dict) and isinstance(value, dict):
+        made = {key: along(passing[key], item, change) for key, item in value.items() if key in passing}
+        made = {key: new for key, new in made.items() if new is not value[key]}
+        changed = copy.copy(value) if made else value
+        for key, new in made.items():
+            changed[key] = new
+        return changed
+    if _is_instance_of_dataclass(passing) and type(passing) is type(value):
+        made = {name: along(item, vars(value)[name], change) for name, item in _fields(passing).items()}
+        made = {name: new for name, new in made.items() if new is not vars(value)[name]}
+        return dataclasses.replace(value, **made) if made else value
     return value
 
 

@@ -34,12 +34,15 @@ class Weights:
         value: the effective weights.
         learned: what they were computed from, by name: a pipeline hands these on to the stages that go on.
         recorded: whether autograd recorded how.
+        loans: values of streams that others read between the last block and the next, and how often they had been
+            written to. (Here, as this object is all that streams of one forward share.)
     """
 
-    __slots__ = ("learned", "recorded", "value")
+    __slots__ = ("learned", "loans", "recorded", "value")
 
     def __init__(self, value: Any, learned: Mapping[str, Tensor] | None = None) -> None:
         self.value, self.learned, self.recorded = value, learned or {}, torch.is_grad_enabled()
+        self.loans: list[tuple[Tensor, int]] = []
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -230,11 +233,66 @@ class Stream(TensorLike):
         value, _ = apart.read()
         return value.residual if isinstance(value, QKVInputs) else value
 
+    def lent(self) -> Tensor:
+        value = self.value()
+        if not torch.compiler.is_compiling():
+            self.weights.loans.append((value, version(value)))
+        return value
+
+    def check_loans(self) -> None:
+        """Refuse to go on where a value that was read was written to: the states would not change with it.
+
+        Raises:
+            OutOfOrder: it was.
+        """
+        if self.weights.loans:
+            written = any(version(value) != before for value, before in self.weights.loans)
+            self.weights.loans = []
+            if written:
+                raise self.written_to("through a view")
+
+    def shown(self) -> tuple[Tensor, Callable[[Tensor], Stream]]:
+        """The hidden state that the model would have here, and what makes the stream that goes on with another one.
+
+        A newest state that the next unit reads as it is becomes the other one. Where that unit reads a mix, it reads
+        the other one, and their difference is part of what it writes, as if a branch of it had returned that.
+        """
+        stream = self.summed()
+        if isinstance(stream.held, Awaiting):
+            return self._out(stream.held.sum), stream.carrying
+        places = stream._newest()
+        if places:
+            return self._out(self.layout.restored(stream.states[places[-1]])), stream._replaced
+        value, opened = stream.read()
+        return value.residual if isinstance(value, QKVInputs) else value, opened._changed
+
+    def _newest(self) -> tuple[int, ...]:
+        """Numbers of the newest state among the states, if the next read is of it as it is."""
+        if not isinstance(self.held, Settled):
+            return ()
+        return self.layout.topology.newest(self.states, self.weights.value, self.layout.units[self.position])
+
+    def _replaced(self, state: Tensor) -> Stream:
+        """The stream with another newest state."""
+        states, state = [*self.states], self.layout.channels_last(self._in(state))
+        for place in self._newest():
+            states[place] = state
+        return self._with(tuple(states), Settled())
+
+    def _changed(self, value: Tensor) -> Stream:
+        """The stream with another value than what was read."""
+        assert isinstance(self.held, Reading)
+        (read,), branch, qkv = self.held.parts, self.held.branch, self.held.qkv
+        value = self._in(value)
+        change = value - read if branch is None else branch + (value - read)
+        return self._with(self.states, Reading((value,), change, None if qkv is None else qkv.instead(value)))
+
     def written_to(self, how: str) -> OutOfOrder:
         return OutOfOrder(
-            f"the hidden states of trunk '{self.layout.trunk}' were written to in place ({how}) after {self.position} "
-            f"of its {len(self.layout.units)} residual adds, outside its blocks, where a stream stands for them. Make "
-            "a new tensor, or leave the trunk out with trunks=[...]."
+            f"the hidden states of trunk '{self.layout.trunk}' were written to in place ({how}), or their gradients "
+            f"asked for, after {self.position} of its {len(self.layout.units)} residual adds, outside its blocks, "
+            "where a stream stands for them. Do that in a forward hook of a block, which gets a tensor, or "
+            "leave the trunk out with trunks=[...]."
         )
 
     def check_recorded(self) -> None:
@@ -395,6 +453,13 @@ class Stream(TensorLike):
                     "need one shape; pass trunks=[...] to leave this trunk out."
                 )
         return tuple(branch if branch.shape == expected else branch.expand(expected) for branch in branches)
+
+
+def version(value: Tensor) -> int:
+    """How often a tensor was written to; always 0 where it is not counted."""
+    if torch.compiler.is_compiling() or value.is_inference():
+        return 0
+    return value._version
 
 
 def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:

@@ -18,12 +18,25 @@ _IN_PLACE = tuple(
 )
 
 
+#: Attributes by which tensors are written to, or their gradients asked for: of a value made for that, nobody would
+#: see either.
+_IN_VAIN = ("data", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "grad")
+
+
 class TensorLike:
-    """An object that can be read as a tensor, its `value`, and not be written to in place."""
+    """An object that can be read as a tensor, its `value`, and not be written to in place.
+
+    It is no tensor to ``isinstance``. An object whose ``__class__`` says so is one to C++ as well, which then reads
+    memory that is not there.
+    """
 
     def value(self) -> Tensor:
         """The tensor that it stands for."""
         raise NotImplementedError
+
+    def lent(self) -> Tensor:
+        """`value`, where others may keep it, or views of it."""
+        return self.value()
 
     def written_to(self, how: str) -> Exception:
         """The error that says that somebody tried to."""
@@ -44,12 +57,12 @@ class TensorLike:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name.endswith("_"):
+        if name.endswith("_") or name in _IN_VAIN:
             raise self.written_to(name)
-        return getattr(self.value(), name)
+        return getattr(self.lent(), name)
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self.value()[index]
+        return self.lent()[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise self.written_to("an assignment to its elements")
@@ -58,7 +71,7 @@ class TensorLike:
         return len(self.value())
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.value())
+        return iter(self.lent())
 
 
 def _is_like(value: Any) -> bool:
@@ -66,12 +79,12 @@ def _is_like(value: Any) -> bool:
 
 
 def _value_of(value: Any) -> Any:
-    return value.value() if isinstance(value, TensorLike) else value
+    return value.lent() if isinstance(value, TensorLike) else value
 
 
 def _operator(name: str) -> Any:
     def apply(self: TensorLike, *others: Any) -> Any:
-        return getattr(torch.Tensor, name)(self.value(), *map(_value_of, others))
+        return getattr(torch.Tensor, name)(self.lent(), *map(_value_of, others))
 
     return apply
 

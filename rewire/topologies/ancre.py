@@ -176,6 +176,9 @@ class ANCRe(Recurrence[Shortcuts]):
     def push(self, states: States, weights: Shortcuts, t: int, x: Tensor) -> States:
         return x, states[1]
 
+    def newest(self, states: States, weights: Shortcuts, t: int) -> tuple[int, ...]:
+        return (0,)
+
     def finish(self, states: States, weights: Shortcuts, dims: Dims) -> Tensor:
         return states[0]
 
@@ -278,6 +281,9 @@ class ANCReConstant(Recurrence[None]):
 
     def push(self, states: States, weights: None, t: int, x: Tensor) -> States:
         return (*groups.kept(states, t, self.block), x)
+
+    def newest(self, states: States, weights: None, t: int) -> tuple[int, ...]:
+        return (-1,)
 
     def finish(self, states: States, weights: None, dims: Dims) -> Tensor:
         return states[-1]

@@ -66,6 +66,16 @@ class QKVInputs:
     v: Tensor
     residual: Tensor
 
+    def shown(self) -> tuple[Tensor, Callable[[Tensor], QKVInputs]]:
+        """What hooks see of them, and what makes such inputs of what they leave."""
+        return self.residual, self.instead
+
+    def instead(self, residual: Tensor) -> QKVInputs:
+        """Those with another residual: the difference is added to all; what is one tensor stays one."""
+        change, given = residual - self.residual, (self.q, self.k, self.v, self.residual)
+        made = {id(x): x + change for x in given} | {id(self.residual): residual}
+        return QKVInputs(*(made[id(x)] for x in given))
+
 
 class Topology(ABC, Generic[W]):
     """How the T units of a trunk are connected: `start`, `read`, `write`, `finish`, and the weights they use.
@@ -154,6 +164,13 @@ class Topology(ABC, Generic[W]):
     @abstractmethod
     def finish(self, states: States, weights: W, dims: Dims) -> Tensor:
         """The trunk's output after its last unit."""
+
+    def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
+        """Which of the states are ``x_{t-1}``, if that is what unit t reads, as it is; none if it reads a mix.
+
+        A hook that changes hidden states between blocks changes these.
+        """
+        return ()
 
     def lasting(self, states: States) -> States:
         """States between units without what `read` computes again if it is not there: what a pipeline's stage sends."""
@@ -250,6 +267,9 @@ class FirstOrder(Recurrence[W]):
 
     def push(self, states: States, weights: W, t: int, x: Tensor) -> States:
         return (x,)
+
+    def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
+        return (0,)
 
     def finish(self, states: States, weights: W, dims: Dims) -> Tensor:
         return states[0]

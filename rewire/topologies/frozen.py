@@ -136,6 +136,12 @@ class Frozen(Recurrence[Constants]):
             values[line.target] = x if line is written else _sum(line, values, weights)
         return tuple(values[name] for name in self._after[t])
 
+    def newest(self, states: States, weights: Constants, t: int) -> tuple[int, ...]:
+        """Where it is the one value that unit t - 1 wrote."""
+        names, read = self._after[t - 1], self._program.units[t - 1].read
+        written = [] if t == 1 else [line.target for line in self._program.units[t - 2].after if _has(line, t - 1)]
+        return (names.index(read),) if written == [read] and read in names else ()
+
     def finish(self, states: States, weights: Constants, dims: Dims) -> Tensor:
         values = self._named(self._after[-1], states)
         self._run(self._program.finish, values, weights)
@@ -152,7 +158,7 @@ class Frozen(Recurrence[Constants]):
     def written(self, t: int) -> Line | None:
         """The line of unit t whose value passes the norm of a post-norm block."""
         lines = self._program.units[t - 1].after
-        return next((line for line in lines if any(term.source == branch_of(t) for term in line.terms)), None)
+        return next((line for line in lines if _has(line, t)), None)
 
     @staticmethod
     def _named(names: Sequence[str], states: States) -> dict[str, Tensor]:
@@ -190,6 +196,11 @@ def _sum(
     if not sources:
         return total(tuple(added))
     return mix(sources, [_looked_up(weight, weights) for weight in factors], added)
+
+
+def _has(line: Line, t: int) -> bool:
+    """Whether the branch output of unit t is part of it."""
+    return any(term.source == branch_of(t) for term in line.terms)
 
 
 def _looked_up(weight: Weight, constants: Constants) -> Tensor | float:

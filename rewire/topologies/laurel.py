@@ -178,6 +178,9 @@ class LaurelLR(Recurrence[LowRank]):
     def push(self, states: States, weights: LowRank, t: int, x: Tensor) -> States:
         return (x,)
 
+    def newest(self, states: States, weights: LowRank, t: int) -> tuple[int, ...]:
+        return (-1,)
+
     def finish(self, states: States, weights: LowRank, dims: Dims) -> Tensor:
         return states[-1]
 

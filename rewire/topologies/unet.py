@@ -79,6 +79,11 @@ class UNet(Recurrence[Skips]):
         waiting = states[:-1]
         return (*waiting, x, x) if t <= len(weights.scales) else (*waiting, x)
 
+    def newest(self, states: States, weights: Skips, t: int) -> tuple[int, ...]:
+        if t >= weights.first:
+            return ()
+        return (-2, -1) if 1 < t <= len(weights.scales) + 1 else (-1,)  # the former waits for its partner
+
     def finish(self, states: States, weights: Skips, dims: Dims) -> Tensor:
         return states[-1]
 

@@ -210,7 +210,9 @@ class TestWiring:
         """Nothing waits between checkpointed blocks: what waits would be kept beside the state that it makes."""
         model, waiting = mixed(Checkpointed(), key, granularity="sublayer"), []
         for layer in model.layers[1:]:
-            layer.register_forward_pre_hook(lambda _, args: waiting.append(isinstance(args[0].held, Unsummed)))
+            nn.Module.register_forward_pre_hook(
+                layer, lambda _, args: waiting.append(isinstance(args[0].held, Unsummed))
+            )
         check(model, states())
         assert len(waiting) == 8 and not any(waiting)  # twice each, with kernels and without
         want = results(model, states())

@@ -60,3 +60,18 @@ def test_bfloat16_and_autocast() -> None:
     assert project_fused(linear, 3, (2, 2, 2), *inputs.bfloat16()).dtype == torch.bfloat16
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert project_fused(linear.float(), 3, (2, 2, 2), *inputs).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook", "on all modules"])
+def test_hooks_on_the_projection_are_called(register: str) -> None:
+    called: list[nn.Module] = []
+
+    def hook(module: nn.Module, *_: object) -> None:
+        called.append(module)
+
+    linear, inputs = nn.Linear(8, 18), torch.randn(3, 4, 8, requires_grad=True)
+    on_all = nn.modules.module.register_module_forward_hook
+    handle = on_all(hook) if register == "on all modules" else getattr(linear, register)(hook)
+    project_fused(linear, 3, (2, 2, 2), *inputs).sum().backward()
+    handle.remove()
+    assert called and set(called) == {linear}

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rewire.runtime.nested import mapped, with_item
+from rewire.runtime.nested import along, mapped, with_item
+from rewire.topologies.base import QKVInputs
 
 Pair = collections.namedtuple("Pair", "a b")
 
@@ -51,3 +52,15 @@ def test_one_tensor_of_several_changes() -> None:
     assert with_item(("a", ONE, ONE), 1, doubled) == ("a", ONE, TWO)
     assert with_item(Pair(ONE, ONE), 0, doubled) == Pair(TWO, ONE)
     assert with_item(ONE, None, doubled) == with_item(ONE, 3, doubled) == TWO
+
+
+def test_items_change_where_streams_stand() -> None:
+    qkv = QKVInputs(ONE, ONE, ONE, ONE)
+    given: dict[str, Any] = {"hidden": [qkv, 2], "other": ONE}
+    value = {"hidden": [3, 4], "other": TWO, "new": 5}
+    made = along(given, value, lambda passing, item: (passing is qkv, item))
+    assert made == {"hidden": [(True, 3), 4], "other": TWO, "new": 5}
+    assert value == {"hidden": [3, 4], "other": TWO, "new": 5} and given["hidden"] == [qkv, 2]
+    assert along(Pair(qkv, ONE), Pair(3, ONE), lambda _, item: item + 1) == Pair(4, ONE)  # type: ignore[arg-type]
+    for other in ("text", (1, 2, 3), None):
+        assert along((qkv, ONE), other, lambda *_: "changed") is other

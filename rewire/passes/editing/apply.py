@@ -17,6 +17,7 @@ from rewire.passes.editing.install import install, uninstall
 from rewire.runtime.connection import Connection
 from rewire.runtime.gate import Gate
 from rewire.runtime.live import Entry
+from rewire.trunk import Trunk
 
 
 def apply(
@@ -56,6 +57,23 @@ def apply(
             install(module, methods, shared=not any(plan.adds for plan, _ in of_module))
         check_hooks(module)
         _mark_norms(module, looked_at.get_submodule(path), [plan for plan, _ in of_module])
+
+
+def show_between(model: nn.Module, trunk: Trunk) -> None:
+    """Let hooks on modules that only pass the trunk's stream on to blocks in them (nn.Sequential) get tensors, too."""
+    blocks = [site.block for site in trunk.sites]
+    around = {path for block in blocks for path in above(block)}
+    for path in sorted(around):
+        module = model.get_submodule(path)
+        holds_all = all(path in above(block) for block in blocks)
+        if not (holds_all or is_edited(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict))):
+            install(module, {}, shared=True)
+
+
+def above(path: str) -> list[str]:
+    """The paths of the modules around one, the model's own first."""
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts))] if path else []
 
 
 def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection]) -> Gate:

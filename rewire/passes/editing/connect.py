@@ -51,6 +51,8 @@ def place(trunk: Trunk) -> str:
 class StreamsToTensors:
     """Forward hook: hidden states that a model collected between the blocks of ``trunks`` come out as tensors."""
 
+    takes_streams = True
+
     def __init__(self) -> None:
         self.trunks: set[str] = set()
 

@@ -22,6 +22,7 @@ from rewire.code.functions import clone, redecorated
 from rewire.code.text import compiled, shown
 from rewire.errors import EditError
 from rewire.passes.editing.backward_hooks import REFUSING
+from rewire.runtime.hooks import as_registered, registering, show_tensors
 
 _IS_SHARED = "_rewire_shared"
 
@@ -38,11 +39,13 @@ def install(module: nn.Module, methods: dict[str, Edited], shared: bool = False)
         EditError: the class cannot be derived from.
     """
     module.__class__ = _class(type(module), tuple(methods.values()), shared)
+    show_tensors(module._forward_pre_hooks, module._forward_hooks)
 
 
 def uninstall(module: nn.Module) -> None:
     """Give ``module`` its original methods back."""
     module.__class__ = type(module).__mro__[1]
+    as_registered(module)
 
 
 def edited_function(original: FunctionType, source: str) -> FunctionType:
@@ -93,6 +96,7 @@ def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
         "__doc__": base.__doc__,
         "__reduce_ex__": _reduce,
         "__init_subclass__": classmethod(init_subclass),
+        **registering(base),
         **REFUSING,
         EDITED: {edited.name: edited for edited in methods},
         _IS_SHARED: shared,

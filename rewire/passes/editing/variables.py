@@ -14,8 +14,9 @@ _FREE = {"shape", "dtype", "device", "ndim", "size", "dim"}
 def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
     """Whether a function only hands variables, those that are ``given``, from one of these calls to the next.
 
-    Between the first and the last of them, the variable may be an argument of a call, be asked for its shape, and be
-    given another name.
+    Between the first and the last of them, the variable may be an argument of one of them, or of a call that gets what
+    one of them calls (``checkpoint(block, x)``), be asked for its shape, and be given another name. Any other function
+    may ask what it got, when it is called one day, and a stream is no tensor.
     """
     parents = text.parents
     statements = list(_statements(text.tree, calls, parents))
@@ -27,7 +28,7 @@ def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
         if more == names:
             break
         names = more
-    return all(_harmless(node, parents) for node in reads if node.id in names)
+    return all(_harmless(node, parents, calls) for node in reads if node.id in names)
 
 
 def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | None:
@@ -46,29 +47,36 @@ def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | 
     return (span_of(last), tuple(sorted(names))) if names else None
 
 
-#: Functions that tell a stream from a tensor.
-_ASKED = {"isinstance", "issubclass", "is_tensor", "type", "id", "hasattr", "callable"}
-
-
-#: Methods by which an object keeps a value: ``self.hidden.append(x)``.
+#: Methods by which an object keeps a value: ``hidden.append(x)``.
 _KEPT = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault", "put"}
 
 
-def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
+def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST], calls: Sequence[ast.Call]) -> bool:
     """Whether a variable, or an element of it, is only handed on where it is read."""
     read: ast.expr = node
     parent = parents[read]
     if isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Constant):
         read, parent = parent, parents[parent]
+    if isinstance(parent, ast.keyword):
+        parent = parents[parent]
     if isinstance(parent, ast.Call):
-        called = parent.func.attr if isinstance(parent.func, ast.Attribute) else getattr(parent.func, "id", "")
-        kept = called in _KEPT and isinstance(getattr(parent.func, "value", None), ast.Attribute)
-        return read is not parent.func and called not in _ASKED and not kept
+        return read is not parent.func and _calls_a_block(parent, calls)
     if isinstance(parent, ast.Attribute):
         return parent.attr in _FREE
     if isinstance(parent, ast.Tuple):  # hidden states + (x,): what was collected becomes tensors when it is returned
         return isinstance(parents[parent], (ast.BinOp, ast.AugAssign))
-    return isinstance(parent, ast.keyword) or _renamed(node, parents)
+    return _renamed(node, parents)
+
+
+def _calls_a_block(call: ast.Call, calls: Sequence[ast.Call]) -> bool:
+    """Whether a call is one of these, or on another way through the code is given, or calls, what one of them calls.
+
+    Or it collects in a variable: hidden states in there become tensors when they are returned.
+    """
+    if isinstance(call.func, ast.Attribute) and call.func.attr in _KEPT and isinstance(call.func.value, ast.Name):
+        return True
+    blocks = {ast.dump(known.func) for known in calls}
+    return call in calls or any(ast.dump(part) in blocks for part in ast.walk(call) if isinstance(part, ast.expr))
 
 
 def _renamed(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:

@@ -68,6 +68,7 @@ class _Editor:
             for change in writer(self, edit)
         ]
         changes += sorted(own, key=lambda change: not change.argument)
+        changes += self._data() if self.plan.opened and self.plan.adds else []
         if not self.plan.method:
             changes += [self._gate_parameter(), *self._supers()]
         return rendered(self.text.text, changes)
@@ -129,6 +130,21 @@ class _Editor:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                 return node is self.text.tree
         return False
+
+    def _data(self) -> list[Change]:
+        """``depth.data(x)`` for ``x.data``: of a stream's value something by which writes to it are noticed."""
+        nodes = [n for n in ast.walk(self.text.tree) if isinstance(n, ast.Attribute) and n.attr == "data"]
+        return [change for node in nodes if not self._is_module(node) for change in self._data_of(node)]
+
+    def _data_of(self, node: ast.Attribute) -> list[Change]:
+        span, of, statement = self.text.span(node), self.text.span(node.value), self.parents[node]
+        if isinstance(statement, ast.Assign) and statement.targets == [node]:
+            whole, value = self.text.span(statement), self.text.span(statement.value)
+            return [Change(*whole, lambda render: f"{self.depth}.data({render(*of)}, {render(*value)})")]
+        if not isinstance(node.ctx, ast.Load) and not isinstance(statement, ast.AugAssign):
+            return []
+        all_of_it = "" if isinstance(node.ctx, ast.Load) else "[...]"
+        return [Change(*span, lambda render: f"{self.depth}.data({render(*of)}){all_of_it}")]
 
     def _leave(self, node: ast.AST) -> Change:
         assert isinstance(node, ast.Return) and node.value is not None

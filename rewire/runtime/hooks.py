@@ -1,0 +1,162 @@
+"""Forward hooks where a stream passes: they get hidden states as tensors, and what they leave goes on.
+
+A `Stream` is no tensor, and cannot pass for one: C++ takes the word of ``isinstance`` for it that there is a tensor's
+memory. So it is not what users' hooks see. They get a copy of the hidden state, and the stream goes on with that copy,
+or with what the hook returned in its place (`Stream.shown`): values, writes of any kind to it, and gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from rewire.errors import UnsupportedCall
+from rewire.runtime.nested import along
+from rewire.runtime.stream import Stream
+from rewire.topologies.base import QKVInputs
+
+#: Packages whose hooks get streams. FSDP2 and checkpointing take them apart as pytrees; what transformers collects
+#: becomes tensors when the model returns it.
+_KNOW_STREAMS = ("torch", "transformers", "rewire")
+
+
+class SeeingTensors:
+    """A user's forward hook or pre-hook, on a module that hidden states pass.
+
+    Args:
+        hook: as it was registered.
+        before: whether it is a pre-hook.
+    """
+
+    takes_streams = True
+
+    def __init__(self, hook: Callable[..., Any], before: bool) -> None:
+        self.hook, self.before = hook, before
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        if getattr(type(module), "is_rewires_own", False):
+            return None  # the original has no such module
+        changing = len(given) if self.before else 1
+        read, changed = given[: len(given) - changing], given[len(given) - changing :]
+        shown = _Shown(self._name, _path(module))
+        seen = [along(part, part, shown.show) for part in changed]
+        if not shown.places:
+            return self.hook(module, *[along(part, part, _value) for part in read], *changed)
+        result = self.hook(module, *[along(part, part, _value) for part in read], *seen)
+        if self.before and len(given) == 2:
+            result = seen if result is None else result
+            return tuple([along(part, new, shown.put) for part, new in zip(changed, result, strict=True)])
+        result = seen[0] if result is None else result
+        if self.before and not isinstance(result, tuple):
+            result = (result,)
+        return along(changed[0], result, shown.put)
+
+    @property
+    def _name(self) -> str:
+        kind = "forward pre-hook" if self.before else "forward hook"
+        return f"{kind} {getattr(self.hook, '__qualname__', None) or repr(self.hook)}"
+
+
+class _Shown:
+    """The hidden states that one call of a hook got."""
+
+    def __init__(self, hook: str, where: str) -> None:
+        self.hook, self.where = hook, where
+        #: What passes, the tensor that the hook got for it, and what makes the same of another tensor.
+        self.places: list[tuple[Any, Tensor, Callable[[Tensor], Any]]] = []
+
+    def show(self, passing: Stream | QKVInputs, _: Any) -> Tensor:
+        known = next((copy for other, copy, _ in self.places if other is passing), None)
+        if known is not None:
+            return known
+        value, put = passing.shown()
+        copy = value.clone()
+        self.places.append((passing, copy, put))
+        return copy
+
+    def put(self, passing: Stream | QKVInputs, item: Any) -> Any:
+        copy, put = next((copy, put) for other, copy, put in self.places if other is passing)
+        if not isinstance(item, Tensor):
+            raise self._refused(f"a {type(item).__name__}", copy)
+        if (item.shape, item.dtype) != (copy.shape, copy.dtype):
+            raise self._refused(f"a tensor of shape {tuple(item.shape)} and {item.dtype}", copy)
+        return put(item)
+
+    def _refused(self, what: str, copy: Tensor) -> UnsupportedCall:
+        return UnsupportedCall(
+            f"{self.hook} on {self.where} returned {what} in place of hidden states of shape {tuple(copy.shape)} and "
+            f"{copy.dtype}: the other states of the residual stream would not fit. Return a tensor like the one that "
+            "it gets, put it on a norm or a branch inside the block, or use rewire.restore(model)."
+        )
+
+
+def _value(passing: Stream | QKVInputs, _: Any) -> Tensor:
+    return passing.value() if isinstance(passing, Stream) else passing.residual
+
+
+def _path(module: nn.Module) -> str:
+    blocks = (value.block for value in vars(module).values() if hasattr(value, "passes_stream"))
+    return f"'{next(blocks, type(module).__name__)}'"
+
+
+def seeing_tensors(hook: Callable[..., Any], before: bool) -> Callable[..., Any]:
+    """A hook that gets tensors, of one that a user registered."""
+    inner = hook
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    package = (getattr(inner, "__module__", None) or "").partition(".")[0]
+    known = package in _KNOW_STREAMS or getattr(inner, "takes_streams", False)
+    return hook if known else SeeingTensors(hook, before)
+
+
+def registering(base: type) -> dict[str, Callable[..., Any]]:
+    """For a subclass of ``base`` whose modules streams pass: methods that register forward hooks, which get tensors."""
+
+    def of(name: str, before: bool) -> Callable[..., Any]:
+        def register(self: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return getattr(base, name)(self, seeing_tensors(hook, before), *args, **kwargs)
+
+        register.__name__ = name
+        return register
+
+    names = {"register_forward_pre_hook": True, "register_forward_hook": False}
+    return {name: of(name, before) for name, before in names.items()}
+
+
+def show_tensors(pre_hooks: Any, hooks: Any) -> None:
+    """Let the hooks in torch's tables get tensors."""
+    for table, before in ((pre_hooks, True), (hooks, False)):
+        for key, hook in [*table.items()]:
+            seeing = seeing_tensors(hook, before)
+            if seeing is not hook:
+                table[key] = seeing
+
+
+def as_registered(module: nn.Module) -> None:
+    """Give a module its hooks back as users registered them."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in [*hooks.items()]:
+            if isinstance(hook, SeeingTensors):
+                hooks[key] = hook.hook
+
+
+def show_tensors_to_global_hooks() -> None:
+    """Let hooks on all modules get tensors: nobody is told when they are registered, so look when a stream begins.
+
+    Raises:
+        UnsupportedCall: torch.compile is tracing, and there are some that were not there when the model ran before.
+    """
+    pre_hooks, hooks = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    if not torch.compiler.is_compiling():
+        show_tensors(pre_hooks, hooks)
+    elif any(seeing_tensors(hook, True) is not hook for hook in (*pre_hooks.values(), *hooks.values())):
+        raise UnsupportedCall(
+            "there are global forward hooks (torch.nn.modules.module.register_module_forward_hook), and torch.compile "
+            "would trace them with streams in place of hidden states: call the model once without torch.compile after "
+            "they are registered."
+        )
