@@ -14,6 +14,8 @@ from rewire.errors import RewireError
 from rewire.mixes.history import History
 from rewire.mixes.tokens import outside_autocast
 from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
+from rewire.ranks.forward import compare
+from rewire.ranks.meeting import agree, facts_of
 from rewire.runtime.layout import Layout
 from rewire.runtime.stream import Settled, Stream, Weights
 from rewire.topologies.base import Start, States
@@ -96,6 +98,33 @@ class Connection(nn.Module):
         learned = self._learned(placement)
         return Stream.begin(x, self._effective(learned), layout, placement, learned)
 
+    def check_ranks(self, x: Tensor) -> None:
+        """Before a training forward: compare with the ranks that run it, too.
+
+        Not as a part of `forward`: FSDP gathers the weights before that, and fails where they have other shapes. In
+        compiled code only where FSDP's hooks break the graph in any case.
+
+        Raises:
+            RewireError: they have rewired differently.
+        """
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):
+            return
+        if torch.compiler.is_compiling() and not self._has_own_group:
+            return
+        if not x.is_meta and type(x).__name__ != "FakeTensor":
+            mesh = x.device_mesh if is_dtensor(x) else self.placement and self.placement.mesh
+            compare(self, self.agreed, mesh, self.layout.trunk)
+
+    @property
+    def _has_own_group(self) -> bool:
+        return any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
+
+    def agreed(self) -> dict[str, Any]:
+        """What ranks that train one model have to have in common."""
+        layout = self.layout
+        more = {"start": self.start, "norms behind adds": sorted(layout.posts), "channel dimension": layout.channel_dim}
+        return {**self.recipe(), **more}
+
     def receiving(self) -> Connection:
         """One like this, whose learned weights come with the stream, from an earlier pipeline stage."""
         other = copy.copy(self)
@@ -133,7 +162,7 @@ class Connection(nn.Module):
             raise RewireError(
                 f"the connection weights of trunk '{self.layout.trunk}' are on the pipeline stage on which it starts."
             )
-        sharded = any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
+        sharded = self._has_own_group
         learned = {name: _gathered(p) if sharded or is_dtensor(p) else p for name, p in self.named_parameters()}
         return learned if placement is None else placement.reduced(learned)
 
@@ -305,8 +334,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
         mesh: the ranks that share one sequence; in a mesh of several dimensions, hidden states are sharded along all.
         sequence: whether each rank has a part of the tokens. False: all have all of them (tensor parallelism alone).
 
+    All ranks of the mesh call it, and their recipes are compared.
+
     Raises:
-        RewireError: the model was not rewired.
+        TypeError: ``mesh`` is no device mesh.
+        RewireError: the model was not rewired, or differently on these ranks.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))  # doctest: +SKIP
@@ -314,8 +346,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
         >>> rewire.parallelize(rewired, mesh, sequence=True)  # doctest: +SKIP
     """
     found = connections(model)
+    if type(mesh).__name__ != "DeviceMesh":
+        raise TypeError(
+            f"mesh must be a DeviceMesh, not {mesh!r}: make one with torch.distributed.device_mesh.init_device_mesh, and "
+            "pass it, or the dimensions of it whose ranks share one sequence, such as mesh['tp']."
+        )
     if not found:
         raise RewireError(f"{type(model).__name__} has no connection weights: rewire it first, then parallelize it.")
+    agree("parallelize", mesh.mesh.flatten().tolist(), facts_of({name: c.agreed() for name, c in found.items()}))
     for connection in found.values():
         connection.placement = Placement(mesh, tuple(range(mesh.ndim)) if sequence else ())
 
