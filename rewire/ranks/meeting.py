@@ -111,14 +111,26 @@ def agree(kind: str, ranks: Sequence[int], facts: Mapping[str, Any]) -> None:
         Meeting(kind, ranks, facts).wait()
 
 
+def check_alike(posts: Sequence[Mapping[str, Any]]) -> None:
+    """Compare what all ranks have gathered, ``{"rank": .., "facts": ..}`` with one trunk each: those of one name.
+
+    Raises:
+        RewireError: they differ.
+    """
+    for name in dict.fromkeys(name for post in posts for name in post["facts"]["trunks"]):
+        same = [post for post in posts if name in post["facts"]["trunks"]]
+        if any(post["facts"] != same[0]["facts"] for post in same):
+            raise RewireError(difference(same))
+
+
 def difference(posts: Sequence[Mapping[str, Any]]) -> str:
     """A message about ranks that differ: ``{"rank": .., "facts": ..}`` of some of them."""
     reference, *others = sorted(posts, key=lambda post: post["rank"])
-    told: dict[str, list[int]] = {}
+    told: dict[str, dict[int, None]] = {}
     for post in others:
         for text in _differing(post["facts"], reference["facts"], reference["rank"]):
-            told.setdefault(text, []).append(post["rank"])
-    lines = [f"{_named(ranks)} {text}" for text, ranks in told.items()]
+            told.setdefault(text, {})[post["rank"]] = None
+    lines = [f"{_named(list(ranks))} {text}" for text, ranks in told.items()]
     return (
         "ranks that train one model have rewired it differently, so that their connection weights do not mean the "
         f"same: {'; '.join(lines)}. Rewire with the same topology, options and version of rewire on every rank."

@@ -11,12 +11,13 @@ purpose, in one process group or not, have no such gradients: ensembles, actor a
 A few numbers are compared, through the store: a rank leaves those of its connection weights under a key that is made of
 another weight's gradient, or finds those of a rank that came first. Nobody waits. Who finds others than its own leaves a
 note, which is read before the next step: in between, gradients are summed, so that all ranks concerned have come. All of
-them raise there. Steps 1, 2, 4, .. 1,024, and then each 1,024th, are looked at.
+them raise there. Steps 2, 4, 8, .. 1,024, and then each 1,024th, are looked at.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -44,6 +45,7 @@ _GRADIENTS, _VALUES = 0.05, 1e-3  # relative differences that are more than roun
 #: The facts of connections that are trained.
 _CONNECTIONS: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
 _WATCHES: WeakKeyDictionary[Optimizer, Watch] = WeakKeyDictionary()
+_NUMBERS = itertools.count()
 
 
 def watch(connection: nn.Module, facts: Mapping[str, Any]) -> None:
@@ -65,13 +67,16 @@ class Watch:
     """What is compared before the steps of one optimiser.
 
     Attributes:
+        number: of optimisers before it; ranks that train one model have made the same.
         count: of steps.
         left: keys of the last comparison, and whether this rank came first.
+        before: directions of the gradients of other weights, when they were last looked at.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.number, self.count = next(_NUMBERS), 0
         self.left: dict[str, bool] = {}
+        self.before: dict[int, list[float]] = {}
 
     def step(self, optimizer: Optimizer) -> None:
         if self.left:
@@ -79,7 +84,7 @@ class Watch:
         self.count += 1
         if self.count & (self.count - 1) == 0 or self.count % 1024 == 0:
             with torch.no_grad():
-                self._leave(optimizer, store_of("watch"))
+                self._look(optimizer)
 
     def _hear(self, store: dist.Store) -> None:
         """Raise what somebody found."""
@@ -90,32 +95,32 @@ class Watch:
             if store.check([f"{key}/note"]):
                 raise RewireError(store.get(f"{key}/note").decode())
 
-    def _leave(self, optimizer: Optimizer, store: dist.Store) -> None:
-        """Leave what this rank has, or compare it with what is there."""
+    def _look(self, optimizer: Optimizer) -> None:
+        """Leave what this rank has for each of some other weights, or compare it with what is there."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if _has_gradient(p)]
         if not parameters or _is_capturing(parameters[0]):
             return
         ours, trunks = _trunks({id(p) for p in parameters})
-        if not trunks:
-            return
-        for other in _others([p for p in parameters if id(p) not in ours]):
+        before, self.before = self.before, {}
+        for other in _others([p for p in parameters if id(p) not in ours]) if trunks else ():
             norm, signs = _sketch([_local(other.grad)])
             if not (math.isfinite(norm) and norm > 0):
                 continue
-            direction = [sign / norm for sign in signs]
-            post = {
-                "rank": dist.get_rank(),
-                "direction": direction,
-                "exact": 1e-4 if other.grad.dtype in (torch.float32, torch.float64) else 2e-2,
-                "trunks": {k: {**t, "gradient": [g / norm for g in t["gradient"]]} for k, t in trunks.items()},
-            }
-            place = json.dumps([list(_local(other).shape), [round(sign / _GRID) for sign in direction]])
-            key = hashlib.sha256(place.encode()).hexdigest()
-            found = json.loads(store.compare_set(key, "", json.dumps(post)))
-            self.left[key] = found["rank"] == post["rank"]
-            told = "" if self.left[key] else _told(found, post)
-            if told:
-                store.compare_set(f"{key}/note", "", told)
+            direction = self.before[id(other)] = [sign / norm for sign in signs]
+            exact = 1e-4 if other.grad.dtype in (torch.float32, torch.float64) else 2e-2
+            # Those that are the same at every step say nothing about data: of a bias behind which all is linear, say.
+            if id(other) in before and _furthest(direction, before[id(other)]) > 10 * exact:
+                scaled = {name: {**trunk, "gradient": [g / norm for g in trunk["gradient"]]} for name, trunk in trunks.items()}
+                place = [self.number, self.count, list(_local(other).shape), [round(sign / _GRID) for sign in direction]]
+                self._leave(place, {"rank": dist.get_rank(), "direction": direction, "exact": exact, "trunks": scaled})
+
+    def _leave(self, place: list[Any], post: dict[str, Any]) -> None:
+        store, key = store_of("watch"), hashlib.sha256(json.dumps(place).encode()).hexdigest()
+        found = json.loads(store.compare_set(key, "", json.dumps(post)))
+        self.left[key] = found["rank"] == post["rank"]
+        told = "" if self.left[key] else _told(found, post)
+        if told:
+            store.compare_set(f"{key}/note", "", told)
 
 
 def _trunks(trained: set[int]) -> tuple[set[int], dict[str, Any]]:
@@ -175,6 +180,10 @@ def _sketch(tensors: list[Tensor]) -> tuple[float, list[float]]:
     return float(seen.norm()), (seen @ signs).tolist()
 
 
+def _furthest(one: list[float], two: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, two, strict=True))
+
+
 def _flat(sketch: tuple[float, list[float]]) -> list[float]:
     return [sketch[0], *sketch[1]]
 
@@ -188,7 +197,7 @@ def _apart(one: list[float], two: list[float], share: float, least: float = 0.0)
 def _told(found: Mapping[str, Any], post: Mapping[str, Any]) -> str:
     """What contradicts in what two ranks have; nothing, if they do not train one model, or nothing does."""
     exact = max(found["exact"], post["exact"])
-    if max(abs(a - b) for a, b in zip(found["direction"], post["direction"], strict=True)) > exact:
+    if _furthest(found["direction"], post["direction"]) > exact:
         return ""
     for name in found["trunks"].keys() & post["trunks"].keys():
         one, two = found["trunks"][name], post["trunks"][name]

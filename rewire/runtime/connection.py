@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 #: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
 CONNECTIONS = "depth_connections"
 
+_NUMBERS = itertools.count()
+
 
 class Connection(nn.Module):
     """Connection weights of one trunk; calling it opens the trunk's stream.
@@ -47,6 +50,7 @@ class Connection(nn.Module):
         placement: where hidden states that are plain tensors lie on a device mesh, if `parallelize` said so.
         learned_names: of the learned weights. On a pipeline stage that goes on with a trunk they are no parameters of
             this module: they come with the stream.
+        number: of connections before this one in this process; copies have the same.
     """
 
     placement: Placement | None = None
@@ -56,7 +60,7 @@ class Connection(nn.Module):
         self, layout: Layout, start: Start, device: torch.device | str | None = None, trunk: Trunk | None = None
     ) -> None:
         super().__init__()
-        self.trunk = trunk
+        self.trunk, self.number = trunk, next(_NUMBERS)
         self._connect(layout, start, device)
 
     def _connect(self, layout: Layout, start: Start, device: torch.device | str | None) -> None:
