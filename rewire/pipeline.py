@@ -24,7 +24,7 @@ from rewire.mixes.history import History
 from rewire.passes.editing.connect import register
 from rewire.placement import Placement, is_dtensor
 from rewire.ranks import chain
-from rewire.ranks.meeting import check_alike, facts_of
+from rewire.ranks.meeting import check_alike
 from rewire.runtime.connection import Connection
 from rewire.runtime.gate import Gate
 from rewire.runtime.live import Entry
@@ -73,7 +73,7 @@ def pipeline_stage(stage: nn.Module) -> None:
                 f"the streams of trunks {' and '.join(repr(part.name) for part in crossing)} would cross at the same "
                 "place: cut the model where it has one stream."
             )
-    chain.check_chains([chain.Part(_facts(p.connection), p.connection.number, p.first, p.last) for p in parts])
+    chain.check_chains([chain.Part(p.connection.facts(), p.connection.number, p.first, p.last) for p in parts])
     held = {part.name: _placed(stage, part) for part in parts}
     for module in stage.modules():
         for entry in entries_of(module):
@@ -113,7 +113,7 @@ def pipeline_cache(parts: Sequence[nn.Module], group: dist.ProcessGroup | None =
     turns = list(zip(leaves[:-1], enters[1:], strict=True))
     mine = [(a.place, b.place) for a, b in turns if a is not None and b is not None and a.place[0] == b.place[0]]
     trunks = {hook.boundary.name: hook.boundary.connection for hook in (*enters, *leaves) if hook is not None}
-    posts = [{"rank": dist.get_rank(), "facts": _facts(connection)} for connection in trunks.values()]
+    posts = [{"rank": dist.get_rank(), "facts": connection.facts()} for connection in trunks.values()]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (mine, posts), group)
     check_alike([post for _, some in gathered for post in some])
@@ -197,10 +197,6 @@ def _home(stage: nn.Module, part: Part) -> str:
     if not isinstance(stage.get_submodule(home), nn.Sequential):
         return home
     return next(path for path, module in stage.named_modules() if any(entry.adds for entry in entries_of(module)))
-
-
-def _facts(connection: Connection) -> dict[str, Any]:
-    return facts_of({connection.layout.trunk: connection.agreed()})
 
 
 class _Crossing:

@@ -369,7 +369,9 @@ class ContextBlock(Block):
         self.self_attn = ContextAttention()
 
 
-def steps(model: nn.Module, count: int, optimizer: type, clip: bool, sums: Callable[[str], bool], data: int = 0) -> None:
+def steps(
+    model: nn.Module, count: int, optimizer: type, clip: bool, sums: Callable[[str], bool], data: int = 0
+) -> None:
     """Training on this rank's part of a sequence; gradients of what ``sums`` names are summed by hand."""
     made = optimizer(model.parameters(), lr=1e-3)
     weight = torch.randn(2, LENGTH, 23, generator=torch.Generator().manual_seed(4))

@@ -13,12 +13,15 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
 from rewire.errors import RewireError
 from rewire.ranks.meeting import GRACE, PATIENCE, alone, difference, store_of
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 
 class Part(NamedTuple):
@@ -57,7 +60,7 @@ class _Rounds:
         self.number = 0
         self.parts: list[Part] = []
 
-    def store(self, part: Part) -> dist.Store:
+    def store(self, part: Part) -> Store:
         """Where ranks leave what they have in this round."""
         if not self.number or not all(part.fits(other) for other in self.parts):
             self.number, self.parts = self.number + 1, []
@@ -84,7 +87,7 @@ def check_chains(parts: Sequence[Part]) -> None:
         _check(part.facts, store)
 
 
-def _leave(part: Part, store: dist.Store) -> None:
+def _leave(part: Part, store: Store) -> None:
     (trunk,) = part.facts["trunks"]
     post = {"rank": dist.get_rank(), "facts": part.facts, "first": part.first, "last": part.last}
     mine = json.dumps(post, sort_keys=True)
@@ -96,7 +99,7 @@ def _key(facts: Mapping[str, Any], first: int) -> str:
     return f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()}/{first}"
 
 
-def _check(facts: Mapping[str, Any], store: dist.Store) -> None:
+def _check(facts: Mapping[str, Any], store: Store) -> None:
     end, pause = time.monotonic() + PATIENCE, 0.001
     others: list[dict[str, Any]] = []
     while (gap := _gap(facts, store)) is not None and time.monotonic() < end:
@@ -111,7 +114,7 @@ def _check(facts: Mapping[str, Any], store: dist.Store) -> None:
         raise RewireError(difference(_others(facts, gap, store) or others))
 
 
-def _gap(facts: Mapping[str, Any], store: dist.Store) -> int | None:
+def _gap(facts: Mapping[str, Any], store: Store) -> int | None:
     """Where the first part of this recipe is missing."""
     place: int | None = 0
     while place is not None:
@@ -121,7 +124,7 @@ def _gap(facts: Mapping[str, Any], store: dist.Store) -> int | None:
     return None
 
 
-def _others(facts: Mapping[str, Any], gap: int, store: dist.Store) -> list[dict[str, Any]]:
+def _others(facts: Mapping[str, Any], gap: int, store: Store) -> list[dict[str, Any]]:
     """What others have at a gap, and ranks with these facts; nothing, if nobody has anything there."""
     (trunk,) = facts["trunks"]
     posts = [json.loads(store.get(f"{trunk}/{number + 1}")) for number in range(store.add(trunk, 0))]

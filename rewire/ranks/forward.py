@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rewire.placement import is_dtensor
-from rewire.ranks.meeting import PATIENCE, Meeting, alone, facts_of
-from rewire.ranks.watch import watch
+from rewire.ranks.meeting import PATIENCE, Meeting, alone
+from rewire.ranks.watch import Watched
 
 
 class _Known:
@@ -27,15 +27,13 @@ class _Known:
 _KNOWN: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
-@torch._disable_dynamo
-def compare(connection: nn.Module, recipe: Callable[[], Mapping[str, Any]], mesh: Any, trunk: str) -> None:
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def compare(connection: Watched, mesh: Any) -> None:
     """Compare with the ranks that run this forward, too, as far as that is known; once for each group.
 
     Args:
         connection: its parameters say whether FSDP or DTensor have placed them.
-        recipe: makes what must agree.
         mesh: on which hidden states lie, if that is declared.
-        trunk: name of the trunk.
 
     Raises:
         RewireError: they differ.
@@ -45,12 +43,11 @@ def compare(connection: nn.Module, recipe: Callable[[], Mapping[str, Any]], mesh
     known = _KNOWN.get(connection)
     if known is None:
         known = _KNOWN[connection] = _Known()
-        watch(connection, facts_of({trunk: recipe()}))
     for group, replicated in _groups(connection, mesh, known):
         if group not in known.meetings:
             ranks = _ranks(group)
-            facts = {**recipe(), **(_sums(connection) if replicated else {})}
-            meeting = Meeting("forward", ranks, facts_of({trunk: facts})) if len(ranks) > 1 else None
+            facts = connection.facts() | (_sums(connection) if replicated else {})
+            meeting = Meeting("forward", ranks, facts) if len(ranks) > 1 else None
             known.meetings[group] = meeting if meeting is not None and not meeting.wait(PATIENCE) else None
         else:
             later = known.meetings[group]
@@ -60,7 +57,8 @@ def compare(connection: nn.Module, recipe: Callable[[], Mapping[str, Any]], mesh
 
 def _groups(connection: nn.Module, mesh: Any, known: _Known) -> Iterator[tuple[Any, bool]]:
     """Meshes and process groups whose ranks run this forward together, and whether each has all of the weights."""
-    own: Any = next((p.device_mesh for p in connection.parameters() if is_dtensor(p)), None)
+    weights: list[Any] = list(connection.parameters())
+    own = next((weight.device_mesh for weight in weights if is_dtensor(weight)), None)
     sharding = own if own is not None else _fsdp_mesh(connection, known)
     if sharding is not None:
         yield sharding, False
@@ -98,4 +96,4 @@ def _sums(connection: nn.Module) -> dict[str, str]:
     weights: list[Tensor] = [parameter.detach().double() for parameter in connection.parameters()]
     total = sum(float(weight.sum()) for weight in weights)
     squares = sum(float(weight.square().sum()) for weight in weights)
-    return {"connection weights with sum and sum of squares": f"{total:.6g}, {squares:.6g}"}
+    return {"connection weights with sum, sum of squares": f"{total:.6g}, {squares:.6g}"}

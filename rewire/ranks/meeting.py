@@ -14,11 +14,14 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from rewire.errors import RewireError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 #: Seconds for which a rank waits for others.
 PATIENCE = 30.0
@@ -41,17 +44,18 @@ def _is_fake() -> bool:
     return dist.get_backend() == "fake"
 
 
-def store_of(name: str) -> dist.Store:
-    from torch.distributed.distributed_c10d import _get_default_store
+def store_of(name: str) -> Store:
+    """The store of the default process group, from which nobody else reads under this name."""
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-    return dist.PrefixStore(f"rewire/{name}", _get_default_store())
+    return PrefixStore(f"rewire/{name}", _get_default_store())
 
 
 def facts_of(trunks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What must agree, as plain data: the version of rewire, and for each trunk its recipe."""
     from rewire import __version__
 
-    facts = {"version": __version__, "trunks": trunks}
+    facts = {"rewire": __version__, "trunks": trunks}
     plain: dict[str, Any] = json.loads(json.dumps(facts, sort_keys=True, default=lambda value: type(value).__name__))
     return plain
 
@@ -143,18 +147,22 @@ def _named(ranks: Sequence[int]) -> str:
 
 def _differing(facts: Mapping[str, Any], reference: Mapping[str, Any], rank: int) -> Iterator[str]:
     """What differs from ``reference``, the facts of ``rank``: as in "topology A where rank 0 has B"."""
-    if facts["version"] != reference["version"]:
-        yield f"rewire {facts['version']} where rank {rank} has {reference['version']}"
+    for key in reference.keys() & facts.keys() - {"trunks"}:
+        if facts[key] != reference[key]:
+            yield f"{key} {facts[key]} where rank {rank} has {reference[key]}"
     for name in dict.fromkeys([*reference["trunks"], *facts["trunks"]]):
         here, there = facts["trunks"].get(name), reference["trunks"].get(name)
         if here is None or there is None:
-            yield f"{'no ' if here is None else ''}trunk '{name}' where rank {rank} has {'one' if here is None else 'none'}"
+            no, one = ("no ", "one") if here is None else ("", "none")
+            yield f"{no}trunk '{name}' where rank {rank} has {one}"
             continue
         same = here.get("topology") == there.get("topology")
         for key in dict.fromkeys([*there, *here]):
             if key == "options" and same:
-                options = (here["options"], there["options"])
-                yield from (_told(o, *(side.get(o) for side in options), name, rank) for o in _unequal(*options))
+                mine, its = here["options"], there["options"]
+                yield from (
+                    _told(option, mine.get(option), its.get(option), name, rank) for option in _unequal(mine, its)
+                )
             elif key != "options" and here.get(key) != there.get(key):
                 yield _told(key, here.get(key), there.get(key), name, rank)
 

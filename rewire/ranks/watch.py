@@ -8,21 +8,22 @@ weights, up to that factor.** (The factor is that of clipping, by norms which di
 weights drift apart from the first step, and values by themselves would tell nothing.) Models that are independent on
 purpose, in one process group or not, have no such gradients: ensembles, actor and critic, local SGD, two pipelines.
 
-A few numbers are compared, through the store: a rank leaves those of its connection weights under a key that is made of
-another weight's gradient, or finds those of a rank that came first. Nobody waits. Who finds others than its own leaves a
-note, which is read before the next step: in between, gradients are summed, so that all ranks concerned have come. All of
-them raise there. Steps 2, 4, 8, .. 1,024, and then each 1,024th, are looked at.
+A few numbers are compared, through the store: a rank leaves those of its connection weights under a key that is made
+of another weight's gradient, or finds those of a rank that came first. Nobody waits. Who finds others than its own
+leaves a note, which is read before the next step: in between, gradients are summed, so that all ranks concerned have
+come. All of them raise there. Steps 2, 4, 8, .. 1,024, and then each 1,024th, are looked at.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -42,17 +43,38 @@ _FEWEST = 8  # numbers in one: directions in few dimensions are the same by chan
 _LEAST = 1e-6  # gradients of connection weights, over the other's, that are more than rounding
 _GRADIENTS, _VALUES = 0.05, 1e-3  # relative differences that are more than rounding
 
-#: The facts of connections that are trained.
-_CONNECTIONS: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+#: All connections of this process.
+_CONNECTIONS: WeakSet[Watched] = WeakSet()
 _WATCHES: WeakKeyDictionary[Optimizer, Watch] = WeakKeyDictionary()
 _NUMBERS = itertools.count()
 
 
-def watch(connection: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Look at this connection's weights before steps of optimisers from now on."""
-    if not _CONNECTIONS:
-        register_optimizer_step_pre_hook(_before_step)
-    _CONNECTIONS[connection] = facts
+class Watched(nn.Module):
+    """A connection: its weights are looked at before the steps of optimisers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watch()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._watch()
+
+    def _watch(self) -> None:
+        _hook()
+        _CONNECTIONS.add(self)
+
+    def facts(self) -> dict[str, Any]:
+        """What ranks that train one model have to have in common."""
+        raise NotImplementedError
+
+
+@functools.cache
+def _hook() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -86,7 +108,7 @@ class Watch:
             with torch.no_grad():
                 self._look(optimizer)
 
-    def _hear(self, store: dist.Store) -> None:
+    def _hear(self, store: Store) -> None:
         """Raise what somebody found."""
         left, self.left = self.left, {}
         for key, first in left.items():
@@ -107,15 +129,16 @@ class Watch:
             if not (math.isfinite(norm) and norm > 0):
                 continue
             direction = self.before[id(other)] = [sign / norm for sign in signs]
-            exact = 1e-4 if other.grad.dtype in (torch.float32, torch.float64) else 2e-2
+            exact = 1e-5 if other.grad.dtype in (torch.float32, torch.float64) else 2e-2
             # Those that are the same at every step say nothing about data: of a bias behind which all is linear, say.
             if id(other) in before and _furthest(direction, before[id(other)]) > 10 * exact:
-                scaled = {name: {**trunk, "gradient": [g / norm for g in trunk["gradient"]]} for name, trunk in trunks.items()}
-                place = [self.number, self.count, list(_local(other).shape), [round(sign / _GRID) for sign in direction]]
-                self._leave(place, {"rank": dist.get_rank(), "direction": direction, "exact": exact, "trunks": scaled})
+                cell = [round(sign / _GRID) for sign in direction]
+                place = [self.number, self.count, list(_local(other).shape), cell]
+                self._leave(place, {"direction": direction, "exact": exact, "norm": norm, "trunks": trunks})
 
     def _leave(self, place: list[Any], post: dict[str, Any]) -> None:
         store, key = store_of("watch"), hashlib.sha256(json.dumps(place).encode()).hexdigest()
+        post["rank"] = dist.get_rank()
         found = json.loads(store.compare_set(key, "", json.dumps(post)))
         self.left[key] = found["rank"] == post["rank"]
         told = "" if self.left[key] else _told(found, post)
@@ -127,10 +150,11 @@ def _trunks(trained: set[int]) -> tuple[set[int], dict[str, Any]]:
     """The connection weights among what is trained, and a sketch of those of each trunk, by the part that is here."""
     ours: set[int] = set()
     trunks: dict[str, Any] = {}
-    for connection, facts in list(_CONNECTIONS.items()):
+    for connection in list(_CONNECTIONS):
         weights: list[Any] = [p for p in connection.parameters() if id(p) in trained]
         if weights:
             ours.update(map(id, weights))
+            facts = connection.facts()
             (name,) = facts["trunks"]
             trunks[f"{name} {sorted({str(_part(weight)) for weight in weights})}"] = {
                 "facts": facts,
@@ -146,7 +170,8 @@ def _others(parameters: list[Any]) -> Iterator[Any]:
     for parameter in parameters:
         if _local(parameter).numel() >= _FEWEST:
             shapes.setdefault(_local(parameter).shape, []).append(parameter)
-    chosen = [p for _, same in sorted(shapes.items(), key=lambda i: i[0].numel()) for p in dict.fromkeys((same[0], same[-1]))]
+    by_size = sorted(shapes.values(), key=lambda same: _local(same[0]).numel())
+    chosen = [parameter for same in by_size for parameter in dict.fromkeys((same[0], same[-1]))]
     yield from chosen[:_OTHERS]
 
 
@@ -173,7 +198,7 @@ def _part(weight: Any) -> list[int]:
 
 
 def _sketch(tensors: list[Tensor]) -> tuple[float, list[float]]:
-    """The norm of some numbers, and their sums with random signs: how far two sketches are apart tells how far they are."""
+    """The norm of some numbers, and sums of them with random signs: these are as far apart as the numbers are."""
     seen = torch.cat([tensor.detach().flatten()[:_SEEN].cpu().double() for tensor in tensors])
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (seen.numel(), _SIGNS), generator=generator).double() * 2 - 1
@@ -203,7 +228,8 @@ def _told(found: Mapping[str, Any], post: Mapping[str, Any]) -> str:
         one, two = found["trunks"][name], post["trunks"][name]
         if one["facts"] != two["facts"]:
             return difference([{"rank": p["rank"], "facts": t["facts"]} for p, t in ((found, one), (post, two))])
-        apart = _apart(one["gradient"], two["gradient"], _GRADIENTS, _LEAST)
+        here, there = ([g / p["norm"] for g in t["gradient"]] for p, t in ((found, one), (post, two)))
+        apart = _apart(here, there, _GRADIENTS, _LEAST)
         if apart or _apart(one["value"], two["value"], _VALUES):
             (trunk,) = one["facts"]["trunks"]
             ranks = sorted((found["rank"], post["rank"]))

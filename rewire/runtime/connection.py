@@ -17,6 +17,7 @@ from rewire.mixes.tokens import outside_autocast
 from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
 from rewire.ranks.forward import compare
 from rewire.ranks.meeting import agree, facts_of
+from rewire.ranks.watch import Watched
 from rewire.runtime.layout import Layout
 from rewire.runtime.stream import Settled, Stream, Weights
 from rewire.topologies.base import Start, States
@@ -34,7 +35,7 @@ CONNECTIONS = "depth_connections"
 _NUMBERS = itertools.count()
 
 
-class Connection(nn.Module):
+class Connection(Watched):
     """Connection weights of one trunk; calling it opens the trunk's stream.
 
     Being called once per forward, it can have an FSDP group of its own. Its parameters are plain float32 ones and stay
@@ -102,7 +103,7 @@ class Connection(nn.Module):
         learned = self._learned(placement)
         return Stream.begin(x, self._effective(learned), layout, placement, learned)
 
-    def check_ranks(self, x: Tensor) -> None:
+    def check_ranks(self, x: Any) -> None:
         """Before a training forward: compare with the ranks that run it, too.
 
         Not as a part of `forward`: FSDP gathers the weights before that, and fails where they have other shapes. In
@@ -117,14 +118,17 @@ class Connection(nn.Module):
             return
         if not x.is_meta and type(x).__name__ != "FakeTensor":
             mesh = x.device_mesh if is_dtensor(x) else self.placement and self.placement.mesh
-            compare(self, self.agreed, mesh, self.layout.trunk)
+            compare(self, mesh)
 
     @property
     def _has_own_group(self) -> bool:
         return any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
 
-    def agreed(self) -> dict[str, Any]:
-        """What ranks that train one model have to have in common."""
+    def facts(self) -> dict[str, Any]:
+        return facts_of({self.layout.trunk: self.shared()})
+
+    def shared(self) -> dict[str, Any]:
+        """What the trunk has to be on all ranks that train one model."""
         layout = self.layout
         more = {"start": self.start, "norms behind adds": sorted(layout.posts), "channel dimension": layout.channel_dim}
         return {**self.recipe(), **more}
@@ -352,12 +356,12 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
     found = connections(model)
     if type(mesh).__name__ != "DeviceMesh":
         raise TypeError(
-            f"mesh must be a DeviceMesh, not {mesh!r}: make one with torch.distributed.device_mesh.init_device_mesh, and "
-            "pass it, or the dimensions of it whose ranks share one sequence, such as mesh['tp']."
+            f"mesh must be a DeviceMesh, not {mesh!r}: make one with torch.distributed.device_mesh.init_device_mesh, "
+            "and pass it, or the dimensions of it whose ranks share one sequence, such as mesh['tp']."
         )
     if not found:
         raise RewireError(f"{type(model).__name__} has no connection weights: rewire it first, then parallelize it.")
-    agree("parallelize", mesh.mesh.flatten().tolist(), facts_of({name: c.agreed() for name, c in found.items()}))
+    agree("parallelize", mesh.mesh.flatten().tolist(), facts_of({name: c.shared() for name, c in found.items()}))
     for connection in found.values():
         connection.placement = Placement(mesh, tuple(range(mesh.ndim)) if sequence else ())
 
