@@ -369,9 +369,7 @@ class ContextBlock(Block):
         self.self_attn = ContextAttention()
 
 
-def steps(
-    model: nn.Module, count: int, optimizer: type, clip: bool, sums: Callable[[str], bool], data: int = 0
-) -> None:
+def steps(model: nn.Module, count: int, optimizer: Any, clip: bool, sums: Callable[[str], bool], data: int = 0) -> None:
     """Training on this rank's part of a sequence; gradients of what ``sums`` names are summed by hand."""
     made = optimizer(model.parameters(), lr=1e-3)
     weight = torch.randn(2, LENGTH, 23, generator=torch.Generator().manual_seed(4))
@@ -405,6 +403,32 @@ def drifting() -> None:
     count = itertools.count()
     sums = lambda name: others(name) or next(count) < 5  # noqa: E731
     refuses("different gradients", lambda: steps(model, 9, torch.optim.SGD, True, sums))
+
+
+class ByHand:
+    """An optimiser that is none of torch's."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.parameters, self.lr = list(parameters), lr
+
+    def zero_grad(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.parameters:
+            p.sub_(self.lr * p.grad)
+
+
+def drifting_by_hand() -> None:
+    """Steps of other optimisers are seen by what they have done: values of the embedding, and of connections."""
+    others = lambda name: "depth_connections" not in name  # noqa: E731
+    words = "ranks 0 and 1 have the same values of other weights and different values .*rewire.parallelize"
+    for key in ("ancre-ingoing", "muddformer"):
+        refuses(words, lambda key=key: steps(context(key), 10, ByHand, False, others))
+        steps(context(key), 10, ByHand, False, lambda name: True)
+        steps(context(key), 10, ByHand, False, lambda name: False)
 
 
 def silent() -> None:

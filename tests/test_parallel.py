@@ -28,7 +28,7 @@ def test_gradients_are_those_of_one_process_and_what_is_wrong_is_refused(tmp_pat
 
 
 def test_parallelism_that_nobody_declared(tmp_path: Path) -> None:
-    run(tmp_path, "silent", "drifting")
+    run(tmp_path, "silent", "drifting", "drifting_by_hand")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rewire.placement import is_dtensor
 from rewire.ranks.meeting import PATIENCE, Meeting, alone
-from rewire.ranks.watch import Watched
+from rewire.ranks.watch import Watched, watch_values
 
 
 class _Known:
@@ -27,19 +27,20 @@ class _Known:
 _KNOWN: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def compare(connection: Watched, mesh: Any) -> None:
+def compare(connection: Watched, x: Tensor, mesh: Any) -> None:
     """Compare with the ranks that run this forward, too, as far as that is known; once for each group.
 
     Args:
         connection: its parameters say whether FSDP or DTensor have placed them.
+        x: the trunk's input.
         mesh: on which hidden states lie, if that is declared.
 
     Raises:
         RewireError: they differ.
     """
-    if alone():
+    if alone() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
+    watch_values(connection, x)
     known = _KNOWN.get(connection)
     if known is None:
         known = _KNOWN[connection] = _Known()

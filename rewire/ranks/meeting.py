@@ -35,13 +35,9 @@ _LONGEST = 80  # characters of a value in a message
 
 
 def alone() -> bool:
-    """Whether there is no other process to compare with."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2 or _is_fake()
-
-
-def _is_fake() -> bool:
-    """Whether the other ranks are made up (torch's "fake" backend, which counts memory and traffic)."""
-    return dist.get_backend() == "fake"
+    """Whether other ranks do not exist, or are made up (torch's "fake" backend, to count memory and traffic)."""
+    world = dist.group.WORLD if dist.is_available() else None
+    return world is None or world.size() < 2 or dist.get_backend(world) == "fake"
 
 
 def store_of(name: str) -> Store:

@@ -20,9 +20,8 @@ import functools
 import hashlib
 import itertools
 import json
-import math
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -32,23 +31,20 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rewire.errors import RewireError
-from rewire.placement import is_dtensor
-from rewire.ranks.meeting import alone, difference, store_of
-
-_SEEN = 1024  # numbers of a tensor that are looked at
-_SIGNS = 8  # random sums of them
-_GRID = 0.1  # of these sums, over the norm: to find what is nearly the same
-_OTHERS = 12  # weights with which gradients are compared
-_FEWEST = 8  # numbers in one: directions in few dimensions are the same by chance
-_LEAST = 1e-6  # gradients of connection weights, over the other's, that are more than rounding
-_GRADIENTS, _VALUES = 0.05, 1e-3  # relative differences that are more than rounding
+from rewire.placement import FURTHEST
+from rewire.ranks.meeting import alone, store_of
+from rewire.ranks.sketch import Sketch, cell, chosen, furthest, local, part, told
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+#: How far apart the directions of one gradient may be, after clipping.
+_EXACT = {torch.float32: 1e-5, torch.float64: 1e-5}
 #: All connections of this process.
 _CONNECTIONS: WeakSet[Watched] = WeakSet()
-_WATCHES: WeakKeyDictionary[Optimizer, Watch] = WeakKeyDictionary()
+#: Those whose weights an optimiser of torch moves.
+_STEPPED: WeakSet[Watched] = WeakSet()
+_WATCHES: WeakKeyDictionary[Optimizer | Watched, Watch] = WeakKeyDictionary()
 _NUMBERS = itertools.count()
 
 
@@ -81,32 +77,56 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling() or alone():
         return
     if optimizer not in _WATCHES:
-        _WATCHES[optimizer] = Watch()
-    _WATCHES[optimizer].step(optimizer)
+        _WATCHES[optimizer] = Watch("gradients")
+    _WATCHES[optimizer].step(lambda: _gradients(optimizer))
+
+
+def watch_values(connection: Watched, x: Tensor) -> None:
+    """In a training forward: look at weights that something else than an optimiser of torch has moved.
+
+    Args:
+        connection: its weights have a history of versions.
+        x: the trunk's input; other weights are those behind it.
+    """
+    if connection not in _WATCHES:
+        _WATCHES[connection] = Watch("values")
+    watch, version = _WATCHES[connection], sum(local(p)._version for p in connection.parameters())
+    if version != watch.version and connection not in _STEPPED:
+        watch.version = version
+        watch.step(lambda: _values(connection, x))
+
+
+#: Other weights, by which ranks know each other: what each is named on this rank, its gradient or value, and how far
+#: apart directions of the same numbers may be; and the sketches of trunks.
+Others: TypeAlias = list[tuple[int, Tensor, float]]
+Seen: TypeAlias = tuple[Others, dict[str, Any]]
 
 
 class Watch:
-    """What is compared before the steps of one optimiser.
+    """What is compared of one optimiser's weights, or one connection's.
 
     Attributes:
-        number: of optimisers before it; ranks that train one model have made the same.
+        kind: what of other weights is looked at.
+        number: of watches before it that had something to look at; ranks that train one model have the same.
         count: of steps.
         left: keys of the last comparison, and whether this rank came first.
-        before: directions of the gradients of other weights, when they were last looked at.
+        before: directions of other weights' numbers, when they were last looked at.
+        version: of a connection's weights.
     """
 
-    def __init__(self) -> None:
-        self.number, self.count = next(_NUMBERS), 0
+    def __init__(self, kind: str) -> None:
+        self.kind, self.count, self.version = kind, 0, 0
+        self.number: int | None = None
         self.left: dict[str, bool] = {}
         self.before: dict[int, list[float]] = {}
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, look: Callable[[], Seen]) -> None:
         if self.left:
             self._hear(store_of("watch"))
         self.count += 1
         if self.count & (self.count - 1) == 0 or self.count % 1024 == 0:
             with torch.no_grad():
-                self._look(optimizer)
+                self._compare(*look())
 
     def _hear(self, store: Store) -> None:
         """Raise what somebody found."""
@@ -117,62 +137,74 @@ class Watch:
             if store.check([f"{key}/note"]):
                 raise RewireError(store.get(f"{key}/note").decode())
 
-    def _look(self, optimizer: Optimizer) -> None:
+    def _compare(self, others: Others, trunks: dict[str, Any]) -> None:
         """Leave what this rank has for each of some other weights, or compare it with what is there."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if _has_gradient(p)]
-        if not parameters or _is_capturing(parameters[0]):
-            return
-        ours, trunks = _trunks({id(p) for p in parameters})
+        if trunks and self.number is None:
+            self.number = next(_NUMBERS)
         before, self.before = self.before, {}
-        for other in _others([p for p in parameters if id(p) not in ours]) if trunks else ():
-            norm, signs = _sketch([_local(other.grad)])
-            if not (math.isfinite(norm) and norm > 0):
+        for name, numbers, exact in others if trunks else ():
+            sketch = Sketch([numbers])
+            direction = sketch.direction
+            if direction is None:
                 continue
-            direction = self.before[id(other)] = [sign / norm for sign in signs]
-            exact = 1e-5 if other.grad.dtype in (torch.float32, torch.float64) else 2e-2
+            self.before[name] = direction
             # Those that are the same at every step say nothing about data: of a bias behind which all is linear, say.
-            if id(other) in before and _furthest(direction, before[id(other)]) > 10 * exact:
-                cell = [round(sign / _GRID) for sign in direction]
-                place = [self.number, self.count, list(_local(other).shape), cell]
-                self._leave(place, {"direction": direction, "exact": exact, "norm": norm, "trunks": trunks})
+            if name in before and furthest(direction, before[name]) > 10 * exact:
+                place = [self.kind, self.number, self.count, list(numbers.shape), cell(direction)]
+                self._leave(place, {"direction": direction, "exact": exact, "norm": sketch.norm, "trunks": trunks})
 
     def _leave(self, place: list[Any], post: dict[str, Any]) -> None:
         store, key = store_of("watch"), hashlib.sha256(json.dumps(place).encode()).hexdigest()
-        post["rank"] = dist.get_rank()
+        post |= {"rank": dist.get_rank(), "kind": self.kind}
         found = json.loads(store.compare_set(key, "", json.dumps(post)))
         self.left[key] = found["rank"] == post["rank"]
-        told = "" if self.left[key] else _told(found, post)
-        if told:
-            store.compare_set(f"{key}/note", "", told)
+        note = "" if self.left[key] else told(found, post)
+        if note:
+            store.compare_set(f"{key}/note", "", note)
 
 
-def _trunks(trained: set[int]) -> tuple[set[int], dict[str, Any]]:
-    """The connection weights among what is trained, and a sketch of those of each trunk, by the part that is here."""
+def _gradients(optimizer: Optimizer) -> Seen:
+    """Gradients of the weights of an optimiser: of some others, and of connections."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if _has_gradient(p)]
+    if not parameters or _is_capturing(parameters[0]):
+        return [], {}
+    trained = {id(p) for p in parameters}
     ours: set[int] = set()
     trunks: dict[str, Any] = {}
     for connection in list(_CONNECTIONS):
         weights: list[Any] = [p for p in connection.parameters() if id(p) in trained]
         if weights:
+            _STEPPED.add(connection)
             ours.update(map(id, weights))
-            facts = connection.facts()
-            (name,) = facts["trunks"]
-            trunks[f"{name} {sorted({str(_part(weight)) for weight in weights})}"] = {
-                "facts": facts,
-                "gradient": _flat(_sketch([_local(weight.grad) for weight in weights])),
-                "value": _flat(_sketch([_local(weight) for weight in weights])),
-            }
-    return ours, trunks
+            trunks |= _trunk(connection, weights, [local(weight.grad) for weight in weights])
+    others = chosen([p for p in parameters if id(p) not in ours]) if trunks else []
+    return [(id(p), local(p.grad), _EXACT.get(p.grad.dtype, 2e-2)) for p in others], trunks
 
 
-def _others(parameters: list[Any]) -> Iterator[Any]:
-    """The first and the last weight of each shape, small ones first: under tensor parallelism some are replicated."""
-    shapes: dict[torch.Size, list[Any]] = {}
-    for parameter in parameters:
-        if _local(parameter).numel() >= _FEWEST:
-            shapes.setdefault(_local(parameter).shape, []).append(parameter)
-    by_size = sorted(shapes.values(), key=lambda same: _local(same[0]).numel())
-    chosen = [parameter for same in by_size for parameter in dict.fromkeys((same[0], same[-1]))]
-    yield from chosen[:_OTHERS]
+def _values(connection: Watched, x: Tensor) -> Seen:
+    """Weights behind a trunk's input, and those of its connection, as they are."""
+    weights = list(connection.parameters())
+    if _is_capturing(weights[0]):
+        return [], {}
+    others = [(id(p), local(p), 0.0) for p in chosen(_behind(x))]
+    return others, _trunk(connection, weights, []) if others else {}
+
+
+def _behind(x: Tensor) -> list[Any]:
+    nodes: list[Any] = [x.grad_fn]
+    for node in nodes:  # grows: in breadth
+        if node is not None and len(nodes) < FURTHEST:
+            nodes.extend(source for source, _ in node.next_functions if source not in nodes)
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
+def _trunk(connection: Watched, weights: list[Any], gradients: list[Tensor]) -> dict[str, Any]:
+    """The sketch of a trunk's weights, by its name and the part of them that is here."""
+    facts = connection.facts()
+    (name,) = facts["trunks"]
+    gradient, value = Sketch(gradients), Sketch([local(weight) for weight in weights])
+    sketch = {"facts": facts, "gradient": gradient.numbers(), "value": value.numbers()}
+    return {f"{name} {sorted({str(part(weight)) for weight in weights})}": sketch}
 
 
 def _has_gradient(parameter: Tensor) -> bool:
@@ -182,63 +214,3 @@ def _has_gradient(parameter: Tensor) -> bool:
 
 def _is_capturing(parameter: Tensor) -> bool:
     return parameter.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return local
-
-
-def _part(weight: Any) -> list[int]:
-    """Which part of a sharded weight this rank has: where it is on the mesh dimensions along which ranks differ."""
-    if not is_dtensor(weight):
-        return []
-    mesh = weight.device_mesh
-    return [mesh.get_local_rank(dim) for dim, p in enumerate(weight.placements) if not p.is_replicate()]
-
-
-def _sketch(tensors: list[Tensor]) -> tuple[float, list[float]]:
-    """The norm of some numbers, and sums of them with random signs: these are as far apart as the numbers are."""
-    seen = torch.cat([tensor.detach().flatten()[:_SEEN].cpu().double() for tensor in tensors])
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (seen.numel(), _SIGNS), generator=generator).double() * 2 - 1
-    return float(seen.norm()), (seen @ signs).tolist()
-
-
-def _furthest(one: list[float], two: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, two, strict=True))
-
-
-def _flat(sketch: tuple[float, list[float]]) -> list[float]:
-    return [sketch[0], *sketch[1]]
-
-
-def _apart(one: list[float], two: list[float], share: float, least: float = 0.0) -> bool:
-    scale = max(one[0], two[0])
-    distance = math.sqrt(sum((a - b) ** 2 for a, b in zip(one[1:], two[1:], strict=True)) / _SIGNS)
-    return scale > least and distance > share * scale
-
-
-def _told(found: Mapping[str, Any], post: Mapping[str, Any]) -> str:
-    """What contradicts in what two ranks have; nothing, if they do not train one model, or nothing does."""
-    exact = max(found["exact"], post["exact"])
-    if _furthest(found["direction"], post["direction"]) > exact:
-        return ""
-    for name in found["trunks"].keys() & post["trunks"].keys():
-        one, two = found["trunks"][name], post["trunks"][name]
-        if one["facts"] != two["facts"]:
-            return difference([{"rank": p["rank"], "facts": t["facts"]} for p, t in ((found, one), (post, two))])
-        here, there = ([g / p["norm"] for g in t["gradient"]] for p, t in ((found, one), (post, two)))
-        apart = _apart(here, there, _GRADIENTS, _LEAST)
-        if apart or _apart(one["value"], two["value"], _VALUES):
-            (trunk,) = one["facts"]["trunks"]
-            ranks = sorted((found["rank"], post["rank"]))
-            what = "gradients" if apart else "values"
-            return (
-                f"ranks {ranks[0]} and {ranks[1]} have the same gradients of other weights and different {what} of the "
-                f"connection weights of trunk '{trunk}': they train one model, and its connections drift apart. If "
-                "each of these ranks has a part of the tokens (sequence or context parallelism), call "
-                "rewire.parallelize(model, mesh, sequence=True) with the mesh of these ranks, so that the gradients of "
-                "connection weights are summed over it; else load the same weights on all ranks."
-            )
-    return ""

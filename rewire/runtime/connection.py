@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rewire.errors import RewireError
@@ -114,11 +115,16 @@ class Connection(Watched):
         """
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):
             return
-        if torch.compiler.is_compiling() and not self._has_own_group:
-            return
-        if not x.is_meta and type(x).__name__ != "FakeTensor":
+        if torch.compiler.is_compiling():
+            if self._has_own_group:
+                torch._dynamo.disable(self._compare)(x)
+        elif dist.is_available() and dist.is_initialized():
+            self._compare(x)
+
+    def _compare(self, x: Any) -> None:
+        if not (x.is_meta or type(x).__name__ == "FakeTensor" or torch._C._are_functorch_transforms_active()):
             mesh = x.device_mesh if is_dtensor(x) else self.placement and self.placement.mesh
-            compare(self, mesh)
+            compare(self, x, mesh)
 
     @property
     def _has_own_group(self) -> bool:
