@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rewire.placement import is_dtensor
 from rewire.ranks.meeting import PATIENCE, Meeting, alone
@@ -40,10 +41,12 @@ def compare(connection: Watched, x: Tensor, mesh: Any) -> None:
     """
     if alone() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    watch_values(connection, x)
-    known = _KNOWN.get(connection)
-    if known is None:
-        known = _KNOWN[connection] = _Known()
+    with _disable_current_modes():  # which may count operations, and would miss these when a block is computed again
+        watch_values(connection, x)
+        _compare(connection, mesh, _KNOWN.setdefault(connection, _Known()))
+
+
+def _compare(connection: Watched, mesh: Any, known: _Known) -> None:
     for group, replicated in _groups(connection, mesh, known):
         if group not in known.meetings:
             ranks = _ranks(group)

@@ -35,9 +35,9 @@ _LONGEST = 80  # characters of a value in a message
 
 
 def alone() -> bool:
-    """Whether other ranks do not exist, or are made up (torch's "fake" backend, to count memory and traffic)."""
+    """Whether other ranks do not exist, are made up (torch's "fake" backend), or have no store (MPI)."""
     world = dist.group.WORLD if dist.is_available() else None
-    return world is None or world.size() < 2 or dist.get_backend(world) == "fake"
+    return world is None or world.size() < 2 or dist.get_backend(world) in ("fake", "mpi")
 
 
 def store_of(name: str) -> Store:

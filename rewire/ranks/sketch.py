@@ -32,7 +32,7 @@ class Sketch:
     def __init__(self, tensors: list[Tensor]) -> None:
         parts = [tensor.detach().flatten() for tensor in tensors]
         parts = [part[:: -(-part.numel() // _SEEN) or 1].cpu().double() for part in parts]
-        seen = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+        seen = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
         self.norm: float = float(seen.norm())
         self.sums: list[float] = (seen @ _signs(seen.numel())).tolist()
 
@@ -48,8 +48,8 @@ class Sketch:
 
 @functools.lru_cache(32)
 def _signs(numbers: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 2, (numbers, _SIGNS), generator=generator).double() * 2 - 1
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randint(0, 2, (numbers, _SIGNS), generator=generator, device="cpu").double() * 2 - 1
 
 
 def cell(direction: list[float]) -> list[int]:

@@ -20,6 +20,7 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
@@ -37,6 +38,8 @@ from rewire.ranks.sketch import Sketch, cell, chosen, furthest, local, part, tol
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+_log = logging.getLogger("rewire.ranks")
 
 #: How far apart the directions of one gradient may be, after clipping.
 _EXACT = {torch.float32: 1e-5, torch.float64: 1e-5}
@@ -90,7 +93,8 @@ def watch_values(connection: Watched, x: Tensor) -> None:
     """
     if connection not in _WATCHES:
         _WATCHES[connection] = Watch("values")
-    watch, version = _WATCHES[connection], sum(local(p)._version for p in connection.parameters())
+    weights = [local(parameter) for parameter in connection.parameters()]
+    watch, version = _WATCHES[connection], sum(0 if weight.is_inference() else weight._version for weight in weights)
     if version != watch.version and connection not in _STEPPED:
         watch.version = version
         watch.step(lambda: _values(connection, x))
@@ -112,21 +116,29 @@ class Watch:
         left: keys of the last comparison, and whether this rank came first.
         before: directions of other weights' numbers, when they were last looked at.
         version: of a connection's weights.
+        ended: whether the store is gone.
     """
 
     def __init__(self, kind: str) -> None:
-        self.kind, self.count, self.version = kind, 0, 0
+        self.kind, self.count, self.version, self.ended = kind, 0, 0, False
         self.number: int | None = None
         self.left: dict[str, bool] = {}
         self.before: dict[int, list[float]] = {}
 
     def step(self, look: Callable[[], Seen]) -> None:
-        if self.left:
-            self._hear(store_of("watch"))
         self.count += 1
-        if self.count & (self.count - 1) == 0 or self.count % 1024 == 0:
-            with torch.no_grad():
-                self._compare(*look())
+        due = self.count & (self.count - 1) == 0 or self.count % 1024 == 0
+        if self.ended or not (self.left or due):
+            return
+        try:
+            if self.left:
+                self._hear(store_of("watch"))
+            if due:
+                with torch.no_grad():
+                    self._compare(*look())
+        except dist.DistError as error:  # the rank that has the store has ended, as it may after the last step of a job
+            self.ended = True
+            _log.warning("connection weights are no longer compared between ranks: %s", error)
 
     def _hear(self, store: Store) -> None:
         """Raise what somebody found."""

@@ -113,18 +113,20 @@ class Connection(Watched):
         Raises:
             RewireError: they have rewired differently.
         """
-        if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):
+        compiling = torch.compiler.is_compiling()
+        if compiling and not self._has_own_group:
             return
-        if torch.compiler.is_compiling():
-            if self._has_own_group:
-                torch._dynamo.disable(self._compare)(x)
-        elif dist.is_available() and dist.is_initialized():
+        if not (dist.is_available() and dist.is_initialized() and torch.is_grad_enabled()):
+            return
+        if compiling:
+            torch._dynamo.disable(self._compare)(x)
+        else:
             self._compare(x)
 
     def _compare(self, x: Any) -> None:
-        if not (x.is_meta or type(x).__name__ == "FakeTensor" or torch._C._are_functorch_transforms_active()):
-            mesh = x.device_mesh if is_dtensor(x) else self.placement and self.placement.mesh
-            compare(self, x, mesh)
+        unreal = x.is_meta or type(x).__name__ == "FakeTensor" or torch._C._are_functorch_transforms_active()
+        if not unreal and any(parameter.requires_grad for parameter in self.parameters()):
+            compare(self, x, x.device_mesh if is_dtensor(x) else self.placement and self.placement.mesh)
 
     @property
     def _has_own_group(self) -> bool:
