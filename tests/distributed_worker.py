@@ -281,13 +281,14 @@ def other_recipes() -> None:
     units = (("denseformer", {}), ("denseformer", {"granularity": "sublayer"}))
     in_seconds("rank 1 has units .* where rank 0 has", lambda: shard(differing(*units))(x))
     shapes = (("ancre-ingoing", {}), ("muddformer", {}))
-    in_seconds("rank 1 has topology muddformer where", lambda: shard(differing(*shapes))(x))
+    for own in (True, False):
+        in_seconds("rank 1 has topology muddformer where", lambda own=own: shard(differing(*shapes), own_group=own)(x))
     with mock.patch("rewire.__version__", f"0.{dist.get_rank()}"):
         in_seconds("rank 1 has rewire 0.1 where rank 0 has 0.0", lambda: shard(make())(x))
 
 
 def compiled() -> None:
-    """Blocks that are compiled: FSDP breaks the graph at connections. Else other recipes show at the third step."""
+    """FSDP asks before it gathers, whatever is compiled. Without FSDP other recipes show at the third step."""
     recipes: Any = [("ancre-ingoing", {"start": "paper"}), ("ancre-outgoing", {"start": "paper"})]
     words, x = "rank 1 has topology ancre-outgoing where rank 0 has ancre-ingoing", mine(batch(torch.float32))
 
@@ -296,7 +297,8 @@ def compiled() -> None:
             layer.compile(backend="aot_eager")
         return model
 
-    in_seconds(words, lambda: shard(blocks(differing(*recipes)))(x), 60)
+    for own in (True, False):
+        in_seconds(words, lambda own=own: shard(blocks(differing(*recipes)), own_group=own)(x), 60)
     model = make()
     expected = train(copy.deepcopy(model), batch(torch.float32))
     compare(expected, train(shard(blocks(model)), x), 1e-5)

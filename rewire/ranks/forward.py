@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,78 +15,65 @@ from rewire.placement import is_dtensor
 from rewire.ranks.meeting import PATIENCE, Meeting, alone
 from rewire.ranks.watch import Watched, watch_values
 
-
-class _Known:
-    """What is known of a connection: its meetings, by group (None: all have come), and where FSDP was looked for."""
-
-    def __init__(self) -> None:
-        self.meetings: dict[Any, Meeting | None] = {}
-        self.looked: tuple[list[int], Any] = ([], None)
-
-
-_KNOWN: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+#: Meetings of connections with their groups; None: all have come.
+_MEETINGS: WeakKeyDictionary[nn.Module, dict[Any, Meeting | None]] = WeakKeyDictionary()
 
 
 def compare(connection: Watched, x: Tensor, mesh: Any) -> None:
-    """Compare with the ranks that run this forward, too, as far as that is known; once for each group.
+    """In a training forward: compare with the ranks that run it, too, as far as that is known; once for each group.
 
     Args:
-        connection: its parameters say whether FSDP or DTensor have placed them.
+        connection: its parameters say whether DTensor has placed them.
         x: the trunk's input.
         mesh: on which hidden states lie, if that is declared.
 
     Raises:
         RewireError: they differ.
     """
-    if alone() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if alone() or not (torch.is_grad_enabled() and any(weight.requires_grad for weight in connection.parameters())):
         return
+    if x.is_meta or type(x).__name__ == "FakeTensor" or torch._C._are_functorch_transforms_active():
+        return  # there are no numbers
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    sharding = _sharding(connection)
+    ddp = DistributedDataParallel._get_active_ddp_module()
     with _disable_current_modes():  # which may count operations, and would miss these when a block is computed again
         watch_values(connection, x)
-        _compare(connection, mesh, _KNOWN.setdefault(connection, _Known()))
+        for group in (sharding, mesh, None if ddp is None else ddp.process_group):
+            if group is not None:
+                _meet(connection, group, replicated=sharding is None)
 
 
-def _compare(connection: Watched, mesh: Any, known: _Known) -> None:
-    for group, replicated in _groups(connection, mesh, known):
-        if group not in known.meetings:
-            ranks = _ranks(group)
-            facts = connection.facts() | (_sums(connection) if replicated else {})
-            meeting = Meeting("forward", ranks, facts) if len(ranks) > 1 else None
-            known.meetings[group] = meeting if meeting is not None and not meeting.wait(PATIENCE) else None
-        else:
-            later = known.meetings[group]
-            if later is not None and later.wait(0):
-                known.meetings[group] = None
+def compare_sharded(connection: Watched) -> None:
+    """Compare with the ranks that have parts of the weights, before these are gathered for the first time.
+
+    Raises:
+        RewireError: they differ.
+    """
+    sharding = _sharding(connection)
+    if sharding is not None and not alone():
+        _meet(connection, sharding, replicated=False)
 
 
-def _groups(connection: nn.Module, mesh: Any, known: _Known) -> Iterator[tuple[Any, bool]]:
-    """Meshes and process groups whose ranks run this forward together, and whether each has all of the weights."""
+def _sharding(connection: nn.Module) -> Any:
     weights: list[Any] = list(connection.parameters())
-    own = next((weight.device_mesh for weight in weights if is_dtensor(weight)), None)
-    sharding = own if own is not None else _fsdp_mesh(connection, known)
-    if sharding is not None:
-        yield sharding, False
-    if mesh is not None and mesh is not sharding:
-        yield mesh, sharding is None
-    ddp = DistributedDataParallel._get_active_ddp_module()
-    if ddp is not None:
-        yield ddp.process_group, sharding is None
+    return next((weight.device_mesh for weight in weights if is_dtensor(weight)), None)
 
 
-def _fsdp_mesh(connection: nn.Module, known: _Known) -> Any:
-    """The mesh of a module around the connection that FSDP2 shards together with it: its weights are gathered now."""
-    parameters = [id(parameter) for parameter in connection.parameters()]
-    if parameters != known.looked[0]:
-        known.looked = parameters, next(_sharding(connection), None)
-    return known.looked[1]
-
-
-def _sharding(connection: nn.Module) -> Iterator[Any]:
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for reference in list(_module_state_mapping.values()):
-        for group in getattr(reference(), "_fsdp_param_groups", ()):
-            if any(one._module_info.module is connection for one in group.fsdp_params):
-                yield group.mesh_info.mesh
+def _meet(connection: Watched, group: Any, replicated: bool) -> None:
+    """Compare with a mesh or process group; ``replicated``: all of the weights, too."""
+    meetings = _MEETINGS.setdefault(connection, {})
+    if group in meetings:
+        later = meetings[group]
+        if later is not None and later.wait(0):
+            meetings[group] = None
+        return
+    ranks, meetings[group] = _ranks(group), None
+    if len(ranks) > 1:
+        meeting = Meeting("forward", ranks, connection.facts() | (_sums(connection) if replicated else {}))
+        if not meeting.wait(PATIENCE):
+            meetings[group] = meeting
 
 
 def _ranks(group: Any) -> list[int]:

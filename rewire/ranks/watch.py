@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
@@ -48,7 +48,6 @@ _CONNECTIONS: WeakSet[Watched] = WeakSet()
 #: Those whose weights an optimiser of torch moves.
 _STEPPED: WeakSet[Watched] = WeakSet()
 _WATCHES: WeakKeyDictionary[Optimizer | Watched, Watch] = WeakKeyDictionary()
-_NUMBERS = itertools.count()
 
 
 class Watched(nn.Module):
@@ -111,9 +110,9 @@ class Watch:
 
     Attributes:
         kind: what of other weights is looked at.
-        number: of watches before it that had something to look at; ranks that train one model have the same.
+        begun: when it began; what is older is of an earlier training, with the same numbers.
         count: of steps.
-        left: keys of the last comparison, and whether this rank came first.
+        left: keys of the last comparison; whether this rank came first, and where notes about it are left.
         before: directions of other weights' numbers, when they were last looked at.
         version: of a connection's weights.
         ended: whether the store is gone.
@@ -121,8 +120,8 @@ class Watch:
 
     def __init__(self, kind: str) -> None:
         self.kind, self.count, self.version, self.ended = kind, 0, 0, False
-        self.number: int | None = None
-        self.left: dict[str, bool] = {}
+        self.begun = time.time()
+        self.left: dict[str, tuple[bool, str]] = {}
         self.before: dict[int, list[float]] = {}
 
     def step(self, look: Callable[[], Seen]) -> None:
@@ -143,16 +142,15 @@ class Watch:
     def _hear(self, store: Store) -> None:
         """Raise what somebody found."""
         left, self.left = self.left, {}
-        for key, first in left.items():
+        for key, (first, _) in left.items():
             if first:
                 store.delete_key(key)
-            if store.check([f"{key}/note"]):
-                raise RewireError(store.get(f"{key}/note").decode())
+        for _, note in left.values():
+            if store.check([note]):
+                raise RewireError(store.get(note).decode())
 
     def _compare(self, others: Others, trunks: dict[str, Any]) -> None:
         """Leave what this rank has for each of some other weights, or compare it with what is there."""
-        if trunks and self.number is None:
-            self.number = next(_NUMBERS)
         before, self.before = self.before, {}
         for name, numbers, exact in others if trunks else ():
             sketch = Sketch([numbers])
@@ -162,17 +160,21 @@ class Watch:
             self.before[name] = direction
             # Those that are the same at every step say nothing about data: of a bias behind which all is linear, say.
             if name in before and furthest(direction, before[name]) > 10 * exact:
-                place = [self.kind, self.number, self.count, list(numbers.shape), cell(direction)]
+                place = [self.kind, self.count, list(numbers.shape), cell(direction)]
                 self._leave(place, {"direction": direction, "exact": exact, "norm": sketch.norm, "trunks": trunks})
 
     def _leave(self, place: list[Any], post: dict[str, Any]) -> None:
         store, key = store_of("watch"), hashlib.sha256(json.dumps(place).encode()).hexdigest()
-        post |= {"rank": dist.get_rank(), "kind": self.kind}
-        found = json.loads(store.compare_set(key, "", json.dumps(post)))
-        self.left[key] = found["rank"] == post["rank"]
-        note = "" if self.left[key] else told(found, post)
-        if note:
-            store.compare_set(f"{key}/note", "", note)
+        mine = json.dumps(post | {"rank": dist.get_rank(), "kind": self.kind, "time": time.time()})
+        there = store.compare_set(key, "", mine)
+        if json.loads(there)["time"] < self.begun:
+            there = store.compare_set(key, there.decode(), mine)
+        found, own = json.loads(there), json.loads(mine)
+        note = f"{key}/{found['rank']}/{found['time']}"
+        self.left[key] = (found["rank"] == own["rank"], note)
+        contradiction = "" if self.left[key][0] else told(found, own)
+        if contradiction:
+            store.compare_set(note, "", contradiction)
 
 
 def _gradients(optimizer: Optimizer) -> Seen:

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rewire.errors import RewireError
 from rewire.mixes.history import History
 from rewire.mixes.tokens import outside_autocast
 from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
-from rewire.ranks.forward import compare
+from rewire.ranks.forward import compare, compare_sharded
 from rewire.ranks.meeting import agree, facts_of
 from rewire.ranks.watch import Watched
 from rewire.runtime.layout import Layout
@@ -107,30 +106,20 @@ class Connection(Watched):
     def check_ranks(self, x: Any) -> None:
         """Before a training forward: compare with the ranks that run it, too.
 
-        Not as a part of `forward`: FSDP gathers the weights before that, and fails where they have other shapes. In
-        compiled code only where FSDP's hooks break the graph in any case.
-
         Raises:
             RewireError: they have rewired differently.
         """
-        compiling = torch.compiler.is_compiling()
-        if compiling and not self._has_own_group:
-            return
-        if not (dist.is_available() and dist.is_initialized() and torch.is_grad_enabled()):
-            return
-        if compiling:
-            torch._dynamo.disable(self._compare)(x)
-        else:
-            self._compare(x)
-
-    def _compare(self, x: Any) -> None:
-        unreal = x.is_meta or type(x).__name__ == "FakeTensor" or torch._C._are_functorch_transforms_active()
-        if not unreal and any(parameter.requires_grad for parameter in self.parameters()):
+        if not torch.compiler.is_compiling():
             compare(self, x, x.device_mesh if is_dtensor(x) else self.placement and self.placement.mesh)
 
-    @property
-    def _has_own_group(self) -> bool:
-        return any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
+    def register_state_dict_pre_hook(self, hook: Any) -> Any:
+        """As of every module. FSDP2 calls it before it gathers weights for the first time, the last time to compare.
+
+        Raises:
+            RewireError: the ranks of FSDP have rewired differently: weights of other shapes would fail in the gather.
+        """
+        compare_sharded(self)
+        return super().register_state_dict_pre_hook(hook)
 
     def facts(self) -> dict[str, Any]:
         return facts_of({self.layout.trunk: self.shared()})
@@ -178,7 +167,7 @@ class Connection(Watched):
             raise RewireError(
                 f"the connection weights of trunk '{self.layout.trunk}' are on the pipeline stage on which it starts."
             )
-        sharded = self._has_own_group
+        sharded = any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
         learned = {name: _gathered(p) if sharded or is_dtensor(p) else p for name, p in self.named_parameters()}
         return learned if placement is None else placement.reduced(learned)
 
