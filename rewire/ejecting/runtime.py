@@ -37,7 +37,7 @@ ROOTS = (
     ("rewire.ejecting.connecting", "connect"),
 )
 
-#: What torch would call, and ejected models have no use for: recipes. Their text says what the weights are, on all ranks.
+#: What torch would call, and ejected models have no use for: recipes. Their text says what the weights are.
 OMITTED = {"get_extra_state", "set_extra_state", "register_state_dict_pre_hook"}
 
 _PLAIN = plain.__name__
