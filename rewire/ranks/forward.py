@@ -38,11 +38,10 @@ def compare(connection: Watched, x: Tensor, mesh: Any) -> None:
         return
     sharding = _sharding(connection)
     ddp = DistributedDataParallel._get_active_ddp_module()
-    with _disable_current_modes():  # which may count operations, and would miss these when a block is computed again
-        watch_values(connection, x)
-        for group in (sharding, mesh, None if ddp is None else ddp.process_group):
-            if group is not None:
-                _meet(connection, group, replicated=sharding is None)
+    watch_values(connection, x)
+    for group in (sharding, mesh, None if ddp is None else ddp.process_group):
+        if group is not None:
+            _meet(connection, group, replicated=sharding is None)
 
 
 def compare_sharded(connection: Watched) -> None:
@@ -83,7 +82,8 @@ def _ranks(group: Any) -> list[int]:
 
 def _sums(connection: nn.Module) -> dict[str, str]:
     """What tells apart weights of the same recipe: replicas begin with the same."""
-    weights: list[Tensor] = [parameter.detach().double() for parameter in connection.parameters()]
-    total = sum(float(weight.sum()) for weight in weights)
-    squares = sum(float(weight.square().sum()) for weight in weights)
+    with _disable_current_modes():  # see Watch.step
+        weights: list[Tensor] = [parameter.detach().double() for parameter in connection.parameters()]
+        total = sum(float(weight.sum()) for weight in weights)
+        squares = sum(float(weight.square().sum()) for weight in weights)
     return {"connection weights with sum, sum of squares": f"{total:.6g}, {squares:.6g}"}

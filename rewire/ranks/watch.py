@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rewire.errors import RewireError
 from rewire.placement import FURTHEST
@@ -133,7 +134,8 @@ class Watch:
             if self.left:
                 self._hear(store_of("watch"))
             if due:
-                with torch.no_grad():
+                # Modes may count the operations of a block, and would miss these when it is computed again.
+                with torch.no_grad(), _disable_current_modes():
                     self._compare(*look())
         except dist.DistError as error:  # the rank that has the store has ended, as it may after the last step of a job
             self.ended = True
