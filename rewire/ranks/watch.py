@@ -137,7 +137,8 @@ class Watch:
                 # Modes may count the operations of a block, and would miss these when it is computed again.
                 with torch.no_grad(), _disable_current_modes():
                     self._compare(*look())
-        except dist.DistError as error:  # the rank that has the store has ended, as it may after the last step of a job
+        except RuntimeError as error:
+            # The rank that has the store has ended, as it may after a job's last step; or numbers cannot be looked at.
             self.ended = True
             _log.warning("connection weights are no longer compared between ranks: %s", error)
 
@@ -202,7 +203,7 @@ def _values(connection: Watched, x: Tensor) -> Seen:
     weights = list(connection.parameters())
     if _is_capturing(weights[0]):
         return [], {}
-    others = [(id(p), local(p), 0.0) for p in chosen(_behind(x))]
+    others = [(id(p), p, 0.0) for p in chosen(_behind(x))]
     return others, _trunk(connection, weights, []) if others else {}
 
 
@@ -211,7 +212,8 @@ def _behind(x: Tensor) -> list[Any]:
     for node in nodes:  # grows: in breadth
         if node is not None and len(nodes) < FURTHEST:
             nodes.extend(source for source, _ in node.next_functions if source not in nodes)
-    return [node.variable for node in nodes if hasattr(node, "variable")]
+    found = [local(node.variable) for node in nodes if hasattr(node, "variable")]
+    return [weight for weight in found if weight.untyped_storage().nbytes() > 0]  # not those that FSDP has freed
 
 
 def _trunk(connection: Watched, weights: list[Any], gradients: list[Tensor]) -> dict[str, Any]:
