@@ -203,7 +203,7 @@ def _values(connection: Watched, x: Tensor) -> Seen:
     weights = list(connection.parameters())
     if _is_capturing(weights[0]):
         return [], {}
-    others = [(id(p), p, 0.0) for p in chosen(_behind(x))]
+    others = [(id(p), local(p), 0.0) for p in chosen(_behind(x))]
     return others, _trunk(connection, weights, []) if others else {}
 
 
@@ -212,8 +212,8 @@ def _behind(x: Tensor) -> list[Any]:
     for node in nodes:  # grows: in breadth
         if node is not None and len(nodes) < FURTHEST:
             nodes.extend(source for source, _ in node.next_functions if source not in nodes)
-    found = [local(node.variable) for node in nodes if hasattr(node, "variable")]
-    return [weight for weight in found if weight.untyped_storage().nbytes() > 0]  # not those that FSDP has freed
+    found = [node.variable for node in nodes if hasattr(node, "variable")]
+    return [weight for weight in found if local(weight).untyped_storage().nbytes() > 0]  # not those that FSDP has freed
 
 
 def _trunk(connection: Watched, weights: list[Any], gradients: list[Tensor]) -> dict[str, Any]:
