@@ -23,6 +23,8 @@ from rewire.errors import RewireError, UnsupportedCall
 from rewire.mixes.history import History
 from rewire.passes.editing.connect import register
 from rewire.placement import Placement, is_dtensor
+from rewire.ranks import chain
+from rewire.ranks.meeting import check_alike
 from rewire.runtime.connection import Connection
 from rewire.runtime.gate import Gate
 from rewire.runtime.live import Entry
@@ -36,7 +38,8 @@ def pipeline_stage(stage: nn.Module) -> None:
 
     Rewire the model, cut it between blocks, call this on each part, then shard, compile and build optimisers. The part
     takes and returns tuples of tensors where a stream belongs; the learned connection weights stay on the part on which
-    their trunk starts, and on the others come with the stream.
+    their trunk starts, and on the others come with the stream. In a process group, ranks compare their recipes here:
+    this waits for ranks that come later, but not for long.
 
     Args:
         stage: what is left of a rewired model, usually a deep copy of it without some of its blocks, or a module
@@ -44,7 +47,8 @@ def pipeline_stage(stage: nn.Module) -> None:
 
     Raises:
         RewireError: the part has all blocks of its trunks, so that it was rewired after it was cut; two streams cross
-            at one place; or the connection weights of a sharded part are missing.
+            at one place; the connection weights of a sharded part are missing; or other ranks' parts of its trunk
+            were rewired differently.
 
     Example:
         >>> import copy
@@ -69,6 +73,7 @@ def pipeline_stage(stage: nn.Module) -> None:
                 f"the streams of trunks {' and '.join(repr(part.name) for part in crossing)} would cross at the same "
                 "place: cut the model where it has one stream."
             )
+    chain.check_chains([chain.Part(p.connection.facts(), p.connection.number, p.first, p.last) for p in parts])
     held = {part.name: _placed(stage, part) for part in parts}
     for module in stage.modules():
         for entry in entries_of(module):
@@ -95,6 +100,9 @@ def pipeline_cache(parts: Sequence[nn.Module], group: dist.ProcessGroup | None =
         parts: the stages of this rank, in the order of the model.
         group: the ranks of the pipeline; None: all.
 
+    Raises:
+        RewireError: they have rewired differently.
+
     Example:
         >>> for part in parts:  # doctest: +SKIP
         ...     rewire.pipeline_stage(part)  # doctest: +SKIP
@@ -104,8 +112,12 @@ def pipeline_cache(parts: Sequence[nn.Module], group: dist.ProcessGroup | None =
     leaves = [_hook(part._forward_hooks.values(), _Leaves) for part in parts]
     turns = list(zip(leaves[:-1], enters[1:], strict=True))
     mine = [(a.place, b.place) for a, b in turns if a is not None and b is not None and a.place[0] == b.place[0]]
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group)
+    trunks = {hook.boundary.name: hook.boundary.connection for hook in (*enters, *leaves) if hook is not None}
+    posts = [{"rank": dist.get_rank(), "facts": connection.facts()} for connection in trunks.values()]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (mine, posts), group)
+    check_alike([post for _, some in gathered for post in some])
+    everyone = [pairs for pairs, _ in gathered]
     # where a stage begins: where the stage of the same rank before it ended, unless it is the stage before
     known = {begins: ended[1] for pairs in everyone for ended, begins in pairs if ended != begins}
     for hook in (*enters, *leaves):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -37,6 +38,7 @@ except ImportError as error:
 from rewire.compiler import compile
 from rewire.errors import UnsupportedCall
 from rewire.pipeline import entries_of, pipeline_cache, pipeline_stage
+from rewire.ranks.meeting import agree, facts_of
 from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms, connections, parallelize
 from rewire.topologies import Topology
 
@@ -50,7 +52,7 @@ def rewired(spec: ModelSpec, topology: str | Topology = "ancre-ingoing", **optio
 
     The model is rewired when it is built, on the meta device. Connection weights are initialised with the other
     weights, have a float32 FSDP group of their own, and are saved and loaded with the model, in its Hugging Face
-    format, too.
+    format, too. All ranks have to rewire alike, which is compared when they build it.
 
     Args:
         spec: of a decoder of torchtitan's; stays as it is.
@@ -80,6 +82,8 @@ def _rewired_config(config: BaseModel.Config, arguments: dict[str, Any]) -> Base
         def build(self, **kwargs: Any) -> nn.Module:
             model = compile(base.build(self, **kwargs), **self.rewiring)
             _adopt(model)
+            facts = facts_of({name: connection.shared() for name, connection in connections(model).items()})
+            agree("titan", range(dist.get_world_size() if dist.is_initialized() else 1), facts)
             return model
 
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

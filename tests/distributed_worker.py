@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -272,6 +274,101 @@ def sharded_before() -> None:
     refuses(rewire.ShardedModel, "'layers.1' is already sharded", lambda: rewire.compile(inner))
     wrapped = nn.parallel.DistributedDataParallel(Stack(PreNorm))
     refuses(rewire.ShardedModel, "rewire the model first", lambda: rewire.compile(wrapped))
+
+
+def differing(one: tuple[str, dict[str, Any]], two: tuple[str, dict[str, Any]]) -> nn.Module:
+    """A model that rank 1 rewires in another way than rank 0."""
+    torch.manual_seed(0)
+    topology, options = (one, two)[dist.get_rank()]
+    return rewire.compile(Stack(PreNorm), topology, validate=False, **options)
+
+
+def in_seconds(words: str, call: Callable[[], object], seconds: float = 10) -> None:
+    begun = time.monotonic()
+    refuses(rewire.RewireError, words, call)
+    assert time.monotonic() - begun < seconds
+
+
+def other_recipes() -> None:
+    """One error on both ranks, which says what differs; before weights of other shapes are gathered, too."""
+    ingoing: tuple[str, dict[str, Any]] = ("ancre-ingoing", {"start": "paper"})
+    alike = [
+        (("ancre-outgoing", {"start": "paper"}), "rank 1 has topology ancre-outgoing where rank 0 has ancre-ingoing"),
+        (("ancre-ingoing", {"start": "paper", "temperature": 0.1}), "rank 1 has temperature 0.1 where rank 0 has 0.01"),
+    ]
+    x = mine(batch(torch.float32))
+    for other, words in alike:
+        in_seconds(words, lambda other=other: nn.parallel.DistributedDataParallel(differing(ingoing, other))(x))
+        in_seconds(words, lambda other=other: shard(differing(ingoing, other), own_group=False)(x))
+        in_seconds(words, lambda other=other: shard(differing(ingoing, other))(x))
+    starts = (("denseformer", {"start": "preserve"}), ("denseformer", {"start": "paper"}))
+    in_seconds("rank 1 has start paper where rank 0 has preserve", lambda: shard(differing(*starts))(x))
+    units = (("denseformer", {}), ("denseformer", {"granularity": "sublayer"}))
+    in_seconds("rank 1 has units .* where rank 0 has", lambda: shard(differing(*units))(x))
+    shapes = (("ancre-ingoing", {}), ("muddformer", {}))
+    for own in (True, False):
+        in_seconds("rank 1 has topology muddformer where", lambda own=own: shard(differing(*shapes), own_group=own)(x))
+    with mock.patch("rewire.__version__", f"0.{dist.get_rank()}"):
+        in_seconds("rank 1 has rewire 0.1 where rank 0 has 0.0", lambda: shard(make())(x))
+
+
+def compiled() -> None:
+    """FSDP asks before it gathers, whatever is compiled. Without FSDP other recipes show at the third step."""
+    recipes: Any = [("ancre-ingoing", {"start": "paper"}), ("ancre-outgoing", {"start": "paper"})]
+    words, x = "rank 1 has topology ancre-outgoing where rank 0 has ancre-ingoing", mine(batch(torch.float32))
+
+    def blocks(model: nn.Module) -> nn.Module:
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+        return model
+
+    for own in (True, False):
+        in_seconds(words, lambda own=own: shard(blocks(differing(*recipes)), own_group=own)(x), 60)
+    model = make()
+    expected = train(copy.deepcopy(model), batch(torch.float32))
+    compare(expected, train(shard(blocks(model)), x), 1e-5)
+    whole = nn.parallel.DistributedDataParallel(torch.compile(make(), backend="aot_eager", fullgraph=True))
+    train(whole, x)
+    whole = nn.parallel.DistributedDataParallel(torch.compile(differing(*recipes), backend="aot_eager", fullgraph=True))
+    optimiser = torch.optim.SGD(whole.parameters(), lr=RATE)
+
+    def steps() -> None:
+        for _ in range(3):
+            optimiser.zero_grad()
+            whole(x).square().mean().backward()
+            optimiser.step()
+
+    in_seconds(words, steps, 60)
+    torch._dynamo.reset()
+
+
+def other_values() -> None:
+    """Replicas of one recipe begin with the same weights."""
+    wrapped = nn.parallel.DistributedDataParallel(make())
+    with torch.no_grad():
+        for connection in rewire.connections(wrapped).values():
+            for weight in connection.parameters():
+                weight.add_(dist.get_rank())
+    in_seconds("rank 1 has connection weights with sum", lambda: wrapped(mine(batch(torch.float32))))
+
+
+def extra_forwards() -> None:
+    """A rank may run more than others, on a model of its own or on one that all train."""
+    model = make()
+    expected = train(copy.deepcopy(model), batch(torch.float32))
+    begun = time.monotonic()
+    if dist.get_rank() == 0:
+        train(copy.deepcopy(model), batch(torch.float32))
+        model(batch(torch.float32)).mean()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            wrapped.eval()(batch(torch.float32))
+            wrapped.train()
+    compare(expected, train(wrapped, mine(batch(torch.float32))), 1e-5)
+    other = differing(("ancre-ingoing", {}), ("muddformer", {}))  # independent models in one process group
+    train(other, batch(torch.float32) + dist.get_rank())
+    assert time.monotonic() - begun < 20
 
 
 def no_own_group() -> None:

@@ -337,6 +337,115 @@ def by_hand() -> None:
         torch._dynamo.reset()
 
 
+class Gathered(torch.autograd.Function):
+    """All ranks' keys or values, in context parallelism that somebody wrote himself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad.chunk(2, 2)[dist.get_rank()]
+
+
+class ContextAttention(Attention):
+    """Queries of this rank's tokens, keys and values of all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (q, k, v))
+        y = F.scaled_dot_product_attention(q, Gathered.apply(k), Gathered.apply(v))
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class ContextBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = ContextAttention()
+
+
+def steps(model: nn.Module, count: int, optimizer: Any, clip: bool, sums: Callable[[str], bool], data: int = 0) -> None:
+    """Training on this rank's part of a sequence; gradients of what ``sums`` names are summed by hand."""
+    made = optimizer(model.parameters(), lr=1e-3)
+    weight = torch.randn(2, LENGTH, 23, generator=torch.Generator().manual_seed(4))
+    for number in range(count):
+        ids = torch.randint(23, (2, LENGTH), generator=torch.Generator().manual_seed(100 * data + number))
+        made.zero_grad()
+        mine, weights = (x.chunk(2, 1)[dist.get_rank()] for x in (ids, weight))
+        (model(mine) * weights).sum().backward()
+        for name, p in model.named_parameters():
+            if sums(name):
+                dist.all_reduce(p.grad)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        made.step()
+
+
+def context(key: str, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return mixed(Model(ContextBlock), key, example_inputs=(tokens(),), **options)
+
+
+def drifting() -> None:
+    """Context parallelism that nobody declared: found at the third step, on both ranks; also where all is clipped."""
+    others = lambda name: "depth_connections" not in name  # noqa: E731
+    for key, optimizer, clip in itertools.product(
+        ("ancre-ingoing", "muddformer", "mhc"), (torch.optim.SGD, torch.optim.AdamW), (False, True)
+    ):
+        words = "ranks 0 and 1 have the same gradients of other weights and different gradients .*rewire.parallelize"
+        refuses(words, lambda o=optimizer, c=clip, k=key: steps(context(k), 3, o, c, others))
+    model = context("ancre-ingoing")  # by a loop that has them right until the fifth step
+    count = itertools.count()
+    sums = lambda name: others(name) or next(count) < 5  # noqa: E731
+    refuses("different gradients", lambda: steps(model, 9, torch.optim.SGD, True, sums))
+
+
+class ByHand:
+    """An optimiser that is none of torch's."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.parameters, self.lr = list(parameters), lr
+
+    def zero_grad(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.parameters:
+            p.sub_(self.lr * p.grad)
+
+
+def drifting_by_hand() -> None:
+    """Steps of other optimisers are seen by what they have done: values of the embedding, and of connections."""
+    others = lambda name: "depth_connections" not in name  # noqa: E731
+    words = "ranks 0 and 1 have the same values of other weights and different values .*rewire.parallelize"
+    for key in ("ancre-ingoing", "muddformer"):
+        refuses(words, lambda key=key: steps(context(key), 10, ByHand, False, others))
+        steps(context(key), 10, ByHand, False, lambda name: True)
+        steps(context(key), 10, ByHand, False, lambda name: False)
+
+
+def silent() -> None:
+    """What ranks are right to do: a declared mesh, sums by hand, and models of their own in one process group."""
+    for key in ("ancre-ingoing", "muddformer"):
+        model = context(key)
+        rewire.parallelize(model, mesh(), sequence=True)
+        steps(model, 9, torch.optim.AdamW, True, lambda name: "depth_connections" not in name)
+        steps(context(key), 9, torch.optim.AdamW, True, lambda name: True)
+        torch.manual_seed(0)
+        independent = mixed(Model(), key, example_inputs=(tokens(),))
+        steps(independent, 9, torch.optim.AdamW, True, lambda name: False)  # from the same start
+        torch.manual_seed(dist.get_rank())
+        independent = mixed(Model(), key, example_inputs=(tokens(),))
+        steps(independent, 9, torch.optim.AdamW, True, lambda name: False, data=dist.get_rank())
+
+
 class Collectives(TorchDispatchMode):
     """Counts collectives, those of DTensors included."""
 
@@ -415,6 +524,18 @@ def sharded_channels() -> None:
 
 def not_rewired() -> None:
     refuses("rewire it first", lambda: rewire.parallelize(Model(), mesh(), sequence=True))
+
+
+def other_recipes() -> None:
+    model = make(("ancre-ingoing", "ancre-outgoing")[dist.get_rank()])
+    words = "rank 1 has topology ancre-outgoing where rank 0 has ancre-ingoing"
+    refuses(words, lambda: rewire.parallelize(model, mesh(), sequence=True))
+
+
+def no_mesh() -> None:
+    for wrong in ("tp", None, 2):
+        with pytest.raises(TypeError, match=f"mesh must be a DeviceMesh, not {wrong!r}.*init_device_mesh"):
+            rewire.parallelize(make("ancre-ingoing"), wrong, sequence=True)
 
 
 def refuses(words: str, call: Callable[[], object]) -> None:

@@ -8,7 +8,10 @@ import itertools
 import operator
 import os
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -312,6 +315,52 @@ def traced() -> None:
         given = (tokens(),) if rank == 0 else ()
         ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=loss).step(*given, target=targets() if rank else None)
         check(expected, [stage.submod], f"{key}, traced")
+
+
+def in_seconds(words: str, call: Callable[[], object]) -> None:
+    begun = time.monotonic()
+    with pytest.raises(rewire.RewireError, match=words):
+        call()
+    assert time.monotonic() - begun < 10
+
+
+def other_recipes() -> None:
+    """One error on every rank, before anything is sent; also where only one of several stages differs."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def parts_of(key: str, stages: list[int], count: int = ranks) -> list[nn.Module]:
+        model = make(key, 2 * ranks)
+        parts = [cut(model, number, count) for number in stages]
+        for part in parts:
+            rewire.pipeline_stage(part)
+        return parts
+
+    last = ranks - 1
+    for other in ("ancre-outgoing", "muddformer"):  # the same shapes, and others
+        key = other if rank == last else "ancre-ingoing"
+        words = f"rank {last} has topology {other} where rank 0 has ancre-ingoing"
+        in_seconds(words, lambda key=key: parts_of(key, [rank]))
+    key = "ancre-outgoing" if rank == last else "ancre-ingoing"
+    words = f"rank {last} has topology ancre-outgoing where rank 0 has ancre-ingoing"
+    numbers = stages_of(ScheduleInterleaved1F1B, 2 * ranks)
+    in_seconds(words, lambda: parts_of(key, numbers, 2 * ranks))
+    with mock.patch("rewire.ranks.chain.check_chains"):
+        parts = parts_of(key, numbers, 2 * ranks)
+    in_seconds(words, lambda: rewire.pipeline_cache(parts))
+    run("ancre-ingoing", Schedule1F1B, ranks)
+
+
+def two_pipelines() -> None:
+    """Different models in one process group: one for ranks 0 and 1, another one for ranks 2 and 3."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "pp"))
+    key, number = ("ancre-ingoing", "ancre-outgoing")[dist.get_rank() // 2], mesh["pp"].get_local_rank()
+    part = cut(make(key), number, 2)
+    rewire.pipeline_stage(part)
+    stage = PipelineStage(part, number, 2, CPU, group=mesh["pp"].get_group())
+    begun = time.monotonic()
+    given = (tokens(),) if stage.is_first else ()
+    Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss).step(*given, target=targets() if stage.is_last else None)
+    assert time.monotonic() - begun < 10
 
 
 def main(rank: str, ranks: str, meeting_point: str, scenarios: list[str]) -> None:

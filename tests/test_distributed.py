@@ -31,6 +31,15 @@ def test_training_is_that_of_one_process(tmp_path: Path) -> None:
     run(tmp_path, *trains, "sharded_before", "no_own_group", "fsdp_hooks")
 
 
+def test_ranks_that_differ(tmp_path: Path) -> None:
+    run(tmp_path, "extra_forwards", "other_values", "other_recipes")
+
+
+@pytest.mark.slow
+def test_compiled_models_of_ranks_that_differ(tmp_path: Path) -> None:
+    run(tmp_path, "compiled")
+
+
 @pytest.mark.slow
 def test_every_topology(tmp_path: Path) -> None:
     run(tmp_path, "fsdp_every_topology", "fsdp_mixed_every_topology")

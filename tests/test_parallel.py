@@ -17,8 +17,18 @@ def run(tmp_path: Path, *scenarios: str) -> None:
 
 def test_gradients_are_those_of_one_process_and_what_is_wrong_is_refused(tmp_path: Path) -> None:
     exact = ("sequence", "shards_of_different_sizes", "replicated", "sharded_connections", "with_fsdp")
-    refused = ("undeclared", "sharded_channels", "not_rewired")  # last: they may leave a collective behind
+    refused = (
+        "no_mesh",
+        "undeclared",
+        "sharded_channels",
+        "not_rewired",
+        "other_recipes",
+    )  # last: they may leave a collective behind
     run(tmp_path, *exact, "checkpointed", "collectives", *refused)
+
+
+def test_parallelism_that_nobody_declared(tmp_path: Path) -> None:
+    run(tmp_path, "silent", "drifting", "drifting_by_hand")
 
 
 @pytest.mark.slow

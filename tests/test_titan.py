@@ -152,6 +152,13 @@ def test_hugging_faces_format(tmp_path: Path) -> None:
     assert not [name for name in converted if "depth_connections" in name]
 
 
+def test_ranks_with_other_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPOLOGY", "ancre-ingoing,ancre-outgoing")
+    words = r"RewireError.*rank 1 has topology ancre-outgoing where rank 0 has ancre-ingoing"
+    with pytest.raises(AssertionError, match=rf"(?s)rank 0 ended.*{words}.*rank 1 ended.*{words}"):
+        train(tmp_path, "llama3_rewired", *FSDP, ranks=2)
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="'full_dtensor' has hidden states that are sharded"):
         train(tmp_path, "llama3_rewired", "--parallelism.spmd_backend", "full_dtensor")

@@ -141,7 +141,9 @@ def _small(config: Trainer.Config, family: Any) -> Trainer.Config:
 
 
 def _topology(config: Trainer.Config) -> Trainer.Config:
-    config.model_spec = rewire.titan.rewired(config.model_spec, os.environ.get("TOPOLOGY", "ancre-ingoing"))
+    topologies = os.environ.get("TOPOLOGY", "ancre-ingoing").split(",")  # of all ranks, or of each
+    topology = topologies[int(os.environ.get("RANK", "0")) % len(topologies)]
+    config.model_spec = rewire.titan.rewired(config.model_spec, topology)
     return config
 
 

@@ -1,6 +1,6 @@
 """Sums of states in plain torch, with the interface of those that run by kernels: what ejected models compute with.
 
-Names that are defined here take the place of the same names in `rewire.mixes` and `rewire.kernels`: see
+Names that are defined here take the place of the same names in `rewire.mixes`, `rewire.kernels` and `rewire.ranks`: see
 `rewire.ejecting.runtime`.
 """
 
@@ -19,6 +19,14 @@ from rewire.mixes.blocks import Blocks
 from rewire.mixes.by_state import first_mixes, parts
 from rewire.mixes.mix import _by_autograd, mix, softmax
 from rewire.mixes.tokens import _Project, _ProjectNormed, outside_autocast, project, project_normed
+
+
+class Watched(nn.Module):
+    """A connection, which nobody looks at here."""
+
+
+def compare(connection: Watched, x: Tensor, mesh: Any) -> None:
+    """Ranks have the same files."""
 
 
 def uses_kernels(x: Tensor) -> bool:

@@ -3,7 +3,7 @@
 It is gathered from rewire's own text, definition by definition: from `ROOTS` and the model's topologies, over all names
 that these read. So there is no second form of streams and formulas that could differ from the first. Left out are
 methods whose names no gathered text reads, and those in `OMITTED`; sums are those of `rewire.ejecting.plain`, in place
-of those of `rewire.mixes` and `rewire.kernels`.
+of those of `rewire.mixes` and `rewire.kernels`, and ranks are not compared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROOTS = (
 )
 
 #: What torch would call, and ejected models have no use for: recipes. Their text says what the weights are.
-OMITTED = {"get_extra_state", "set_extra_state"}
+OMITTED = {"get_extra_state", "set_extra_state", "register_state_dict_pre_hook"}
 
 _PLAIN = plain.__name__
 
@@ -161,8 +161,8 @@ class Runtime:
         return module in self._own or module.partition(".")[0] == "rewire"
 
     def _defined(self, module: str, name: str) -> Definition | None:
-        by_kernels = module.startswith(("rewire.kernels.", "rewire.mixes."))
-        if by_kernels and bindings(_PLAIN).get(name, Binding("", "")).node is not None:
+        otherwise = module.startswith(("rewire.kernels.", "rewire.mixes.", "rewire.ranks."))
+        if otherwise and bindings(_PLAIN).get(name, Binding("", "")).node is not None:
             return Definition(_PLAIN, name)
         binding = bindings(module)[name]
         return Definition(module, name) if binding.node is not None else self._resolved(binding)

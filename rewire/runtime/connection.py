@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from math import inf
@@ -15,6 +16,9 @@ from rewire.errors import RewireError
 from rewire.mixes.history import History
 from rewire.mixes.tokens import outside_autocast
 from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
+from rewire.ranks.forward import compare, compare_sharded
+from rewire.ranks.meeting import agree, facts_of
+from rewire.ranks.watch import Watched
 from rewire.runtime.hooks import show_tensors_to_global_hooks
 from rewire.runtime.layout import Layout
 from rewire.runtime.stream import Settled, Stream, Weights
@@ -30,8 +34,10 @@ if TYPE_CHECKING:
 #: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
 CONNECTIONS = "depth_connections"
 
+_NUMBERS = itertools.count()
 
-class Connection(nn.Module):
+
+class Connection(Watched):
     """Connection weights of one trunk; calling it opens the trunk's stream.
 
     Being called once per forward, it can have an FSDP group of its own. Its parameters are plain float32 ones and stay
@@ -48,6 +54,7 @@ class Connection(nn.Module):
         stored_in: the units in which learned weights are stored, by name (`Topology.natural_scales`).
         learned_names: of the learned weights. On a pipeline stage that goes on with a trunk they are no parameters of
             this module: they come with the stream.
+        number: of connections before this one in this process; copies have the same.
     """
 
     #: Hooks on all modules pass it over.
@@ -59,7 +66,7 @@ class Connection(nn.Module):
         self, layout: Layout, start: Start, device: torch.device | str | None = None, trunk: Trunk | None = None
     ) -> None:
         super().__init__()
-        self.trunk = trunk
+        self.trunk, self.number = trunk, next(_NUMBERS)
         self._connect(layout, start, device)
 
     def _connect(self, layout: Layout, start: Start, device: torch.device | str | None) -> None:
@@ -116,6 +123,33 @@ class Connection(nn.Module):
             check_whole(x, layout.channel_dim, layout.trunk)
         learned = self._learned(placement)
         return Stream.begin(x, self._effective(learned), layout, placement, learned)
+
+    def check_ranks(self, x: Any) -> None:
+        """Before a training forward: compare with the ranks that run it, too.
+
+        Raises:
+            RewireError: they have rewired differently.
+        """
+        if not torch.compiler.is_compiling():
+            compare(self, x, x.device_mesh if is_dtensor(x) else self.placement and self.placement.mesh)
+
+    def register_state_dict_pre_hook(self, hook: Any) -> Any:
+        """As of every module. FSDP2 calls it before it gathers weights for the first time, the last time to compare.
+
+        Raises:
+            RewireError: the ranks of FSDP have rewired differently: weights of other shapes would fail in the gather.
+        """
+        compare_sharded(self)
+        return super().register_state_dict_pre_hook(hook)
+
+    def facts(self) -> dict[str, Any]:
+        return facts_of({self.layout.trunk: self.shared()})
+
+    def shared(self) -> dict[str, Any]:
+        """What the trunk has to be on all ranks that train one model."""
+        layout = self.layout
+        more = {"start": self.start, "norms behind adds": sorted(layout.posts), "channel dimension": layout.channel_dim}
+        return {**self.recipe(), **more}
 
     def receiving(self) -> Connection:
         """One like this, whose learned weights come with the stream, from an earlier pipeline stage."""
@@ -350,8 +384,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
         mesh: the ranks that share one sequence; in a mesh of several dimensions, hidden states are sharded along all.
         sequence: whether each rank has a part of the tokens. False: all have all of them (tensor parallelism alone).
 
+    All ranks of the mesh call it, and their recipes are compared.
+
     Raises:
-        RewireError: the model was not rewired.
+        TypeError: ``mesh`` is no device mesh.
+        RewireError: the model was not rewired, or differently on these ranks.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))  # doctest: +SKIP
@@ -359,8 +396,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
         >>> rewire.parallelize(rewired, mesh, sequence=True)  # doctest: +SKIP
     """
     found = connections(model)
+    if type(mesh).__name__ != "DeviceMesh":
+        raise TypeError(
+            f"mesh must be a DeviceMesh, not {mesh!r}: make one with torch.distributed.device_mesh.init_device_mesh, "
+            "and pass it, or the dimensions of it whose ranks share one sequence, such as mesh['tp']."
+        )
     if not found:
         raise RewireError(f"{type(model).__name__} has no connection weights: rewire it first, then parallelize it.")
+    agree("parallelize", mesh.mesh.flatten().tolist(), facts_of({name: c.shared() for name, c in found.items()}))
     for connection in found.values():
         connection.placement = Placement(mesh, tuple(range(mesh.ndim)) if sequence else ())
 

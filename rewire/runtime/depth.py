@@ -123,6 +123,7 @@ class Depth(SeparateInputs):
                 "torch.utils.checkpoint(..., use_reentrant=False). In place of torch.no_grad(), freeze blocks with "
                 "requires_grad_(False)."
             )
+        entry.connection.check_ranks(value)
         # torch.distributed.pipelining.pipeline unflattens exported modules, and no block has this one below it
         begin = entry.connection.forward if torch.compiler.is_exporting() else entry.connection
         return self._track(Live(begin(value), entry, value), norm)

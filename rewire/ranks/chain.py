@@ -1,0 +1,132 @@
+"""Stages of a pipeline: whether they were cut from models that were rewired alike.
+
+Stages cannot wait for each other in a forward, where each needs what the one before it returns, and a stage does not
+know which ranks are its pipeline. So each says, when it becomes a stage, which part of which trunk it has, and looks
+whether parts of the same recipe follow on each other from the trunk's start to its end. Where one is missing, and there
+are parts of another recipe in its place, that is an error on all stages whose chain has a gap. Several pipelines of
+different models in one process group have chains without gaps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+
+from rewire.errors import RewireError
+from rewire.ranks.meeting import GRACE, PATIENCE, alone, difference, store_of
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+
+class Part(NamedTuple):
+    """A part of a trunk.
+
+    Attributes:
+        facts: of the trunk.
+        model: what tells apart the models that this process has rewired.
+        first, last: residual adds before the part, and up to its end; None: the trunk's end.
+    """
+
+    facts: Mapping[str, Any]
+    model: int
+    first: int = 0
+    last: int | None = None
+
+    def fits(self, other: Part) -> bool:
+        """Whether a rank may have both in one pipeline: parts of different trunks, or different parts of one."""
+        if self.model != other.model:
+            return False
+        return self.facts != other.facts or self._before(other) or other._before(self)
+
+    def _before(self, other: Part) -> bool:
+        return self.last is not None and self.last <= other.first
+
+
+class _Rounds:
+    """Pipelines that this rank has taken part in: the n-th one of a rank is that of the others.
+
+    Attributes:
+        number: of the current one.
+        parts: of this rank in it; a part that does not fit to these begins the next one.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.parts: list[Part] = []
+
+    def store(self, part: Part) -> Store:
+        """Where ranks leave what they have in this round."""
+        if not self.number or not all(part.fits(other) for other in self.parts):
+            self.number, self.parts = self.number + 1, []
+            store_of(f"pipeline/{self.number}").add("came", 1)
+        self.parts.append(part)
+        return store_of(f"pipeline/{self.number}")
+
+
+_ROUNDS = _Rounds()
+
+
+def check_chains(parts: Sequence[Part]) -> None:
+    """Say what this rank's new stage has, and wait until it is known that others fit to it.
+
+    Raises:
+        RewireError: a part is missing, and others have one in its place that was rewired differently.
+    """
+    if alone():
+        return
+    stores = [_ROUNDS.store(part) for part in parts or [Part({}, 0)]]
+    for part, store in zip(parts, stores, strict=False):
+        _leave(part, store)
+    for part, store in zip(parts, stores, strict=False):
+        _check(part.facts, store)
+
+
+def _leave(part: Part, store: Store) -> None:
+    (trunk,) = part.facts["trunks"]
+    post = {"rank": dist.get_rank(), "facts": part.facts, "first": part.first, "last": part.last}
+    mine = json.dumps(post, sort_keys=True)
+    if store.compare_set(_key(part.facts, part.first), "", mine) == mine.encode():  # not replicas' parts
+        store.set(f"{trunk}/{store.add(trunk, 1)}", mine)
+
+
+def _key(facts: Mapping[str, Any], first: int) -> str:
+    return f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()}/{first}"
+
+
+def _check(facts: Mapping[str, Any], store: Store) -> None:
+    end, pause = time.monotonic() + PATIENCE, 0.001
+    others: list[dict[str, Any]] = []
+    while (gap := _gap(facts, store)) is not None and time.monotonic() < end:
+        if not others and store.add("came", 0) >= dist.get_world_size():
+            others = _others(facts, gap, store)
+            if not others:
+                return  # of ranks that have several stages, some come later
+            end = time.monotonic() + GRACE
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    if gap is not None and others:
+        raise RewireError(difference(_others(facts, gap, store) or others))
+
+
+def _gap(facts: Mapping[str, Any], store: Store) -> int | None:
+    """Where the first part of this recipe is missing."""
+    place: int | None = 0
+    while place is not None:
+        if not store.check([_key(facts, place)]):
+            return place
+        place = json.loads(store.get(_key(facts, place)))["last"]
+    return None
+
+
+def _others(facts: Mapping[str, Any], gap: int, store: Store) -> list[dict[str, Any]]:
+    """What others have at a gap, and ranks with these facts; nothing, if nobody has anything there."""
+    (trunk,) = facts["trunks"]
+    posts = [json.loads(store.get(f"{trunk}/{number + 1}")) for number in range(store.add(trunk, 0))]
+    others = [post for post in posts if post["first"] <= gap and (post["last"] is None or gap < post["last"])]
+    return [*others, *(post for post in posts if post["facts"] == facts)] if others else []

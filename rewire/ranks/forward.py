@@ -1,0 +1,89 @@
+"""The first training forward of a connection: whether the ranks that go on together have rewired alike."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rewire.placement import is_dtensor
+from rewire.ranks.meeting import PATIENCE, Meeting, alone
+from rewire.ranks.watch import Watched, watch_values
+
+#: Meetings of connections with their groups; None: all have come.
+_MEETINGS: WeakKeyDictionary[nn.Module, dict[Any, Meeting | None]] = WeakKeyDictionary()
+
+
+def compare(connection: Watched, x: Tensor, mesh: Any) -> None:
+    """In a training forward: compare with the ranks that run it, too, as far as that is known; once for each group.
+
+    Args:
+        connection: its parameters say whether DTensor has placed them.
+        x: the trunk's input.
+        mesh: on which hidden states lie, if that is declared.
+
+    Raises:
+        RewireError: they differ.
+    """
+    if alone() or not (torch.is_grad_enabled() and any(weight.requires_grad for weight in connection.parameters())):
+        return
+    if x.is_meta or type(x).__name__ == "FakeTensor" or torch._C._are_functorch_transforms_active():
+        return  # there are no numbers
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    sharding = _sharding(connection)
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    watch_values(connection, x)
+    for group in (sharding, mesh, None if ddp is None else ddp.process_group):
+        if group is not None:
+            _meet(connection, group, replicated=sharding is None)
+
+
+def compare_sharded(connection: Watched) -> None:
+    """Compare with the ranks that have parts of the weights, before these are gathered for the first time.
+
+    Raises:
+        RewireError: they differ.
+    """
+    sharding = _sharding(connection)
+    if sharding is not None and not alone():
+        _meet(connection, sharding, replicated=False)
+
+
+def _sharding(connection: nn.Module) -> Any:
+    weights: list[Any] = list(connection.parameters())
+    return next((weight.device_mesh for weight in weights if is_dtensor(weight)), None)
+
+
+def _meet(connection: Watched, group: Any, replicated: bool) -> None:
+    """Compare with a mesh or process group; ``replicated``: all of the weights, too."""
+    meetings = _MEETINGS.setdefault(connection, {})
+    if group in meetings:
+        later = meetings[group]
+        if later is not None and later.wait(0):
+            meetings[group] = None
+        return
+    ranks, meetings[group] = _ranks(group), None
+    if len(ranks) > 1:
+        meeting = Meeting("forward", ranks, connection.facts() | (_sums(connection) if replicated else {}))
+        if not meeting.wait(PATIENCE):
+            meetings[group] = meeting
+
+
+def _ranks(group: Any) -> list[int]:
+    found = group.mesh.flatten().tolist() if hasattr(group, "mesh") else dist.get_process_group_ranks(group)
+    return [int(rank) for rank in found]
+
+
+def _sums(connection: nn.Module) -> dict[str, str]:
+    """What tells apart weights of the same recipe: replicas begin with the same."""
+    with _disable_current_modes():  # see Watch.step
+        weights: list[Tensor] = [parameter.detach().double() for parameter in connection.parameters()]
+        total = sum(float(weight.sum()) for weight in weights)
+        squares = sum(float(weight.square().sum()) for weight in weights)
+    return {"connection weights with sum, sum of squares": f"{total:.6g}, {squares:.6g}"}
