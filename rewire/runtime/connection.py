@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
 from rewire.runtime.layout import Layout
 from rewire.runtime.stream import Settled, Stream, Weights
 from rewire.topologies.base import Start, States
-from rewire.topologies.names import current_recipe, topology_in
+from rewire.topologies.names import topology_in
 from rewire.topologies.registry import name_and_options
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 #: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
 CONNECTIONS = "depth_connections"
+
+_LARGEST_RECIPE = 1 << 24  # bytes: thousands of trunks
+_DEEPEST_RECIPE = 32  # lists and objects in each other
 
 
 class Connection(nn.Module):
@@ -165,15 +168,7 @@ class Connection(nn.Module):
 
     def recipe(self) -> dict[str, Any]:
         """What the weights belong to: topology, options, and the trunk's sizes."""
-        layout = self.layout
-        name, options = name_and_options(layout.topology)
-        return {
-            "topology": name,
-            "options": options,
-            "units": list(layout.units),
-            "width": layout.dims.width,
-            "attention": sorted(layout.dims.attention),
-        }
+        return recipe_of(self.layout)
 
     def get_extra_state(self) -> Tensor:
         """The recipe, as bytes: a state dict then says what its connection weights mean.
@@ -251,6 +246,18 @@ def _set(parameter: Any, value: Tensor) -> None:
     parameter.copy_(value)
 
 
+def recipe_of(layout: Layout) -> dict[str, Any]:
+    """A layout as plain data."""
+    name, options = name_and_options(layout.topology)
+    return {
+        "topology": name,
+        "options": options,
+        "units": list(layout.units),
+        "width": layout.dims.width,
+        "attention": sorted(layout.dims.attention),
+    }
+
+
 def read_recipe(state: Any) -> dict[str, Any]:
     """The recipe that `Connection.get_extra_state` wrote.
 
@@ -259,10 +266,33 @@ def read_recipe(state: Any) -> dict[str, Any]:
     """
     state = state.to_local() if is_dtensor(state) else state
     try:
-        recipe = json.loads(bytes(state.tolist()).decode())
-    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        return parsed(bytes(state.tolist()))
+    except (AttributeError, TypeError, ValueError) as error:
         raise RewireError(f"the recipe among the weights is damaged: {type(error).__name__}: {error}") from error
-    return current_recipe(recipe)
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """What is saved beside weights as JSON: an object, and no larger or deeper than any that was written.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if len(text) > _LARGEST_RECIPE:
+        raise ValueError("no recipe is as large")
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        found = None
+    level = [found]
+    for _ in range(_DEEPEST_RECIPE):
+        level = [part for each in level if isinstance(each, (dict, list)) for part in _parts(each)]
+    if level or not isinstance(found, dict):
+        raise ValueError("it is no object, or one deep in others")
+    return found
+
+
+def _parts(whole: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return whole.values() if isinstance(whole, dict) else whole
 
 
 def connections(model: nn.Module) -> dict[str, Connection]:

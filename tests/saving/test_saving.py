@@ -17,7 +17,7 @@ import torch
 from every_topology import EVERY, kinds_first
 from every_topology import mixed as mixed_by_key
 from mixing import ids, learned, llama, mixed
-from models import LinearNet, PostNorm, PreNorm, Shared, Stack, vectors
+from models import PostNorm, PreNorm, Shared, Stack, vectors
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -74,34 +74,6 @@ def sealed(folder: Path) -> Path:
     return folder
 
 
-OLD = Path(__file__).parent / "version_0_1"
-
-
-@pytest.mark.parametrize("name", ["ancre-outgoing", "grn-v3", "hc-dynamic"])
-def test_files_of_version_0_1(name: str) -> None:
-    """They name the classes of topologies: ``ANCRe`` with ``normalize="outgoing"``."""
-    recipe = json.loads((OLD / name / saving.RECIPE).read_text())["trunks"]["depth_connections.blocks"]
-    assert recipe["topology"] in ("ANCRe", "GRNv3", "DynamicHyperConnections")
-    saved, model = load_file(OLD / f"{name}.safetensors"), rewire.load(OLD / name, LinearNet(4))
-    torch.testing.assert_close(model(saved["x"]), saved["output"])
-    (connection,) = rewire.connections(model).values()
-    assert connection.recipe()["topology"] == name
-    assert connection.start == ("paper" if name == "ancre-outgoing" else "preserve")  # whose form of then has none
-    (file,) = (OLD / name).glob("*.safetensors")
-    options = connection.recipe()["options"]
-    rewire.compile(LinearNet(4), name, **options, start="paper", validate=False).load_state_dict(load_file(file))
-
-
-def test_what_computes_otherwise_since_version_0_1_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    saved, model = load_file(OLD / "mhc.safetensors"), rewire.load(OLD / "mhc", LinearNet(4))
-    assert "Sinkhorn-Knopp normalises rows last now" in caplog.text
-    away = (model(saved["x"]) - saved["output"]).abs().max()
-    assert 1e-6 < away < 1e-2
-    caplog.clear()
-    rewire.load(OLD / "hc-dynamic", LinearNet(4))
-    assert caplog.text == ""
-
-
 @dataclasses.dataclass(frozen=True)
 class Halved(rewire.Residual):
     """Plain residual connections, with a part of each branch."""
@@ -121,13 +93,6 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """`rewire.register_topology`, for one test."""
     monkeypatch.setattr(registry._FACTORIES, "_entries", dict(registry._FACTORIES._entries))
     return rewire.register_topology
-
-
-def test_classes_that_have_the_names_of_shipped_ones(register: Callable[[str], Any]) -> None:
-    """Files of version 0.1 with the name of a class mean the shipped one, whatever else is loaded since."""
-    kinds = [type("GRNv3", (Halved,), {}), register("mine")(type("GRNv3", (Halved,), {}))]
-    (connection,) = rewire.connections(rewire.load(OLD / "grn-v3", LinearNet(4))).values()
-    assert connection.recipe()["topology"] == "grn-v3" and len(kinds) == 2
 
 
 def test_a_topology_of_a_registered_class_or_function(register: Callable[[str], Any], tmp_path: Path) -> None:
