@@ -62,8 +62,10 @@ def staged(folder: Path, last: str = "") -> Iterator[Path]:
                 _move(stage, folder, last)  # what is left
                 raise
     finally:
-        shutil.rmtree(stage, ignore_errors=True)
-        _close(lock)
+        try:
+            shutil.rmtree(stage, ignore_errors=True)
+        finally:
+            _close(lock)
 
 
 @contextlib.contextmanager
@@ -88,9 +90,18 @@ def make_folder(folder: Path) -> None:
     Raises:
         RewireError: it is a file.
     """
+    check_no_file(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_no_file(folder: Path) -> None:
+    """Refuse a file that should be a folder.
+
+    Raises:
+        RewireError: it is one.
+    """
     if folder.exists() and not folder.is_dir():
         raise RewireError(f"'{folder}' is a file: give a folder.")
-    folder.mkdir(parents=True, exist_ok=True)
 
 
 def token_of(stage: Path) -> str:

@@ -171,11 +171,12 @@ class Connection(nn.Module):
         return recipe_of(self.layout)
 
     def get_extra_state(self) -> Tensor:
-        """The recipe, as bytes: a state dict then says what its connection weights mean.
+        """The recipe, as bytes: a state dict then says what its connection weights mean."""
+        return self._beside_weights(json.dumps(self.recipe(), sort_keys=True))
 
-        A DTensor where the weights are: Accelerate's ``cpu_ram_efficient_loading`` takes a state dict of these only.
-        """
-        state = torch.tensor(list(json.dumps(self.recipe(), sort_keys=True).encode()), dtype=torch.uint8)
+    def _beside_weights(self, text: str) -> Tensor:
+        """A text as an entry of the state dict; a DTensor where the weights are: Accelerate takes all or none."""
+        state = torch.tensor(list(text.encode()), dtype=torch.uint8)
         weights: Iterator[Any] = self.parameters()
         mesh = next((weight.device_mesh for weight in weights if is_dtensor(weight)), None)
         if mesh is None:

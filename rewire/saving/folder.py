@@ -261,14 +261,13 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
         )
     try:
         recipe = parsed(path.read_bytes())
-    except (OSError, ValueError) as error:
+        form = recipe["format"]
+    except (KeyError, OSError, ValueError) as error:
         raise RewireError(f"'{path}' is damaged: {type(error).__name__}: {first_line(error)}") from error
-    if recipe.get("format") != _FORMAT:
+    if form != _FORMAT:
         raise RewireError(
             f"'{path}' cannot be read by rewire {_version()} (- saved, + here):"
-            + difference(
-                [f"format: {recipe.get('format')}", f"versions: {recipe.get('versions')}"], [f"format: {_FORMAT}"]
-            )
+            + difference([f"format: {form}", f"versions: {recipe.get('versions')}"], [f"format: {_FORMAT}"])
         )
     damage = _damage(recipe)
     if damage:
