@@ -121,7 +121,7 @@ def load(
         recipe, files = with_recipe(Path(folder), opened)
         try:
             saved = _shapes(files, recipe["tied"])
-            rewired = rewired_by(model, recipe["trunks"], recipe["start"], example_inputs, saved)
+            rewired = rewired_by(model, recipe.get("trunks"), recipe["start"], example_inputs, saved)
             _fill(rewired, files, saved, recipe["tied"], weights)
         except SafetensorError as error:
             raise RewireError(f"'{folder}' cannot be read: {first_line(error)}") from error

@@ -194,7 +194,8 @@ def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: 
 
 def misfit(path: str, recipe: Any, error: BaseException) -> RewireError:
     """The error of a recipe that no weights belong to."""
-    return RewireError(f"the connection weights of '{path}' do not fit their recipe, {recipe}: {first_line(error)}")
+    told = str(recipe)[:1000]
+    return RewireError(f"the connection weights of '{path}' do not fit their recipe, {told}: {first_line(error)}")
 
 
 def is_recipe(name: str) -> bool:
