@@ -7,6 +7,7 @@ it is ever run: topologies are looked up among the known classes, and everything
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from rewire.errors import RewireError, UnknownName, moved_trunk
 from rewire.passes.checks import check_model
@@ -23,7 +25,7 @@ from rewire.passes.prepare import prepare
 from rewire.passes.rewrite import rewrite
 from rewire.runtime.connection import CONNECTIONS, Connection, recipe_of
 from rewire.runtime.layout import Layout
-from rewire.topologies.base import Start, as_recurrence
+from rewire.topologies.base import Start, Topology, as_recurrence
 from rewire.topologies.names import named_topology, topology_in
 from rewire.trunk import Trunk
 
@@ -92,7 +94,7 @@ def check_shapes(path: str, recipe: Any, layout: Layout, start: Start, saved: Ma
         RewireError: weights are missing, or have another shape.
     """
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _OnMeta():
             made = layout.topology.parameters(layout.dims, start) | layout.topology.constants(layout.dims)
     except Exception:  # what cannot be made is refused where it is made; other people's may need values
         return
@@ -102,6 +104,14 @@ def check_shapes(path: str, recipe: Any, layout: Layout, start: Start, saved: Ma
             raise misfit(path, recipe, ValueError(f"{name} is missing"))
         if list(shape) != list(value.shape):
             raise misfit(path, recipe, ValueError(f"{name} is {list(shape)} (saved), {list(value.shape)} (here)"))
+
+
+class _OnMeta(TorchFunctionMode):
+    """Make on the meta device what is drawn on another one, by a generator there."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
+        return function(*args, **(given | {"device": "meta"} if "device" in given else given))
 
 
 def rewired_by(
@@ -185,11 +195,20 @@ def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: 
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RewireError(f"the recipe of '{path}' is damaged: {type(error).__name__}: {first_line(error)}") from error
     try:
-        return Layout(trunk, named_topology(name, options), units, width, attention, channel_dim, posts)
+        topology = named_topology(name, options)
+        _check_switches(topology)
+        return Layout(trunk, topology, units, width, attention, channel_dim, posts)
     except UnknownName as error:
         raise UnknownName(f"'{path}' cannot be made: {error}") from error
     except Exception as error:  # whatever a topology does with options that it was not written for
         raise misfit(path, recipe, error) from error
+
+
+def _check_switches(topology: Topology) -> None:
+    """What is asked as a truth is one: all else a topology notices itself."""
+    for name, parameter in inspect.signature(type(topology)).parameters.items():
+        if isinstance(parameter.default, bool) and not isinstance(getattr(topology, name, False), bool):
+            raise TypeError(f"{name}={getattr(topology, name)!r} is neither true nor false")
 
 
 def misfit(path: str, recipe: Any, error: BaseException) -> RewireError:
