@@ -18,7 +18,7 @@ from rewire.runtime.live import Entry
 
 CONFIG = "rewire_ejected"  # the entry of a config with what follows
 #: `rewire.eject` puts the digest of what it writes in its place: here, and where it writes this.
-EJECTED = "the ejected model"
+EJECTED = "digest of the ejected files"
 
 
 class Ejected(Connection):
@@ -29,8 +29,8 @@ class Ejected(Connection):
 
     def set_extra_state(self, state: Any) -> None:
         if isinstance(state, Tensor):  # else torch's placeholder for a key that a partial state dict does not have
-            state = state.to_local() if is_dtensor(state) else state
-            check_ejected(bytes(state.byte().tolist()).decode(errors="replace"), "The weights")
+            own: Any = state.to_local() if is_dtensor(state) else state  # type: ignore[attr-defined]
+            check_ejected(bytes(own.byte().flatten().tolist()).decode(errors="replace"), "The weights")
 
 
 def check_ejected(found: str, what: str) -> None:

@@ -94,23 +94,29 @@ def eject(model: nn.Module, folder: str | os.PathLike[str], *, force: bool = Fal
     heading = f'{_LICENCE}"""What {stem}.py needs of rewire, gathered from its modules; sums are plain PyTorch."""\n'
     text = module.text()
     texts = {f"{stem}.py": text, f"{RUNTIME}.py": runtime.text(heading, callers=text)}
-    digest = _digest([*texts.values(), model.config.to_json_string() if is_pretrained(model) else ""])
     make_folder(target)
     with staged(target) as stage:
-        for name, text in texts.items():
-            (stage / name).write_text(text.replace(EJECTED, digest), encoding="utf-8")
-        if is_pretrained(model):
-            _save_pretrained(model, cls, stage, f"{stem}.{module.root}", digest)
-        else:
-            state = _weights(model, digest)
-            ties = ties_of(state)  # as safetensors.torch.load_model expects them: once
-            save_file({k: own_memory(v) for k, v in state.items() if k not in ties}, stage / _WEIGHTS)
+        _write(model, texts, stage, cls, f"{stem}.{module.root}")
         if not force:
             _check_same(stage, target)
     for old in target.iterdir():
         if _SHARDS.fullmatch(old.name):
             old.unlink(missing_ok=True)
     return target / f"{stem}.py"
+
+
+def _write(model: nn.Module, texts: dict[str, str], folder: Path, cls: type, name: str) -> None:
+    """Write the files of a model: texts, and weights with what else there is."""
+    config: Any = model.config if is_pretrained(model) else None
+    digest = _digest([*texts.values(), config.to_json_string() if config else ""])
+    for file, text in texts.items():
+        (folder / file).write_text(text.replace(EJECTED, digest), encoding="utf-8")
+    if is_pretrained(model):
+        _save_pretrained(model, cls, folder, name, digest)
+    else:
+        state = _weights(model, digest)
+        ties = ties_of(state)  # as safetensors.torch.load_model expects them: once
+        save_file({k: own_memory(v) for k, v in state.items() if k not in ties}, folder / _WEIGHTS)
 
 
 def check_free(folder: Path) -> None:
