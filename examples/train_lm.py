@@ -7,9 +7,11 @@ A Llama of 8 layers learns, byte by byte, the texts behind Python's ``help()``. 
 see the same batches, and they take turns at every step, so that a busy machine slows all of them alike. Pictures,
 checkpoints and ``results.json`` go to ``out/train_lm``.
 
-Embeddings are drawn at a standard deviation of 0.2, for all runs. At Llama's usual 0.02 a topology that reads them
-again, or adds them once more, gains by their scale alone: `ancre-keep` as much with its weights frozen (the run
-`ancre-keep-frozen`) as with learned ones, and the plain model more than both by larger embeddings (``--embedding``).
+All runs have the scales that the plain model trains best with: embeddings of a standard deviation of 0.2, and the
+matrices that branches end with drawn four times as large as Llama's (``--embedding``, ``--branch``). At Llama's own 0.02
+a topology gains by such a scale alone. Two controls show what is left: `ancre-fixed` adds to every shortcut the newest
+state less the mean of all, and learns nothing; `ancre-still` has ANCRe's weights, which get gradients and stand still:
+it is the plain model, and has to train as that does.
 """
 
 from __future__ import annotations
@@ -47,11 +49,12 @@ RUNS: dict[str, dict[str, Any] | None] = {
     "ancre": {"topology": "ancre-ingoing"},
     "muddformer": {"topology": "muddformer"},
     "ancre-paper": {"topology": "ancre-ingoing", "start": "paper"},
-    "ancre-keep": {"topology": "ancre-ingoing", "start": "paper", "cascade": "keep"},
-    "ancre-keep-frozen": {"topology": "ancre-ingoing", "start": "paper", "cascade": "keep"},
+    "ancre-fixed": {"topology": "ancre-ingoing"},
+    "ancre-still": {"topology": "ancre-ingoing"},
 }
 BASELINE = "residual"
-FROZEN = {"ancre-keep-frozen"}  # their connection weights stay at the start
+FIXED = {"ancre-fixed"}  # their connection weights are preset, and no parameters
+STILL = {"ancre-still"}  # their connection weights get gradients, at a rate of 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Config:
     length: int = 128
     batch: int = 8
     embedding: float = 0.2
+    branch: float = 4.0
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
     evaluate_every: int = 20
@@ -76,14 +80,16 @@ class Run:
     def __init__(self, name: str, config: Config) -> None:
         self.name, self.config = name, config
         self.model = build(name, config)
-        # Weight decay would pull the connection logits towards equal weights: they get a group of their own.
-        learned = [p for connection in rewire.connections(self.model).values() for p in connection.parameters()]
-        logits = [p for p in learned if p.requires_grad]
-        others = [p for p in self.model.parameters() if all(p is not logit for logit in logits)]
-        groups = [{"params": others, "weight_decay": config.weight_decay}, {"params": logits, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+        groups = rewire.parameter_groups(
+            self.model,
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            connection_lr=0.0 if name in STILL else None,
+        )
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
-        self.connection_weights = sum(logit.numel() for logit in logits)
+        learned = [p for connection in rewire.connections(self.model).values() for p in connection.parameters()]
+        self.connection_weights = sum(p.numel() for p in learned if p.requires_grad)
         self.kept_bytes = 0
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -144,10 +150,22 @@ def build(name: str, config: Config) -> nn.Module:
     model, options = LlamaForCausalLM(llama), RUNS[name]
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(config.embedding / llama.initializer_range)
+        for path, parameter in model.named_parameters():
+            if path.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(config.branch)
     model = model if options is None else rewire.compile(model, **options)
-    for connection in rewire.connections(model).values():
-        connection.requires_grad_(name not in FROZEN)
+    if name in FIXED:
+        for connection in rewire.connections(model).values():
+            connection.set_values({"logits": newest(connection.layout.dims.depth)})
+            connection.requires_grad_(False)
     return model
+
+
+def newest(depth: int) -> Tensor:
+    """Logits of ANCRe whose softmax is the newest state alone."""
+    logits = torch.zeros(depth * (depth + 1) // 2)
+    logits[torch.arange(1, depth + 1).cumsum(0) - 1] = 1.0  # 100 times the temperature
+    return logits
 
 
 def read_text() -> tuple[Tensor, Tensor]:
@@ -231,8 +249,9 @@ def draw(runs: list[Run], config: Config, out: Path) -> None:
 def main(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the text.")] = 0,
-    runs: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(RUNS)}.")] = "ancre,muddformer",
+    runs: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(RUNS)}.")] = "ancre,muddformer,ancre-fixed",
     embedding: Annotated[float, typer.Option(help="Standard deviation of the embeddings at the start.")] = 0.2,
+    branch: Annotated[float, typer.Option(help="Factor on the matrices that branches end with, at the start.")] = 4.0,
     out: Annotated[Path, typer.Option(help="Folder for everything that is written.")] = Path("out/train_lm"),
 ) -> None:
     """Train a small Llama with learned depth connections, and without (the run 'residual', which is always there)."""
@@ -240,7 +259,7 @@ def main(
     unknown = [name for name in names if name not in RUNS]
     if unknown:
         raise typer.BadParameter(f"there is no run {unknown[0]!r}, only {', '.join(RUNS)}.", param_hint="--runs")
-    config, console = Config(steps, seed, embedding=embedding), Console()
+    config, console = Config(steps, seed, embedding=embedding, branch=branch), Console()
     trained = [Run(name, config) for name in names]
     train(trained, config, console)
     results = {run.name: run.results(trained[0]) for run in trained}

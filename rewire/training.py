@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import Any
 
@@ -10,6 +11,10 @@ from torch import Tensor, nn
 
 from rewire.errors import UnsupportedTopology
 from rewire.runtime.connection import connections, learned_connections
+
+#: What an Adam step moves connection weights by at most, in the units in which they are stored, unless a rate is given:
+#: a softmax whose logits move by 0.3 is at one choice within some tens of steps, and learns no more.
+_FASTEST = 0.1
 
 
 def parameter_groups(
@@ -27,18 +32,22 @@ def parameter_groups(
     0 is where many of them start. Works on sharded and on plain models, too, and after adapters were added: parameters
     without gradients are left out.
 
+    Connection weights are stored in natural units (``Topology.natural_scales``), ANCRe's logits divided by their
+    temperature, so that their gradients leave ``clip_grad_norm_`` over all parameters to the model's. Their rates make
+    up for it: an Adam step moves weights as the formulas have them by about ``connection_lr``.
+
     Args:
         model: the model, rewired or not.
         lr: learning rate.
         weight_decay: of all but the connection weights.
-        connection_lr: learning rate of the connection weights; default: ``lr``. An Adam step moves what ANCRe's
-            softmax sees by about this over its temperature, 0.01: take 1e-3 to 3e-3 there.
+        connection_lr: learning rate of the connection weights; default: ``lr``, or as much as moves what is stored by
+            0.1 a step (for ANCRe 1e-3), if that is less.
         decay_matrices: weight decay for the matrices among the connection weights, too (``Topology.matrices``): the
             low-rank maps of LAuReL, and the projections of muddformer, hc-dynamic, hc-gated, frac-hc and mhc.
 
     Returns:
-        Groups for ``torch.optim.AdamW(groups)``: all other parameters, then the connection weights, then with
-        ``decay_matrices`` the matrices among these; none is empty.
+        Groups for ``torch.optim.AdamW(groups)``: all other parameters, then the connection weights, in a group for each
+        unit and decay; none is empty.
 
     Raises:
         TypeError, ValueError: a rate or decay is no number, or below 0.
@@ -47,21 +56,22 @@ def parameter_groups(
         >>> groups = rewire.parameter_groups(rewired, lr=3e-4, weight_decay=0.1, connection_lr=1e-3)
         >>> optimizer = torch.optim.AdamW(groups)
     """
-    rate = lr if connection_lr is None else connection_lr
+    rate, fastest = (lr, _FASTEST) if connection_lr is None else (connection_lr, math.inf)
     _check(lr=lr, weight_decay=weight_decay, connection_lr=rate)
-    own: list[nn.Parameter] = []
-    matrices: list[nn.Parameter] = []
+    own: dict[tuple[float, float], list[nn.Parameter]] = {}  # by unit and decay
     for connection in connections(model).values():
         decayed = connection.layout.topology.matrices if decay_matrices else ()
         for name, parameter in connection.named_parameters():
-            (matrices if name in decayed else own).append(parameter)
-    learned = {id(p) for p in (*own, *matrices)}
+            unit = connection.stored_in[name]
+            # An optimiser decays by rate times decay, and the rate has the unit in it.
+            own.setdefault((unit, weight_decay * unit if name in decayed else 0.0), []).append(parameter)
+    learned = {id(p) for parameters in own.values() for p in parameters}
     others = [p for p in model.parameters() if id(p) not in learned]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.requires_grad], "lr": its_lr, "weight_decay": decay}
-        for parameters, its_lr, decay in ((others, lr, weight_decay), (own, rate, 0.0), (matrices, rate, weight_decay))
-    ]
-    return [group for group in groups if group["params"]]
+    groups: list[dict[str, Any]] = [{"params": others, "lr": lr, "weight_decay": weight_decay}]
+    for (unit, decay), parameters in own.items():
+        groups.append({"params": parameters, "lr": min(rate / unit, fastest), "weight_decay": decay})
+    trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+    return [group for group in trained if group["params"]]
 
 
 def _check(**numbers: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from every_topology import FAMILIES, LEARNED, mixed
+from mixing import shaken
 from models import PreNorm, Stack
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,12 +31,7 @@ RATE = 0.05
 def make(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     model = rewire.compile(Stack(PreNorm).to(dtype), "ancre-ingoing", start="paper", validate=False)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for connection in rewire.connections(model).values():
-            for weight in connection.parameters():
-                weight.add_(0.01 * torch.randn_like(weight))
-    return model
+    return shaken(model, 0.01, 1)
 
 
 def batch(dtype: torch.dtype) -> Tensor:

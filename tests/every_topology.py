@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
-import torch
 from _pytest.mark import ParameterSet
+from mixing import shaken
 from torch import Tensor, nn
 
 import rewire
@@ -97,9 +97,4 @@ def compiled(model: nn.Module, key: str, **kwargs: Any) -> nn.Module:
 def mixed(model: nn.Module, key: str, **kwargs: Any) -> nn.Module:
     """Rewired, with connection weights away from their start: an answer that ignores them is wrong."""
     rewired = compiled(model, key, start="paper", validate=False, **kwargs)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, weight in learned(rewired).items():
-            size = 0.01 if "ancre" in key and "logits" in name else 0.2
-            weight.add_(size * torch.randn(weight.shape, generator=generator).to(weight))
-    return rewired
+    return shaken(rewired, 0.2, 7, **({"logits": 0.01} if "ancre" in key else {}))

@@ -28,11 +28,23 @@ def learned(model: nn.Module) -> dict[str, Tensor]:
 def mixed(model: nn.Module, topology: str = ANCRE, **options: Any) -> nn.Module:
     """Rewired, with connection weights that really mix: an answer that ignores them is wrong."""
     rewired = rewire.compile(model, topology, start="paper", validate=False, **options)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for weight in learned(rewired).values():
-            weight.add_(0.01 * torch.randn(weight.shape, generator=generator))
-    return rewired
+    return shaken(rewired, 0.01, 7)
+
+
+@torch.no_grad()
+def shaken(model: nn.Module, size: float, seed: int | None = None, **sizes: float) -> nn.Module:
+    """The model, normal noise of this size added to its connection weights as the formulas have them, in place.
+
+    Args:
+        seed: None: the global generator.
+        sizes: others, for weights of these names.
+    """
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    for connection in rewire.connections(model).values():
+        for name, weight in connection.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator).to(weight)
+            weight.add_(sizes.get(name, size) / connection.stored_in[name] * noise)
+    return model
 
 
 def llama() -> nn.Module:

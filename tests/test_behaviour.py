@@ -48,8 +48,7 @@ def test_a_shared_block(granularity: str) -> None:
     weights = torch.rand(connection.layout.dims.depth, connection.layout.dims.depth).tril()
     free = rewire.compile(model, "ancre-none", granularity=granularity, validate=False)  # type: ignore[arg-type]
     row, column = torch.tril_indices(*weights.shape)
-    with torch.no_grad():
-        next(iter(learned(free).values())).copy_(weights[row, column])
+    next(iter(rewire.connections(free).values())).set_values({"logits": weights[row, column]})
 
     def branches(x: Tensor) -> Iterator[Any]:
         block = model.layers[0]

@@ -50,9 +50,7 @@ def assert_connected(model: nn.Module, adds: Adds, *args: Any, tolerance: float 
     assert all(connection.layout.dims.depth > 1 for connection in rewire.connections(free).values())
     for name, connection in rewire.connections(free).items():
         before = _outputs(free, args, kwargs)
-        with torch.no_grad():
-            for weight in connection.parameters():
-                weight.add_(0.3)
+        connection.set_values({name: value + 0.3 for name, value in connection.values().items()})
         after = _outputs(free, args, kwargs)
         assert any(not torch.allclose(a, b, atol=1e-3) for a, b in zip(before, after, strict=True)), name
     return plain
@@ -652,7 +650,7 @@ def test_a_cache_that_is_written_in_place() -> None:
             layer.cache.zero_()
     with torch.no_grad():
         for weight in learned(rewired).values():
-            weight.add_(0.3)
+            weight.add_(2.4)  # 0.3 as the formulas have it
     assert not torch.allclose(_generated(rewired), _generated(model), atol=1e-3)
 
 
@@ -1858,5 +1856,5 @@ def test_two_streams_with_a_bridge_are_connected() -> None:
     before = rewired(vectors())
     with torch.no_grad():
         for weight in learned(rewired).values():
-            weight.add_(0.3)
+            weight.add_(2.4)  # 0.3 as the formulas have it
     assert not torch.allclose(rewired(vectors()), before, atol=1e-3)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from every_topology import EVERY, mixed
+from mixing import shaken
 from models import ConvNet, NanoGPT, PreNorm, Shared, Stack, images, token_ids, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -63,9 +64,8 @@ def assert_same_function(
 def stack_with(rows: list[float], depth: int = 4, topology: str = "ancre-none") -> nn.Module:
     """A rewired stack of pre-norm blocks whose shortcuts have the weights ``rows``."""
     model = rewire.compile(Stack(PreNorm, depth), topology, start="paper", validate=False)
-    with torch.no_grad():
-        (parameter,) = rewire.connections(model)["layers"].parameters()
-        parameter.copy_(torch.tensor(rows))
+    connection = rewire.connections(model)["layers"]
+    connection.set_values({connection.learned_names[0]: torch.tensor(rows)})
     return model
 
 
@@ -132,10 +132,7 @@ class _Cast:
 def test_trunks_with_different_topologies() -> None:
     model = tiny_model("t5").double().eval()
     learned = rewire.compile(model, {"encoder": "denseformer", "decoder": "hc-static"}, validate=False)
-    with torch.no_grad():
-        for connection in rewire.connections(learned).values():
-            for parameter in connection.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    shaken(learned, 0.1)
     constant, report = rewire.freeze(learned, 0.0)
     assert [trunk.topology.partition("(")[0] for trunk in report.trunks] == ["DenseFormer", "HyperConnections"]
     assert_same_function(learned, constant, logits(input_ids=IDS, decoder_input_ids=IDS))

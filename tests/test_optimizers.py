@@ -16,16 +16,32 @@ from rewire.patterns.tiny import tiny_model
 def test_each_parameter_is_in_one_group() -> None:
     model = mixed(llama())
     others, own = rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1, connection_lr=1e-2)
-    assert {key: own[key] for key in ("lr", "weight_decay")} == {"lr": 1e-2, "weight_decay": 0.0}
+    assert {key: own[key] for key in ("lr", "weight_decay")} == {"lr": 1e-2 / 0.01, "weight_decay": 0.0}
     assert {key: others[key] for key in ("lr", "weight_decay")} == {"lr": 1e-3, "weight_decay": 0.1}
     assert [id(p) for p in own["params"]] == [id(p) for p in learned(model).values()]
     everything = [*others["params"], *own["params"]]
     assert len(everything) == len(list(model.parameters())) == len({id(p) for p in everything})
 
 
-def test_the_rate_of_all_is_that_of_the_connections_by_default() -> None:
-    groups = rewire.parameter_groups(mixed(llama()), lr=1e-3, weight_decay=0.1)
-    assert [group["lr"] for group in groups] == [1e-3, 1e-3]
+@pytest.mark.parametrize(("lr", "rate"), [(3e-4, 3e-4 / 0.01), (3e-3, 0.1)])
+def test_the_rate_of_all_is_that_of_the_connections_by_default_up_to_a_tenth_of_their_unit(
+    lr: float, rate: float
+) -> None:
+    groups = rewire.parameter_groups(mixed(llama()), lr=lr, weight_decay=0.1)
+    assert [group["lr"] for group in groups] == [lr, pytest.approx(rate)]
+
+
+def test_an_adam_step_moves_values_by_the_rate_whatever_their_unit() -> None:
+    model = mixed(Stack(PreNorm), "muddformer")
+    (connection,) = rewire.connections(model).values()
+    before = {name: value.detach().clone() for name, value in connection.values().items()}
+    step = torch.optim.Adam(rewire.parameter_groups(model, lr=1e-3, weight_decay=0.0), eps=0.0)
+    model(vectors()).square().sum().backward()
+    step.step()
+    assert set(connection.stored_in.values()) == {1.0, 1 / 8, 1 / 64}
+    for name, value in connection.values().items():
+        moved = (value - before[name]).abs()
+        assert moved[moved > 0].median().item() == pytest.approx(1e-3, rel=1e-2), name
 
 
 def test_groups_that_would_be_empty_are_left_out() -> None:
@@ -63,7 +79,9 @@ def test_matrices_among_the_connections_decay_if_asked_for(
     (connection,) = rewire.connections(model).values()
     assert matrices <= dict(connection.named_parameters()).keys()
     for name, weight in connection.named_parameters():
-        assert decays[id(weight)] == (0.1 if name in matrices else 0.0, 1e-2)
+        decay, rate = decays[id(weight)]
+        assert rate == 1e-2 / connection.stored_in[name]
+        assert rate * decay == pytest.approx(1e-3 if name in matrices else 0.0)
 
 
 def test_tied_weights_count_once() -> None:

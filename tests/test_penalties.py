@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from mixing import shaken
 from models import PreNorm, Stack, vectors
 from torch import nn
 
@@ -30,16 +31,13 @@ def naive(model: nn.Module, q: float, axis: int) -> float:
 @pytest.mark.parametrize(("topology", "axis"), [("ancre-ingoing", 1), ("ancre-outgoing", 0)])
 def test_is_the_mean_tsallis_entropy(topology: str, axis: int, q: float) -> None:
     model = rewired(topology)
-    with torch.no_grad():
-        for parameter in rewire.connections(model)["layers"].parameters():
-            parameter.copy_(0.01 * torch.randn(parameter.shape))
+    shaken(model, 0.01)
     assert rewire.sparsity_penalty(model, q).item() == pytest.approx(naive(model, q, axis), rel=1e-5)
 
 
 def test_zero_where_one_hot_and_largest_where_uniform() -> None:
     one_hot = rewired()
-    with torch.no_grad():
-        rewire.connections(one_hot)["layers"].logits.copy_(torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0]))
+    rewire.connections(one_hot)["layers"].set_values({"logits": torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0])})
     assert rewire.sparsity_penalty(one_hot).item() == pytest.approx(0, abs=1e-5)
     assert rewire.sparsity_penalty(rewired()).item() == pytest.approx((1 / 2 + 2 / 3) / 2)  # 1 - 1/n of n = 2, 3
 
@@ -47,11 +45,8 @@ def test_zero_where_one_hot_and_largest_where_uniform() -> None:
 @pytest.mark.parametrize("q", [0.5, 1.0, 2.0])
 def test_descending_makes_connections_sparse(q: float) -> None:
     model = rewired()
-    (connection,) = rewire.connections(model).values()
-    with torch.no_grad():
-        for parameter in connection.parameters():
-            parameter.add_(0.001 * torch.randn(parameter.shape))
-    optimizer = torch.optim.Adam(connection.parameters(), lr=1e-2)
+    shaken(model, 0.001)
+    optimizer = torch.optim.Adam(rewire.parameter_groups(model, lr=0.0, weight_decay=0.0, connection_lr=1e-2))
     for _ in range(400):
         optimizer.zero_grad()
         rewire.sparsity_penalty(model, q).backward()

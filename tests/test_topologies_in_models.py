@@ -175,10 +175,10 @@ def test_channels_of_images_are_weighted_apart() -> None:
     model, x = nn.Sequential(Body(), Body()), torch.randn(2, 4, 5, 6)
     scaled = rewire.compile(model, "layerscale", example_inputs=(x,))
     grn = rewire.compile(model, "grn-v2", example_inputs=(x,))
+    scales, b = torch.randn(2, 4), torch.randn(6, 4)
+    for model_of, values in ((scaled, {"scales": scales}), (grn, {"b": b})):
+        next(iter(rewire.connections(model_of).values())).set_values(values)
     with torch.no_grad():
-        (scales,), (b,) = learned(scaled).values(), learned(grn).values()
-        scales.copy_(torch.randn(2, 4))
-        b.copy_(torch.randn(6, 4))
         first = x + scales[0].view(4, 1, 1) * model[0].conv(x)
         want = first + scales[1].view(4, 1, 1) * model[1].conv(first)
         torch.testing.assert_close(scaled(x), want)

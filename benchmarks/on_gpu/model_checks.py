@@ -137,8 +137,8 @@ def small_llama(topology: str, layers: int, width: int, seed: int) -> nn.Module:
     model = rewire.compile(LlamaForCausalLM(config), topology, start="paper", validate=False)
     with torch.no_grad():
         for connection in rewire.connections(model).values():
-            for weights in connection.parameters():
-                weights.add_(0.02 * torch.randn_like(weights))  # away from zeros, whose gradients vanish
+            for name, weights in connection.named_parameters():  # away from zeros, whose gradients vanish
+                weights.add_(0.02 / connection.stored_in[name] * torch.randn_like(weights))
     return model
 
 

@@ -39,7 +39,7 @@ ROOTS = (
 )
 
 #: What torch would call, and ejected models have no use for: recipes. They have `Ejected`.
-OMITTED = {("Connection", "get_extra_state"), ("Connection", "set_extra_state")}
+OMITTED = {("Connection", name) for name in ("get_extra_state", "set_extra_state", "_load_from_state_dict")}
 
 _PLAIN = plain.__name__
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,7 @@ class Connection(nn.Module):
 
     Attributes:
         placement: where hidden states that are plain tensors lie on a device mesh, if `parallelize` said so.
+        stored_in: the units in which learned weights are stored, by name (`Topology.natural_scales`).
         learned_names: of the learned weights. On a pipeline stage that goes on with a trunk they are no parameters of
             this module: they come with the stream.
     """
@@ -64,8 +66,11 @@ class Connection(nn.Module):
         self.layout, self.start = layout, start
         learned = layout.topology.parameters(layout.dims, start)
         self.learned_names = tuple(learned)
+        scales = layout.topology.natural_scales(layout.dims)
+        self.stored_in = {name: scales.get(name, 1.0) for name in learned}
         for name, value in learned.items():
-            self.register_parameter(name, nn.Parameter(value.to(device=device, dtype=torch.float32)))
+            stored = (value / self.stored_in[name]).to(device=device, dtype=torch.float32)
+            self.register_parameter(name, nn.Parameter(stored))
         for name, value in layout.topology.constants(layout.dims).items():
             self.register_buffer(name, value.to(device=device, dtype=torch.float32))
 
@@ -79,10 +84,18 @@ class Connection(nn.Module):
     def reset_parameters(self) -> None:
         """Set the start values, and constants, again (after ``to_empty``, say)."""
         topology, dims = self.layout.topology, self.layout.dims
-        values = topology.parameters(dims, self.start) | topology.constants(dims)
-        with torch.no_grad():
-            for name, tensor in (*self.named_parameters(), *self.named_buffers()):
-                _set(tensor, values[name])
+        self.set_values(topology.parameters(dims, self.start) | topology.constants(dims))
+
+    @torch.no_grad()
+    def set_values(self, values: Mapping[str, Tensor]) -> None:
+        """Set weights, by name, to values as the formulas have them, in whatever unit they are stored."""
+        stored = {**self._parameters, **self._buffers}
+        for name, value in values.items():
+            _set(stored[name], value / self.stored_in.get(name, 1.0))
+
+    def values(self) -> dict[str, Tensor]:
+        """The learned weights by name, with gradients, as the formulas have them: what is stored times its unit."""
+        return self._values(self._learned())
 
     def forward(self, x: Tensor) -> Stream:
         """A stream at its start, ``x`` being the trunk's input [..., width].
@@ -141,8 +154,8 @@ class Connection(nn.Module):
         return learned if placement is None else placement.reduced(learned)
 
     def _effective(self, learned: Mapping[str, Tensor]) -> Any:
-        parameters = {**learned, **dict(self.named_buffers())}
-        for name, parameter in parameters.items():
+        stored = {**learned, **dict(self.named_buffers())}
+        for name, parameter in stored.items():
             if hasattr(parameter, "ds_id"):
                 raise RewireError(
                     f"DeepSpeed's ZeRO-3 partitions connection weight '{name}' of trunk '{self.layout.trunk}', and "
@@ -155,9 +168,13 @@ class Connection(nn.Module):
                     "`for c in rewire.connections(model).values(): fully_shard(c)`; the policy of a whole "
                     "pipeline stage needs cast_forward_inputs=False."
                 )
-        device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        device = next(iter(stored.values())).device if stored else torch.device("cpu")
         with outside_autocast(device):
-            return self.layout.topology.weights(parameters, self.layout.dims)
+            return self.layout.topology.weights(self._values(stored), self.layout.dims)
+
+    def _values(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        units = {name: self.stored_in.get(name, 1.0) for name in stored}
+        return {name: tensor if units[name] == 1 else tensor * units[name] for name, tensor in stored.items()}
 
     def matrix(self) -> Tensor:
         """Effective weights as a [destination, source] matrix, float32."""
@@ -168,7 +185,8 @@ class Connection(nn.Module):
 
     def recipe(self) -> dict[str, Any]:
         """What the weights belong to: topology, options, and the trunk's sizes."""
-        return recipe_of(self.layout)
+        scales = {name: scale for name, scale in sorted(self.stored_in.items()) if scale != 1}
+        return recipe_of(self.layout) | ({"scales": scales} if scales else {})
 
     def get_extra_state(self) -> Tensor:
         """The recipe, as bytes: a state dict then says what its connection weights mean."""
@@ -193,7 +211,7 @@ class Connection(nn.Module):
         """
         if not isinstance(state, Tensor):
             return  # torch's placeholder for a key that a partial state dict does not have
-        saved, here = read_recipe(state), self.recipe()
+        saved, here = ({**recipe, "scales": {}} for recipe in (read_recipe(state), self.recipe()))
         if topology_in(saved) == self.layout.topology:  # under this name, or another
             saved |= {"topology": here["topology"], "options": here["options"]}
         if saved != here:
@@ -202,6 +220,16 @@ class Connection(nn.Module):
                 f"the saved weights of trunk '{self.layout.trunk}' belong to another rewiring; {'; '.join(differing)}. "
                 "Compile the model with the saved options and start first: start='paper' leaves options as they are."
             )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load weights, in the units in which they are stored here: files may have others."""
+        recipe = state_dict.get(f"{prefix}_extra_state")
+        if isinstance(recipe, Tensor):
+            before = _scales_in(read_recipe(recipe))
+            ratios = {prefix + name: before.get(name, 1.0) / unit for name, unit in self.stored_in.items()}
+            changed = [key for key, ratio in ratios.items() if ratio != 1 and key in state_dict]
+            state_dict = {**state_dict, **{key: state_dict[key].detach() * ratios[key] for key in changed}}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Follow moves between devices, but no change of dtype."""
@@ -294,6 +322,14 @@ def parsed(text: bytes) -> dict[str, Any]:
 
 def _parts(whole: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return whole.values() if isinstance(whole, dict) else whole
+
+
+def _scales_in(recipe: Any) -> dict[str, float]:
+    """The units in which weights with this recipe are stored; none, before there were any."""
+    scales = recipe.get("scales", {})
+    if not isinstance(scales, dict) or not all(isinstance(unit, float) and 0 < unit < inf for unit in scales.values()):
+        raise RewireError(f"the recipe among the weights is damaged: scales {scales!r}.")
+    return scales
 
 
 def connections(model: nn.Module) -> dict[str, Connection]:

@@ -321,13 +321,13 @@ def _fill(
     """Load tensors, file by file, after all names and shapes were compared."""
     targets = _part(rewired, weights)
     _compare(targets, saved, weights)
-    for file in files:  # recipes refuse weights that are not theirs: before anything is changed
-        rewired.load_state_dict({name: file.get_tensor(name) for name in file.keys() if is_recipe(name)}, strict=False)  # noqa: SIM118
+    recipes = {name: file.get_tensor(name) for file in files for name in file.keys() if is_recipe(name)}  # noqa: SIM118
+    rewired.load_state_dict(recipes, strict=False)  # refuses weights that are not theirs: before anything is changed
     assign = any(value.is_meta for value in targets.values())
     for file in files:
         own = set(file.keys())
         read: dict[str, Tensor] = {}  # a tensor that has several names is one object
-        state = {}
+        state = dict(recipes)  # they tell the units of the weights, which may be in another file
         for name, target in targets.items():
             source = ties.get(name, name)
             if source in own and not is_recipe(name):

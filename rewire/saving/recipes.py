@@ -72,7 +72,7 @@ def layouts_of(recipes: Any) -> dict[str, Layout]:
     layouts = {path: layout_of(path, recipe, path) for path, recipe in recipes.items()}
     for path, layout in layouts.items():
         saved, here = (
-            sorted(f"{key}: {json.dumps(r[key], sort_keys=True)}" for key in r.keys() - {"sites"})
+            sorted(f"{key}: {json.dumps(r[key], sort_keys=True)}" for key in r.keys() - {"scales", "sites"})
             for r in (recipes[path], recipe_of(layout))
         )
         if saved != here:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -47,12 +47,13 @@ class Contender:
     Attributes:
         name: as in the table.
         settings: keywords of `rewire.compile`, the topology's options among them; None: the model stays plain.
-        frozen: whether the connection weights stay at their start.
+        held: how the connection weights stay at their start, if they do: ``"frozen"``, without gradients, or
+            ``"still"``, with gradients, which clipping counts, and a rate of 0.
     """
 
     name: str
     settings: dict[str, Any] | None = None
-    frozen: bool = False
+    held: Literal["", "frozen", "still"] = ""
 
     def rewired(self, model: nn.Module, **validation: Any) -> nn.Module:
         """``model`` with these connections.
@@ -64,15 +65,20 @@ class Contender:
             return model
         rewired = compile(model, **self.settings, **validation)
         for connection in connections(rewired).values():
-            connection.requires_grad_(not self.frozen)
+            connection.requires_grad_(self.held != "frozen")
         return rewired
 
     @property
     def control(self) -> Contender | None:
-        """The same with weights frozen at their start; None where that is the plain model by construction."""
-        if self.frozen or self.settings is None or self.settings.get("start", "preserve") == "preserve":
+        """The same with weights that stay at their start: frozen, or still, where the start is the plain model.
+
+        What the first gains was not learned. The second has to train as the plain model does: if it does not, clipping
+        takes the connections' gradients out of the model's steps.
+        """
+        if self.held or self.settings is None:
             return None
-        return Contender(f"{self.name}, frozen", self.settings, frozen=True)
+        held: Literal["frozen", "still"] = "still" if self.settings.get("start", "preserve") == "preserve" else "frozen"
+        return Contender(f"{self.name}, {held}", self.settings, held)
 
 
 #: The model as it is, and with the scales of its embeddings and branches tuned.

@@ -39,7 +39,7 @@ def write(study: Study, folder: Path) -> None:
 
 def draw(study: Study, folder: Path) -> None:
     """The curves of the plain models and of the best five, and the differences of all."""
-    ran = [row for row in study.rows if row.runs and not row.contender.frozen]
+    ran = [row for row in study.rows if row.runs and not row.contender.held]
     shown = [row for row in ran if row.contender.settings][:5] + [row for row in ran if not row.contender.settings]
     # From an eighth of the budget on: the steep start would squeeze the rest into a line.
     curves = {row.name: [(float(p.step), p.loss) for p in row.curve() if p.loss < float("inf")] for row in shown}

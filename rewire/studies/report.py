@@ -108,11 +108,11 @@ class Study(Shown):
 
     def findings(self) -> list[str]:
         """A sentence on each topology, whichever way it fell."""
-        return [self._finding(row) for row in self.rows if row.contender.settings and not row.contender.frozen]
+        return [self._finding(row) for row in self.rows if row.contender.settings and not row.contender.held]
 
     def limits(self) -> str:
         """What these numbers do not show."""
-        topologies = sum(bool(row.runs and row.contender.settings and not row.contender.frozen) for row in self.rows)
+        topologies = sum(bool(row.runs and row.contender.settings and not row.contender.held) for row in self.rows)
         seeds = len(self.baseline.runs)
         by_chance = topologies / 2**seeds
         return (
@@ -132,11 +132,14 @@ class Study(Shown):
             f"model; it is better on {better} of {len(gains)} seeds"
         )
         control = row.contender.control
-        if control and (frozen := self.row(control.name)).runs:
-            sentence += f". With its weights frozen it ends at {frozen.mean:.4f}, learned at {row.mean:.4f}"
-        elif gain > 0:
-            sentence += "; frozen, it would be the plain model: it starts as that"
-        return sentence + "."
+        assert control is not None
+        held = self.row(control.name)
+        if control.held == "frozen":
+            return f"{sentence}. With its weights frozen it ends at {held.mean:.4f}, learned at {row.mean:.4f}."
+        (behind,) = (-gain for gain in self.gains(held))
+        return (
+            f"{sentence}. With weights that stand still, where it is the plain model, it ends {behind:+.4f} from that."
+        )
 
     def __rich__(self) -> Table:
         return self.table()
@@ -181,7 +184,7 @@ class Study(Shown):
                 {
                     "name": row.name,
                     "compile": row.contender.settings,
-                    "frozen": row.contender.frozen,
+                    "held": row.contender.held,
                     "setting": row.setting,
                     "reason": row.reason,
                     "losses": {int(run.setting["seed"]): _finite(run.loss) for run in row.runs},

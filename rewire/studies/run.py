@@ -40,7 +40,8 @@ def study(
     The plain model is searched first: its learning rate, then also factors on its embeddings and on the ends of its
     branches, as much of what topologies gain is the scale of these. Every topology starts from the better of the two,
     and gets a search of its rate of its own. What the searches (seed 0) find is run with the seeds 1, 2, ...; these
-    runs are compared. A topology that does not start as the plain model is run with its weights frozen, too.
+    runs are compared. A topology that does not start as the plain model is run with its weights frozen, too; one that
+    does, once with weights that get gradients and stand still, which has to train as the plain model.
 
     All runs are kept in ``storage``: call it again after a kill, or with more topologies, and it goes on. Several
     processes, on several machines, can work at one storage. ``study.html``, which shows all that was found,
@@ -120,12 +121,16 @@ def _rows(search: Search, contender: Contender, rate: float, scales: Scales, tic
     except torch.OutOfMemoryError:
         return [Row(contender, reason="out of memory")]
     control = contender.control
-    return [row] if control is None else [row, _row(search, control, tuned.setting, scales, ticks)]
+    if control is None:
+        return [row]
+    if control.held == "still":  # as the plain model: at its rate, and one run shows it
+        return [row, _row(dataclasses.replace(search, seeds=1), control, {"rate": rate}, scales, ticks)]
+    return [row, _row(search, control, tuned.setting, scales, ticks)]
 
 
 def _row(search: Search, contender: Contender, setting: Setting, scales: Scales, ticks: Callable[[str], Tick]) -> Row:
     runs = search.repeat(contender, setting, scales, ticks)
-    return Row(contender, setting, runs, None if contender.frozen else _cost(search, contender))
+    return Row(contender, setting, runs, None if contender.held else _cost(search, contender))
 
 
 def _cost(search: Search, contender: Contender) -> Cost:

@@ -68,7 +68,8 @@ def train(
         RewireError: the model cannot be connected like that, or there were too few batches.
     """
     model = make(task, contender, scales, seed, device)
-    optimizer = task.optimizer(parameter_groups(model, lr=rate, weight_decay=task.weight_decay))
+    own = 0.0 if contender.held == "still" else None
+    optimizer = task.optimizer(parameter_groups(model, lr=rate, weight_decay=task.weight_decay, connection_lr=own))
     step, seconds, spent, evaluated = 0, 0.0, 0.0, 0
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: warm_up_and_decay(spent))
     yield Point(0, 0.0, evaluate(task, model, device))

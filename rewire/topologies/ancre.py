@@ -14,6 +14,7 @@ from rewire.mixes.history import History, Table
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.topologies import groups
 from rewire.topologies.base import (
+    OF_STATES,
     Dims,
     FirstOrder,
     Granularity,
@@ -126,6 +127,10 @@ class ANCRe(Recurrence[Shortcuts]):
         """
         table = self._start_table(dims.depth, start)  # [T, T]
         return {"logits": table[groups.entries(dims.depth, self.block)]}
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        """Stored is ``c / tau``, whose softmax p is: under Adam, a rate of lr for c is one of ``lr / tau`` for that."""
+        return {"logits": OF_STATES if self.normalize == "none" else self.temperature}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Shortcuts:
         """The effective shortcut weights p."""
@@ -312,6 +317,9 @@ class ANCReCascaded(FirstOrder[Tensor]):
         """``scales``, float32 [T]: a_1..a_T."""
         kept = start == "preserve" and self.cascade == "keep"
         return {"scales": torch.zeros(dims.depth) if kept else torch.ones(dims.depth)}
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"scales": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
         """a, float32 [T]."""

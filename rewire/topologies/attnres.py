@@ -16,6 +16,7 @@ from rewire.mixes.several import mixes
 from rewire.mixes.tokens import inverse_rms, read_off
 from rewire.topologies import groups
 from rewire.topologies.base import (
+    OF_STATES,
     Dims,
     Granularity,
     QKVInputs,
@@ -155,6 +156,10 @@ class AttnRes(Topology[Queries]):
                 "a number of heads that divides it."
             )
         return {"queries": torch.zeros(sum(self._ways(dims)), dims.width)}
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        """Of dot products with normed vectors, whose size is the root of the width."""
+        return {"queries": OF_STATES * dims.width**-0.5}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Queries:
         w, rows = parameters["queries"].float(), tuple(ways * self.heads for ways in self._ways(dims))

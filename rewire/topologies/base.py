@@ -23,6 +23,8 @@ Granularity = Literal["block", "sublayer"]
 States = tuple[Any, ...]
 #: Effective connection weights of a topology.
 W = TypeVar("W", default=Any)
+#: The natural scale of a weight that multiplies whole hidden states; a power of 2, so that storing it loses no digit.
+OF_STATES = 1 / 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +117,15 @@ class Topology(ABC, Generic[W]):
         Raises:
             UnsupportedTopology: the formulas have no such start, or do not fit the trunk's sizes.
         """
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        """The unit in which each learned weight is stored, by name; 1 for a name that is missing.
+
+        A `Connection` stores ``value / unit``, and `parameters` and `weights` see values. Everybody clips the gradients
+        of all parameters by one norm: a small unit makes this weight's gradient as much smaller, so that connections
+        leave the norm to the model. `rewire.parameter_groups` gives it a rate that is as much larger.
+        """
+        return {}
 
     @abstractmethod
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> W:

@@ -11,6 +11,7 @@ from torch import Tensor
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.tokens import project, project_normed
 from rewire.topologies.base import (
+    OF_STATES,
     Dims,
     FirstOrder,
     Granularity,
@@ -92,6 +93,11 @@ class DDL(FirstOrder[Delta]):
             "value": torch.zeros(dims.depth, dims.width),
             "value_bias": torch.full((dims.depth,), 2.0),
         }
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        """Of dot products with vectors of this width, and of what is added to them."""
+        product = OF_STATES * dims.width**-0.5
+        return {"gate": product, "gate_bias": OF_STATES, "value": product, "value_bias": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Delta:
         return Delta(**parameters)

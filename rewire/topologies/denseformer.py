@@ -14,7 +14,7 @@ from rewire.mixes.by_state import parts
 from rewire.mixes.history import History, Table
 from rewire.mixes.mix import mix
 from rewire.topologies import groups
-from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, check_count, total
+from rewire.topologies.base import OF_STATES, Dims, Granularity, Recurrence, Start, States, check_count, total
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 from rewire.topologies.registry import register_topology
 
@@ -86,6 +86,9 @@ class DenseFormer(Recurrence[Averages]):
         for row in rows:
             row[-1] = 1  # a_tt
         return {"alpha": torch.cat(rows)}
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"alpha": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Averages:
         alpha = parameters["alpha"].float()

@@ -16,6 +16,7 @@ from rewire.mixes.several import mixes
 from rewire.mixes.tokens import project
 from rewire.topologies import groups
 from rewire.topologies.base import (
+    OF_STATES,
     Dims,
     Granularity,
     QKVInputs,
@@ -104,6 +105,10 @@ class GRN(Topology[tuple[Read, ...]]):
         if self.input_dependent:
             parameters["w"] = torch.zeros(sum(ways), dims.width)
         return parameters
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        """That of w has the root of the width in it, as its products with f do."""
+        return {"b": OF_STATES} | ({"w": OF_STATES * dims.width**-0.5} if self.input_dependent else {})
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> tuple[Read, ...]:
         """For t = 1..T+1 in turn, what its read uses."""

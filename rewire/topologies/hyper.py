@@ -23,6 +23,7 @@ from rewire.mixes.streams import (
     write_and_read,
 )
 from rewire.topologies.base import (
+    OF_STATES,
     Dims,
     Granularity,
     Start,
@@ -287,6 +288,9 @@ class HyperConnections(ParallelStreams):
             static[-1, :, 1:] /= n
         return {"static": static} | ({"last_static": torch.full((n, 1), 1 / n)} if self.output == "learned" else {})
 
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"static": OF_STATES, "last_static": OF_STATES}
+
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         found = super().weights(parameters, dims)
         return found if "dynamic" in parameters else found._replace(steps=_steps(parameters["static"].float()))
@@ -420,6 +424,9 @@ class FracConnections(Streams):
         eye = torch.eye(m).expand(depth, m, m)
         static = {"static": torch.cat([eye, eye, torch.ones(depth, m, 1)], dim=-1)}
         return static | _dynamic_start(depth, dims.width // m, 2 * m + 1) if self.dynamic else static
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"static": OF_STATES}
 
     def start(self, x: Tensor, weights: Weights) -> States:
         return (x.unflatten(-1, (self.fractions, -1)),)

@@ -12,6 +12,7 @@ from torch import Tensor
 from rewire.mixes.mix import mix
 from rewire.mixes.tokens import project
 from rewire.topologies.base import (
+    OF_STATES,
     Dims,
     Granularity,
     Recurrence,
@@ -75,6 +76,9 @@ class LaurelRW(ScaledSum):
             UnsupportedTopology: a preserving start of the softmax by itself, with a total other than 2.
         """
         return {"logits": _start_logits(self, dims, start)}
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"logits": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Scales:
         """a and b, float32 [T]."""
@@ -151,6 +155,9 @@ class LaurelLR(Recurrence[LowRank]):
         down[channels, channels % rank] = (rank * dims.width) ** -0.5
         values = {"down": down.repeat(dims.depth, 1, 1), "up": torch.zeros(dims.depth, rank, dims.width)}
         return values if self.total is None else {**values, "logits": _start_logits(self, dims, start)}
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"logits": OF_STATES, "gains": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> LowRank:
         scales = None if self.total is None else _residual_weights(parameters["logits"], self.total, self.form)

@@ -12,6 +12,7 @@ from rewire.mixes.several import mixes
 from rewire.mixes.tokens import read_off_hidden
 from rewire.topologies import groups
 from rewire.topologies.base import (
+    OF_STATES,
     Dims,
     Granularity,
     QKVInputs,
@@ -118,6 +119,10 @@ class MUDDFormer(Recurrence[Weights]):
         generator = torch.Generator("cpu").manual_seed(0)
         w1 = torch.randn(sum(sizes), dims.width, generator=generator, device="cpu") * dims.width**-0.5
         return {"static": torch.cat(static), "w1": w1, "w2": torch.zeros(sum(k * k for k in sizes))}
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        """W2 sums over as many hidden units as it computes weights of states."""
+        return {"static": OF_STATES, "w2": OF_STATES**2}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         sizes = [ways * n for ways, n in self._reads(dims)]

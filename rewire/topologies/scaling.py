@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rewire.mixes.mix import mix
-from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States
+from rewire.topologies.base import OF_STATES, Dims, FirstOrder, Granularity, Start, States
 from rewire.topologies.program import Program, Term, branch_of, recurrence
 from rewire.topologies.registry import register_topology
 
@@ -35,6 +35,9 @@ class BranchScale(FirstOrder[Tensor]):
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``scales``, float32 [T]: alpha_1..alpha_T."""
         return {"scales": torch.full((dims.depth,), 1.0 if start == "preserve" else 0.0)}
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"scales": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
         """alpha, float32, as in `parameters`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.mix import mix
-from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, total
+from rewire.topologies.base import OF_STATES, Dims, Granularity, Recurrence, Start, States, total
 from rewire.topologies.program import Program, Term, mixed_reads
 from rewire.topologies.registry import register_topology
 
@@ -57,6 +57,9 @@ class UNet(Recurrence[Skips]):
                 "trunk out with trunks=[...]."
             )
         return {"skip_weights": torch.full((dims.depth // 2,), 0.0 if start == "preserve" else 1.0)}
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"skip_weights": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Skips:
         scales = parameters["skip_weights"]

@@ -65,6 +65,9 @@ class VarianceGate(ScaledSum):
             raise no_preserving_start(self, "its weights are never both 1; form='difference' has one")
         return {"gates": torch.zeros(dims.depth, dims.width)}
 
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"gates": self.temperature}
+
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Scales:
         gates = parameters["gates"]
         shortcut, branch = self._gated(gates)

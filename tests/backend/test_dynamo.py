@@ -52,7 +52,7 @@ def step(call: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) 
 
 def scrambled(weights: nn.Parameter) -> None:
     with torch.no_grad():
-        weights.add_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(3)), alpha=0.1)
+        weights.add_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(3)), alpha=1.0)
 
 
 class WithMultihead(PreNorm):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from mixing import shaken
 from models import LinearNet
 from torch import Tensor, nn
 
@@ -30,10 +31,7 @@ class Two(nn.Module):
 def rewired(model: nn.Module, topology: Any = "ancre-ingoing", **options: Any) -> nn.Module:
     """Rewired, with connection weights that are not the start's."""
     model = rewire.compile(model, topology, example_inputs=(torch.randn(2, 8),), **options)
-    for connection in rewire.connections(model).values():
-        for parameter in connection.parameters():
-            nn.init.normal_(parameter, std=0.01)
-    return model
+    return shaken(model, 0.01)
 
 
 def save(model: nn.Module, path: Path) -> Path:

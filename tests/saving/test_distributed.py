@@ -77,7 +77,7 @@ def test_a_plain_checkpoint_loads(tmp_path: Path, options: StateDictOptions, cap
         assert torch.equal(weights[name], weight)
         for kind in ("step", "exp_avg", "exp_avg_sq"):
             assert torch.equal(optimizer.state[weights[name]][kind], saved.state[weight][kind]), (name, kind)
-    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(1e-2, 0.3), (5.0, 0.0)]
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(1e-2, 0.3), (500.0, 0.0)]
 
 
 def test_a_plain_checkpoint_of_as_many_groups(tmp_path: Path) -> None:

@@ -33,11 +33,13 @@ def found(folder: Path) -> Study:
 
 def test_rows_are_ranked_and_have_their_controls(found: Study) -> None:
     names = [row.name for row in found.rows]
-    assert set(names) >= {"residual", *TOPOLOGIES, "ancre-ingoing:start=paper, frozen"}
+    assert set(names) >= {"residual", *TOPOLOGIES, "ancre-ingoing:start=paper, frozen", "laurel-rw, still"}
     means = [row.mean for row in found.rows]
     assert means == sorted(means)
     assert names[-1] == "dca" and "attention" in found.row("dca").reason
-    assert all(len(row.runs) == 2 for row in found.rows if row.name != "dca")
+    assert {row.name: len(row.runs) for row in found.rows if len(row.runs) != 2} == {"dca": 0, "laurel-rw, still": 1}
+    (gain,) = found.gains(found.row("laurel-rw, still"))
+    assert abs(gain) < 1e-3 * found.baseline.mean
     assert found.baseline.mean == min(row.mean for row in found.rows if row.name.startswith("residual"))
 
 
@@ -52,6 +54,7 @@ def test_a_sentence_on_each_topology(found: Study) -> None:
     for name in TOPOLOGIES:
         assert findings.count(f"{name} ") + findings.count(f"{name}:") >= 1
     assert "With its weights frozen it ends at" in findings
+    assert re.search(r"stand still, where it is the plain model, it ends [+-]0\.000\d from that", findings)
 
 
 def test_learned_and_frozen_runs_differ(found: Study) -> None:

@@ -183,7 +183,7 @@ def test_contenders_are_parsed() -> None:
         "temperature": 0.5,
         "cascade": "keep",
     }
-    assert contender.control.frozen and contender.control.control is None
-    assert parse("muddformer").control is None
+    assert contender.control.held == "frozen" and contender.control.control is None
+    assert parse("muddformer").control.held == "still" and parse("muddformer").control.control is None
     with pytest.raises(ValueError, match="name=value"):
         parse("muddformer:scaled")

@@ -55,6 +55,17 @@ def test_a_frozen_control_keeps_its_weights_and_trains_the_rest() -> None:
     assert moved == {name for name in before if "depth_connections" not in name} != set(before)
 
 
+def test_a_control_that_stands_still_gets_gradients_and_trains_as_the_plain_model() -> None:
+    contender = parse("ancre-ingoing").control
+    assert contender is not None and contender.held == "still"
+    model = make(task, contender, Scales(), 0, CPU)
+    regression.loss(model, next(task.batches(0))).backward()
+    (connection,) = rewire.connections(model).values()
+    assert all(weight.grad is not None and weight.grad.any() for weight in connection.parameters())
+    still, plain = (list(train(task, each, 0.01, Scales(), 0, Budget(steps=40), CPU)) for each in (contender, PLAIN))
+    assert still[-1].loss == pytest.approx(plain[-1].loss, rel=1e-3) != plain[0].loss
+
+
 def test_scales_multiply_the_first_weights_and_the_ends_of_branches() -> None:
     torch.manual_seed(0)
     model = regression.model()

@@ -15,7 +15,7 @@ def double_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connection weights may be float64; as modules they are float32 only."""
 
     def effective(self: Connection, learned: Mapping[str, Tensor]) -> Any:
-        return self.layout.topology.weights({**learned, **dict(self.named_buffers())}, self.layout.dims)
+        return self.layout.topology.weights(self._values({**learned, **dict(self.named_buffers())}), self.layout.dims)
 
     monkeypatch.setattr(Connection, "_effective", effective)
 

@@ -142,7 +142,7 @@ def test_inkling2() -> None:
     ways = [1, 3] * (len(rows) // 2 - 1) + [1, 1]  # of feed-forwards and attentions; of the output
     with torch.no_grad():
         apart = [row.view(-1, D).expand(n, D) for row, n in zip(rows, ways, strict=True)]
-        connection.queries = nn.Parameter(torch.cat(apart) / D**0.5)
+        connection.queries = nn.Parameter(torch.cat(apart) / D**0.5 / connection.stored_in["queries"])
         for weight, places in weights.items():
             for place in places:
                 place.copy_(weight)
@@ -157,6 +157,6 @@ def test_inkling2() -> None:
     theirs.zero_grad()
     got.backward(upstream)
     check_equal([b.grad, *(sum(place.grad for place in places) for places in weights.values())], expected)
-    of_ours = (connection.queries.grad / D**0.5).split(ways)
+    of_ours = (connection.queries.grad / D**0.5 / connection.stored_in["queries"]).split(ways)
     summed = [g if len(g) == len(of_theirs) else g.sum(0, True) for g, of_theirs in zip(of_ours, of_rows, strict=True)]
     check_equal(summed, of_rows)

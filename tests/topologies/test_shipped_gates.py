@@ -67,7 +67,8 @@ def check(
     neutral = layout.topology.for_start("preserve").parameters(layout.dims, "preserve")
     for name, values in theirs.items():
         rows = [neutral[name][t] if value is None else value.detach() for t, value in enumerate(values)]
-        ours[name].data = torch.stack([row.T if transposed and row.dim() > 1 else row for row in rows]).double()
+        stored = torch.stack([row.T if transposed and row.dim() > 1 else row for row in rows]).double()
+        ours[name].data = stored / connection.stored_in[name]
     outs = run(shipped), run(rewired)
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-10, atol=1e-10)
     assert (outs[0] - run(plain)).abs().max() > 1e-3  # the scheme matters
@@ -76,7 +77,8 @@ def check(
     flat = [(name, t, value) for name, values in theirs.items() for t, value in enumerate(values) if value is not None]
     of_shipped = gradients(outs[0], shipped, shared, [value for _, _, value in flat], upstream)
     of_rewired = gradients(outs[1], rewired, shared, list(ours.values()), upstream)
-    own = dict(zip(ours, of_rewired[len(shared) :], strict=True))
+    of_ours = zip(ours, of_rewired[len(shared) :], strict=True)
+    own = {name: gradient / connection.stored_in[name] for name, gradient in of_ours}
     of_rows = [own[name][t].T if transposed and value.dim() > 1 else own[name][t] for name, t, value in flat]
     for want, got in zip(of_shipped, [*of_rewired[: len(shared)], *of_rows], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,51 @@
+"""Numbers on the pages are those of the results that are committed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ["README.md", "docs/limits.md", "docs/guides/which.md"]
+
+
+def steps() -> dict[str, float]:
+    """What a training step costs, by topology, at its defaults."""
+    rows = json.loads((RESULTS / "topologies.json").read_text())["rows"]
+    return {row["topology"]: row["step"] for row in rows if not row["options"]}
+
+
+def test_the_table_of_costs() -> None:
+    table = (
+        (ROOT / "docs" / "topologies.md").read_text().partition("## What they cost")[2].partition("\n- *Weights*")[0]
+    )
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
+    rows = json.loads((RESULTS / "topologies.json").read_text())["rows"]
+    assert len(lines) == len(rows) > 20
+    for line, row in zip(lines, rows, strict=True):
+        options = ", ".join(f"{name}={value}" for name, value in row["options"].items())
+        name = f"`{row['topology']}`" + (f", `{options}`" if options else "")
+        moved = [f"{row[column]:.1f}" for column in ("states held", "eager", "floor")]
+        cells = [name, str(row["units"]), f"{row['parameters']:,}", *moved, f"{row['step']:.2f}"]
+        assert line == f"| {' | '.join(cells)} |"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_costs_on_other_pages(page: str) -> None:
+    text = " ".join((ROOT / page).read_text().split())
+    found = re.findall(r"(\d\.\d\d) times \(`([\w-]+)`\)", text)
+    assert found
+    assert {(number, name) for number, name in found} == {(f"{steps()[name]:.2f}", name) for _, name in found}
+    assert not re.findall(r"1\.\d\d times(?! \(`)", text)  # a cost that names no topology is not compared
+
+
+def test_the_most_and_the_least_that_the_pages_name() -> None:
+    costs = {name: round(cost, 2) for name, cost in steps().items()}
+    assert max(costs, key=costs.__getitem__) == "hc-gated"
+    for page in ("README.md", "docs/limits.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        assert f"{costs['hc-gated']:.2f} times (`hc-gated`)" in text
