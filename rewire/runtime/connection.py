@@ -225,11 +225,22 @@ class Connection(nn.Module):
         """Load weights, in the units in which they are stored here: files may have others."""
         recipe = state_dict.get(f"{prefix}_extra_state")
         if isinstance(recipe, Tensor):
-            before = _scales_in(read_recipe(recipe))
-            ratios = {prefix + name: before.get(name, 1.0) / unit for name, unit in self.stored_in.items()}
-            changed = [key for key, ratio in ratios.items() if ratio != 1 and key in state_dict]
+            ratios = {prefix + name: ratio for name, ratio in self._ratios(read_recipe(recipe)).items()}
+            changed = [key for key in ratios if key in state_dict]
             state_dict = {**state_dict, **{key: state_dict[key].detach() * ratios[key] for key in changed}}
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @torch.no_grad()
+    def convert_from(self, recipe: dict[str, Any]) -> None:
+        """Convert weights that were put here as they are in a file with this recipe."""
+        for name, ratio in self._ratios(recipe).items():
+            self.get_parameter(name).mul_(ratio)
+
+    def _ratios(self, recipe: dict[str, Any]) -> dict[str, float]:
+        """What weights in a file with this recipe have to be multiplied with, where that is not one."""
+        before = _scales_in(recipe)
+        ratios = {name: before.get(name, 1.0) / unit for name, unit in self.stored_in.items()}
+        return {name: ratio for name, ratio in ratios.items() if ratio != 1}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Follow moves between devices, but no change of dtype."""

@@ -46,7 +46,11 @@ def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **o
         raise RewireError(f"'{folder}' was written by rewire.save: load it with rewire.load(folder, model).")
     recipes = _recipes(Path(folder))
     cls = _saved_class(folder) if model_class is None else model_class
-    return _rewiring(cls, recipes).from_pretrained(folder, **options)
+    loaded = _rewiring(cls, recipes).from_pretrained(folder, **options)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+    for path, recipe in _renamed(model, recipes).items():
+        model.get_submodule(path).convert_from(recipe)
+    return loaded
 
 
 def _rewiring(cls: Any, recipes: dict[str, Any]) -> Any:
