@@ -240,6 +240,8 @@ class Connection(nn.Module):
         """What weights in a file with this recipe have to be multiplied with, where that is not one."""
         before = _scales_in(recipe)
         ratios = {name: before.get(name, 1.0) / unit for name, unit in self.stored_in.items()}
+        if not all(1e-12 < ratio < 1e12 for ratio in ratios.values()):  # nothing would be left of the weights
+            raise RewireError(f"the recipe among the weights is damaged: units {before}, here {self.stored_in}.")
         return {name: ratio for name, ratio in ratios.items() if ratio != 1}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
