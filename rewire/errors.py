@@ -27,10 +27,6 @@ class WrappedModel(RewireError):
     """The model is already sharded, wrapped, compiled or scripted: it has to be rewired before."""
 
 
-#: The name of `WrappedModel` in version 0.1.
-ShardedModel = WrappedModel
-
-
 class UnsupportedTopology(RewireError):
     """The topology's formulas do not fit the trunk (post-norm blocks, granularity, start)."""
 

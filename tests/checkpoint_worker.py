@@ -61,7 +61,7 @@ def save(folder: str) -> None:
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=f"{folder}/checkpoint")
     try:
         rewire.save(model, f"{folder}/refused")
-    except rewire.ShardedModel as error:
+    except rewire.WrappedModel as error:
         print(error, flush=True)
     step(model, optimizer)
     write(weights_of(model), f"{folder}/saver.pt")

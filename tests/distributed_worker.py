@@ -268,12 +268,12 @@ def refuses(error: type[Exception], words: str, call: Callable[[], object]) -> N
 
 def sharded_before() -> None:
     sharded = fully_shard(Stack(PreNorm), mesh=init_device_mesh("cpu", (2,)))
-    refuses(rewire.ShardedModel, "the model is already sharded", lambda: rewire.compile(sharded))
+    refuses(rewire.WrappedModel, "the model is already sharded", lambda: rewire.compile(sharded))
     inner = Stack(PreNorm)
     fully_shard(inner.layers[1], mesh=init_device_mesh("cpu", (2,)))
-    refuses(rewire.ShardedModel, "'layers.1' is already sharded", lambda: rewire.compile(inner))
+    refuses(rewire.WrappedModel, "'layers.1' is already sharded", lambda: rewire.compile(inner))
     wrapped = nn.parallel.DistributedDataParallel(Stack(PreNorm))
-    refuses(rewire.ShardedModel, "rewire the model first", lambda: rewire.compile(wrapped))
+    refuses(rewire.WrappedModel, "rewire the model first", lambda: rewire.compile(wrapped))
 
 
 def differing(one: tuple[str, dict[str, Any]], two: tuple[str, dict[str, Any]]) -> nn.Module:

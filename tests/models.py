@@ -68,7 +68,7 @@ class LinearBlock(nn.Module):
 
 
 class LinearNet(nn.Module):
-    """What the files in saving/version_0_1 are of."""
+    """Blocks of one linear map each."""
 
     def __init__(self, depth: int = 5) -> None:
         super().__init__()

@@ -185,11 +185,11 @@ def test_already_rewired() -> None:
 
 
 def test_compiled_models() -> None:
-    with pytest.raises(rewire.ShardedModel, match=r"the model is already compiled: rewire the model first"):
+    with pytest.raises(rewire.WrappedModel, match=r"the model is already compiled: rewire the model first"):
         rewire.compile(torch.compile(Stack(PreNorm)), ANCRE)  # type: ignore[arg-type]
     model = Stack(PreNorm)
     model.layers[1] = torch.compile(model.layers[1])
-    with pytest.raises(rewire.ShardedModel, match=r"'layers\.1' is already compiled") as found:
+    with pytest.raises(rewire.WrappedModel, match=r"'layers\.1' is already compiled") as found:
         rewire.compile(model, ANCRE)
     assert found.type.__name__ == "WrappedModel"
 
@@ -237,7 +237,7 @@ def test_distributed_models() -> None:
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     nn.Module.__init__(wrapped)
     wrapped.module = Stack(PreNorm)
-    with pytest.raises(rewire.ShardedModel, match="already sharded or distributed: rewire the model first"):
+    with pytest.raises(rewire.WrappedModel, match="already sharded or distributed: rewire the model first"):
         rewire.compile(wrapped, ANCRE)
 
 

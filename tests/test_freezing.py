@@ -257,7 +257,7 @@ def test_errors() -> None:
         empty = rewire.compile(Stack(PreNorm), validate=False)
     with pytest.raises(rewire.RewireError, match="Stack is on the meta device: load its weights"):
         rewire.freeze(empty)
-    with pytest.raises(rewire.ShardedModel, match="compiled"):
+    with pytest.raises(rewire.WrappedModel, match="compiled"):
         rewire.freeze(torch.compile(learned))
     assert not [*rewire.connections(rewire.freeze(nn.Sequential(learned))[0])["layers"].parameters()]  # also inside
 

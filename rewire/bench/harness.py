@@ -20,6 +20,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
+from rewire.files import whole
 from rewire.passes.validating.tensors import tensors_in
 
 #: Bytes that are written before a pass is timed: they push its inputs out of the caches.
@@ -297,7 +298,9 @@ def table(timings: Mapping[str, Timing], baseline: str) -> Table:
 def save(path: Path, results: Iterable[Mapping[str, Any]], device: torch.device) -> None:
     """Write results as JSON, with the machine that they come from."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(device), "results": list(results)}, indent=1) + "\n")
+    text = json.dumps({"machine": machine(device), "results": list(results)}, indent=1) + "\n"
+    with whole(path) as file:
+        file.write_text(text)
 
 
 def as_json(timings: Mapping[str, Timing]) -> dict[str, Any]:

@@ -80,7 +80,9 @@ def eject_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="Where to write.")],
     topology: Topology = "ancre-ingoing",
     granularity: Granularity = "auto",
-    force: Annotated[bool, typer.Option("--force", help="Write into a folder that holds other files, too.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write into a folder that holds another model, or other files, too.")
+    ] = False,
 ) -> None:
     """Write MODEL as Python files and weights that load without rewire; it is rewired first, unless it is already."""
     if not force:

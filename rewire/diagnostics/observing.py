@@ -88,7 +88,7 @@ def observed(model: nn.Module, inputs: Inputs | None = None) -> tuple[nn.Module,
 
     Raises:
         NoResidualAdds: the model has no residual stream.
-        AlreadyConnected, ShardedModel, RewireError: it cannot be rewritten as it is.
+        AlreadyConnected, WrappedModel, RewireError: it cannot be rewritten as it is.
     """
     check_loaded(model, "diagnosed")
     if connections(model):

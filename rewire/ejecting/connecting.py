@@ -6,15 +6,41 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from rewire.errors import RewireError
 from rewire.passes.editing.connect import StreamsToTensors
+from rewire.placement import is_dtensor
 from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms
 from rewire.runtime.gate import Gate
 from rewire.runtime.hooks import registering, show_tensors
 from rewire.runtime.layout import Layout
 from rewire.runtime.live import Entry
+
+CONFIG = "rewire_ejected"  # the entry of a config with what follows
+#: `rewire.eject` puts the digest of what it writes in its place: here, and where it writes this.
+EJECTED = "digest of the ejected files"
+
+
+class Ejected(Connection):
+    """A connection in whose state dict it says which texts the weights belong to."""
+
+    def get_extra_state(self) -> Tensor:
+        return self._beside_weights(EJECTED)
+
+    def set_extra_state(self, state: Any) -> None:
+        if isinstance(state, Tensor):  # else torch's placeholder for a key that a partial state dict does not have
+            own: Any = state.to_local() if is_dtensor(state) else state  # type: ignore[attr-defined]
+            check_ejected(bytes(own.byte().flatten().tolist()).decode(errors="replace"), "The weights")
+
+
+def check_ejected(found: str, what: str) -> None:
+    """Refuse, by its digest, a part of another model than this file is of; ``what`` begins the message."""
+    if found != EJECTED:
+        raise RewireError(
+            f"{what} and rewire_runtime.py belong to two models: files were copied or left from an older model, or "
+            "rewire.eject was ended while it replaced them. Eject the model once more, with force=True (--force)."
+        )
 
 
 class Function(NamedTuple):
@@ -51,13 +77,14 @@ def connect(
     Raises:
         RewireError: the model is another one than the one that was ejected.
     """
+    check_ejected(getattr(getattr(model, "config", None), CONFIG, EJECTED), "The config")
     connections: dict[str, Connection] = {}
     for path, layout in trunks.items():
         holder, _, name = path.rpartition(".")
         owner = _found(model, holder.removesuffix(CONNECTIONS).rstrip("."))
         if CONNECTIONS not in owner._modules:
             owner.add_module(CONNECTIONS, nn.ModuleDict())
-        connections[layout.trunk] = Connection(layout, "paper")
+        connections[layout.trunk] = Ejected(layout, "paper")
         owner.get_submodule(CONNECTIONS).add_module(name, connections[layout.trunk])
     for path in norms:
         norm = _found(model, path)

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rewire.code.edited import is_edited, original_class
 from rewire.console import watched
+from rewire.ejecting.connecting import CONFIG, EJECTED
 from rewire.ejecting.modules import RUNTIME, Module, is_cut
 from rewire.ejecting.runtime import ROOTS, Runtime
 from rewire.errors import EditError, RewireError
+from rewire.files import check_no_file, make_folder, staged
 from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.patterns import first_given, is_pretrained, patterns_for
 from rewire.runtime.connection import learned_connections
 from rewire.saving.folder import own_memory, ties_of
 from rewire.saving.recipes import is_recipe
+
+_WEIGHTS = "model.safetensors"
+_SHARDS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json")  # of transformers
 
 _LICENCE = """\
 # Parts of rewire (Apache License 2.0), gathered by rewire.eject.
@@ -40,19 +49,23 @@ def eject(model: nn.Module, folder: str | os.PathLike[str], *, force: bool = Fal
     folder that ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` (or the like) loads; of others,
     the class is made as the original one is, with the same arguments, and ``model.safetensors`` has its weights.
 
+    Nothing is replaced until all is written. Texts, config and weights have one digest, and refuse those of another
+    model: what was left half replaced, because the process was killed then, does not load as a mixture.
+
     Sums of states are plain PyTorch operations there; Triton kernels stay here.
 
     Args:
         model: a rewired model, frozen ones too, on any device but meta. It stays as it is.
-        folder: made if it does not exist. If it holds anything, `eject` has to have written it.
-        force: write into any folder; files of the same names are replaced.
+        folder: made if it does not exist. If it holds anything, that has to be this very model, of which the weights
+            are renewed.
+        force: write into any folder; files of the same names are replaced, and no others but shards of older weights.
 
     Returns:
         The module with the edited classes.
 
     Raises:
         RewireError: the model was not rewired, is on the meta device, or is one part of a pipeline; or the folder
-            holds other files.
+            holds other files, or another model.
         EditError: a class or function of the model cannot be imported by another file.
         WrappedModel: the model is sharded, wrapped or compiled.
 
@@ -78,18 +91,32 @@ def eject(model: nn.Module, folder: str | os.PathLike[str], *, force: bool = Fal
         raise EditError(f"{type(model).__name__} cannot be ejected: {error}.") from error
     cls = original_class(model) if is_edited(model) else type(model)
     stem = f"rewired_{cls.__module__.rpartition('.')[2]}"
-    target.mkdir(parents=True, exist_ok=True)
     heading = f'{_LICENCE}"""What {stem}.py needs of rewire, gathered from its modules; sums are plain PyTorch."""\n'
-    path, text = target / f"{stem}.py", module.text()
-    (target / f"{RUNTIME}.py").write_text(runtime.text(heading, callers=text), encoding="utf-8")
-    path.write_text(text, encoding="utf-8")
+    text = module.text()
+    texts = {f"{stem}.py": text, f"{RUNTIME}.py": runtime.text(heading, callers=text)}
+    make_folder(target)
+    with staged(target) as stage:
+        _write(model, texts, stage, cls, f"{stem}.{module.root}")
+        if not force:
+            _check_same(stage, target)
+    for old in target.iterdir():
+        if _SHARDS.fullmatch(old.name):
+            old.unlink(missing_ok=True)
+    return target / f"{stem}.py"
+
+
+def _write(model: nn.Module, texts: dict[str, str], folder: Path, cls: type, name: str) -> None:
+    """Write the files of a model: texts, and weights with what else there is."""
+    config: Any = model.config if is_pretrained(model) else None
+    digest = _digest([*texts.values(), config.to_json_string() if config else ""])
+    for file, text in texts.items():
+        (folder / file).write_text(text.replace(EJECTED, digest), encoding="utf-8")
     if is_pretrained(model):
-        _save_pretrained(model, cls, target, f"{stem}.{module.root}")
+        _save_pretrained(model, cls, folder, name, digest)
     else:
-        state = _weights(model)
+        state = _weights(model, digest)
         ties = ties_of(state)  # as safetensors.torch.load_model expects them: once
-        save_file({k: own_memory(v) for k, v in state.items() if k not in ties}, target / "model.safetensors")
-    return path
+        save_file({k: own_memory(v) for k, v in state.items() if k not in ties}, folder / _WEIGHTS)
 
 
 def check_free(folder: Path) -> None:
@@ -98,21 +125,48 @@ def check_free(folder: Path) -> None:
     Raises:
         RewireError: the path is a file, or the folder holds files and `eject` has not written it.
     """
-    if folder.exists() and not folder.is_dir():
-        raise RewireError(f"'{folder}' is a file: give a folder.")
+    check_no_file(folder)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / f"{RUNTIME}.py").exists():
         raise RewireError(
             f"'{folder}' holds other files, which eject could write over: give another folder, or force=True (--force)."
         )
 
 
-def _save_pretrained(model: Any, cls: type, folder: Path, name: str) -> None:
+def _check_same(stage: Path, folder: Path) -> None:
+    """Refuse to replace an ejected model by another one, or what somebody has changed since; weights may be newer.
+
+    Raises:
+        RewireError: files differ.
+    """
+    names = sorted(path.name for path in stage.iterdir() if (folder / f"{RUNTIME}.py").exists())
+    differing = [name for name in names if not _is_same(stage / name, folder / name)]
+    if differing:
+        raise RewireError(
+            f"'{folder}' holds another model, or files that were changed since: {', '.join(differing)}. Give another "
+            "folder, or force=True (--force)."
+        )
+
+
+def _is_same(new: Path, old: Path) -> bool:
+    if old.is_symlink() or not old.is_file():
+        return False
+    return new.name == _WEIGHTS or new.read_bytes() == old.read_bytes()
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:32]
+
+
+def _save_pretrained(model: Any, cls: type, folder: Path, name: str, digest: str) -> None:
     """Weights and config, which says where the class is."""
     # Under the names that the model has: transformers renames those of older checkpoints for its own classes only.
+    # In one file: of several, some could be of an older model.
     with _quiet():
-        model.save_pretrained(folder, state_dict=_weights(model), save_original_format=False)
+        state = _weights(model, digest)
+        model.save_pretrained(folder, state_dict=state, save_original_format=False, max_shard_size=sys.maxsize)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
+    config[CONFIG] = digest
     config["auto_map"] = dict.fromkeys(_auto_classes(model.config, cls), name)
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -132,9 +186,10 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict without recipes: the text of the module says what the weights mean."""
-    return {name: value for name, value in model.state_dict().items() if not is_recipe(name)}
+def _weights(model: nn.Module, digest: str) -> dict[str, Tensor]:
+    """The state dict, with the digest in the place of recipes: the text of the module says what the weights mean."""
+    mark = torch.tensor(list(digest.encode()), dtype=torch.uint8)
+    return {name: mark.clone() if is_recipe(name) else value for name, value in model.state_dict().items()}
 
 
 def _auto_classes(config: Any, cls: type) -> list[str]:

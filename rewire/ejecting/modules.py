@@ -17,6 +17,7 @@ from torch import nn
 
 from rewire.code.edited import Edited, edits_of, is_edited, original_class
 from rewire.code.functions import undecorated
+from rewire.ejecting.connecting import EJECTED
 from rewire.ejecting.names import Binding, Lines, Replacement, bindings, import_statements, replaced
 from rewire.ejecting.runtime import Runtime
 from rewire.errors import EditError
@@ -52,7 +53,7 @@ class Module:
         edited = {path: module for path, module in model.named_modules() if path and is_edited(module)}
         keys = {path: (original_class(module), tuple(edits_of(module).values())) for path, module in edited.items()}
         root = original_class(model) if is_edited(model) else type(model)
-        self._taken = {*_IMPORTED, "TRUNKS", "MODULES", "COLLECTING", "NORMS", "connected"}
+        self._taken = {*_IMPORTED, "check_ejected", "TRUNKS", "MODULES", "COLLECTING", "NORMS", "connected"}
         self.root = self._free(root.__name__)
         self._classes = {key: self._free(key[0].__name__) for key in dict.fromkeys(keys.values())}
         self._class_of = {path: self._classes[key] for path, key in keys.items()}
@@ -67,7 +68,11 @@ class Module:
         topologies = {self._topology(layout) for layout in self._layouts()}
         of_runtime = sorted({*_IMPORTED, *topologies, *filter(None, [self._prepare])})
         future = ["from __future__ import annotations\n"] if self._postponed else []
-        runtime = f"from .{RUNTIME} import {', '.join(of_runtime)}\n"
+        runtime = (
+            f"from .{RUNTIME} import check_ejected\n\n"
+            f"check_ejected({EJECTED!r}, __name__)  # before it lacks a name\n\n"
+            f"from .{RUNTIME} import {', '.join(of_runtime)}  # noqa: E402\n"
+        )
         head = [*self._headers, self._docstring(), *future, *import_statements(self._imports), "", runtime]
         return "\n".join([*head, self._data(), "\n\n\n".join(self._bodies), "", "", self._modules()])
 

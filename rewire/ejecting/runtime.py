@@ -34,11 +34,13 @@ ROOTS = (
     ("rewire.runtime.layout", "Layout"),
     ("rewire.runtime.connection", "coefficients"),
     ("rewire.ejecting.connecting", "Function"),
+    ("rewire.ejecting.connecting", "check_ejected"),
     ("rewire.ejecting.connecting", "connect"),
 )
 
-#: What torch would call, and ejected models have no use for: recipes. Their text says what the weights are.
-OMITTED = {"get_extra_state", "set_extra_state", "register_state_dict_pre_hook"}
+#: What torch would call, and ejected models have no use for: recipes. They have `Ejected`.
+_OF_RECIPES = ("get_extra_state", "set_extra_state", "_load_from_state_dict", "register_state_dict_pre_hook")
+OMITTED = {("Connection", name) for name in _OF_RECIPES}
 
 _PLAIN = plain.__name__
 
@@ -123,7 +125,7 @@ class Runtime:
 
     def _is_read(self, method: ast.FunctionDef, owner: Definition) -> bool:
         """Whether gathered text, Python or torch reads a method of a class."""
-        if method.name in OMITTED:
+        if (owner.name, method.name) in OMITTED:
             return False
         if self._read is None or method.name in self._read or method.name.startswith("__"):
             return True

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from rewire.files import staged
 from rewire.logs import kernels as log
 
 _modules: dict[str, ModuleType] = {}
@@ -33,7 +34,8 @@ def load(text: str) -> ModuleType:
         if path.stem not in _modules:
             known = _is_ours(path) and path.read_bytes() == text.encode()
             if not known:
-                os.replace(_made(path.parent, lambda file: file.write_bytes(text.encode())), path)
+                with staged(path.parent) as stage:
+                    (stage / path.name).write_bytes(text.encode())
             log.info("%s: %s", "from the cache" if known else "generated", path)
             _modules[path.stem] = _import(path)
         return _modules[path.stem]
@@ -58,10 +60,11 @@ def kept(stem: str, key: str, suffix: str, make: Callable[[Path], object]) -> Pa
     for path in folder().glob(f"{name}_*{suffix}"):
         if _is_ours(path) and path.name == f"{name}_{_digest(path)}{suffix}":
             return path
-    made = _made(folder(), make)
-    path = made.with_name(f"{name}_{_digest(made)}{suffix}")
-    os.replace(made, path)
-    return path
+    where = folder()
+    with staged(where) as stage:
+        make(stage / "made")
+        path = (stage / "made").rename(stage / f"{name}_{_digest(stage / 'made')}{suffix}")
+    return where / path.name
 
 
 def folder() -> Path:
@@ -106,21 +109,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # run from a source tree, or a build under another name
         return "unknown"
-
-
-def _made(where: Path, make: Callable[[Path], object]) -> Path:
-    """A file that ``make`` has written, under a temporary name; renamed, it is seen whole."""
-    handle, name = tempfile.mkstemp(dir=where, prefix="rewire", suffix=".tmp")
-    os.close(handle)
-    path = Path(name)
-    try:
-        make(path)
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    return path
 
 
 def _digest(path: Path) -> str:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, Literal
 
+from rewire.files import whole
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -48,7 +50,8 @@ def saved_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
     with rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
-        figure.savefig(path, dpi=200)
+        with whole(path) if isinstance(path, (str, os.PathLike)) else contextlib.nullcontext(path) as file:
+            figure.savefig(file, dpi=200)
 
 
 def open_axes(ax: Axes, grid: Literal["both", "x", "y"] | None = None) -> None:

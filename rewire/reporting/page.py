@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from rewire.bench.harness import Timing, quartiles
 from rewire.compiler import inspect
 from rewire.diffs import diff
+from rewire.files import whole
 from rewire.reporting.costs import Measured, measured, states_held
 from rewire.reporting.drawings import arcs, heatmap, stream
 from rewire.reporting.style import SCRIPT, STYLE
@@ -45,7 +45,9 @@ def report(model: nn.Module, path: str | os.PathLike[str], example_inputs: Any =
     Example:
         >>> rewire.report(rewired, "report.html", example_inputs=(x,))
     """
-    Path(path).write_text(page(model, example_inputs), encoding="utf-8")
+    text = page(model, example_inputs)
+    with whole(path) as file:
+        file.write_text(text, encoding="utf-8")
 
 
 def page(model: nn.Module, example_inputs: Any = None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from rewire.runtime.hooks import show_tensors_to_global_hooks
 from rewire.runtime.layout import Layout
 from rewire.runtime.stream import Settled, Stream, Weights
 from rewire.topologies.base import Start, States
-from rewire.topologies.names import current_recipe, topology_in
+from rewire.topologies.names import topology_in
 from rewire.topologies.registry import name_and_options
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 CONNECTIONS = "depth_connections"
 
 _NUMBERS = itertools.count()
+_LARGEST_RECIPE = 1 << 24  # bytes: thousands of trunks
+_DEEPEST_RECIPE = 32  # lists and objects in each other
 
 
 class Connection(Watched):
@@ -224,24 +226,16 @@ class Connection(Watched):
 
     def recipe(self) -> dict[str, Any]:
         """What the weights belong to: topology, options, and the trunk's sizes."""
-        layout = self.layout
-        name, options = name_and_options(layout.topology)
         scales = {name: scale for name, scale in sorted(self.stored_in.items()) if scale != 1}
-        return {
-            "topology": name,
-            "options": options,
-            "units": list(layout.units),
-            "width": layout.dims.width,
-            "attention": sorted(layout.dims.attention),
-            **({"scales": scales} if scales else {}),
-        }
+        return recipe_of(self.layout) | ({"scales": scales} if scales else {})
 
     def get_extra_state(self) -> Tensor:
-        """The recipe, as bytes: a state dict then says what its connection weights mean.
+        """The recipe, as bytes: a state dict then says what its connection weights mean."""
+        return self._beside_weights(json.dumps(self.recipe(), sort_keys=True))
 
-        A DTensor where the weights are: Accelerate's ``cpu_ram_efficient_loading`` takes a state dict of these only.
-        """
-        state = torch.tensor(list(json.dumps(self.recipe(), sort_keys=True).encode()), dtype=torch.uint8)
+    def _beside_weights(self, text: str) -> Tensor:
+        """A text as an entry of the state dict; a DTensor where the weights are: Accelerate takes all or none."""
+        state = torch.tensor(list(text.encode()), dtype=torch.uint8)
         weights: Iterator[Any] = self.parameters()
         mesh = next((weight.device_mesh for weight in weights if is_dtensor(weight)), None)
         if mesh is None:
@@ -272,11 +266,24 @@ class Connection(Watched):
         """Load weights, in the units in which they are stored here: files may have others."""
         recipe = state_dict.get(f"{prefix}_extra_state")
         if isinstance(recipe, Tensor):
-            before = _scales_in(read_recipe(recipe))
-            ratios = {prefix + name: before.get(name, 1.0) / unit for name, unit in self.stored_in.items()}
-            changed = [key for key, ratio in ratios.items() if ratio != 1 and key in state_dict]
+            ratios = {prefix + name: ratio for name, ratio in self._ratios(read_recipe(recipe)).items()}
+            changed = [key for key in ratios if key in state_dict]
             state_dict = {**state_dict, **{key: state_dict[key].detach() * ratios[key] for key in changed}}
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @torch.no_grad()
+    def convert_from(self, recipe: dict[str, Any]) -> None:
+        """Convert weights that were put here as they are in a file with this recipe."""
+        for name, ratio in self._ratios(recipe).items():
+            self.get_parameter(name).mul_(ratio)
+
+    def _ratios(self, recipe: dict[str, Any]) -> dict[str, float]:
+        """What weights in a file with this recipe have to be multiplied with, where that is not one."""
+        before = _scales_in(recipe)
+        ratios = {name: before.get(name, 1.0) / unit for name, unit in self.stored_in.items()}
+        if not all(1e-12 < ratio < 1e12 for ratio in ratios.values()):  # nothing would be left of the weights
+            raise RewireError(f"the recipe among the weights is damaged: units {before}, here {self.stored_in}.")
+        return {name: ratio for name, ratio in ratios.items() if ratio != 1}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Follow moves between devices, but no change of dtype."""
@@ -322,6 +329,18 @@ def _set(parameter: Any, value: Tensor) -> None:
     parameter.copy_(value)
 
 
+def recipe_of(layout: Layout) -> dict[str, Any]:
+    """A layout as plain data."""
+    name, options = name_and_options(layout.topology)
+    return {
+        "topology": name,
+        "options": options,
+        "units": list(layout.units),
+        "width": layout.dims.width,
+        "attention": sorted(layout.dims.attention),
+    }
+
+
 def read_recipe(state: Any) -> dict[str, Any]:
     """The recipe that `Connection.get_extra_state` wrote.
 
@@ -330,10 +349,33 @@ def read_recipe(state: Any) -> dict[str, Any]:
     """
     state = state.to_local() if is_dtensor(state) else state
     try:
-        recipe = json.loads(bytes(state.tolist()).decode())
-    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        return parsed(bytes(state.tolist()))
+    except (AttributeError, TypeError, ValueError) as error:
         raise RewireError(f"the recipe among the weights is damaged: {type(error).__name__}: {error}") from error
-    return current_recipe(recipe)
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """What is saved beside weights as JSON: an object, and no larger or deeper than any that was written.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if len(text) > _LARGEST_RECIPE:
+        raise ValueError("no recipe is as large")
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        found = None
+    level = [found]
+    for _ in range(_DEEPEST_RECIPE):
+        level = [part for each in level if isinstance(each, (dict, list)) for part in _parts(each)]
+    if level or not isinstance(found, dict):
+        raise ValueError("it is no object, or one deep in others")
+    return found
+
+
+def _parts(whole: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return whole.values() if isinstance(whole, dict) else whole
 
 
 def _scales_in(recipe: Any) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from rewire.errors import RewireError
 from rewire.runtime.connection import CONNECTIONS, Connection, read_recipe
-from rewire.saving.folder import files_of
-from rewire.saving.recipes import EXTRA_STATE, first_line, is_recipe, layout_of, misfit
+from rewire.saving.folder import RECIPE, with_recipe
+from rewire.saving.recipes import EXTRA_STATE, check_shapes, first_line, is_recipe, layout_of, misfit
 
 
 def matrices(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -51,18 +52,26 @@ def read_connections(folder: Path) -> dict[str, Tensor]:
     Raises:
         RewireError: there are no such files, or one cannot be read.
     """
-    paths = files_of(folder)
+
+    def read(paths: Iterable[Path]) -> dict[str, Tensor]:
+        return {key: value for path in paths for key, value in _read_safetensors(path, CONNECTIONS).items()}
+
+    if (folder / RECIPE).exists():
+        return with_recipe(folder, lambda recipe: read(folder / name for name in recipe["files"]))
+    paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise RewireError(f"'{folder}' is a folder without .safetensors files.")
-    return {key: value for path in paths for key, value in _read_safetensors(path, CONNECTIONS).items()}
+    return read(paths)
 
 
 def _read_safetensors(path: Path, part: str = "") -> dict[str, Tensor]:
     """Tensors whose names have ``part`` among their parts."""
+    if not path.is_file():  # a pipe, say, which would never end
+        raise RewireError(f"'{path}' is no file.")
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys() if not part or part in key.split(".")}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch opens it, too
         raise RewireError(f"'{path}' cannot be read as a checkpoint: {first_line(error)}") from error
 
 
@@ -95,9 +104,11 @@ def _matrix(mark: str, state: dict[str, Any]) -> Tensor:
     recipe = read_recipe(state[mark + EXTRA_STATE])
     layout = layout_of(mark, recipe, _trunk_of(mark))
     saved = {key.removeprefix(f"{mark}."): value for key, value in state.items() if key.startswith(f"{mark}.")}
+    shapes = {key: value.shape for key, value in state.items() if isinstance(value, Tensor)}
+    check_shapes(mark, recipe, layout, "paper", shapes)  # a start they all have
     try:
-        connection = Connection(layout, start="paper")  # a start they all have
+        connection = Connection(layout, start="paper")
         connection.load_state_dict(saved)
-    except (RuntimeError, TypeError, ValueError, RewireError) as error:
+        return connection.matrix().detach()
+    except Exception as error:  # whatever a topology does with options that it was not written for
         raise misfit(mark, recipe, error) from error
-    return connection.matrix().detach()

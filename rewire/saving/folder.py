@@ -11,10 +11,9 @@ import hashlib
 import json
 import os
 import re
-import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,17 +21,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rewire.errors import RewireError, WrappedModel
-from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms, learned_connections
-from rewire.saving.recipes import connections_of, described, difference, first_line, is_recipe, rewired_by
-from rewire.topologies.names import current_recipe
+from rewire.files import make_folder, staged, token_of, tokens
+from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms, learned_connections, parsed
+from rewire.saving.recipes import described, difference, first_line, is_recipe, rewired_by
 
 RECIPE = "rewire.json"
-#: Of the folder; to be raised whenever older files would be read as something else. The first one had no digests.
+#: Of the folder; to be raised whenever older files would be read as something else.
 _FORMAT = 2
-_LARGEST_RECIPE = 1 << 24  # bytes: thousands of trunks
-_FILE = re.compile(r"weights-[0-9a-f]{8}-\d{5}\.safetensors")
+_FILE = re.compile(r"weights-([0-9a-f]{8})-\d{5}\.safetensors")
 
 Part = Literal["all", "connections"]
+T = TypeVar("T")
 
 
 def save(
@@ -111,20 +110,21 @@ def load(
         True
     """
     _check_part(weights)
-    recipe = _read_recipe(Path(folder))
-    if weights == "all" != recipe["weights"]:
-        raise RewireError(f"'{folder}' holds connection weights only: pass weights='connections'.")
-    for name, digest in recipe.get("sha256", {}).items():
-        if _digest(Path(folder) / name) != digest:
-            raise RewireError(f"'{Path(folder) / name}' is damaged: it is not the file that was saved.")
-    made = [c.layout.topology for c in connections_of(recipe["trunks"], "paper").values()]  # before anything is built
-    start = recipe["start"]
-    if any(topology.for_start(start) != topology for topology in made):  # version 0.1 preserved in another form
-        start = "paper"
-    rewired = rewired_by(model, recipe["trunks"], start, example_inputs)
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(_opened(Path(folder) / name, device)) for name in recipe["files"]]
-        _fill(rewired, files, recipe["tied"], weights)
+
+        def opened(recipe: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+            if weights == "all" != recipe["weights"]:
+                raise RewireError(f"'{folder}' holds connection weights only: pass weights='connections'.")
+            _check_files(Path(folder), recipe)
+            return recipe, [stack.enter_context(_opened(Path(folder) / name, device)) for name in recipe["files"]]
+
+        recipe, files = with_recipe(Path(folder), opened)
+        try:
+            saved = _shapes(files, recipe["tied"])
+            rewired = rewired_by(model, recipe.get("trunks"), recipe["start"], example_inputs, saved)
+            _fill(rewired, files, saved, recipe["tied"], weights)
+        except SafetensorError as error:
+            raise RewireError(f"'{folder}' cannot be read: {first_line(error)}") from error
     lacking = [name for name, value in (*rewired.named_parameters(), *rewired.named_buffers()) if value.is_meta]
     if lacking and weights == "all":
         raise RewireError(
@@ -134,15 +134,19 @@ def load(
     return rewired
 
 
-def files_of(folder: Path) -> list[Path]:
-    """The .safetensors files of a folder that `save` wrote, or of another one.
+def with_recipe(folder: Path, use: Callable[[dict[str, Any]], T]) -> T:
+    """What ``use`` makes of the recipe of a folder; of the next one, if it fails because a save replaced the first.
 
     Raises:
-        RewireError: the recipe of the folder is damaged.
+        RewireError: the recipe of the folder is damaged; and what ``use`` raises.
     """
-    if (folder / RECIPE).exists():
-        return [folder / name for name in _read_recipe(folder)["files"]]
-    return sorted(folder.glob("*.safetensors"))
+    while True:
+        recipe = _read_recipe(folder)
+        try:
+            return use(recipe)
+        except RewireError:
+            if _read_recipe(folder)["recipe_sha256"] == recipe["recipe_sha256"]:
+                raise
 
 
 def _check_part(weights: str) -> None:
@@ -202,24 +206,30 @@ def _shards(state: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
 
 
 def _write(folder: Path, recipe: dict[str, Any], shards: Sequence[dict[str, Tensor]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    token = secrets.token_hex(4)
-    names = [f"weights-{token}-{number:05}.safetensors" for number in range(1, len(shards) + 1)]
-    for name, shard in zip(names, shards, strict=True):
-        save_file({key: own_memory(value) for key, value in shard.items()}, folder / name)
-        _flush(folder / name)
-    recipe = recipe | {"files": names, "sha256": {name: _digest(folder / name) for name in names}}
-    temporary = folder / f"rewire-{token}.tmp"
-    text = json.dumps(recipe | {"recipe_sha256": _fingerprint(recipe)}, indent=1, allow_nan=False)
-    temporary.write_text(text, encoding="utf-8")
-    _flush(temporary)
-    _flush(folder)
-    os.replace(temporary, folder / RECIPE)  # from here on it is the new model
-    _flush(folder)
-    for path in folder.iterdir():
-        unfinished = re.fullmatch(r"rewire-[0-9a-f]{8}\.tmp", path.name)
-        if unfinished or (_FILE.fullmatch(path.name) and path.name not in names):
-            path.unlink(missing_ok=True)
+    make_folder(folder)
+    with staged(folder, last=RECIPE) as stage:
+        names = [f"weights-{token_of(stage)}-{number:05}.safetensors" for number in range(1, len(shards) + 1)]
+        for name, shard in zip(names, shards, strict=True):
+            save_file({key: own_memory(value) for key, value in shard.items()}, stage / name)
+        recipe = recipe | {"files": names, "sha256": {name: _digest(stage / name) for name in names}}
+        text = json.dumps(recipe | {"recipe_sha256": _fingerprint(recipe)}, indent=1, allow_nan=False)
+        (stage / RECIPE).write_text(text, encoding="utf-8")
+    _remove_replaced(folder)
+
+
+def _remove_replaced(folder: Path) -> None:
+    """Remove weights that no recipe will ever name: neither the present one, nor one of a save in progress.
+
+    The order matters. A save's weights come after its stage, and the stage goes after its recipe has come: if weights
+    are there and the stage is not, then the recipe has come, and been replaced unless it is read now.
+    """
+    found = {path: name[1] for path in folder.iterdir() if (name := _FILE.fullmatch(path.name))}
+    writing = tokens(folder)
+    with contextlib.suppress(RewireError):  # it has just been replaced: who did that removes them
+        present = _read_recipe(folder)["files"]
+        for path, token in found.items():
+            if token not in writing and path.name not in present:
+                path.unlink(missing_ok=True)
 
 
 def _digest(path: Path) -> str:
@@ -242,17 +252,6 @@ def own_memory(value: Tensor) -> Tensor:
     return value if whole else value.contiguous().clone()
 
 
-def _flush(path: Path) -> None:
-    """Wait until what was written is on the disk."""
-    if path.is_dir() and os.name == "nt":  # folders cannot be opened there
-        return
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _read_recipe(folder: Path) -> dict[str, Any]:
     path = folder / RECIPE
     if not path.is_file():
@@ -260,40 +259,32 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
             f"'{folder}' holds no {RECIPE}, which rewire.save writes. A folder that save_pretrained wrote is read by "
             "rewire.from_pretrained."
         )
-    if path.stat().st_size > _LARGEST_RECIPE:
-        raise RewireError(f"'{path}' is damaged: no recipe is as large.")
     try:
-        recipe = json.loads(path.read_text(encoding="utf-8"))
+        recipe = parsed(path.read_bytes())
         form = recipe["format"]
-    except (OSError, KeyError, RecursionError, TypeError, ValueError) as error:
+    except (KeyError, OSError, ValueError) as error:
         raise RewireError(f"'{path}' is damaged: {type(error).__name__}: {first_line(error)}") from error
-    if form not in (1, _FORMAT):
+    if form != _FORMAT:
         raise RewireError(
             f"'{path}' cannot be read by rewire {_version()} (- saved, + here):"
             + difference([f"format: {form}", f"versions: {recipe.get('versions')}"], [f"format: {_FORMAT}"])
         )
-    damage = _damage(recipe, folder)
+    damage = _damage(recipe)
     if damage:
         raise RewireError(f"'{path}' is damaged: {damage}")
-    trunks = recipe.get("trunks")
-    if isinstance(trunks, dict):
-        recipe["trunks"] = {path: current_recipe(trunk) for path, trunk in trunks.items()}
-    checked: dict[str, Any] = recipe
-    return checked
+    return recipe
 
 
-def _damage(recipe: dict[str, Any], folder: Path) -> str:
+def _damage(recipe: dict[str, Any]) -> str:
     """What is wrong with it; nothing is looked up under a name from it that does not pass here."""
     files, ties = recipe.get("files"), recipe.get("tied")
     if not isinstance(files, list) or not all(isinstance(name, str) and _FILE.fullmatch(name) for name in files):
         return f"files are {str(files)[:200]}"
-    if not all((folder / name).is_file() for name in files):  # no pipe either, which would never end
-        return f"not all of its files are there: {', '.join(files[:5])}"
-    if recipe["format"] == _FORMAT:
-        if recipe.get("recipe_sha256") != _fingerprint(recipe):
-            return "it is not what was saved"
-        if not isinstance(recipe["sha256"], dict) or list(recipe["sha256"]) != files:
-            return f"sha256 are {recipe['sha256']!r}"
+    if recipe.get("recipe_sha256") != _fingerprint(recipe):
+        return "it is not what was saved"
+    digests = recipe.get("sha256")
+    if not isinstance(digests, dict) or list(digests) != files:
+        return f"sha256 are {digests!r}"
     if not isinstance(ties, dict) or not all(isinstance(name, str) for name in ties.values()):
         return f"tied are {ties!r}"
     if recipe.get("start") not in ("preserve", "paper"):
@@ -303,28 +294,40 @@ def _damage(recipe: dict[str, Any], folder: Path) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def _opened(path: Path, device: torch.device | str) -> Iterator[Any]:
+def _check_files(folder: Path, recipe: dict[str, Any]) -> None:
+    for name, digest in recipe["sha256"].items():
+        if not (folder / name).is_file():  # a pipe, say, which would never end
+            raise RewireError(f"'{folder / RECIPE}' is damaged: not all of its files are there: {name}")
+        if _digest(folder / name) != digest:
+            raise RewireError(f"'{folder / name}' is damaged: it is not the file that was saved.")
+
+
+def _opened(path: Path, device: torch.device | str) -> Any:
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            yield file
-    except (OSError, SafetensorError) as error:
+        return safe_open(path, framework="pt", device=str(device))
+    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch opens it, too
         raise RewireError(f"'{path}' cannot be read: {first_line(error)}") from error
 
 
-def _fill(rewired: nn.Module, files: Sequence[Any], ties: dict[str, str], weights: Part) -> None:
+def _shapes(files: Sequence[Any], ties: dict[str, str]) -> dict[str, list[int]]:
+    """Of all saved tensors, by every name."""
+    saved = {name: file.get_slice(name).get_shape() for file in files for name in file.keys()}  # noqa: SIM118
+    return saved | {alias: saved[name] for alias, name in ties.items() if name in saved}
+
+
+def _fill(
+    rewired: nn.Module, files: Sequence[Any], saved: dict[str, list[int]], ties: dict[str, str], weights: Part
+) -> None:
     """Load tensors, file by file, after all names and shapes were compared."""
     targets = _part(rewired, weights)
-    saved = {name: file.get_slice(name).get_shape() for file in files for name in file.keys()}  # noqa: SIM118
-    saved |= {alias: saved[name] for alias, name in ties.items() if name in saved}
     _compare(targets, saved, weights)
-    for file in files:  # recipes refuse weights that are not theirs: before anything is changed
-        rewired.load_state_dict({name: file.get_tensor(name) for name in file.keys() if is_recipe(name)}, strict=False)  # noqa: SIM118
+    recipes = {name: file.get_tensor(name) for file in files for name in file.keys() if is_recipe(name)}  # noqa: SIM118
+    rewired.load_state_dict(recipes, strict=False)  # refuses weights that are not theirs: before anything is changed
     assign = any(value.is_meta for value in targets.values())
     for file in files:
         own = set(file.keys())
         read: dict[str, Tensor] = {}  # a tensor that has several names is one object
-        state = {}
+        state = dict(recipes)  # they tell the units of the weights, which may be in another file
         for name, target in targets.items():
             source = ties.get(name, name)
             if source in own and not is_recipe(name):

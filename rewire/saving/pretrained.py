@@ -12,7 +12,7 @@ from rewire.errors import RewireError, UnknownName
 from rewire.runtime.connection import read_recipe
 from rewire.saving.checkpoint import read_connections
 from rewire.saving.folder import RECIPE
-from rewire.saving.recipes import EXTRA_STATE, connections_of, is_recipe, rewired_by
+from rewire.saving.recipes import EXTRA_STATE, check_shapes, is_recipe, layouts_of, rewired_by
 
 
 def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **options: Any) -> nn.Module:
@@ -46,7 +46,11 @@ def from_pretrained(folder: str | os.PathLike[str], model_class: Any = None, **o
         raise RewireError(f"'{folder}' was written by rewire.save: load it with rewire.load(folder, model).")
     recipes = _recipes(Path(folder))
     cls = _saved_class(folder) if model_class is None else model_class
-    return _rewiring(cls, recipes).from_pretrained(folder, **options)
+    loaded = _rewiring(cls, recipes).from_pretrained(folder, **options)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+    for path, recipe in _renamed(model, recipes).items():
+        model.get_submodule(path).convert_from(recipe)
+    return loaded
 
 
 def _rewiring(cls: Any, recipes: dict[str, Any]) -> Any:
@@ -95,8 +99,7 @@ def _recipes(folder: Path) -> dict[str, Any]:
     recipes = {name.removesuffix(EXTRA_STATE): read_recipe(state[name]) for name in state if is_recipe(name)}
     if not recipes:
         raise RewireError(f"'{folder}' holds no rewired model: no file in it has connection weights with their recipe.")
-    for place, connection in connections_of(recipes, "paper").items():
-        lacking = {f"{place}.{name}" for name in connection.state_dict()} - state.keys()
-        if lacking:
-            raise RewireError(f"'{folder}' lacks the connection weights {', '.join(sorted(lacking))}.")
+    shapes = {name: value.shape for name, value in state.items()}
+    for place, layout in layouts_of(recipes).items():
+        check_shapes(place, recipes[place], layout, "paper", shapes)
     return recipes

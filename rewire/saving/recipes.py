@@ -7,12 +7,15 @@ it is ever run: topologies are looked up among the known classes, and everything
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from rewire.errors import RewireError, UnknownName, moved_trunk
 from rewire.passes.checks import check_model
@@ -20,9 +23,9 @@ from rewire.passes.editing.connect import place
 from rewire.passes.find import check_found, find
 from rewire.passes.prepare import prepare
 from rewire.passes.rewrite import rewrite
-from rewire.runtime.connection import CONNECTIONS, Connection
+from rewire.runtime.connection import CONNECTIONS, Connection, recipe_of
 from rewire.runtime.layout import Layout
-from rewire.topologies.base import Start, as_recurrence
+from rewire.topologies.base import Start, Topology, as_recurrence
 from rewire.topologies.names import named_topology, topology_in
 from rewire.trunk import Trunk
 
@@ -57,8 +60,8 @@ def described(model: nn.Module) -> dict[str, dict[str, Any]]:
     return recipes
 
 
-def connections_of(recipes: Any, start: Start) -> dict[str, Connection]:
-    """What the recipes make: a connection at its start for each, which has that very recipe.
+def layouts_of(recipes: Any) -> dict[str, Layout]:
+    """The layouts that recipes describe, by the path of a connection; nothing is built.
 
     Raises:
         RewireError: one is damaged, or holds what no rewiring gives.
@@ -66,37 +69,74 @@ def connections_of(recipes: Any, start: Start) -> dict[str, Connection]:
     """
     if not isinstance(recipes, dict) or not recipes:
         raise RewireError(f"the recipe is damaged: its trunks are {recipes!r}.")
-    made = {}
-    for path, recipe in recipes.items():
-        layout = layout_of(path, recipe, path)
-        try:
-            connection = Connection(layout, start)
-            connection.matrix()
-        except (RuntimeError, TypeError, ValueError, RewireError) as error:
-            raise misfit(path, recipe, error) from error
+    layouts = {path: layout_of(path, recipe, path) for path, recipe in recipes.items()}
+    for path, layout in layouts.items():
         saved, here = (
             sorted(f"{key}: {json.dumps(r[key], sort_keys=True)}" for key in r.keys() - {"scales", "sites"})
-            for r in (recipe, connection.recipe())
+            for r in (recipes[path], recipe_of(layout))
         )
         if saved != here:
             raise RewireError(f"the recipe of '{path}' differs from what it makes:{difference(saved, here)}")
-        made[path] = connection
-    return made
+    return layouts
 
 
-def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start, example_inputs: Any = None) -> nn.Module:
+def check_shapes(path: str, recipe: Any, layout: Layout, start: Start, saved: Mapping[str, Sequence[int]]) -> None:
+    """Refuse a recipe that other weights belong to, before anything of its size is built.
+
+    Args:
+        path: of the connection.
+        recipe: of the layout, for the message.
+        layout: of the connection.
+        start: of the connection.
+        saved: shapes of saved tensors, by name.
+
+    Raises:
+        RewireError: weights are missing, or have another shape.
+    """
+    try:
+        with torch.device("meta"), _OnMeta():
+            made = layout.topology.parameters(layout.dims, start) | layout.topology.constants(layout.dims)
+    except Exception:  # what cannot be made is refused where it is made; other people's may need values
+        return
+    for name, value in made.items():
+        shape = saved.get(f"{path}.{name}")
+        if shape is None:
+            raise misfit(path, recipe, ValueError(f"{name} is missing"))
+        if list(shape) != list(value.shape):
+            raise misfit(path, recipe, ValueError(f"{name} is {list(shape)} (saved), {list(value.shape)} (here)"))
+
+
+class _OnMeta(TorchFunctionMode):
+    """Make on the meta device what is drawn on another one, by a generator there."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
+        return function(*args, **(given | {"device": "meta"} if "device" in given else given))
+
+
+def rewired_by(
+    model: nn.Module,
+    recipes: Any,
+    start: Start,
+    example_inputs: Any = None,
+    saved: Mapping[str, Sequence[int]] | None = None,
+) -> nn.Module:
     """A copy of the plain ``model``, rewired as ``recipes`` say; connection weights are at their start.
 
     Args:
         model: as for `rewire.compile`; its parameters are shared.
-        recipes: by the path of a connection, checked; what is told of ``sites`` is compared.
+        recipes: by the path of a connection, as they were read; what is told of ``sites`` is compared.
         start: that of the connections.
         example_inputs: what a copy is run on to find the residual adds, where tracing does not find those of a recipe.
+        saved: shapes of the weights that will be loaded, by name; None: they were compared.
 
     Raises:
-        RewireError: the model is another one than the recipes'; the message shows what differs.
+        RewireError: a recipe is damaged, or other weights belong to it; or the model is another one than the recipes';
+            the message shows what differs.
+        UnknownName: a topology is not known here.
         AlreadyRewired, WrappedModel: the model is no plain one.
     """
+    layouts_of(recipes)  # before the model is looked at, which may take long
     check_model(model)
     prepared = prepare(model, example_inputs)
     everything = any(recipe["attention"] for recipe in recipes.values())
@@ -107,7 +147,19 @@ def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start, example_
     here = {place(trunk): trunk for trunk in found.trunks.values()}
     _check_sites(model, recipes, here)
     layouts = [_layout(path, recipe, here[path]) for path, recipe in recipes.items()]
+    for (path, recipe), layout in zip(recipes.items(), layouts, strict=True):
+        if saved is not None:
+            check_shapes(path, recipe, layout, start, saved)
+        _check_made(path, recipe, layout, start)
     return rewrite(prepared, found, layouts, start)
+
+
+def _check_made(path: str, recipe: Any, layout: Layout, start: Start) -> None:
+    """Refuse a recipe of which no connection can be made that has a matrix."""
+    try:
+        Connection(layout, start).matrix()
+    except Exception as error:  # whatever a topology does with options that it was not written for
+        raise misfit(path, recipe, error) from error
 
 
 def _fits(recipes: dict[str, Any], trunks: Iterable[Trunk]) -> bool:
@@ -137,21 +189,32 @@ def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: 
         _check_sizes(units, width, attention)
         if not isinstance(name, str):
             raise ValueError(f"topology {name!r}")
-        if not all(isinstance(site, str) for site in recipe.get("sites", ())):
-            raise ValueError(f"sites {recipe['sites']!r}")
+        sites = recipe.get("sites", [])
+        if len(sites) > _MOST_UNITS or not all(isinstance(site, str) for site in sites):
+            raise ValueError(f"sites {sites!r}")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RewireError(f"the recipe of '{path}' is damaged: {type(error).__name__}: {first_line(error)}") from error
     try:
-        return Layout(trunk, named_topology(name, options), units, width, attention, channel_dim, posts)
+        topology = named_topology(name, options)
+        _check_switches(topology)
+        return Layout(trunk, topology, units, width, attention, channel_dim, posts)
     except UnknownName as error:
         raise UnknownName(f"'{path}' cannot be made: {error}") from error
-    except (RuntimeError, TypeError, ValueError, RewireError) as error:
+    except Exception as error:  # whatever a topology does with options that it was not written for
         raise misfit(path, recipe, error) from error
+
+
+def _check_switches(topology: Topology) -> None:
+    """What is asked as a truth is one: all else a topology notices itself."""
+    for name, parameter in inspect.signature(type(topology)).parameters.items():
+        if isinstance(parameter.default, bool) and not isinstance(getattr(topology, name, False), bool):
+            raise TypeError(f"{name}={getattr(topology, name)!r} is neither true nor false")
 
 
 def misfit(path: str, recipe: Any, error: BaseException) -> RewireError:
     """The error of a recipe that no weights belong to."""
-    return RewireError(f"the connection weights of '{path}' do not fit their recipe, {recipe}: {first_line(error)}")
+    told = str(recipe)[:1000]
+    return RewireError(f"the connection weights of '{path}' do not fit their recipe, {told}: {first_line(error)}")
 
 
 def is_recipe(name: str) -> bool:
@@ -180,14 +243,13 @@ def _sites(trunk: Trunk) -> list[str]:
 
 
 def _same(before: Sequence[str], sites: Sequence[str]) -> bool:
-    """Whether lines of `_sites` say the same, as far as files of version 0.1 and of later ones know it."""
+    """Whether lines of `_sites` say the same, as far as both a run and a trace know it."""
     post_norm = [any(", then " in line for line in lines) for lines in (before, sites)]
     return [*map(_by_name, before)] == [*map(_by_name, sites)] and post_norm[0] == post_norm[1]
 
 
 def _by_name(line: str) -> str:
-    name = re.sub(r"^(.*?): x \+ ", lambda match: f"{match[1]}." if match[1] else "", line)
-    return re.sub(r", width (unknown|\d+)", "", name).partition(", then ")[0]
+    return re.sub(r", width (unknown|\d+)", "", line).partition(", then ")[0]
 
 
 def _check_sites(model: nn.Module, recipes: dict[str, Any], here: dict[str, Trunk]) -> None:
@@ -225,10 +287,12 @@ def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
 
 def _check_sizes(units: Any, width: Any, attention: Any) -> None:
     """Units count up from 1 without gaps: the depth, and so the size of the matrix, is no larger than the recipe."""
+    if not isinstance(units, list) or not all(type(unit) is int for unit in units):
+        raise ValueError(f"units {str(units)[:200]}")
     steps = [b - a for a, b in zip([0, *units], units, strict=False)]
     if not steps or len(steps) > _MOST_UNITS or steps[0] != 1 or any(step not in (0, 1) for step in steps):
         raise ValueError(f"units {units[:8]!r}.. ({len(units)})")
-    if not isinstance(width, int) or width < 0:
+    if type(width) is not int or width < 0:
         raise ValueError(f"width {width!r}")
-    if not isinstance(attention, list) or any(t not in units for t in attention):
+    if not isinstance(attention, list) or not set(units).issuperset(attention):
         raise ValueError(f"attention {attention!r}")

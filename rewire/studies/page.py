@@ -7,6 +7,7 @@ import json
 from html import escape
 from pathlib import Path
 
+from rewire.files import staged
 from rewire.plotting import plot_curves, plot_differences
 from rewire.studies.report import TITLES, Study
 
@@ -30,9 +31,10 @@ _PICTURES = {
 
 def write(study: Study, folder: Path) -> None:
     """Write `study.json`, `curves.png`, `differences.png` and `study.html`."""
-    (folder / "study.json").write_text(json.dumps(study.as_json(), indent=1))
-    draw(study, folder)
-    (folder / "study.html").write_text(html(study, folder))
+    with staged(folder) as stage:
+        (stage / "study.json").write_text(json.dumps(study.as_json(), indent=1))
+        draw(study, stage)
+        (stage / "study.html").write_text(html(study, stage))
 
 
 def draw(study: Study, folder: Path) -> None:

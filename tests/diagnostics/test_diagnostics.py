@@ -20,7 +20,7 @@ from rewire.diagnostics.jacobian import mean_squared_singular_value
 from rewire.diagnostics.measure import Diagnosis, diagnose
 from rewire.diagnostics.observing import observed
 from rewire.diagnostics.signals import BlockSignals, TrunkSignals
-from rewire.errors import AlreadyRewired, BadExampleInputs, NoResidualAdds, RewireError, ShardedModel
+from rewire.errors import AlreadyRewired, BadExampleInputs, NoResidualAdds, RewireError, WrappedModel
 from rewire.patterns import tiny
 
 
@@ -384,7 +384,7 @@ def test_errors() -> None:
         diagnose(nn.Linear(2, 2), torch.randn(1, 2))
     with pytest.raises(RewireError, match="is on the meta device"):
         diagnose(Stack(PreNorm).to("meta"), vectors())
-    with pytest.raises((ShardedModel, AlreadyRewired)):
+    with pytest.raises((WrappedModel, AlreadyRewired)):
         diagnose(torch.compile(model), vectors())  # type: ignore[arg-type]
 
 

@@ -135,7 +135,7 @@ def test_other_objects_are_never_unpickled(legacy: bool, tmp_path: Path, monkeyp
 
 
 def test_a_topology_class_that_is_not_known(tmp_path: Path) -> None:
-    with pytest.raises(UnknownName, match=r"'os.system'.*known are .*ANCRe"):
+    with pytest.raises(UnknownName, match=r"'os.system'.*known are .*ancre-ingoing"):
         matrices(with_recipe(tmp_path, topology="os.system"))
 
 
@@ -155,11 +155,11 @@ def test_a_topology_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"options": {"normalize": "ingoing", "temperature": 0.01, "cascade": "replace", "more": 1}},
-        {"options": {"normalize": "sideways"}},
+        {"options": {"temperature": 0.01, "cascade": "replace", "more": 1}},
+        {"options": {"temperature": "hot"}},
         {"options": {"dilation": 1}},
         {"units": [1, 2, 3]},
-        {"topology": "DenseFormer", "options": {}},
+        {"topology": "denseformer", "options": {}},
     ],
 )
 def test_weights_that_do_not_fit_their_recipe(changes: dict[str, Any], tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from models import PreNorm, Stack, vectors
 from torch import nn
 
 import rewire
+from rewire.patterns.tiny import tiny_model
 from rewire.saving.checkpoint import matrices
+from rewire.topologies.ancre import ANCRe
 
 TOPOLOGIES = ["ancre-ingoing", "denseformer", "grn-v3", "hc-static", "laurel-rw", "muddformer", "variance-gate"]
 
@@ -75,8 +77,21 @@ def test_the_given_state_dict_stays_as_it_is(before: Callable[[str], nn.Module])
 @pytest.mark.parametrize("topology", ["ancre-ingoing", "muddformer"])
 def test_folders(before: Callable[[str], nn.Module], topology: str, tmp_path: Path) -> None:
     old = before(topology)
-    rewire.save(old, tmp_path)
+    rewire.save(old, tmp_path, max_shard_bytes=1_000)  # a recipe is not where its weights are
     assert_same(rewire.load(tmp_path, stack(), example_inputs=(vectors(),)), old)
+
+
+def test_checkpoints_of_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ANCRe, "natural_scales", lambda self, dims: {})
+        old = shaken(rewire.compile(tiny_model("llama"), "ancre-ingoing", validate=False), 0.01, 3)
+        old.save_pretrained(tmp_path / "old")
+        (want,) = rewire.coefficients(old).values()
+    rewire.from_pretrained(tmp_path / "old").save_pretrained(tmp_path / "new")  # in today's units: as they are
+    for folder in ("old", "new"):
+        model, _ = rewire.from_pretrained(tmp_path / folder, output_loading_info=True)  # type: ignore[misc]
+        (found,) = rewire.coefficients(model).values()
+        torch.testing.assert_close(found, want)
 
 
 @pytest.mark.parametrize("scales", [None, [], 1, {"logits": 0}, {"logits": -1.0}, {"logits": "1"}, {"logits": 1e999}])

@@ -17,7 +17,7 @@ import torch
 from every_topology import EVERY, kinds_first
 from every_topology import mixed as mixed_by_key
 from mixing import ids, learned, llama, mixed
-from models import LinearNet, PostNorm, PreNorm, Shared, Stack, vectors
+from models import PostNorm, PreNorm, Shared, Stack, vectors
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -74,34 +74,6 @@ def sealed(folder: Path) -> Path:
     return folder
 
 
-OLD = Path(__file__).parent / "version_0_1"
-
-
-@pytest.mark.parametrize("name", ["ancre-outgoing", "grn-v3", "hc-dynamic"])
-def test_files_of_version_0_1(name: str) -> None:
-    """They name the classes of topologies: ``ANCRe`` with ``normalize="outgoing"``."""
-    recipe = json.loads((OLD / name / saving.RECIPE).read_text())["trunks"]["depth_connections.blocks"]
-    assert recipe["topology"] in ("ANCRe", "GRNv3", "DynamicHyperConnections")
-    saved, model = load_file(OLD / f"{name}.safetensors"), rewire.load(OLD / name, LinearNet(4))
-    torch.testing.assert_close(model(saved["x"]), saved["output"])
-    (connection,) = rewire.connections(model).values()
-    assert connection.recipe()["topology"] == name
-    assert connection.start == ("paper" if name == "ancre-outgoing" else "preserve")  # whose form of then has none
-    (file,) = (OLD / name).glob("*.safetensors")
-    options = connection.recipe()["options"]
-    rewire.compile(LinearNet(4), name, **options, start="paper", validate=False).load_state_dict(load_file(file))
-
-
-def test_what_computes_otherwise_since_version_0_1_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    saved, model = load_file(OLD / "mhc.safetensors"), rewire.load(OLD / "mhc", LinearNet(4))
-    assert "Sinkhorn-Knopp normalises rows last now" in caplog.text
-    away = (model(saved["x"]) - saved["output"]).abs().max()
-    assert 1e-6 < away < 1e-2
-    caplog.clear()
-    rewire.load(OLD / "hc-dynamic", LinearNet(4))
-    assert caplog.text == ""
-
-
 @dataclasses.dataclass(frozen=True)
 class Halved(rewire.Residual):
     """Plain residual connections, with a part of each branch."""
@@ -121,13 +93,6 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """`rewire.register_topology`, for one test."""
     monkeypatch.setattr(registry._FACTORIES, "_entries", dict(registry._FACTORIES._entries))
     return rewire.register_topology
-
-
-def test_classes_that_have_the_names_of_shipped_ones(register: Callable[[str], Any]) -> None:
-    """Files of version 0.1 with the name of a class mean the shipped one, whatever else is loaded since."""
-    kinds = [type("GRNv3", (Halved,), {}), register("mine")(type("GRNv3", (Halved,), {}))]
-    (connection,) = rewire.connections(rewire.load(OLD / "grn-v3", LinearNet(4))).values()
-    assert connection.recipe()["topology"] == "grn-v3" and len(kinds) == 2
 
 
 def test_a_topology_of_a_registered_class_or_function(register: Callable[[str], Any], tmp_path: Path) -> None:
@@ -311,57 +276,6 @@ def test_buffers_that_no_state_dict_has_stay_on_meta_and_are_named(tmp_path: Pat
         rewire.load(tmp_path, plain)
 
 
-# -- a save that is cut off --------------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """The process ends here; no handler of it would run."""
-
-
-def kill_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
-    """Die before the call of that number to anything that touches the disk; returns the calls so far."""
-    calls: list[str] = []
-
-    def dying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if len(calls) == number:
-                raise Killed
-            calls.append(name)
-            return function(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(saving, "save_file", dying("save_file", saving.save_file))
-    for module, name in ((os, "fsync"), (os, "replace"), (Path, "write_text"), (Path, "unlink")):
-        monkeypatch.setattr(module, name, dying(name, getattr(module, name)))
-    return calls
-
-
-def test_a_killed_save_leaves_the_old_model_or_the_new_one(tmp_path: Path) -> None:
-    old, new = mixed(stack()), mixed(stack())
-    with torch.no_grad():
-        new.out.weight.mul_(2)
-    outcomes = []
-    for number in range(100):
-        rewire.save(old, tmp_path, max_shard_bytes=40_000)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            calls = kill_at(monkeypatch, number)
-            try:
-                rewire.save(new, tmp_path, max_shard_bytes=40_000)
-            except Killed:
-                pass
-            else:
-                break
-        outcomes.append(equal(rewire.load(tmp_path, stack()), new, vectors()))
-        if not outcomes[-1]:
-            assert equal(rewire.load(tmp_path, stack()), old, vectors())
-    assert outcomes == [number > calls.index("replace") for number in range(len(outcomes))]
-    assert calls.count("save_file") > 1 and calls.count("unlink") > 1 and len(outcomes) < 100
-    assert calls[: calls.index("replace")].count("fsync") == calls.count("save_file") + 2  # the recipe, the folder
-    rewire.save(old, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2  # what was cut off is gone
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -410,7 +324,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 def test_no_folder_and_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(rewire.RewireError, match=r"holds no rewire\.json, which rewire\.save writes"):
         rewire.load(tmp_path / "missing", stack())
-    for text in ("", "[]", "{}", "nonsense", "[" * 100_000, '{"format": 1}'):
+    for text in ("", "[]", "{}", "nonsense", "[" * 100_000, '{"format": 2}'):
         (tmp_path / saving.RECIPE).write_text(text)
         with pytest.raises(rewire.RewireError, match="is damaged"):
             rewire.load(tmp_path, stack())

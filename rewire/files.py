@@ -1,0 +1,214 @@
+"""Files that are written for users: each whole or not at all, whatever ends the process.
+
+They are written into a new folder beside what they replace, and moved from there, each in one step. The folder's name
+is random, and it is made anew: nothing that lies in wait under a name is followed or overwritten.
+
+A process that is killed leaves its folder behind. The next one that writes there removes it, but never that of a
+process which still writes: those hold a lock on theirs, which ends with them. Locks are seen on one machine only, so
+that the name says which; folders of other machines are removed when nothing was added to them for a day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import platform
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rewire.errors import RewireError
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows: no locks, all folders are of another machine
+    fcntl = None
+
+_STAGE = re.compile(r"\.rewire-([0-9a-f]{8})-([0-9a-f]{8})")
+_DAY = 24 * 60 * 60
+
+
+@contextlib.contextmanager
+def staged(folder: Path, last: str = "") -> Iterator[Path]:
+    """A new folder, whose files are moved to ``folder`` when the block ends well, and are gone otherwise.
+
+    Other processes of this machine that stage files for ``folder`` move theirs before or after, not meanwhile. Ctrl-C
+    among the moves raises `KeyboardInterrupt` after the last of them.
+
+    Args:
+        folder: that exists.
+        last: the file that is moved last, when all others are where they belong, on the disk.
+
+    Raises:
+        RewireError: ``folder`` has a folder of the name of a file.
+    """
+    _remove_abandoned(folder)
+    stage, lock = _claimed(folder)
+    try:
+        yield stage
+        for path in stage.iterdir():
+            _flush(path)
+        with _alone(folder):
+            try:
+                _move(stage, folder, last)
+            except KeyboardInterrupt:
+                _move(stage, folder, last)  # what is left
+                raise
+    finally:
+        try:
+            shutil.rmtree(stage, ignore_errors=True)
+        finally:
+            _close(lock)
+
+
+@contextlib.contextmanager
+def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path to write a file to, which takes the place of ``path`` when the block ends well.
+
+    What is no file (``/dev/stdout``, a pipe) is written to as it is. If ``path`` is a link to a file, that is replaced.
+    """
+    if os.path.lexists(path) and not os.path.isfile(path):
+        yield Path(path)
+    else:
+        target = Path(os.path.realpath(path))
+        if not target.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+        with staged(target.parent) as stage:
+            yield stage / target.name
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, where there is none.
+
+    Raises:
+        RewireError: it is a file.
+    """
+    check_no_file(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_no_file(folder: Path) -> None:
+    """Refuse a file that should be a folder.
+
+    Raises:
+        RewireError: it is one.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise RewireError(f"'{folder}' is a file: give a folder.")
+
+
+def token_of(stage: Path) -> str:
+    """What the name of a `staged` folder has, and no other, for names of files that are unlike all others'."""
+    found = _STAGE.fullmatch(stage.name)
+    assert found is not None
+    return found[1]
+
+
+def tokens(folder: Path) -> set[str]:
+    """Those of all that write to ``folder`` just now."""
+    return {found[1] for path in folder.iterdir() if (found := _STAGE.fullmatch(path.name))}
+
+
+def _claimed(folder: Path) -> tuple[Path, int | None]:
+    """A new folder, and the lock on it."""
+    while True:
+        stage = folder / f".rewire-{secrets.token_hex(4)}-{_machine()}"
+        stage.mkdir(mode=0o700)
+        lock = None
+        with contextlib.suppress(FileNotFoundError):
+            lock = _opened(stage)
+            _lock(lock)
+            if lock is None or os.path.samestat(os.stat(stage), os.fstat(lock)):
+                return stage, lock
+        _close(lock)  # another process took it for an abandoned one, before it was locked
+
+
+def _remove_abandoned(folder: Path) -> None:
+    for stage in folder.glob(".rewire-*"):
+        found = _STAGE.fullmatch(stage.name)
+        with contextlib.suppress(OSError):  # others remove it, too, or it is not ours to remove
+            if found and stage.is_dir() and not stage.is_symlink():
+                _remove_if_abandoned(stage, here=found[2] == _machine())
+
+
+def _remove_if_abandoned(stage: Path, here: bool) -> None:
+    lock = _opened(stage)
+    try:
+        if _is_abandoned(stage, lock if here else None):
+            shutil.rmtree(stage)
+    finally:
+        _close(lock)
+
+
+def _is_abandoned(stage: Path, lock: int | None) -> bool:
+    """Whether no process writes there; ``lock``, if it is of this machine, is held from now on."""
+    if lock is not None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system that has no locks
+            pass
+    return time.time() - stage.stat().st_mtime > _DAY
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While no other process of this machine is in here with the same folder."""
+    lock = _opened(folder)
+    try:
+        _lock(lock)
+        yield
+    finally:
+        _close(lock)
+
+
+def _opened(folder: Path) -> int | None:
+    return os.open(folder, os.O_RDONLY) if fcntl else None
+
+
+def _lock(handle: int | None) -> None:
+    if handle is not None:
+        with contextlib.suppress(OSError):  # of file systems that have none
+            fcntl.flock(handle, fcntl.LOCK_EX)
+
+
+def _close(handle: int | None) -> None:
+    if handle is not None:
+        os.close(handle)
+
+
+def _machine() -> str:
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
+def _move(stage: Path, folder: Path, last: str) -> None:
+    """Move what is in ``stage``; called again, what is left there."""
+    names = sorted(os.listdir(stage), key=lambda name: name == last)
+    for name in names:
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
+            raise RewireError(f"'{folder / name}' is a folder, in the place of a file: move it away.")
+    for name in names:
+        if name == last:
+            _flush(folder)
+        os.replace(stage / name, folder / name)
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    """Wait until what was written is on the disk."""
+    if path.is_dir() and os.name == "nt":  # folders cannot be opened there
+        return
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
