@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from rewire.copies import outside_inference_mode
 from rewire.errors import RewireError, UnknownName, moved_trunk
 from rewire.passes.checks import check_model
 from rewire.passes.editing.connect import place
@@ -84,6 +85,7 @@ def connections_of(recipes: Any, start: Start) -> dict[str, Connection]:
     return made
 
 
+@outside_inference_mode
 def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start, example_inputs: Any = None) -> nn.Module:
     """A copy of the plain ``model``, rewired as ``recipes`` say; connection weights are at their start.
 
@@ -103,7 +105,7 @@ def rewired_by(model: nn.Module, recipes: dict[str, Any], start: Start, example_
     found = find(prepared, everything=everything)
     if prepared.inputs is not None and not _fits(recipes, found.trunks.values()):
         found = find(prepared, "run")
-    check_found(found, prepared.name)
+    check_found(found, prepared)
     here = {place(trunk): trunk for trunk in found.trunks.values()}
     _check_sites(model, recipes, here)
     layouts = [_layout(path, recipe, here[path]) for path, recipe in recipes.items()]

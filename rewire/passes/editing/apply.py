@@ -24,6 +24,7 @@ def apply(
     looked_at: nn.Module,
     plans: Iterable[tuple[FunctionPlan, str]],
     connections: Mapping[str, Connection],
+    advice: str = "",
 ) -> None:
     """Give the modules of ``model`` their edited functions and the gates that these talk to.
 
@@ -32,6 +33,7 @@ def apply(
         looked_at: the copy that the plans were made of.
         plans: what changes in each function, and its new text.
         connections: of each trunk.
+        advice: see `Gate`.
 
     Raises:
         EditError: a module has an attribute of the name that rewire needs, its class cannot be derived from, or it has
@@ -48,7 +50,7 @@ def apply(
             if plan.method:
                 definition = plan.decorated.function if plan.substituted else None
                 methods[plan.name] = Edited(plan.name, source, definition)
-            module.__dict__[plan.gate] = _gate(plan, source, connections)
+            module.__dict__[plan.gate] = _gate(plan, source, connections, advice)
         helpers = {plan.gate: module.__dict__[plan.gate] for plan, _ in of_module if not plan.method}
         for gate in helpers.values():
             gate.helpers = helpers
@@ -58,15 +60,15 @@ def apply(
         _mark_norms(module, looked_at.get_submodule(path), [plan for plan, _ in of_module])
 
 
-def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection]) -> Gate:
+def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection], advice: str) -> Gate:
     entries = [
         Entry(trunk, connections[trunk], trunk in plan.opens, adds, plan.outside.get(trunk, False))
         for trunk, adds in plan.adds.items()
     ]
     if plan.method:
-        return Gate(plan.path, plan.text.where(), entries)
+        return Gate(plan.path, plan.text.where(), entries, advice=advice)
     assert plan.decorated.function is not None
-    return HelperGate(plan.path, plan.text.where(), entries, plan.decorated.function, source)
+    return HelperGate(plan.path, plan.text.where(), entries, plan.decorated.function, source, advice)
 
 
 def _mark_norms(module: nn.Module, looked_at: nn.Module, plans: Iterable[FunctionPlan]) -> None:
