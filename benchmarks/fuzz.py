@@ -1,6 +1,6 @@
 """Rewire thousands of random residual nets (tests/fuzz), and count: right, refused, wrong.
 
-    PYTHONPATH=tests python -P benchmarks/fuzz.py [--nets 5000] [--jobs 2] [--seed 0] [--out FILE]
+    PYTHONPATH=tests python -P benchmarks/fuzz.py [--nets 5000] [--jobs 2] [--seed 0] [--unvalidated] [--out FILE]
 
 Every net is run by itself first; those that do not run, and those with a single residual add, are not counted. Nets
 that are wrong are printed with the seed that makes them.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import json
 import logging
 import multiprocessing
@@ -43,14 +44,14 @@ def net_of(seed: int) -> Net:
     return Net(tuple(forwards), order, draw.choice(list(BODIES)), draw.choice(list(RETURNS)))
 
 
-def outcome(seed: int) -> tuple[int, str, str]:
+def outcome(seed: int, validate: bool = True) -> tuple[int, str, str]:
     """The number, ``right``, ``refused``, ``wrong`` or ``not counted``, and why."""
     net = net_of(seed)
     if net.adds < 2:
         return seed, "not counted", "a single residual add"
     with tempfile.TemporaryDirectory() as folder:
         try:
-            result = check(net, Path(folder))
+            result = check(net, Path(folder), validate)
         except Exception as error:  # an assertion, or what is no RewireError: both are faults
             return seed, "wrong", f"{type(error).__name__}: {error}"
     if result == "invalid":
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--nets", type=int, default=5000)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the first net")
+    parser.add_argument("--unvalidated", action="store_true", help="rewire with validate=False")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/fuzz.json"))
     given = parser.parse_args()
 
@@ -78,7 +80,8 @@ def main() -> None:
     spawn = multiprocessing.get_context("spawn")
     with spawn.Pool(given.jobs, quiet, maxtasksperchild=500) as pool, Progress(console=console) as progress:
         task = progress.add_task("nets", total=given.nets)
-        for result in pool.imap_unordered(outcome, range(given.seed, given.seed + given.nets), chunksize=8):
+        one = functools.partial(outcome, validate=not given.unvalidated)
+        for result in pool.imap_unordered(one, range(given.seed, given.seed + given.nets), chunksize=8):
             results.append(result)
             progress.advance(task)
             if result[1] == "wrong":
@@ -95,7 +98,8 @@ def main() -> None:
     console.print(f"refused because: {dict(reasons)}; {time.time() - start:.0f} s", markup=False)
 
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {"nets": given.nets, "seed": given.seed, "rewire": rewire.__version__, "torch": torch.__version__}
+    settings = {"nets": given.nets, "seed": given.seed, "validated": not given.unvalidated}
+    settings |= {"rewire": rewire.__version__, "torch": torch.__version__}
     found = {"counts": counts, "refused because": reasons, "wrong": [r for r in results if r[1] == "wrong"]}
     given.out.write_text(json.dumps({**settings, **found}, indent=2) + "\n")
     sys.exit(bool(counts["wrong"]))

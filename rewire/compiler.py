@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from rewire import logs
+from rewire.copies import check_can_be_trained, outside_inference_mode
 from rewire.diffs import diff
 from rewire.errors import (
     AlreadyConnected,
@@ -42,6 +43,7 @@ from rewire.trunk import LeftAlone, Report
 log = logging.getLogger("rewire")
 
 
+@outside_inference_mode
 def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
     """Find the residual streams of ``model`` without changing it.
 
@@ -50,8 +52,8 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
 
     Args:
         model: any module; parameters may be on the meta device.
-        example_inputs: if given (tuple of args, dict of kwargs, or a pair of both), the model is rewired with plain
-            residual connections and run on them, and the report says where that failed.
+        example_inputs: if given (tuple of args, dict of kwargs, a pair of both, or one tensor), the model is rewired
+            with plain residual connections and run on them, and the report says where that failed.
 
     Returns:
         A report with ``.trunks`` and ``.left`` (what was left alone, where and why), which prints as a table. Of a
@@ -88,6 +90,7 @@ def _with_reason(report: Report, error: RewireError) -> Report:
     return dataclasses.replace(report, left=(*report.left, LeftAlone("", with_notes(error))))
 
 
+@outside_inference_mode
 def compile(
     model: nn.Module,
     topology: str | Topology | Mapping[str, str | Topology] = "ancre-ingoing",
@@ -114,8 +117,8 @@ def compile(
             what the topology's paper does (``"auto"``).
         start: ``"preserve"``: start as the original network, up to rounding; ``"paper"``: start as published.
         example_inputs: what copies of the model are run on, to find its residual adds and to validate: a tuple of args,
-            a dict of kwargs, or a pair of both. Without it, inputs that the pattern registry knows how to make are
-            used; where it knows none, the model is traced, and a warning is logged.
+            a dict of kwargs, a pair of both, or one tensor. Without it, inputs that the pattern registry knows how to
+            make are used; where it knows none, the model is traced, and a warning is logged.
         trunks: names of the trunks to rewire (`rewire.inspect` shows them); default: all.
         validate: compare outputs, gradients and graphs with the original's before returning. With a start that is not
             the original network, the same rewrite is compared with plain residual connections in it. On the meta device
@@ -146,6 +149,7 @@ def compile(
     check_choices(granularity, start)
     initializer = None if init is None else make_initializer(init, {})
     check_model(model)
+    check_can_be_trained(model)
     prepared = prepare(model, example_inputs)
     learned = first_given(prepared.patterns, "learned")
     if learned:
@@ -158,7 +162,7 @@ def compile(
     with timed(logs.find, f"looked for residual streams in {prepared.name}"):
         found = find(prepared, method, everything)
     logs.find.info("found:\n%s", found.report)
-    check_found(found, prepared.name)
+    check_found(found, prepared)
     if trunks is None:
         check_not_cut(model, found.trunks.values())
     rewired = _rewired(model, prepared, found, topologies, granularity, start, validate)

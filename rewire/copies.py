@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CellType, FunctionType
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,39 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rewire.code.functions import clone, contents
 from rewire.errors import RewireError
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 #: What a model is called with.
 Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: Threads that rewire share torch's random state.
 _ONE_AT_A_TIME = threading.RLock()
+
+
+def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function make models that can be trained, also where it is called in `torch.inference_mode`."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+            return function(*args, **kwargs)
+
+    return called
+
+
+def check_can_be_trained(model: nn.Module) -> None:
+    """Refuse a model that was made in `torch.inference_mode`: torch keeps gradients from such tensors for good.
+
+    Raises:
+        RewireError: naming one of them.
+    """
+    name = next((name for name, tensor in _tensors_of(model) if not is_lazy(tensor) and tensor.is_inference()), None)
+    if name is not None:
+        raise RewireError(
+            f"'{name}' was made in torch.inference_mode(), and can have no gradients: make or load the model outside "
+            "of it, or rewire copy.deepcopy(model), taken outside of it. torch.no_grad() does no harm."
+        )
 
 
 def shared(model: nn.Module) -> nn.Module:
@@ -44,6 +73,7 @@ def private(model: nn.Module, device: str | None = None) -> nn.Module:
         model: a module.
         device: of the copy's tensors, if it is another one.
     """
+    check_can_be_trained(model)
     memo: dict[int, Any] = _kept(model)
     for parameter in model.parameters():
         if _is_special(parameter) and device is None:

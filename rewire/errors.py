@@ -78,3 +78,13 @@ def moved_trunk(trunk: str, model: object, then: str) -> RewireError:
         f"trunk '{trunk}' is not where it was when {type(model).__name__} was rewired: undo what wraps the model "
         f"(merge adapters, say), and {then} it then."
     )
+
+
+def check_type(name: str, value: object, kind: type) -> None:
+    """Refuse an argument of another type.
+
+    Raises:
+        TypeError: naming the argument, and both types.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__}.")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rewire.console import Shown
-from rewire.copies import shared
+from rewire.copies import outside_inference_mode, shared
 from rewire.errors import BadExampleInputs, UnsupportedTopology
 from rewire.mixes.history import History
 from rewire.passes.checks import check_loaded, check_unwrapped
@@ -92,6 +92,7 @@ class FreezeReport(Shown):
         return table
 
 
+@outside_inference_mode
 def freeze(model: nn.Module, threshold: float = 1e-3, example_inputs: Any = None) -> tuple[nn.Module, FreezeReport]:
     """Make the learned connections of a rewired model constants, and leave out those below ``threshold``.
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rewire.errors import RewireError, UnsupportedCall
+from rewire.errors import RewireError, UnsupportedCall, check_type
 from rewire.mixes.history import History
 from rewire.passes.editing.connect import register
 from rewire.placement import Placement, is_dtensor
@@ -108,6 +108,10 @@ def pipeline_cache(parts: Sequence[nn.Module], group: dist.ProcessGroup | None =
         ...     rewire.pipeline_stage(part)  # doctest: +SKIP
         >>> rewire.pipeline_cache(parts, mesh["pp"].get_group())  # doctest: +SKIP
     """
+    for part in parts:
+        check_type("each of the parts", part, nn.Module)
+    if group is not None:
+        check_type("group", group, dist.ProcessGroup)
     enters = [_hook(part._forward_pre_hooks.values(), _Enters) for part in parts]
     leaves = [_hook(part._forward_hooks.values(), _Leaves) for part in parts]
     turns = list(zip(leaves[:-1], enters[1:], strict=True))
@@ -152,6 +156,7 @@ class Part:
 
 
 def _parts(stage: nn.Module) -> list[Part]:
+    check_type("stage", stage, nn.Module)
     ends: dict[str, list[int]] = {}
     found: dict[str, Connection] = {}
     for entry in (entry for module in stage.modules() for entry in entries_of(module)):

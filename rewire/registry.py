@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points as installed_entry_points
 from typing import Any, Generic, TypeVar
 
-from rewire.errors import UnknownName
+from rewire.errors import UnknownName, check_type
 
 V = TypeVar("V")
 F = TypeVar("F", bound=Callable[..., object])
@@ -29,6 +29,7 @@ class Registry(Generic[V]):
         self._entries: dict[str, V] = {}
 
     def add(self, name: str, entry: V) -> None:
+        check_type("name", name, str)
         if name in self._entries:
             raise ValueError(f"a {self.kind} named '{name}' is already registered.")
         self._entries[name] = entry

@@ -311,13 +311,6 @@ def test_different_widths_in_one_trunk() -> None:
 # -- validation --------------------------------------------------------------------------------------------------------
 
 
-def test_example_inputs_of_a_wrong_type() -> None:
-    with pytest.raises(
-        rewire.BadExampleInputs, match="a tuple of args, a dict of kwargs, or a pair of both, not Tensor"
-    ):
-        rewire.compile(Stack(PreNorm), ANCRE, example_inputs=vectors())
-
-
 def test_example_inputs_that_do_not_run() -> None:
     with pytest.raises(
         rewire.BadExampleInputs, match="Stack does not run on the example inputs: RuntimeError: mat1 and"

@@ -289,19 +289,24 @@ _COMPARED = (
 )  # fmt: skip
 
 
+_NO_STEPS = ("PUSH_NULL", "NOP", "CACHE", "EXTENDED_ARG")
+
+
 def _instructions(code: CodeType) -> list[tuple[str, object]]:
     """What a function does, step by step.
 
-    Without how methods are looked up: that depends on whether the file imports the name of their object, too.
+    Without how methods are looked up: that depends on whether the file imports the name of their object, too. Nor is
+    there anything that follows from how long the code has become by that: EXTENDED_ARG stands in front of large
+    arguments, and instructions that jump name the step that they jump to.
     """
-    steps = [step for step in dis.get_instructions(code) if step.opname not in ("PUSH_NULL", "NOP")]
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_STEPS]
     number = {step.offset: n for n, step in enumerate(steps)}
     jumps = {dis.opname[op] for op in (*dis.hasjrel, *dis.hasjabs)}
     found: list[tuple[str, object]] = []
     for step in steps:
         value = step.argval
         if step.opname in jumps:  # to the next step that counts
-            value = next(number[offset] for offset in range(value, value + 1000, 2) if offset in number)
+            value = next(number[offset] for offset in range(value, len(code.co_code), 2) if offset in number)
         elif isinstance(value, CodeType):
             value = value.co_name
         found.append((step.opname.replace("LOAD_METHOD", "LOAD_ATTR"), value))

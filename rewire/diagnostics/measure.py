@@ -131,10 +131,6 @@ def diagnose(
 
 
 def _inputs(model: nn.Module, batch: Any) -> Inputs:
-    if isinstance(batch, Tensor):
-        batch = (batch,)
-    elif isinstance(batch, Mapping):  # transformers' BatchEncoding is no dict
-        batch = dict(batch)
     try:
         return inputs_for(model, patterns_for(model), batch)
     except BadExampleInputs as error:

@@ -14,6 +14,7 @@ from rich.text import Text
 from torch import Generator, Tensor, nn
 
 from rewire.console import Shown
+from rewire.errors import check_type
 from rewire.init.registry import Initializer, Rule, make_initializer
 from rewire.init.roles import roles as roles_of
 from rewire.init.table import Roles, Weight
@@ -89,7 +90,10 @@ def initialize(
         False
     """
     chosen = make_initializer(init, options)
-    roles = roles or roles_of(model)
+    if generator is not None:
+        check_type("generator", generator, Generator)
+    roles = roles_of(model) if roles is None else roles
+    check_type("roles", roles, Roles)
     chosen.check(roles)
     applied: list[tuple[Weight, str]] = []
     kept: list[tuple[str, str]] = []

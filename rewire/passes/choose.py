@@ -30,6 +30,8 @@ def chosen_topologies(
     start: Start,
 ) -> dict[str, Topology]:
     """Topology by trunk name, or part of one; the empty key stands for all trunks."""
+    if names is not None and not all(isinstance(name, str) for name in names):
+        raise TypeError("trunks has to hold the names of trunks, which are strings: rewire.inspect(model) shows them.")
     if not isinstance(topology, Mapping):
         if names is not None and len(names) == 0:
             raise ValueError("trunks is empty: it names no trunk. Leave it out to rewire all of them.")

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from rewire.code.functions import define
 from rewire.code.text import written_at
@@ -124,6 +125,8 @@ def _find(prepared: Prepared, method: Method, everything: bool) -> Found:
         if recorded:
             return recorded
     finding = finding_in(follow(prepared.model, prepared.forwards, everything), prepared.patterns)
+    if prepared.given:  # to pass inputs is no remedy
+        finding.left = [dataclasses.replace(left, remedy="") for left in finding.left]
     log.info("%s was traced", prepared.name)
     picked, mixed = _picks(finding), any(len(trunk.widths) > 1 for trunk in finding.trunks.values())
     if not has_inputs or (finding.trunks and not finding.flow.unread and not picked and not mixed):
@@ -147,23 +150,23 @@ def _recorded_cheaply(prepared: Prepared) -> Found | None:
     return found
 
 
-def check_found(found: Found, name: str) -> None:
-    """Refuse a model of this name in which there is nothing to rewire.
+def check_found(found: Found, prepared: Prepared) -> None:
+    """Refuse a model in which there is nothing to rewire.
 
     Raises:
         NoResidualAdds: with the adds that were left alone, and why.
     """
     if not found.trunks:
-        raise NoResidualAdds(_nothing_found(name, found.report))
+        raise NoResidualAdds(_nothing_found(prepared, found.report))
 
 
-def _nothing_found(name: str, report: Report) -> str:
+def _nothing_found(prepared: Prepared, report: Report) -> str:
     """The message: each add that was left alone, and why."""
-    rows = told(report.left)
+    name, rows = prepared.name, told(report.left)
     if not rows:
         return (
             f"no residual stream was found in {name}: nothing in its forwards adds to a value what is computed from it "
-            "through weights. If only a run shows that, pass example_inputs."
+            f"through weights.{'' if prepared.given else ' If only a run shows that, pass example_inputs.'}"
         )
     lines = [f"\n  {path}: {why}{f' ({place})' if place else ''}" for path, why, place in rows[:_SHOWN]]
     more = f"\n  ... and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
@@ -201,8 +204,7 @@ def _recorded(prepared: Prepared, device: str | None = None) -> Found:
                 log.info("%s does not run in training mode: %s", prepared.name, error)
                 break
             raise BadExampleInputs(
-                f"{prepared.name} does not run on the example inputs: {type(error).__name__}: {error}. Pass "
-                "example_inputs that it takes; where none are given, they are those that the pattern registry makes."
+                f"{prepared.name} does not run on {_of_whom(prepared)}: {type(error).__name__}: {error}"
             ) from error
         findings.append(finding_in(flow, prepared.patterns))
     modes = "evaluation and training mode" if len(findings) > 1 else "evaluation mode"
@@ -211,6 +213,14 @@ def _recorded(prepared: Prepared, device: str | None = None) -> Found:
     if found.training is not None:
         _agree(found.evaluation, found.training)
     return found
+
+
+def _of_whom(prepared: Prepared) -> str:
+    """The example inputs, in words, and what is to be known of them if they are the caller's."""
+    if not prepared.given:
+        return "the inputs that the pattern registry makes for it (pass example_inputs that it takes)"
+    spread = any(isinstance(t, Tensor) and not t.is_contiguous() for t in tree_leaves(prepared.inputs))
+    return f"the example inputs{', of which some are not contiguous in memory' * spread}"
 
 
 def _agree(evaluation: Finding, training: Finding) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from rewire.copies import Inputs
 from rewire.errors import BadExampleInputs, RewireError
@@ -44,22 +45,31 @@ def known_inputs(model: nn.Module, found: list[Pattern], example_inputs: Any) ->
 
 
 def normalise_inputs(example_inputs: Any) -> Inputs:
-    """A tuple of args, a dict of kwargs, or a pair of both, as a pair of both.
+    """A tuple of args, a dict of kwargs, a pair of both, or one tensor, as a pair of both.
 
     Raises:
         BadExampleInputs: it is none of these.
     """
-    if isinstance(example_inputs, dict):
-        return (), example_inputs
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):  # a dict, or what a tokeniser returns
+        return (), _named(example_inputs)
     if isinstance(example_inputs, (tuple, list)):
         if (
             len(example_inputs) == 2
             and isinstance(example_inputs[0], (tuple, list))
-            and isinstance(example_inputs[1], dict)
+            and isinstance(example_inputs[1], Mapping)
         ):
-            return tuple(example_inputs[0]), example_inputs[1]
+            return tuple(example_inputs[0]), _named(example_inputs[1])
         return tuple(example_inputs), {}
     raise BadExampleInputs(
-        "example_inputs must be a tuple of args, a dict of kwargs, or a pair of both, "
+        "example_inputs must be a tuple of args, a dict of kwargs, a pair of both, or one tensor, "
         f"not {type(example_inputs).__name__}."
     )
+
+
+def _named(kwargs: Mapping[Any, Any]) -> dict[str, Any]:
+    wrong = next((key for key in kwargs if not isinstance(key, str)), None)
+    if wrong is not None:
+        raise BadExampleInputs(f"example_inputs have {wrong!r} for the name of an argument: names are strings.")
+    return dict(kwargs)

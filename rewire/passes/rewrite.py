@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from rewire.copies import shared
+from rewire.copies import outside_inference_mode, shared
 from rewire.errors import EditError
 from rewire.logs import rewrite as log
 from rewire.passes.editing.apply import apply, show_between, undo
@@ -22,6 +22,9 @@ from rewire.passes.prepare import Prepared
 from rewire.runtime.connection import CONNECTIONS, Connection, learned_connections
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
+
+#: What the errors of calls that take another way say more, where no run on inputs of the caller's has shown the way.
+_ADVICE = " It was rewired without example_inputs: pass some that take this way."
 
 
 def rewrite(
@@ -62,7 +65,8 @@ def rewrite(
         register(rewired, trunk, made[name])
         log.info("trunk '%s': %s, %d units, start=%r", name, layout.topology, layout.dims.depth, start)
         convert_collected(rewired, trunk)
-    apply(rewired, found.evaluation.flow.model, [(function, texts[key]) for key, function in plans.items()], made)
+    texted = [(function, texts[key]) for key, function in plans.items()]
+    apply(rewired, found.evaluation.flow.model, texted, made, "" if prepared.given else _ADVICE)
     for name in chosen:
         show_between(rewired, trunks[name])
     copy_norms(rewired, set().union(*(function.copied for function in plans.values())))
@@ -133,6 +137,7 @@ def _device_of(module: nn.Module) -> torch.device | None:
     return next((parameter.device for parameter in module.parameters()), None)
 
 
+@outside_inference_mode
 def restore(model: nn.Module) -> nn.Module:
     """The plain model of a rewired one: original forwards, no connection weights, the same (shared) parameters.
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from rewire.conventions import out_features
 from rewire.copies import Inputs
+from rewire.errors import check_type
 from rewire.mixes.fused_qkv import Fused
 from rewire.registry import Registry
 from rewire.trunk import Site
@@ -92,6 +93,7 @@ def register_pattern(name: str, pattern: Pattern) -> Pattern:
         >>> mine = rewire.Pattern("my decoder", lambda model: type(model).__name__ == "MyDecoder", attention="mixer")
         >>> registered = rewire.register_pattern("my-decoder", mine)
     """
+    check_type("pattern", pattern, Pattern)
     _REGISTRY.add(name, pattern)
     return pattern
 

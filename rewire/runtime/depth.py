@@ -25,21 +25,28 @@ from torch import Tensor, nn
 
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.runtime.live import Entry, Live
-from rewire.runtime.nested import like, mapped, with_item
+from rewire.runtime.nested import mapped, tensors_and_streams, with_item
 from rewire.runtime.separate import SeparateInputs
 from rewire.runtime.stream import Stream
+
+_CLAMPED = (
+    " Some models (T5, Whisper) clamp their states in float16 between the adds, and in no other precision: use "
+    "bfloat16 or float32, or rewire the model in float16."
+)
 
 
 class Depth(SeparateInputs):
     """The residual streams of one call of an edited forward.
 
     Args:
-        block, where, entries: of its `Gate`.
+        block, where, entries, advice: of its `Gate`.
     """
 
-    def __init__(self, block: str, where: str, entries: Sequence[Entry]) -> None:
+    def __init__(self, block: str, where: str, entries: Sequence[Entry], advice: str = "") -> None:
         super().__init__()
-        self.block, self.where, self.entries = block, where, entries
+        self.block, self.where, self.entries, self.advice = block, where, entries, advice
+        self.dicts: list[dict[Any, Any]] = []
+        self.left = False
 
     def open(
         self,
@@ -53,27 +60,26 @@ class Depth(SeparateInputs):
         """The tensor behind an argument, or behind what an expression made.
 
         Args:
-            value: a stream; at the start of a trunk a tensor; or a list or tuple of these.
+            value: a stream; at the start of a trunk a tensor; or a container or dataclass with these in it. A dict
+                changes in place, and gets the stream back when the function returns (`leave`).
             norm: what reads the value first, to be computed with it.
             trunk: which of the function's trunks starts here, if one does.
             awaiting: whether the next state is yet to be made (`push`) of what comes in. Otherwise what comes in is it:
                 operations that the model skips in this call (without a mask, in evaluation mode) change nothing.
             begin: whether the trunk starts with a tensor that comes in.
-            item: if it starts with one of several in a list or tuple: with the tensor of this number.
+            item: if it starts with one of several in a container: with the tensor of this number.
 
         Raises:
             OutOfOrder: the function is called outside the order of its trunk.
             UnsupportedCall: with gradients switched on or off since the stream began, as re-entrant checkpointing does.
         """
-        if isinstance(value, (list, tuple)):
-            opened, tensors = [], 0
-            may_start = self.entries[trunk].opens
-            may_start = may_start or not any(isinstance(part, Stream) for part in value)
-            for part in value:
-                starts = begin and may_start and tensors == (item or 0)
-                opened.append(self.open(part, norm, trunk, awaiting, starts))
-                tensors += isinstance(part, (Tensor, Stream))
-            return like(value, opened)
+        if not isinstance(value, (Tensor, Stream)):
+            parts, number = tensors_and_streams(value), itertools.count()
+            begin = begin and (self.entries[trunk].opens or not any(isinstance(part, Stream) for part in parts))
+            self.dicts += [value] * isinstance(value, dict)
+            return mapped(
+                value, lambda part: self.open(part, norm, trunk, awaiting, next(number) == (item or 0) and begin)
+            )
         known = next((live for live in self.live if live.source is value), None)
         if known is not None:  # the same argument twice
             return known.values[0]
@@ -103,18 +109,15 @@ class Depth(SeparateInputs):
     def _begin(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
         """The value of a stream that starts here, with a plain tensor."""
         if not entry.opens and value.dtype == torch.float16:
-            raise UnsupportedCall(
-                f"block '{self.block}' was given a plain tensor where a stream belongs. Some models (T5, BART) "
-                "clamp their states in float16 between the adds: use bfloat16 or float32."
-            )
+            raise UnsupportedCall(f"block '{self.block}' was given a plain tensor where a stream belongs.{_CLAMPED}")
         if not entry.opens:
             raise OutOfOrder(
                 f"block '{self.block}' was given a plain tensor, but it belongs after residual add "
                 f"{next(iter(entry.adds))} of trunk '{entry.trunk}' and needs the stream that the block before it "
                 "returns. Call the blocks in the model's order and hand on what they return. What changes hidden "
                 "states between blocks belongs in a forward hook of a block, or has to happen on example_inputs, too; "
-                "if the model was rewired without these, pass them; of one that was cut for pipeline parallelism, call "
-                "rewire.pipeline_stage on every stage."
+                "of a model that was cut for pipeline parallelism, call rewire.pipeline_stage on every stage."
+                f"{self.advice}"
             )
         if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
             raise UnsupportedCall(
@@ -214,8 +217,10 @@ class Depth(SeparateInputs):
             return live.unread if cut else live.stream
 
         result = mapped(result, stream_of)
+        mapped(self.dicts, stream_of)
         for live in self.live:
             self._check_count(live, live in left)
+        self.left = True
         return result
 
     def add(self, shortcut: Tensor, *branches: Tensor, alpha: float = 1, norm: nn.Module | None = None) -> Tensor:
@@ -248,6 +253,7 @@ class Depth(SeparateInputs):
         if self._is_outside():
             return torch.add(shortcut, branch, alpha=alpha)
         live, before = self._shortcut(shortcut)
+        (branch,) = _tensors([branch], shortcut)
         total = torch.add(shortcut, branch, alpha=alpha)
         live.parts.append((total, (*before, branch * alpha if alpha != 1 else branch)))
         return total
@@ -263,12 +269,18 @@ class Depth(SeparateInputs):
             return live, ()
         found = ((live, before) for live in self.live for total, before in live.parts if total is shortcut)
         live, before = next(found, (None, ()))
+        if live is None and self.left:
+            raise UnsupportedCall(
+                f"a residual add of block '{self.block}' ({self.where}) runs again after its forward has returned, as "
+                "activation checkpointing of a function inside a forward does: checkpoint the branch alone, a method, "
+                "or the whole block."
+            )
         if live is None:
             raise OutOfOrder(
                 f"a residual add of block '{self.block}' ({self.where}) has another shortcut than the value "
-                "of its residual stream: something between the adds made a new tensor of it when the model was called "
-                "with these arguments. Pass example_inputs that take the same way through the model, or leave the "
-                "trunk out with trunks=[...]."
+                "of its residual stream: something between the adds made a new tensor of it in this call, or the "
+                "state came in an object that rewire does not look into. Hand it on as a tensor, or leave the trunk "
+                f"out with trunks=[...].{self.advice}"
             )
         return live, before
 
@@ -280,9 +292,9 @@ class Depth(SeparateInputs):
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) reads the sum of residual add {live.stream.position} "
                 f"of trunk '{live.trunk}' as it is, where other operations followed when the model was "
-                "rewired: this call takes another way through the code. example_inputs have to take the way that "
-                "training does."
+                f"rewired: this call takes another way through the code.{self.advice}"
             )
+        branches = _tensors(branches, shortcut)
         if alpha != 1:
             branches = [branch * alpha for branch in branches]
         if shortcut.dtype != live.values[0].dtype:  # a shortcut in another precision
@@ -317,7 +329,7 @@ class Depth(SeparateInputs):
         if not isinstance(state, Tensor):
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) makes a {type(state).__name__} of a residual add's sum, where a "
-                "tensor was found when it was rewired. If that was done without example_inputs, pass them."
+                f"tensor was found when it was rewired.{self.advice}"
             )
         return state
 
@@ -392,8 +404,8 @@ class Depth(SeparateInputs):
             raise OutOfOrder(
                 f"the value of trunk '{live.trunk}' was written to in place in block "
                 f"'{self.block}' ({self.where}), after the stream was read: earlier states that other blocks "
-                "read would not change with it. Write `x = x.masked_fill(..)`, without the underscore, or pass "
-                "example_inputs for which this happens."
+                "read would not change with it. Write `x = x.masked_fill(..)`, without the underscore."
+                f"{self.advice}"
             )
 
     def _check_count(self, live: Live, leaves: bool) -> None:
@@ -403,19 +415,26 @@ class Depth(SeparateInputs):
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
                 f"this call, and {entry.adds[live.start]} when it was rewired: a branch was skipped, or the call takes "
-                "another way through its code. Layer dropping has to be off; example_inputs have to take the way that "
-                "training does."
+                f"another way through its code. Layer dropping has to be off.{self.advice}"
             )
         if not leaves and not stream.complete:
+            clamped = _CLAMPED if stream.dtype == torch.float16 else ""
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) returned without the value of trunk "
                 f"'{stream.layout.trunk}' after {stream.position} of its {len(stream.layout.units)} residual adds."
+                f"{clamped}{self.advice}"
             )
 
 
 def _root(x: Tensor) -> Tensor:
     """What a view is a view of."""
     return x if x._base is None else x._base
+
+
+def _tensors(branches: Sequence[Any], shortcut: Tensor) -> list[Tensor]:
+    """What is added to a shortcut, as tensors: a branch that is skipped may be the number 0."""
+    dtype, device = shortcut.dtype, shortcut.device
+    return [b if isinstance(b, Tensor) else torch.as_tensor(b, dtype=dtype, device=device) for b in branches]
 
 
 def _plain_sum(shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Tensor:

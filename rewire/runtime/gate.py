@@ -22,15 +22,21 @@ class Gate:
         where: file and line of the function, for messages.
         entries: one for each stream that runs through the function.
         function: a helper that is no method; it is called with the gate first.
+        advice: what more to say where a call takes another way than the one that was seen; a blank comes first.
 
     Attributes:
         helpers: gates of the module's functions that are no methods, by name: a helper may call others.
     """
 
     def __init__(
-        self, block: str, where: str, entries: Sequence[Entry], function: Callable[..., Any] | None = None
+        self,
+        block: str,
+        where: str,
+        entries: Sequence[Entry],
+        function: Callable[..., Any] | None = None,
+        advice: str = "",
     ) -> None:
-        self.block, self.where, self.entries = block, where, list(entries)
+        self.block, self.where, self.entries, self.advice = block, where, list(entries), advice
         self.function = function
         self.helpers: dict[str, Gate] = {}
 
@@ -40,7 +46,7 @@ class Gate:
 
     def enter(self) -> Depth:
         """What one call of the function talks to."""
-        return Depth(self.block, self.where, self.entries)
+        return Depth(self.block, self.where, self.entries, self.advice)
 
     @property
     def passes_stream(self) -> bool:

@@ -79,7 +79,8 @@ class Live:
 
     def normed_by(self, norm: nn.Module, value: Tensor) -> Tensor | None:
         """What ``norm`` makes of the value, if it was computed when that was read."""
-        return self.normed if self.norm is norm and version(value) == self.versions[0] else None
+        same = self.norm is norm and value is self.values[0] and version(value) == self.versions[0]
+        return self.normed if same else None
 
     def read(self, norm: nn.Module | None = None) -> Tensor:
         """The value; with a norm, what that makes of it is computed, too."""

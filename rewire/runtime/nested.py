@@ -70,6 +70,18 @@ def along(passing: Any, value: Any, change: Callable[[Any, Any], Any]) -> Any:
     return value
 
 
+def tensors_and_streams(value: Any) -> list[Any]:
+    """The tensors and streams in a value, in the order in which `mapped` comes to them."""
+    found: list[Any] = []
+
+    def keep(part: Any) -> Any:
+        found.append(part)
+        return part
+
+    mapped(value, keep)
+    return found
+
+
 def with_item(value: Any, item: int | None, change: Callable[[Any], Any]) -> Any:
     """``change(value)``; of a tuple or list, if ``item`` is a number, the tensor of that number in it changed."""
     if item is None or not isinstance(value, (tuple, list)):

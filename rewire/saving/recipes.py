@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from rewire.copies import outside_inference_mode
 from rewire.errors import RewireError, UnknownName, moved_trunk
 from rewire.passes.checks import check_model
 from rewire.passes.editing.connect import place
@@ -114,6 +115,7 @@ class _OnMeta(TorchFunctionMode):
         return function(*args, **(given | {"device": "meta"} if "device" in given else given))
 
 
+@outside_inference_mode
 def rewired_by(
     model: nn.Module,
     recipes: Any,
@@ -143,7 +145,7 @@ def rewired_by(
     found = find(prepared, everything=everything)
     if prepared.inputs is not None and not _fits(recipes, found.trunks.values()):
         found = find(prepared, "run")
-    check_found(found, prepared.name)
+    check_found(found, prepared)
     here = {place(trunk): trunk for trunk in found.trunks.values()}
     _check_sites(model, recipes, here)
     layouts = [_layout(path, recipe, here[path]) for path, recipe in recipes.items()]

@@ -104,6 +104,32 @@ def test_a_file_that_has_changed_is_refused(tmp_path: Path) -> None:
         text_of(function)
 
 
+#: Statements whose code depends on whether the file imports a name of theirs: jumps over them may need wide arguments.
+STATEMENTS = (
+    "x = Helper.go(x)",
+    "if x:\n    x = Helper.go(x, 1)",
+    "for i in range(3):\n    x = Helper.go(i)\n    if i:\n        continue\n    x = x + 1",
+    "try:\n    x = Helper.go(x)\nexcept ValueError:\n    x = 0",
+    "x = Helper.go(x) if x else Helper.inner.go(1)",
+    "y = [Helper.go(z) for z in (x, 1)]",
+)
+
+
+@pytest.mark.parametrize("statement", STATEMENTS)
+@pytest.mark.parametrize("parameter", ["step", "Helper"])  # names in the file decide, even where a variable has them
+def test_text_of_any_length_is_that_of_its_code(
+    statement: str, parameter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "helpers_of_a_text.py").write_text("class Helper:\n    go = staticmethod(lambda x, *more: x)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for count in (*range(1, 42), 80, 200):
+        body = textwrap.indent("\n".join([statement] * count), "        ")
+        name = f"f{count}"
+        source = f"from helpers_of_a_text import Helper\ndef {name}(x, {parameter}=1):\n    for _ in x:\n{body}\n"
+        function = module_of(tmp_path, source)[name]
+        assert text_of(function).text == source.partition("\n")[2]
+
+
 def test_code_without_a_file_is_refused() -> None:
     names: dict[str, Any] = {}
     exec(compile("def f(x):\n    return x + 1\n", "<no file>", "exec"), names)

@@ -39,8 +39,13 @@ BY_HAND: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def check(net: Net, folder: Path) -> str:
+def check(net: Net, folder: Path, validate: bool = True) -> str:
     """Rewire a net with plain connections, and with learned ones, and compare.
+
+    Args:
+        net: the net.
+        folder: for its file.
+        validate: whether rewire compares it, too.
 
     Returns:
         ``"right"``; or why it was refused; or ``"invalid"``: the net does not run by itself.
@@ -57,22 +62,22 @@ def check(net: Net, folder: Path) -> str:
     except RuntimeError:
         return "invalid"  # an in-place operation on what a gradient needs, say
     model = net.build(folder)
-    refusal = _rewired_right(model, "residual", (x, mask), exact=True)
+    refusal = _rewired_right(model, "residual", (x, mask), True, validate)
     if refusal:
         return refusal
     topology = TOPOLOGIES[len(net.source) % len(TOPOLOGIES)]
-    refusal = _rewired_right(model, topology, (x, mask), exact=False)
+    refusal = _rewired_right(model, topology, (x, mask), False, validate)
     if refusal:
         return refusal
     name, options = BY_HAND[len(net.source) % len(BY_HAND)]
     return _as_autograd_has_it(model, name, options, (x, mask)) or "right"
 
 
-def _rewired_right(model: nn.Module, topology: str, inputs: tuple[Tensor, ...], exact: bool) -> str:
+def _rewired_right(model: nn.Module, topology: str, inputs: tuple[Tensor, ...], exact: bool, validate: bool) -> str:
     """Empty, or why it was refused."""
     before, world = _state(model), _world()
     try:
-        rewired = rewire.compile(model, topology, example_inputs=inputs)
+        rewired = rewire.compile(model, topology, example_inputs=inputs, validate=validate)
     except rewire.RewireError as error:
         if not exact and isinstance(error, rewire.UnsupportedTopology):
             return ""  # a post-norm trunk, say

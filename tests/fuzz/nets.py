@@ -30,6 +30,14 @@ ADDS = {
     "alpha": "x = torch.add(x, self.f{n}(self.norm{n}(x)), alpha=0.5)",
     "method": "x = x.add(self.f{n}(self.norm{n}(x)))",
     "in place": "x = x.clone()\nx.add_(self.f{n}(self.norm{n}(x.clone())))",
+    "in place, a view": "x = x.clone()\ny = x[..., :]\nx += self.f{n}(self.norm{n}(x.clone()))\nx = x + 0.1 * y",
+    "in place, a list": "x = x.clone()\nkept = [x]\nx += self.f{n}(self.norm{n}(x.clone()))\nx = x + 0.1 * kept[0]",
+    "in place, a name": "x = x.clone()\ny = x\nx.add_(self.f{n}(self.norm{n}(x.clone())))\nx = x + 0.1 * y",
+    "in place, a dead name": "x = y = x.clone()\ny = y.mean()\nx += self.f{n}(self.norm{n}(x.clone()))\nx = x + y",
+    "in place through a view": "x = x.clone()\ny = x.view(-1)\ny += self.f{n}(self.norm{n}(x.clone())).view(-1)",
+    "walrus": "x = (y := x + self.f{n}(self.norm{n}(x))) + self.g{n}(x)",
+    "casts that change nothing": "x = x.float().contiguous() + self.f{n}(self.norm{n}(x.to(torch.float32)))",
+    "parallel in a loop": "h = self.norm{n}(x)\nfor f in (self.f{n}, self.g{n}):\n    x = x + f(h)",
     "post-norm": "x = self.norm{n}(x + self.f{n}(x))",
     "post-activation": "x = F.relu(x + self.f{n}(x))",
     "parallel": "x = x + self.f{n}(self.norm{n}(x)) + self.g{n}(self.norm{n}(x))",
@@ -102,6 +110,8 @@ ASIDES = {
     "assert": "assert x.dim() == 3 and x.shape[-1] == WIDTH",
     "cast there and back": "x = x.double().float()",
     "contiguous": "x = x.contiguous()",
+    "writes to its data": "x = x * 1.0\nx.data.mul_(0.5)",
+    "a view of it": "y = x[..., :4]\nx = x * (1 + 0.1 * y.mean())",
     "clone": "x = x.clone()",
     "scale": "x = x * 0.7",
     "subtract": "x = x - x.mean(-1, keepdim=True)",
@@ -138,6 +148,20 @@ BODIES = {
         "    x = block(x, mask)\n    total = total + x.abs().mean()\nx = x / (1 + total)"
     ),
     "slices": "for block in self.blocks:\n    x = block(x, mask)\nx = x[:, :2]",
+    "skips in reverse": (
+        "seen = []\nfor block in self.blocks:\n    x = block(x, mask)\n    seen.append(x)\n"
+        "for h in seen[::-1]:\n    x = x + h"
+    ),
+    "skips that are popped": (
+        "seen = []\nfor block in self.blocks:\n    seen.append(x)\n    x = block(x, mask)\n"
+        "while seen:\n    x = seen.pop() + x"
+    ),
+    "in a dict": 'state = {"x": x}\nfor block in self.blocks:\n    state = block.on_dict(state, mask)\nx = state["x"]',
+    "in a changing dict": 'state = {"x": x}\nfor block in self.blocks:\n    block.in_dict(state, mask)\nx = state["x"]',
+    "in a dataclass": (
+        "state = Output(None, x)\nfor block in self.blocks:\n    state = block.on_dataclass(state, mask)\n"
+        "x = state.hidden"
+    ),
     "long skip": "first = x\nfor block in self.blocks:\n    x = block(x, mask)\nx = first + x",
     "x0": "x0 = x\nfor block in self.blocks:\n    x = block(0.9 * x + 0.1 * x0, mask)",
     "norm between": "for block in self.blocks:\n    x = self.between(block(x, mask))",
@@ -254,6 +278,15 @@ class Base(nn.Module):
 
     def add(self, x, out):
         return x + out
+
+    def on_dict(self, state, mask):
+        return {{**state, "x": self(state["x"], mask)}}
+
+    def in_dict(self, state, mask):
+        state["x"] = self(state["x"], mask)
+
+    def on_dataclass(self, state, mask):
+        return dataclasses.replace(state, hidden=self(state.hidden, mask))
 
 {blocks}
 

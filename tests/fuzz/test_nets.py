@@ -21,6 +21,12 @@ def test_a_random_net_is_right_or_refused(net: Net, folder: Path) -> None:
     check(net, folder)
 
 
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(net=nets())
+def test_a_random_net_that_is_not_validated_is_right_or_refused(net: Net, folder: Path) -> None:
+    check(net, folder, validate=False)
+
+
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(net=nets())

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 
+from rewire.code.text import Span, Text
+from rewire.errors import EditError
+
 
 @dataclasses.dataclass(frozen=True)
 class Addition:
@@ -51,3 +54,17 @@ def addition_in(node: ast.AST) -> Addition | None:
     if name in ("add", "add_", "__add__") and len(arguments) == 1 and isinstance(node.func, ast.Attribute):
         return Addition(node, node.func.value, *arguments)
     return None
+
+
+def addition_at(text: Text, at: Span) -> Addition:
+    """The addition that stands at a place.
+
+    Raises:
+        EditError: it is written in another way.
+    """
+    nodes = text.nodes.get(at, [])
+    found = next(filter(None, map(addition_in, nodes)), None)
+    if found is None:
+        written = ast.unparse(nodes[-1]) if nodes else "?"
+        raise EditError(f"the residual add at {text.file}:{at[0]} is written as `{written}`: write it as `x + f`")
+    return found

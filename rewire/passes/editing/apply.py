@@ -25,6 +25,7 @@ def apply(
     looked_at: nn.Module,
     plans: Iterable[tuple[FunctionPlan, str]],
     connections: Mapping[str, Connection],
+    advice: str = "",
 ) -> None:
     """Give the modules of ``model`` their edited functions and the gates that these talk to.
 
@@ -33,6 +34,7 @@ def apply(
         looked_at: the copy that the plans were made of.
         plans: what changes in each function, and its new text.
         connections: of each trunk.
+        advice: see `Gate`.
 
     Raises:
         EditError: a module has an attribute of the name that rewire needs, its class cannot be derived from, or it has
@@ -49,7 +51,7 @@ def apply(
             if plan.method:
                 definition = plan.decorated.function if plan.substituted else None
                 methods[plan.name] = Edited(plan.name, source, definition)
-            module.__dict__[plan.gate] = _gate(plan, source, connections)
+            module.__dict__[plan.gate] = _gate(plan, source, connections, advice)
         helpers = {plan.gate: module.__dict__[plan.gate] for plan, _ in of_module if not plan.method}
         for gate in helpers.values():
             gate.helpers = helpers
@@ -76,15 +78,15 @@ def above(path: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts))] if path else []
 
 
-def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection]) -> Gate:
+def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection], advice: str) -> Gate:
     entries = [
         Entry(trunk, connections[trunk], trunk in plan.opens, adds, plan.outside.get(trunk, False))
         for trunk, adds in plan.adds.items()
     ]
     if plan.method:
-        return Gate(plan.path, plan.text.where(), entries)
+        return Gate(plan.path, plan.text.where(), entries, advice=advice)
     assert plan.decorated.function is not None
-    return HelperGate(plan.path, plan.text.where(), entries, plan.decorated.function, source)
+    return HelperGate(plan.path, plan.text.where(), entries, plan.decorated.function, source, advice)
 
 
 def _mark_norms(module: nn.Module, looked_at: nn.Module, plans: Iterable[FunctionPlan]) -> None:

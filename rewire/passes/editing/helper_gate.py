@@ -20,16 +20,20 @@ class HelperGate(Gate):
         block, where, entries: as for `Gate`.
         original: the helper.
         source: its new text.
+        advice: as for `Gate`.
     """
 
-    def __init__(self, block: str, where: str, entries: Sequence[Entry], original: FunctionType, source: str) -> None:
+    def __init__(
+        self, block: str, where: str, entries: Sequence[Entry], original: FunctionType, source: str, advice: str = ""
+    ) -> None:
         self.edited = edited_function(original, source)
-        super().__init__(block, where, entries, self.edited)
+        super().__init__(block, where, entries, self.edited, advice)
         self.original, self.source = original, source
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles make the edited function anew: it cannot be imported."""
-        return HelperGate, (self.block, self.where, self.entries, self.original, self.source), {"helpers": self.helpers}
+        made_of = self.block, self.where, self.entries, self.original, self.source, self.advice
+        return HelperGate, made_of, {"helpers": self.helpers}
 
     def of(self, called: Any) -> Any:
         """What to call in place of a closure, or of an object with a ``__call__``: if it is still the one found."""

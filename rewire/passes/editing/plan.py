@@ -12,6 +12,7 @@ from torch import nn
 from rewire.code.text import Span, Text, place_of, span_of, within
 from rewire.errors import EditError
 from rewire.mixes.norms import mark
+from rewire.passes.editing.additions import addition_at
 from rewire.passes.editing.attention import plan_attention
 from rewire.passes.editing.carriers import Carriers, casts_of
 from rewire.passes.editing.edits import (
@@ -30,6 +31,7 @@ from rewire.passes.editing.edits import (
     Value,
     Written,
 )
+from rewire.passes.editing.refused import check_add, check_in_place, check_returns
 from rewire.passes.editing.sources import Sources
 from rewire.passes.editing.variables import assigned, behind, only_returned
 from rewire.passes.find import Finding
@@ -83,6 +85,7 @@ class _Planner:
     def run(self) -> set[Key]:
         """Plan all edits but those of attentions; the functions that only hand the stream on."""
         carriers, opened = self.carriers, self.carriers.opened
+        check_in_place(carriers)
         closed = [scope for scope in carriers.scopes if scope not in opened]
         handed = {(scope.path, scope.code) for scope in closed if scope.code is not None}
         # a function that only hands a stream on would not notice that it lost it: then none may run without one
@@ -98,6 +101,7 @@ class _Planner:
         for number, add in enumerate(self.adds):
             self._add(number, add)
         self._passages()
+        self._casts()
         self._end(opened)
         return handed
 
@@ -110,6 +114,7 @@ class _Planner:
             function.adds.setdefault(self.name, {})
             return  # the stream starts in what it calls
         function.adds.setdefault(self.name, {})[start] = len(inside)
+        check_returns(self.carriers, scope)
         number = function.trunks.index(self.name)
         value = self.chain.entry if scope is self.carriers.begin else None
         names = self.carriers.brought(scope, value, start)
@@ -126,7 +131,11 @@ class _Planner:
             function.put(("parameter", name, number), Parameter(name, number, norm, awaiting=awaiting, item=item))
         if not names:
             if value is None or not scope.holds(value.scope):
-                raise EditError(f"the residual stream does not come into {function.text.where()} as an argument")
+                raise EditError(
+                    f"the residual stream does not come into {function.text.where()} as an argument, or in a tuple, "
+                    "list, dict or dataclass that is one: it is read from another object. Hand it over as a tensor, "
+                    "and return the new one"
+                )
             at = self.sources.span(scope, value)
             if any((op.scope, op.place) == (value.scope, value.place) for add in self.adds for op in add.post):
                 raise EditError(
@@ -218,20 +227,19 @@ class _Planner:
 
     def _add(self, number: int, add: Add) -> None:
         function = self.sources.plan(add.op.scope)
-        inner = []
-        shortcut = add.shortcut
         at = self.sources.span(add.op.scope, add.op)
+        check_add(self.found, add)
+        parts, shortcut = [], add.shortcut
         for op in add.inner:
-            part = Part(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut)
-            if within(part.at, at):
-                inner.append((part.at, part.first))
-            else:
-                function.put(("sum", part.at), part)
+            parts.append(Part(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut))
             shortcut = op
+        inner = _operands(function.text, at, add.op.inputs[0] is shortcut, parts)
+        for part in parts[: len(parts) - len(inner)]:
+            function.put(("sum", part.at), part)
         nodes = [] if add.op.place is None else self.sources.text(add.op.scope).at(*add.op.place)
         last = self._returned(add, add.op.scope, nodes)
         norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
-        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, tuple(inner), last, norm))
+        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, last, norm))
         self._states_after(number, add)
 
     def _states_after(self, number: int, add: Add) -> None:
@@ -270,6 +278,15 @@ class _Planner:
                 at = self.sources.span(scope, op)
                 same = op.name in CASTS and (op in casts or op.dtype == op.inputs[0].dtype)
                 self.sources.plan(scope).put(("reshape", at), Reshape(at, same))
+
+    def _casts(self) -> None:
+        """Casts that changed nothing: in another precision they make a new tensor, which is the stream's value, too."""
+        for scope, place, op in self.flow.casts:
+            if scope in self.carriers.opened and self.carriers.stage.get(op, len(self.adds)) < len(self.adds):
+                nodes = self.sources.text(scope).at(*place)
+                if any(isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) for node in nodes):
+                    at = place_of(*place)
+                    self.sources.plan(scope).edits.setdefault(("reshape", at), Reshape(at, True))
 
     def _end(self, opened: Sequence[Scope]) -> None:
         """Where the function that calls the blocks only hands the stream on: look behind them whether it has ended."""
@@ -315,6 +332,18 @@ class _Planner:
                 return written
             return None
         return None
+
+
+def _operands(text: Text, at: Span, first: bool, parts: Sequence[Part]) -> tuple[tuple[Span, bool], ...]:
+    """Those of the sums before an addition, the last ones, that are written as operands: ``(x + f) + g``."""
+    inner: list[tuple[Span, bool]] = []
+    for part in reversed(parts):
+        shortcut, _ = addition_at(text, at).operands(first)
+        if span_of(shortcut) != part.at:
+            break
+        inner.insert(0, (part.at, part.first))
+        at, first = part.at, part.first
+    return tuple(inner)
 
 
 def _variable(text: Text, at: Span) -> str | None:

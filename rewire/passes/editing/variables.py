@@ -111,6 +111,11 @@ def _statements(tree: ast.AST, nodes: Sequence[ast.AST], parents: dict[ast.AST, 
     return body[min(rows) : max(rows) + 1] if rows else []
 
 
+def returns_a_value(text: Text) -> bool:
+    """Whether a function has a ``return`` of its own with a value; one inside it may have another."""
+    return any(isinstance(node, ast.Return) and node.value is not None for node in ast.walk(text.tree))
+
+
 def only_returned(text: Text, nodes: Sequence[ast.AST]) -> bool:
     """Whether the value of an expression is returned as it is, by the same or a following ``return``."""
     parents = text.parents

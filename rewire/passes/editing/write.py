@@ -10,7 +10,7 @@ from typing import Any
 
 from rewire.code.text import Span, is_call_of_one, parsed
 from rewire.errors import EditError
-from rewire.passes.editing.additions import Addition, addition_in
+from rewire.passes.editing.additions import Addition, addition_at
 from rewire.passes.editing.changes import Change, Render, rendered
 from rewire.passes.editing.edits import (
     Carry,
@@ -364,12 +364,10 @@ class _Editor:
         self, edit: Sum | Part, method: str, how: Sequence[str] = (), inner: Sequence[tuple[Span, bool]] = ()
     ) -> list[Change]:
         """A method of `Depth` in place of an addition, and of those inside it that add parallel branches."""
-        addition = self._addition(edit.at)
+        addition = addition_at(self.text, edit.at)
         shortcut, *branches = addition.operands(edit.first)
         for at, first in reversed(inner):
-            nested = self._addition(at)
-            assert shortcut is nested.node
-            shortcut, branch = nested.operands(first)
+            shortcut, branch = addition_at(self.text, at).operands(first)
             branches.insert(0, branch)
         options = [self.text.text[slice(*self.text.span(option))] for option in addition.options]
 
@@ -379,16 +377,6 @@ class _Editor:
             return self._assigned(addition, call, render)
 
         return [Change(*self.text.span(addition.node), write)]
-
-    def _addition(self, at: Span) -> Addition:
-        nodes = self.text.nodes.get(at, [])
-        found = next(filter(None, map(addition_in, nodes)), None)
-        if found is None:
-            written = ast.unparse(nodes[-1]) if nodes else "?"
-            raise EditError(
-                f"the residual add at {self.text.file}:{at[0]} is written as `{written}`: write it as `x + f`"
-            )
-        return found
 
     def _assigned(self, addition: Addition, call: str, render: Render) -> str:
         """The call in place of an addition; what that changed in place gets its result."""

@@ -243,10 +243,13 @@ def _parallel(op: Op, found: dict[Op, Add], flow: Flow) -> Add | None:
 
 
 def _in_one_expression(inner: Op, outer: Op) -> bool:
-    """Whether ``inner`` is written inside ``outer``, as in ``x + f + 0.5``; true if it is not known."""
+    """Whether ``inner`` is written inside ``outer``, as in ``x + f + 0.5``; true if it is not known.
+
+    One expression that a loop runs twice is not inside itself.
+    """
     if inner.place is None or outer.place is None:
         return True
-    return within(place_of(*inner.place), place_of(*outer.place))
+    return inner.place != outer.place and within(place_of(*inner.place), place_of(*outer.place))
 
 
 def _projected(op: Op) -> Add | None:

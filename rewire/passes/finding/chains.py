@@ -99,10 +99,21 @@ def _without_nested(flow: Flow, adds: list[Add], rejected: dict[Add, str]) -> li
         linked = [(follows[one], one) for one in inner if follows.get(one) in inner]
         outside = any(follows.get(one) is add or follows.get(add) is one for one in alive - inner)
         body = any(_place(first) != _place(second) or not outside for first, second in linked)
+        body = body or any(_goes_on(add, follows[one], one) for one in inner if follows.get(one) in alive - inner)
         dead = [add] if body else sorted(inner, key=lambda one: one.op.index)
         alive.difference_update(dead)
         rejected.update(dict.fromkeys(dead, LONG if body else NESTED))
     return [add for add in adds if add in alive]
+
+
+def _goes_on(around: Add, before: Add, inner: Add) -> bool:
+    """Whether the code that made an add makes the one that follows it, too: a trunk of which one block is skipped."""
+    one, other = _place(before), _place(inner)
+    if not _place(around).holds(one):
+        return False
+    if one is not other:
+        return one.code is other.code is not None
+    return before.op.scope is inner.op.scope and before.op.place == inner.op.place is not None
 
 
 def _place(add: Add) -> Scope:

@@ -51,6 +51,7 @@ class Scope:
         arguments: its parameters that hold tensors: name -> the operations that made them.
         results: what made the tensors that it returned, where that is known.
         namespace: globals of a helper.
+        again: code of functions inside the function that activation checkpointing runs, and runs again.
         key: tells calls of one parent apart.
     """
 
@@ -64,6 +65,7 @@ class Scope:
     arguments: dict[str, list[Op]] = dataclasses.field(default_factory=dict)
     results: list[Op] = dataclasses.field(default_factory=list)
     namespace: dict[str, Any] = dataclasses.field(default_factory=dict)
+    again: set[CodeType] = dataclasses.field(default_factory=set)
     key: Any = None
     _modules: list[Scope] | None = dataclasses.field(default=None, init=False, repr=False)
 
@@ -144,6 +146,21 @@ class Op:
         return self.scope.modules()
 
 
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """A variable of a running function that holds a tensor, or what has the same memory, and is read again.
+
+    Attributes:
+        code: of the function.
+        name: of the variable.
+        op: what made the tensor that it holds; None if that is not known.
+    """
+
+    code: CodeType
+    name: str
+    op: Op | None
+
+
 @dataclasses.dataclass(eq=False)
 class Flow:
     """All operations of one pass through a model, in order.
@@ -154,6 +171,8 @@ class Flow:
         outputs: what the model returns.
         unread: what could not be looked into, by module path.
         containers: whether the module at a path is a list, a dict or a sequence of modules.
+        held: for operations that wrote to a tensor in place, who else reads it afterwards.
+        casts: casts that returned what they were given: where, and what made that.
     """
 
     model: nn.Module
@@ -161,6 +180,8 @@ class Flow:
     outputs: list[Op] = dataclasses.field(default_factory=list)
     unread: dict[str, LeftAlone] = dataclasses.field(default_factory=dict)
     containers: Callable[[str], bool] = lambda path: False
+    held: dict[Op, list[Holder]] = dataclasses.field(default_factory=dict)
+    casts: list[tuple[Scope, Place, Op]] = dataclasses.field(default_factory=list)
 
     def __iter__(self) -> Iterator[Op]:
         return iter(self.ops)

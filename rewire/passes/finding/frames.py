@@ -8,6 +8,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from rewire.code.functions import forward_of, undecorated
@@ -16,6 +17,12 @@ from rewire.passes.finding.flow import Place, Scope, kind_of
 
 #: Whose frames are not the user's: torch's and this package's, between a forward and an operation.
 _LIBRARY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_CHECKPOINTS = torch.utils.checkpoint.__file__
+
+
+def of_library(frame: FrameType) -> bool:
+    """Whether a frame is torch's or this package's."""
+    return frame.f_code.co_filename.startswith(_LIBRARY)
 
 
 class Frames:
@@ -44,9 +51,12 @@ class Frames:
             return Scope(None, ""), None
         scope = forwards[-1]
         frames: list[FrameType] = []
+        again: set[FrameType] = set()  # those that a checkpoint runs
         while frame is not None and frame.f_code is not scope.code and scope.code is not None:
-            if not frame.f_code.co_filename.startswith(_LIBRARY) or _is_method(scope, frame.f_code):
+            if not of_library(frame) or _is_method(scope, frame.f_code):
                 frames.append(frame)
+            elif frame.f_code.co_filename == _CHECKPOINTS:
+                again.update(frames[-1:])
             frame = frame.f_back
         if frame is None or scope.code is None:  # its forward is no Python function
             return scope, None
@@ -54,6 +64,8 @@ class Frames:
         for inner in reversed(frames):
             if scope.code is None or not holds(scope.code, inner.f_code):  # else it is a comprehension, or a closure
                 scope = self._helper(scope, place, inner)
+            elif inner in again:
+                scope.again.add(inner.f_code)
             place = inner.f_code, inner.f_lasti
         return scope, place
 

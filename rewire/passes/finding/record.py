@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_leaves
 from rewire.code.functions import forward_of
 from rewire.conventions import is_matrix, matrices
 from rewire.copies import Inputs
-from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Place, Scope, kind_of, plain_name
+from rewire.passes.finding.adds import CASTS
+from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Holder, Op, Place, Scope, kind_of, plain_name
 from rewire.passes.finding.frames import Frames
+from rewire.passes.finding.holders import holders
 
 _REFLECTED = {"radd", "rmul"}
 #: What asks for the value of a tensor.
@@ -48,7 +50,8 @@ def record(model: nn.Module, inputs: Inputs) -> Flow:
         recorder.frames.clear()
     known = dict(model.named_modules())
     outputs = [recorder.known[id(tensor)] for tensor in _tensors(result) if id(tensor) in recorder.known]
-    return Flow(model, recorder.ops, outputs, containers=lambda path: isinstance(known.get(path), CONTAINERS))
+    containers = lambda path: isinstance(known.get(path), CONTAINERS)  # noqa: E731
+    return Flow(model, recorder.ops, outputs, containers=containers, held=recorder.held, casts=recorder.casts)
 
 
 class Recorder(TorchFunctionMode):
@@ -66,6 +69,8 @@ class Recorder(TorchFunctionMode):
         self.weights = {id(tensor): name for name, tensor in weights}
         #: So that no id is used again; some forwards replace a buffer.
         self.kept: list[Tensor] = [tensor for _, tensor in weights]
+        self.held: dict[Op, list[Holder]] = {}
+        self.casts: list[tuple[Scope, Place, Op]] = []
         self.stack: list[Scope] = []
         self.frames = Frames(self._ops, self._module_of)
 
@@ -111,6 +116,9 @@ class Recorder(TorchFunctionMode):
         written = [t for t, v in zip(given, before, strict=True) if _version(t) != v and id(t) not in self.weights]
         made = [t for t in _tensors(result) if id(t) not in self.known and id(t) not in self.weights]
         if not written and not made:
+            if name in CASTS and given and result is given[0] and id(result) in self.known:
+                scope, place = self.frames.caller(self.stack, sys._getframe(1))
+                self.casts += [(scope, place, self.known[id(result)])] if place else []
             return result
         scope, place = self.frames.caller(self.stack, sys._getframe(1))
         inputs = [self._op(tensor) for tensor in given]
@@ -120,14 +128,17 @@ class Recorder(TorchFunctionMode):
             name, inputs = name[1:], inputs[::-1]
         count = 0 if name in ELEMENTWISE else weights
         for tensor in {id(t): t for t in (*written, *made)}.values():
+            over = any(tensor is t for t in written)
             op = self._new(tensor, name, tuple(inputs), scope, place)
             op.matrices, op.constant = count, constant
             op.scale = kwargs.get("alpha") if name == "add" else None
             if name in _SIZED:
                 op.sizes = (*args[1:], *kwargs.values())
-            base = tensor._base if any(tensor is t for t in written) else None
+            if over:
+                self.held[op] = list(holders(sys._getframe(1), record.__code__, tensor, self.known))
+            base = tensor._base if over else None
             if base is not None and id(base) in self.known:  # a view: what it is a view of has changed
-                self._new(base, name, (self.known[id(base)], op), scope, place)
+                self._new(base, "setitem", (self.known[id(base)], op), scope, place)
         return result
 
     def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Place | None) -> Op:

@@ -1,0 +1,82 @@
+"""What cannot be edited, as the run shows before anything is planned; each with where it stands, and what to do."""
+
+from __future__ import annotations
+
+import ast
+
+from rewire.code.text import written_at
+from rewire.errors import EditError
+from rewire.passes.editing.carriers import Carriers
+from rewire.passes.editing.variables import returns_a_value
+from rewire.passes.find import Finding
+from rewire.passes.finding.adds import Add
+from rewire.passes.finding.flow import Op, Scope
+
+
+def check_in_place(carriers: Carriers) -> None:
+    """Refuse a state that is written to in place, where the same memory is read under another name, too.
+
+    The edited forward may make a new tensor there, or hold its states in others.
+    """
+    inside = {op for op, stage in carriers.stage.items() if stage < len(carriers.adds)}
+    for op, holders in carriers.flow.held.items():
+        if op in carriers.on_way or op in inside:  # the edit gives the variable there its new value
+            target = op.place and (op.place[0], _target(carriers, op))
+            found = next((holder for holder in holders if (holder.code, holder.name) != target), None)
+        else:
+            found = next((holder for holder in holders if holder.op in inside), None)
+        if found is not None:
+            where, written = written_at(op.place)
+            raise EditError(
+                f"`{written}` at {where} writes to a state of the residual stream in place, and '{found.name}' in "
+                f"{found.code.co_qualname} has the same memory and is read afterwards. Make a new tensor there "
+                "(`x = x + f`), or a copy for the other name (`.clone()`)"
+            )
+
+
+def _target(carriers: Carriers, op: Op) -> str:
+    """The variable that an in-place operation is written for: ``x`` of ``x[:, 0] += f``."""
+    try:
+        nodes = [] if op.place is None else carriers.sources.text(op.scope).at(*op.place)
+    except EditError:
+        return ""
+    for node in nodes:
+        target = node.func if isinstance(node, ast.Call) else getattr(node, "target", node)
+        while isinstance(target, (ast.Attribute, ast.Subscript)):
+            target = target.value
+        if isinstance(target, ast.Name):
+            return target.id
+    return ""
+
+
+def check_add(found: Finding, add: Add) -> None:
+    """Refuse an add that a checkpoint runs without the forward around it, or that is none each time it runs."""
+    place, path = add.op.place, add.op.scope.path
+    where, written = written_at(place)
+    if place is not None and place[0] in add.op.scope.again:
+        raise EditError(
+            f"the residual add at {where} stands in a function inside the forward of '{path}', which activation "
+            "checkpointing runs again in the backward pass, when the forward around it has returned: checkpoint the "
+            "branch alone, a method, or the whole block"
+        )
+    adds = {other.op for chain in found.chains.values() for other in chain.adds}
+    here = [op for op in found.flow if op.scope is add.op.scope and op.place == place is not None]
+    made = [op for op in here if op.name == add.op.name]
+    others = [op for op in made if op not in adds]
+    if others:
+        name = path or type(found.flow.model).__name__
+        raise EditError(
+            f"`{written}` at {where} runs {len(made)} times in one call of '{name}', and {len(others)} of these are no "
+            "residual adds of the stream by themselves (they add the stream to itself, say, or several branches to one "
+            "value): write those in another statement, or parallel branches as `x + f + g`"
+        )
+
+
+def check_returns(carriers: Carriers, scope: Scope) -> None:
+    """Refuse a function that makes a part of the adds and returns nothing."""
+    text = carriers.sources.text(scope)
+    if not returns_a_value(text) and not carriers.hold_all(scope):
+        raise EditError(
+            f"the function at {text.where()} changes the state of the residual stream inside an object, and returns "
+            "nothing: let it return the new state"
+        )

@@ -1,0 +1,101 @@
+"""Finder: who else reads a tensor that is written to in place.
+
+Where the user's ``x += f`` writes to a tensor, the edited forward makes a new one. A view of it, another name or a list
+that holds it would show the change in the one, and not in the other.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from rewire.passes.finding.flow import Holder, Op
+from rewire.passes.finding.frames import of_library
+
+#: What an instruction does to a local variable; some of Python 3.13 do two such things.
+_ACCESS = re.compile("(LOAD|STORE|DELETE)_(?:FAST|DEREF|CLOSURE)")
+_LEAVES = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"}
+_ONE_WAY = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"}
+_DEPTH = 3  # of containers in containers that are looked into
+
+
+def holders(frame: FrameType | None, until: CodeType, tensor: Tensor, known: Mapping[int, Op]) -> Iterator[Holder]:
+    """The variables that hold the memory of a tensor and are read again, in the user's functions that run.
+
+    Args:
+        frame: the innermost function.
+        until: code of the outermost one, which is none of the user's.
+        tensor: that is written to.
+        known: what made tensors, by their ids.
+    """
+    storage = _storage(tensor)
+    while frame is not None and frame.f_code is not until:
+        if not of_library(frame):
+            for name, value in frame.f_locals.items():
+                held = next((t for t in _tensors(value) if _storage(t) == storage), None)
+                if held is not None and reads(frame.f_code, frame.f_lasti, name):
+                    yield Holder(frame.f_code, name, known.get(id(held)))
+        frame = frame.f_back
+
+
+def reads(code: CodeType, at: int, name: str) -> bool:
+    """Whether a function may read a variable behind an instruction, before it gets another value."""
+    steps, seen = _steps(code), set[int]()
+    todo = [*steps[at][1]] if at in steps else []
+    while todo:
+        offset = todo.pop()
+        if offset in seen or offset not in steps:
+            continue
+        seen.add(offset)
+        accesses, following = steps[offset]
+        first = next((kind for kind, variable in accesses if variable == name), "")
+        if first == "LOAD":
+            return True
+        todo += following if not first else ()
+    return False
+
+
+@functools.lru_cache(maxsize=256)
+def _steps(code: CodeType) -> dict[int, tuple[list[tuple[str, str]], list[int]]]:
+    """For each instruction what it does to which variables, in order, and what may follow it."""
+    steps = list(dis.get_instructions(code))
+    jumps = {dis.opname[op] for op in (*dis.hasjrel, *dis.hasjabs)}
+    found = {}
+    for step, following in zip(steps, [*(s.offset for s in steps[1:]), -1], strict=True):
+        ways = [] if step.opname in _LEAVES | _ONE_WAY else [following]
+        ways += [step.argval] if step.opname in jumps else []
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        found[step.offset] = list(zip(_ACCESS.findall(step.opname), names, strict=False)), ways
+    return found
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors that an object holds: a container, or a module or another object in its own attributes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth < _DEPTH:
+        items: Any = ()
+        if isinstance(value, (list, tuple, set, frozenset, deque)):
+            items = value
+        elif isinstance(value, dict):
+            items = value.values()
+        elif hasattr(value, "__dict__") and not isinstance(value, type) and depth == 0:
+            own = vars(value)
+            items = [v for k, v in own.items() if not (isinstance(value, nn.Module) and k.startswith("_"))]
+        for item in items:
+            yield from _tensors(item, depth + 1)
+
+
+def _storage(tensor: Tensor) -> int:
+    """What tells the memory of a tensor; the tensor itself, of one that has none of its own."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)

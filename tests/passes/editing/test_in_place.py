@@ -1,0 +1,63 @@
+"""A state that is written to in place, and that something else holds, too: the edited forward makes a new tensor."""
+
+from __future__ import annotations
+
+import pytest
+from written_nets import BODY, assert_right, written_input, written_net
+
+import rewire
+
+ADDED = "x = x.clone()\n{}\nx += self.f(x.clone())\n"
+
+
+@pytest.mark.parametrize(
+    ("block", "holder"),
+    [
+        (ADDED.format("other = x[..., :]") + "return x + 0.1 * other", "other"),
+        (ADDED.format("other = x") + "return x + 0.1 * other", "other"),
+        (ADDED.format("other = [x]") + "return x + 0.1 * other[0]", "other"),
+        (ADDED.format("other = {'a': [x.view(-1)]}") + "return x + 0.1 * other['a'][0].view_as(x)", "other"),
+        (ADDED.format("other = x.data") + "return x + 0.1 * other", "other"),
+        (ADDED.format("other = x.detach()") + "return x + 0.1 * other", "other"),
+        (ADDED.format("other = x.expand(2, *x.shape)") + "return x + 0.1 * other[0]", "other"),
+        (ADDED.format("self.kept = x") + "return x + 0.1 * self.kept", "self"),
+        ("x = x + self.f(x)\nother = x\nx *= 2\nreturn x + other.sum()", "other"),
+        ("x = x + self.f(x)\nx.data.mul_(0.5)\nreturn x + self.g(x)", "x"),
+        ("x = x + self.f(x)\nother = x[..., 0]\nother.zero_()\nreturn x + self.g(x)", "x"),
+        ("first = x = x.clone()\nfor f in (self.f, self.g):\n    x += f(x.clone())\nreturn x + 0.1 * first", "first"),
+    ],
+)
+@pytest.mark.parametrize("validate", [True, False])
+def test_what_another_name_holds_is_refused(block: str, holder: str, validate: bool) -> None:
+    with pytest.raises(rewire.EditError, match=rf"\.py:\d+ writes to .* in place, and '{holder}' in Block.forward has"):
+        rewire.compile(written_net(block), "residual", example_inputs=(written_input(),), validate=validate)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "states = []\nfor block in self.blocks:\n    states.append(x)\n    x = block(x)\nx = x + sum(states)",
+        "first = x\nfor block in self.blocks:\n    x = block(x)\nx = x + first",
+        "for block in self.blocks:\n    row = x[:, :1]\n    x = block(x)\n    x = x + 0.1 * row",
+    ],
+)
+def test_what_the_caller_of_a_block_holds_is_refused(body: str) -> None:
+    net = written_net("x += self.f(x.clone())\nreturn x", f"x = x * 1\n{body}")
+    with pytest.raises(rewire.EditError, match=r"in Net\.forward has the same memory and is read afterwards"):
+        rewire.compile(net, "residual", example_inputs=(written_input(),), validate=False)
+
+
+@pytest.mark.parametrize(
+    ("block", "adds"),
+    [
+        (ADDED.format("other = x") + "other = 1.0\nreturn x * other", 3),  # it is not read
+        (ADDED.format("other = x\nmean = other.mean()") + "return x + 0 * mean", 3),
+        (ADDED.format("scale = lambda: x * 0.1") + "return x + scale()", 3),  # a closure sees the variable
+        ("residual = x\nx = self.f(x)\nx += residual\nx.relu_()\nreturn x", 3),
+        ("x = x.clone()\nfor f in (self.f, self.g):\n    x += f(x.clone())\nreturn x", 6),
+        ("self.kept = x.clone()\nself.kept += self.f(x)\nreturn self.kept", 3),
+        ("x = x + self.f(x)\nx[..., 0] *= 2\nx[..., 1] = 0\nreturn x + self.g(x)", 6),
+    ],
+)
+def test_what_nothing_else_reads_is_right(block: str, adds: int) -> None:
+    assert_right(written_net(block, f"x = x * 1\n{BODY}"), adds)

@@ -1,0 +1,116 @@
+"""What cannot be edited, and why."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from written_nets import BODY, assert_right, written_input, written_net
+
+import rewire
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "return (y := x + self.f(x)) + self.g(x)",
+        "return (x + self.f(x) if x.shape[0] > 1 else x) + self.g(x)",
+        "return max([x + self.f(x)], key=id) + self.g(x)",
+    ],
+)
+def test_a_sum_that_is_not_itself_the_operand_of_the_next(block: str) -> None:
+    assert_right(written_net(block), adds=3)
+
+
+@pytest.mark.parametrize(
+    ("block", "runs", "others"),
+    [
+        ("h = x\nfor f in (self.f, self.g):\n    x = x + f(h)\nreturn x", 2, 1),
+        ("h, y = [x, self.f(x)], x\nfor a in h[::-1]:\n    y = a + y\nreturn y", 2, 1),
+        ("y = [x]\nfor f in (self.f, self.g, self.f):\n    y.append(y[0] + f(y[-1]))\nreturn y[-1]", 3, 2),
+    ],
+)
+@pytest.mark.parametrize("validate", [True, False])
+def test_an_expression_that_is_no_add_of_the_stream_each_time(
+    block: str, runs: int, others: int, validate: bool
+) -> None:
+    said = rf"\.py:\d+ runs {runs} times in one call of 'blocks.0', and {others} of these are no residual adds"
+    with pytest.raises(rewire.EditError, match=said):
+        rewire.compile(written_net(block), "residual", example_inputs=(written_input(),), validate=validate)
+
+
+CONTAINERS = {
+    "a dict": ("return {**x, 'x': x['x'] + self.f(x['x'])}", "{'x': x}", "state['x']"),
+    "a dict that changes": ("x['x'] = x['x'] + self.f(x['x'])\nreturn x", "{'x': x}", "state['x']"),
+    "a dataclass": ("return dataclasses.replace(x, x=x.x + self.f(x.x), step=x.step + 1)", "Carried(x)", "state.x"),
+    "a dataclass that changes": ("x.x = x.x + self.f(x.x)\nreturn x", "Carried(x)", "state.x"),
+    "a dict in a tuple": ("h = x[1]['x']\nreturn x[0] + 1, {'x': h + self.f(h)}", "(0, {'x': x})", "state[1]['x']"),
+    "a named tuple": ("return x._replace(x=x.x + self.f(x.x))", "collections.namedtuple('N', 'x')(x)", "state.x"),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_states_in_containers(name: str) -> None:
+    block, opened, closed = CONTAINERS[name]
+    body = f"state = {opened}\nfor block in self.blocks:\n    state = block(state)\nx = {closed}"
+    assert_right(written_net(block, body), adds=3)
+
+
+def test_a_dict_that_only_the_caller_holds() -> None:
+    block = "x['x'] = x['x'] + self.f(x['x'])\nreturn None if x['x'] is None else 1"
+    body = "state = {'x': x}\nfor block in self.blocks:\n    block(state)\nx = state['x']"
+    assert_right(written_net(block, body), adds=3)
+
+
+@pytest.mark.parametrize(
+    ("block", "body", "said"),
+    [
+        (
+            "x[0] = x[0] + self.f(x[0])",
+            "x = [x]\nfor block in self.blocks:\n    block(x)\nx = x[0]",
+            r"changes the state of the residual stream inside an object, and returns nothing",
+        ),
+        (
+            "x.x = x.x + self.f(x.x)\nreturn x",
+            "state = type('S', (), {})()\nstate.x = x\nfor block in self.blocks:\n    block(state)\nx = state.x",
+            r"does not come into .*\.py:\d+ as an argument, or in .* it is read from another object",
+        ),
+        (
+            "def add(y):\n    return y + self.f(y)\nreturn checkpoint(add, x, use_reentrant=False)",
+            BODY,
+            r"at .*\.py:\d+ stands in a function inside the forward of 'blocks.0', which activation checkpointing runs",
+        ),
+        (
+            "return checkpoint(lambda y: y + self.f(y), x, use_reentrant=False)",
+            BODY,
+            r"at .*\.py:\d+ stands in a function inside the forward of 'blocks.0', which activation checkpointing runs",
+        ),
+    ],
+)
+@pytest.mark.parametrize("validate", [True, False])
+def test_true_reasons(block: str, body: str, said: str, validate: bool) -> None:
+    with pytest.raises(rewire.EditError, match=said):
+        rewire.compile(written_net(block, body), example_inputs=(written_input(),), validate=validate)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "x = checkpoint(self.add, x, use_reentrant=False)\nreturn x + self.g(x)",
+        "return x + checkpoint(lambda y: self.f(y), x, use_reentrant=False)",
+    ],
+)
+def test_checkpoints_of_methods_and_of_branches(block: str) -> None:
+    assert_right(written_net(block), adds=6 if "self.add" in block else 3)
+
+
+def test_a_checkpoint_of_a_closure_that_is_switched_on_later() -> None:
+    net = written_net(
+        "def add(y):\n    return y + self.f(y)\n"
+        "return checkpoint(add, x, use_reentrant=False) if getattr(self, 'often', False) else add(x)"
+    )
+    rewired = rewire.compile(net, "ancre-ingoing", example_inputs=(written_input(),))
+    for block in rewired.blocks:
+        block.often = True
+    said = r"'blocks.\d' .* runs again after its forward has returned"
+    with set_checkpoint_early_stop(False), pytest.raises(rewire.UnsupportedCall, match=said):
+        rewired(written_input()).sum().backward()

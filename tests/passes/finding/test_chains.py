@@ -1,0 +1,35 @@
+"""Long skips around blocks, in any order, leave the blocks' own adds to the trunk."""
+
+from __future__ import annotations
+
+import pytest
+from written_nets import assert_right, written_net
+
+COLLECTED = "states = []\nfor block in self.blocks:\n    x = block(x)\n    states.append(x)\n"
+
+
+@pytest.mark.parametrize(
+    "skips",
+    [
+        "for h in states[::-1]:\n    x = x + h",
+        "while states:\n    x = states.pop() + x",
+        "for h in states[-2::-1]:\n    x = x.clone()\n    x += h",
+        "for h in sorted(states, key=lambda h: float(h.detach().mean())):\n    x = x.add(h)",
+        "states = collections.deque(states)\nwhile states:\n    x = x + states.popleft()",
+        "y = x\nfor h in states[::-1]:\n    y = y + h\nx = y + x",
+        "x = sum(states[::-1], x)",
+        "x = functools.reduce(torch.add, states[::-1])",
+        "x = states[-3] + (states[-2] + states[-1])",
+    ],
+)
+def test_skips_behind_the_blocks(skips: str) -> None:
+    assert_right(written_net(body=COLLECTED + skips), adds=6)
+
+
+def test_skips_in_one_forward() -> None:
+    body = "states = []\nfor block in self.blocks:\n    x = x + block.f(x)\n    states.append(x)\n"
+    assert_right(written_net(body=body + "for h in states[::-1]:\n    x = x + h"), adds=3)
+
+
+def test_skips_into_blocks_are_adds_of_the_stream() -> None:
+    assert_right(written_net(body=COLLECTED + "for block in self.blocks:\n    x = block(x) + states.pop()"), adds=12)

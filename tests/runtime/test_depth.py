@@ -1,0 +1,27 @@
+"""What an edited forward hands to its `Depth` in some calls only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comparing import assert_close, evaluate
+from written_nets import WIDTH, written_input, written_net
+
+import rewire
+
+
+@pytest.mark.parametrize("topology", ["residual", "ancre-ingoing", "hc-static"])
+@pytest.mark.parametrize(
+    "block",
+    [
+        "x = x + (self.f(x) if x.shape[1] == 3 else 0)\nreturn x + self.g(x)",
+        "x = x.clone()\nx += self.f(x.clone()) if x.shape[1] == 3 else 0.0\nreturn x",
+        "h = self.f(x) if x.shape[1] == 3 else 0\nreturn x + h + self.g(x)",
+    ],
+)
+def test_a_branch_that_is_a_number_in_some_calls(block: str, topology: str) -> None:
+    net = written_net(block)
+    rewired = rewire.compile(net, topology, example_inputs=(written_input(),))
+    for length in (3, 2):
+        given = (torch.randn(2, length, WIDTH),)
+        assert_close(evaluate(net, given, {}), evaluate(rewired, given, {}), 1e-5, 1e-4)

@@ -1,0 +1,73 @@
+"""Public functions that are given things of other types say so: nothing raw comes out of them."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from written_nets import written_input, written_net
+
+import rewire
+
+#: What people pass by mistake.
+WRONG = (
+    None,
+    3,
+    -1,
+    2.5,
+    "nonsense",
+    "",
+    b"x",
+    [],
+    [1],
+    (),
+    {},
+    {"a": 1},
+    {1: 2},
+    object(),
+    nn.Linear,
+    nn.Linear(2, 2),
+)
+#: Errors that say what is wrong with an argument.
+SAID = (rewire.RewireError, TypeError, ValueError, OSError)
+#: Others build their arguments' classes, or take time (a study), or need ranks.
+LEFT_OUT = {"study", "parallelize"}
+FUNCTIONS = sorted(
+    name for name in rewire.__all__ if inspect.isfunction(getattr(rewire, name)) and name not in LEFT_OUT
+)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arguments_of_other_types(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some are names of files
+    plain, x = written_net(), written_input()
+    rewired = rewire.compile(plain, "residual", example_inputs=x)
+    rewire.save(rewired, "saved")
+    right = {"model": plain if name in ("compile", "inspect", "load") else rewired, "stage": rewired, "folder": "saved"}
+    right |= {"topology": "denseformer", "init": "idinit", "path": "report.html", "parts": [], "name": "of a test"}
+    function = getattr(rewire, name)
+    parameters = inspect.signature(function).parameters.values()
+    known = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    needed = {p.name: right.get(p.name, "nonsense") for p in known if p.default is p.empty}
+    for parameter in known:
+        for wrong in WRONG:
+            try:
+                function(**{**needed, parameter.name: wrong})
+            except SAID:
+                pass
+            except Exception as error:
+                raise AssertionError(f"{name}({parameter.name}={wrong!r})") from error
+
+
+def test_the_errors_name_the_argument() -> None:
+    with pytest.raises(TypeError, match="pattern must be a Pattern, not str"):
+        rewire.register_pattern("a pattern of a test", "llama")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="stage must be a Module, not list"):
+        rewire.pipeline_stage([])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="generator must be a Generator, not int"):
+        rewire.initialize(written_net(), "idinit", generator=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="trunks has to hold the names of trunks"):
+        rewire.compile(written_net(), trunks=torch.zeros(3), example_inputs=written_input())  # type: ignore[arg-type]
