@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
-from rewire.runtime.stream import Stream
+from rewire.runtime.stream import Reading, Stream
 from rewire.topologies.base import QKVInputs
 
 
@@ -48,6 +48,7 @@ class Live:
         entry: what the function knows of the trunk; None if a function that it called opened the stream.
         start: position of the stream when it came in.
         qkv: what an attention reads, if it has separate q/k/v inputs.
+        apart: whether what projects these, or what holds the projections, was given them.
         given: whether a function that was called has the stream now.
         parts: sums of the value and some of the parallel branches of the next residual add, with these branches.
     """
@@ -61,6 +62,7 @@ class Live:
         self.norm: nn.Module | None = None
         self.normed: Tensor | None = None
         self.qkv: QKVInputs | None = None
+        self.apart = False
         self.given = False
         self.parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
 
@@ -101,6 +103,7 @@ class Live:
         else:
             read, self.stream = stream.read()
             self.qkv = read if isinstance(read, QKVInputs) else None
+            self.apart = isinstance(stream.held, Reading)  # by the function that handed it on
             value = read.residual if isinstance(read, QKVInputs) else read
         self.values, self.versions = [value], [_version(value)]
         return value

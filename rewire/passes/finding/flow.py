@@ -48,6 +48,7 @@ class Scope:
         code: of the function; None if it is no Python function, or not known.
         call: where in the parent's code it was called; None if that is not known.
         helper: whether it is a function that a forward calls, rather than a forward.
+        bound: whether its first parameter is what it is a method of, and no argument of the call.
         arguments: its parameters that hold tensors: name -> the operations that made them.
         results: what made the tensors that it returned, where that is known.
         namespace: globals of a helper.
@@ -61,6 +62,7 @@ class Scope:
     code: CodeType | None = None
     call: Place | None = None
     helper: bool = False
+    bound: bool = True
     arguments: dict[str, list[Op]] = dataclasses.field(default_factory=dict)
     results: list[Op] = dataclasses.field(default_factory=list)
     namespace: dict[str, Any] = dataclasses.field(default_factory=dict)
