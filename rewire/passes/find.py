@@ -58,6 +58,11 @@ class Finding:
         """Number of residual adds that can be connected."""
         return sum(len(chain.adds) for chain in self.chains.values())
 
+    def passes(self, name: str) -> list[Chain]:
+        """The streams that run through the code of a trunk, in order."""
+        chain = self.chains.get(name)
+        return [] if chain is None else [chain, *(other for other in self.again if _same_code(other, chain))]
+
     def leave(self, name: str, why: str) -> None:
         """Leave a trunk alone."""
         del self.trunks[name], self.chains[name]

@@ -337,6 +337,7 @@ class Depth(SeparateInputs):
         """``function(*values)``, a cast or a clone: of a stream's value it is the stream's value, too."""
         result, (live, _) = function(*values), self._held(values)
         if live is not None and self._holding(result) is not live:
+            live.stream.check_recorded()
             live.also(result)
         return result
 

@@ -43,6 +43,7 @@ class Live:
         unread: before that.
         values: tensors that are its value: what was read, and casts of it.
         versions: of each of them, when it was made.
+        recorded: whether each of them had gradients then.
         source: what came in: a stream, or the tensor that the trunk starts with.
         norm, normed: a module, and what it makes of the value, if both were computed together.
         entry: what the function knows of the trunk; None if a function that it called opened the stream.
@@ -59,6 +60,7 @@ class Live:
         self.source = source
         self.values: list[Tensor] = []
         self.versions: list[int] = []
+        self.recorded: list[bool] = []
         self.norm: nn.Module | None = None
         self.normed: Tensor | None = None
         self.qkv: QKVInputs | None = None
@@ -72,13 +74,16 @@ class Live:
 
     @property
     def overwritten(self) -> bool:
-        """Whether the value was written to in place after it was read."""
+        """Whether the value was written to in place, or cut off from its gradients, after it was read."""
+        if any(had and not value.requires_grad for value, had in zip(self.values, self.recorded, strict=True)):
+            return True
         return not self.stream.awaiting and [*map(_version, self.values)] != self.versions
 
     def also(self, value: Tensor) -> None:
         """A cast or a clone of the value is the stream's value, too."""
         self.values.append(value)
         self.versions.append(_version(value))
+        self.recorded.append(value.requires_grad)
 
     def normed_by(self, norm: nn.Module, value: Tensor) -> Tensor | None:
         """What ``norm`` makes of the value, if it was computed when that was read."""
@@ -105,7 +110,8 @@ class Live:
             self.qkv = read if isinstance(read, QKVInputs) else None
             self.apart = isinstance(stream.held, Reading)  # by the function that handed it on
             value = read.residual if isinstance(read, QKVInputs) else read
-        self.values, self.versions = [value], [_version(value)]
+        self.values, self.versions, self.recorded = [], [], []
+        self.also(value)
         return value
 
 

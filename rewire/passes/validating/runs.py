@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from rewire.copies import Inputs, own_inputs, private, seeded
 from rewire.passes.validating.tensors import gradient_error, real, tensors_in, tolerance
+from rewire.runtime.connection import Connection, connections
 from rewire.runtime.stream import Stream
 
 #: Models with more parameters have only those perturbed that are constant: a second set would not fit everywhere.
@@ -27,6 +28,7 @@ class Setting:
         name: in words.
         training: in training mode.
         perturbed: with weights that are not the model's own.
+        moved: with connection weights that are not those of the start; the original is wired as they say (`wired`).
         strided: with inputs that are not contiguous, if the original takes such.
         rounding: outputs may differ by rounding; then gradients may differ by what a ReLU makes of that, and are not
             compared.
@@ -36,6 +38,7 @@ class Setting:
     name: str
     training: bool = False
     perturbed: bool = False
+    moved: bool = False
     strided: bool = False
     rounding: bool = False
     within: float = 0.0
@@ -192,6 +195,28 @@ def noise_for(model: nn.Module) -> dict[str, Tensor]:
         for name, p in parameters.items()
         if type(p) is Tensor and p.numel()
     }
+
+
+def movement(rewired: nn.Module) -> dict[str, Tensor]:
+    """What to add to each connection weight, so that they mix: as much as changes no effective weight by over a half."""
+    paths = {module: path for path, module in rewired.named_modules()}
+    moved: dict[str, Tensor] = {}
+    for connection in connections(rewired).values():
+        generator = torch.Generator().manual_seed(3)
+        drawn = {name: torch.randn(p.shape, generator=generator) for name, p in connection.named_parameters()}
+        start, scale = _matrix(connection, drawn, 0.0), 0.3
+        while scale > 1e-6 and float((_matrix(connection, drawn, scale) - start).abs().max()) > 0.5:
+            scale /= 2
+        moved |= {f"{paths[connection]}.{name}": scale * value for name, value in drawn.items()}
+    return moved
+
+
+def _matrix(connection: Connection, drawn: dict[str, Tensor], scale: float) -> Tensor:
+    """The effective weights, with learned ones that were moved."""
+    topology, dims = connection.layout.topology, connection.layout.dims
+    learned = {name: p.detach().cpu() + scale * drawn[name] for name, p in connection.named_parameters()}
+    constants = {name: buffer.cpu() for name, buffer in connection.named_buffers()}
+    return topology.matrix(topology.weights({**learned, **constants}, dims), dims)
 
 
 def strided(inputs: Inputs) -> Inputs:
