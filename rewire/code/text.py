@@ -96,7 +96,9 @@ class Text:
     @functools.cached_property
     def variables(self) -> set[str]:
         """Names that may hold what the function computes: those that it binds, other than by an import."""
-        bound = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        bound = {
+            node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
         return bound | {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
 
     @functools.cached_property

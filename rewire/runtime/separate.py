@@ -132,7 +132,9 @@ class SeparateInputs:
         """
         qkv = self._taken(value)
         if qkv is None and (self._known or any(live.qkv is not None for live in self.live)):
-            raise self._lost("projects queries, keys or values from a tensor that was not made of what it read for them")
+            raise self._lost(
+                "projects queries, keys or values from a tensor that was not made of what it read for them"
+            )
         return qkv
 
     def _taken(self, value: Any) -> QKVInputs | None:

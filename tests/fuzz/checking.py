@@ -126,9 +126,7 @@ def _as_autograd_has_it(model: nn.Module, topology: str, options: dict[str, Any]
     return ""
 
 
-def _as_its_twin(
-    model: nn.Module, twin: nn.Module, topology: str, inputs: tuple[Tensor, ...], validate: bool
-) -> str:
+def _as_its_twin(model: nn.Module, twin: nn.Module, topology: str, inputs: tuple[Tensor, ...], validate: bool) -> str:
     """Empty, or why it was refused: with connection weights that mix, it is what its twin is."""
     twin.load_state_dict(model.state_dict())
     try:

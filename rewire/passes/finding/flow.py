@@ -14,7 +14,7 @@ from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rewire.trunk import LeftAlone
 
@@ -156,6 +156,7 @@ class Flow:
         outputs: what the model returns.
         unread: what could not be looked into, by module path.
         containers: whether the module at a path is a list, a dict or a sequence of modules.
+        tensors: of a run that has just ended, what each operation made.
     """
 
     model: nn.Module
@@ -163,6 +164,7 @@ class Flow:
     outputs: list[Op] = dataclasses.field(default_factory=list)
     unread: dict[str, LeftAlone] = dataclasses.field(default_factory=dict)
     containers: Callable[[str], bool] = lambda path: False
+    tensors: list[Tensor] = dataclasses.field(default_factory=list)
 
     def __iter__(self) -> Iterator[Op]:
         return iter(self.ops)

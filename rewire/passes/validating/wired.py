@@ -193,7 +193,7 @@ class _Wiring(Recorder):
 
     def __init__(self, model: nn.Module, script: _Script) -> None:
         super().__init__(model)
-        self.script, self.first = script, len(self.kept)
+        self.script = script
         made, weights = connections(model), dict[str, Any]()
         for name, layout in script.trunks:
             weights[name] = made[name].effective() if name not in weights else weights[name]
@@ -223,25 +223,25 @@ class _Wiring(Recorder):
                 result = self._in_place_of(op, new, result, (args, kwargs))
         return result
 
-    def _tensor(self, op: Op) -> Tensor:
-        return self.kept[self.first + op.index]
-
     def _happens(self, op: Op, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """What an operation gives in place of its own result; None: that."""
         key, new = self.keys[op.index], None
         if self.probe is not None:
             return self.probe[1] if key == self.probe[0] else None
-        for number, what, operand in self.script.steps.get(key, ()):
-            wires, made = self.passes[number], self._tensor(op) if new is None else new
+        steps = self.script.steps.get(key, ())
+        if steps and not torch.is_grad_enabled():  # what follows has other gradients than what is made here
+            raise RuntimeError(f"'{op.name}' in module '{op.scope.path}' runs inside an autograd function")
+        for number, what, operand in steps:
+            wires, made = self.passes[number], self.made[op.index] if new is None else new
             if what == "start":
                 new = wires.start(made)
             elif what == "push":
                 new = wires.push(made)
             elif what == "view":
-                viewed = self._tensor(op.inputs[0])
+                viewed = self.made[op.inputs[0].index]
                 wires.view(lambda x: func(*_swapped(args, viewed, x), **_swapped(kwargs, viewed, x)), made)  # noqa: B023
             else:
-                branch = self._tensor(op.inputs[1 - operand])
+                branch = self.made[op.inputs[1 - operand].index]
                 scaled = op.scale is not None and op.scale != 1
                 self.parts[number].append(branch * op.scale if scaled else branch)
                 if what == "add":
@@ -250,12 +250,12 @@ class _Wiring(Recorder):
         return new
 
     def _in_place_of(self, op: Op, new: Tensor, result: Any, given: Any) -> Any:
-        own = self._tensor(op)
+        own = self.made[op.index]
         if any(own is tensor for tensor in tree_leaves(given)):  # which was written to
             own.copy_(new)
             return result
         self.replaced.append(own)  # so that its id is not used again
-        self.kept[self.first + op.index], self.known[id(new)] = new, op
+        self.made[op.index], self.known[id(new)] = new, op
         return tree_map(lambda item: new if item is own else item, result)
 
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -267,7 +267,7 @@ class _Wiring(Recorder):
             return None
         self._keep_activations()
         for number, name, item in self.script.starts.get((path, self.counts[path,]), ()):
-            x = self._tensor(self.stack[-1].arguments[name][item])
+            x = self.made[self.stack[-1].arguments[name][item].index]
             new = self.passes[number].start(x)
             args, kwargs = _swapped((args, kwargs), x, new)
             self.known[id(new)] = self.known[id(x)]
