@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from rewire.code.functions import define
 from rewire.code.text import written_at
@@ -18,8 +17,9 @@ from rewire.copies import own_inputs, private, seeded
 from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
 from rewire.passes.checks import on_meta
-from rewire.passes.finding.adds import CASTS, Add, between
+from rewire.passes.finding.adds import CASTS, Add
 from rewire.passes.finding.chains import Chain, chains
+from rewire.passes.finding.cuts import CUT, where_cut
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.follow import follow
 from rewire.passes.finding.names import channels_of, named
@@ -30,10 +30,6 @@ from rewire.trunk import LeftAlone, Report, Site, Trunk, told
 
 _SHOWN = 12  # reasons in an error
 _CHILDREN = frozenset({"children", "named_children", "_modules"})
-CUT = (
-    "gradients do not pass from the residual add at {} to the next one (`detach`, `.data`, `torch.no_grad()`): later "
-    "blocks read earlier states, too, whose gradients would not be cut; to freeze blocks, call requires_grad_(False)"
-)
 SINGLE = "a single residual add: there is nothing to connect it with"
 
 
@@ -217,7 +213,7 @@ def _recorded(prepared: Prepared, device: str | None = None) -> Found:
             ) from error
         findings.append(finding_in(flow, prepared.patterns))
         with seeded(0, looked_at):
-            where = {name: _where_cut(flow, chain) for name, chain in findings[-1].chains.items()}
+            where = {name: where_cut(flow, chain) for name, chain in findings[-1].chains.items()}
         cut |= {name: place for name, place in where.items() if place}
         flow.tensors = []
     modes = "evaluation and training mode" if len(findings) > 1 else "evaluation mode"
@@ -229,39 +225,6 @@ def _recorded(prepared: Prepared, device: str | None = None) -> Found:
     if found.training is not None:
         _agree(found.evaluation, found.training)
     return found
-
-
-def _where_cut(flow: Flow, chain: Chain) -> str:
-    """Behind which residual add of a run gradients are cut off from the next one; empty if nowhere."""
-    written = collections.Counter(map(id, flow.tensors))
-    for add, following in itertools.pairwise(chain.adds):
-        x, y = (flow.tensors[op.index] for op in (add.op, following.shortcut))
-        if x is y or not x.requires_grad or max(written[id(x)], written[id(y)]) > 1:
-            continue
-        if not _reached(x, y, [flow.tensors[op.index] for op in between(add.op, following.shortcut)]):
-            return written_at(add.op.place)[0] or f"'{add.op.scope.path}'"
-    return ""
-
-
-def _reached(x: Tensor, y: Tensor, between: Iterable[Tensor]) -> bool:
-    """Whether gradients of ``y`` reach ``x``; those of autograd's functions in between may be zero.
-
-    Raises:
-        BadExampleInputs: that shows in a real run only.
-    """
-    if not y.requires_grad:
-        return False
-    try:
-        (grad,) = torch.autograd.grad(y, x, torch.rand_like(y), retain_graph=True, allow_unused=True)
-    except RuntimeError as error:  # something has been written to since
-        log.debug("whether gradients pass cannot be seen: %s", error)
-        return True
-    functions = any(isinstance(z.grad_fn, torch.autograd.function.BackwardCFunction) for z in between)
-    if grad is None or not functions:
-        return grad is not None
-    if grad.is_meta:
-        raise BadExampleInputs("whether an autograd function passes gradients on does not show on the meta device")
-    return bool(grad.any())
 
 
 def _agree(evaluation: Finding, training: Finding) -> None:

@@ -314,7 +314,7 @@ class Stream(TensorLike):
         return self._with(self.states, Awaiting(self._in(value)))
 
     def _check_passes(self, state: Tensor) -> None:
-        """Refuse what cuts gradients between two states: later blocks read the earlier ones, too, which it does not cut.
+        """Refuse what cuts gradients between two states: later blocks read earlier ones, too, which it does not cut.
 
         Raises:
             UnsupportedCall: it does.

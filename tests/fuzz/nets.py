@@ -161,7 +161,9 @@ BODIES = {
     "last twice": "for block in [*self.blocks, self.blocks[-1]]:\n    x = block(x, mask)",
     "zip": "for block, scale in zip(self.blocks, (0.5, 1.0, 2.0, 3.0)):\n    x = block(x, mask, scale=scale)",
     "enumerate": "for i, block in enumerate(self.blocks):\n    x = block(x, mask)\n    if i == 1:\n        x = x * 0.5",
-    "detaches": "for i, block in enumerate(self.blocks):\n    x = block(x, mask)\n    if i == 1:\n        x = x.detach()",
+    "detaches": (
+        "for i, block in enumerate(self.blocks):\n    x = block(x, mask)\n    if i == 1:\n        x = x.detach()"
+    ),
     "stops gradients": (
         "for i, block in enumerate(self.blocks):\n    x = block(x, mask)\n    if i == 0:\n        x = Stop.apply(x)"
     ),

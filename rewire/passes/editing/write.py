@@ -330,7 +330,7 @@ class _Editor:
         raise EditError(f"what is done to the residual stream at {self.text.where(node)} is written in an unknown way")
 
     def _is_value(self, node: ast.expr) -> bool:
-        """Whether an expression may hold the stream's value: it is no constant, nothing of the object, and no global."""
+        """Whether an expression may hold the stream's value: no constant, nothing of the object, no global."""
         inner: ast.expr = node
         while isinstance(inner, ast.Attribute):
             inner = inner.value

@@ -198,7 +198,7 @@ def noise_for(model: nn.Module) -> dict[str, Tensor]:
 
 
 def movement(rewired: nn.Module) -> dict[str, Tensor]:
-    """What to add to each connection weight, so that they mix: as much as changes no effective weight by over a half."""
+    """What to add to each connection weight, so that they mix: it changes no effective weight by more than a half."""
     paths = {module: path for path, module in rewired.named_modules()}
     moved: dict[str, Tensor] = {}
     for connection in connections(rewired).values():

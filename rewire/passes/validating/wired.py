@@ -194,9 +194,8 @@ class _Wiring(Recorder):
     def __init__(self, model: nn.Module, script: _Script) -> None:
         super().__init__(model)
         self.script = script
-        made, weights = connections(model), dict[str, Any]()
-        for name, layout in script.trunks:
-            weights[name] = made[name].effective() if name not in weights else weights[name]
+        made = connections(model)
+        weights = {name: made[name].effective() for name in dict(script.trunks)}
         self.passes = [Wires(layout, weights[name]) for name, layout in script.trunks]
         self.parts: list[list[Tensor]] = [[] for _ in self.passes]
         self.counts: collections.Counter[Any] = collections.Counter()

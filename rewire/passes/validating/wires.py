@@ -49,8 +49,8 @@ class Wires:
     def add(self, branches: Sequence[Tensor], plain: Tensor) -> Tensor:
         """What follows a residual add of ``branches``, which gives ``plain`` in the original.
 
-        Behind the last one of a unit that is what is read next; but where the model makes the next state of it (`push`),
-        and inside a unit, the sum.
+        Behind the last one of a unit that is what is read next; inside a unit, and where the model makes the next state
+        of it (`push`), the sum.
         """
         layout, site = self.layout, self.site
         new = [_exact(branch.expand_as(plain)) for branch in branches]
