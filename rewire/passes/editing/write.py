@@ -318,13 +318,13 @@ class _Editor:
         if isinstance(node, ast.Attribute):
             return [node.value]
         if isinstance(node, ast.Call):
-            receiver = node.func.value if isinstance(node.func, ast.Attribute) and not calls else None
-            own = receiver is not None and self._is_value(receiver)
-            if own and hasattr(Tensor, node.func.attr):  # type: ignore[attr-defined]
-                return [receiver]  # type: ignore[list-item]
+            method = node.func if isinstance(node.func, ast.Attribute) and not calls else None
+            receiver = [] if method is None else [method.value]
+            if method is not None and hasattr(Tensor, method.attr) and self._is_value(method.value):
+                return receiver
             arguments = [a.value if isinstance(a, ast.Starred) else a for a in node.args]
             arguments += [keyword.value for keyword in node.keywords]
-            found = [operand for operand in ([receiver] if own else []) + arguments if self._is_value(operand)]
+            found = [operand for operand in receiver + arguments if self._is_value(operand)]
             if found:
                 return sorted(found, key=self.text.span)
         raise EditError(f"what is done to the residual stream at {self.text.where(node)} is written in an unknown way")

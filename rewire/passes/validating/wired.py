@@ -68,7 +68,8 @@ def wired(found: Found, rewired: nn.Module, patterns: Sequence[Pattern]) -> nn.M
         wiring.check()
         return result
 
-    model.__class__ = type(cls)(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+    metaclass: Any = type(cls)
+    model.__class__ = metaclass(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
     return model
 
 
@@ -189,6 +190,7 @@ class _Wiring(Recorder):
         calls: of modules in whose calls an attention reads: what the present call was given, and `counts` before it.
         probe: in a call that is made again for one of queries, keys and values: the key of the value that it reads,
             what to read, and the path of the projection at which it ends.
+        written: what an addition in place has changed, and what it was before.
     """
 
     def __init__(self, model: nn.Module, script: _Script) -> None:
@@ -204,6 +206,7 @@ class _Wiring(Recorder):
         self.readers = {read.reader for reads in script.reads for read in reads}
         self.probe: tuple[_Key, Tensor, str] | None = None
         self.replaced: list[Tensor] = []
+        self.written: tuple[Any, Any] = (None, None)
         self.open = contextlib.ExitStack()
 
     def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Any) -> Op:
@@ -215,6 +218,8 @@ class _Wiring(Recorder):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, count = kwargs or {}, len(self.ops)
+        if getattr(func, "__name__", "") in ("add_", "__iadd__"):  # perhaps to a branch's output
+            self.written = args[0], args[0].clone()
         result = super().__torch_function__(func, types, args, kwargs)
         for op in self.ops[count:]:
             new = self._happens(op, func, args, kwargs)
@@ -241,6 +246,7 @@ class _Wiring(Recorder):
                 wires.view(lambda x: func(*_swapped(args, viewed, x), **_swapped(kwargs, viewed, x)), made)  # noqa: B023
             else:
                 branch = self.made[op.inputs[1 - operand].index]
+                branch = self.written[1] if branch is self.written[0] else branch
                 scaled = op.scale is not None and op.scale != 1
                 self.parts[number].append(branch * op.scale if scaled else branch)
                 if what == "add":
@@ -252,6 +258,8 @@ class _Wiring(Recorder):
         own = self.made[op.index]
         if any(own is tensor for tensor in tree_leaves(given)):  # which was written to
             own.copy_(new)
+            for wires in self.passes:
+                wires.value = own if wires.value is new else wires.value
             return result
         self.replaced.append(own)  # so that its id is not used again
         self.made[op.index], self.known[id(new)] = new, op
@@ -304,16 +312,22 @@ class _Wiring(Recorder):
             own = [(*g.given, *(g.kwargs[n] for n in names[len(g.given) :]))[n] for n, g in enumerate(given)]
             return (*own, *args[3:]), {name: value for name, value in kwargs.items() if name not in names}
         if fused is None:
-            given = self._fed(wires, read, path, read.projections.ways[path])
-            return given.given, given.kwargs
+            alone = self._fed(wires, read, path, read.projections.ways[path])
+            return alone.given, alone.kwargs
         made = [module.forward(self._fed(wires, read, path, way).given[0]) for way in "qkv"]
         parts = [x.unflatten(-1, (fused.groups, -1)).split(fused.sizes, -1)[n] for n, x in enumerate(made)]
-        handle = module.register_forward_hook(lambda *_: [handle.remove(), torch.cat(parts, -1).flatten(-2)][1])
+        result = torch.cat(parts, -1).flatten(-2)
+
+        def feed(*_: Any) -> Tensor:
+            handle.remove()
+            return result
+
+        handle: Any = module.register_forward_hook(feed)
         return args, kwargs
 
     def _fed(self, wires: Wires, read: _Read, path: str, way: str) -> _Reached:
         """What a projection is given where the block reads what is read for queries, keys or values alone."""
-        assert wires.qkv is not None
+        assert wires.qkv is not None and wires.value is not None
         module, args, kwargs, counts = self.calls[read.reader]
         value, x, before, depth = wires.value, wires.qkv[way], self.counts, len(self.stack)
         self.counts, self.probe = collections.Counter(counts), (read.state, x, path)
