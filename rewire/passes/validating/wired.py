@@ -218,9 +218,12 @@ class _Wiring(Recorder):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, count = kwargs or {}, len(self.ops)
-        if getattr(func, "__name__", "") in ("add_", "__iadd__"):  # perhaps to a branch's output
+        name, self.written = getattr(func, "__name__", ""), (None, None)
+        if name in ("add_", "__iadd__"):  # perhaps to a branch's output
             self.written = args[0], args[0].clone()
-        result = super().__torch_function__(func, types, args, kwargs)
+        in_place = kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, _same) if in_place else contextlib.nullcontext():
+            result = super().__torch_function__(func, types, args, kwargs)  # which `_in_place_of` may write to
         for op in self.ops[count:]:
             new = self._happens(op, func, args, kwargs)
             if new is not None:
