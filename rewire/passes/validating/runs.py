@@ -145,7 +145,7 @@ def _copy(setting: Setting, model: nn.Module, noise: dict[str, Tensor]) -> nn.Mo
     bench = private(model).train(setting.training)
     parameters = dict(bench.named_parameters())
     for name, difference in noise.items():
-        parameters[name].data = parameters[name].data + difference
+        parameters[name].data = parameters[name].data + difference.to(parameters[name])  # connection weights: float32
     return bench
 
 
