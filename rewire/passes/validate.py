@@ -60,12 +60,14 @@ class Comparison:
         settings: names of those in which both models ran.
         outputs, gradients: numbers of tensors that were compared in them.
         error: the largest relative difference of an output.
+        failed: why the original did not run in the last setting that only some models run in.
     """
 
     settings: list[str] = dataclasses.field(default_factory=list)
     outputs: int = 0
     gradients: int = 0
     error: float = 0.0
+    failed: str = ""
 
     def __str__(self) -> str:
         runs = "; ".join(self.settings)
@@ -112,7 +114,7 @@ def compare_moved(
     Raises:
         ValidationMismatch: outputs or gradients differ.
     """
-    done, why = Comparison(), "it does not run there, or its outputs are not finite"
+    done, why = Comparison(), ""
     try:
         original = wired(found, rewired, patterns)
     except Exception as error:  # the models are right at their start, and only this says nothing
@@ -124,7 +126,9 @@ def compare_moved(
         if not done.settings:
             _compare_in(MOVED, original, rewired, inputs, done)
     if not done.settings:
-        log.warning("%s was not validated with connection weights that have moved: %s", name, why)
+        log.warning(
+            "%s was not validated with connection weights that have moved: %s", name, why or done.failed or "not finite"
+        )
 
 
 def compare_both(
@@ -205,7 +209,7 @@ def _check_weights(model: nn.Module) -> None:
 def _compare_in(setting: Setting, original: nn.Module, rewired: nn.Module, inputs: Inputs, done: Comparison) -> None:
     noise = noise_for(original) if setting.perturbed else {}
     noise |= movement(rewired) if setting.moved else {}
-    given, expected = _original_run(setting, original, inputs, noise)
+    given, expected = _original_run(setting, original, inputs, noise, done)
     if expected is None or not any(finite(output) for output in expected.outputs):
         return  # perturbed weights, or this mode, make nothing that could be compared
     try:
@@ -237,7 +241,7 @@ def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 
 
 def _original_run(
-    setting: Setting, original: nn.Module, inputs: Inputs, noise: dict[str, Tensor]
+    setting: Setting, original: nn.Module, inputs: Inputs, noise: dict[str, Tensor], done: Comparison
 ) -> tuple[Inputs, Run | None]:
     """The inputs that were used, and the run; None if only the model's own weights and mode work."""
     if setting.strided:
@@ -251,6 +255,7 @@ def _original_run(
     except Exception as error:
         if setting.perturbed or setting.training:
             log.info("%s does not run in %s: %s", type(original).__name__, setting.name, error)
+            done.failed = f"{type(error).__name__}: {error}"
             return inputs, None
         raise BadExampleInputs(
             f"{type(original).__name__} does not run on the example inputs: {type(error).__name__}: {error}"
