@@ -190,7 +190,7 @@ def _rewired(
                 if on_meta(model):
                     _validate_twin(model, prepared.patterns, topologies, granularity, start)
                 else:
-                    check(model, rewired, found.flows, prepared.inputs, start)
+                    check(model, rewired, found, prepared.inputs, start, prepared.patterns)
     return rewired
 
 

@@ -94,6 +94,14 @@ class Text:
         return arguments | {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
 
     @functools.cached_property
+    def variables(self) -> set[str]:
+        """Names that may hold what the function computes: those that it binds, other than by an import."""
+        bound = {
+            node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        return bound | {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
+
+    @functools.cached_property
     def receiver(self) -> str:
         """The first positional parameter, ``self`` of a method; empty if there is none."""
         parameters = [*self.tree.args.posonlyargs, *self.tree.args.args]

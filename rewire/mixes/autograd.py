@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 
 from rewire.kernels import switch
 from rewire.kernels.cpu import plain
+
+_THREAD = threading.local()
 
 
 def left_to_autograd(x: Tensor, sources: float) -> bool:
@@ -35,8 +39,19 @@ def under_transforms() -> bool:
     return not torch.compiler.is_compiling() and _transforms()
 
 
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """All mixes of this thread are plain torch operations, as under transforms."""
+    before, _THREAD.plainly = getattr(_THREAD, "plainly", False), True
+    try:
+        yield
+    finally:
+        _THREAD.plainly = before
+
+
 def _transforms() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+    looked_at = torch._C._functorch.peek_interpreter_stack() is not None
+    return looked_at or torch.autograd.forward_ad._current_level >= 0 or getattr(_THREAD, "plainly", False)
 
 
 def by_torch(grad: Tensor | None) -> bool:
@@ -64,3 +79,23 @@ def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: T
     wanted = [x for x in given if x.requires_grad]
     found = iter(torch.autograd.grad(result, wanted, grad, create_graph=differentiated))
     return [next(found) if x.requires_grad else None for x in given]
+
+
+def passes(x: Tensor, result: Tensor) -> bool:
+    """Whether gradients of ``result``, which was made of ``x`` by a few operations, may reach ``x``.
+
+    They are followed by autograd's graph. Where somebody else looks after that (torch.compile, transforms) it only
+    counts whether there are any.
+    """
+    if not x.requires_grad or not torch.is_grad_enabled() or result is x:
+        return True
+    if not result.requires_grad or torch.compiler.is_compiling() or under_transforms():
+        return result.requires_grad
+    nodes = dict.fromkeys([result.grad_fn] if result.grad_fn is not None else [])
+    for node in (todo := [*nodes]):
+        if node is x.grad_fn or getattr(node, "variable", None) is x:
+            return True
+        new = [following for following, _ in node.next_functions if following is not None and following not in nodes]
+        nodes |= dict.fromkeys(new)
+        todo += new
+    return False

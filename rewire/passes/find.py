@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, TypeAlias
 
@@ -19,6 +20,7 @@ from rewire.logs import find as log
 from rewire.passes.checks import on_meta
 from rewire.passes.finding.adds import CASTS, Add
 from rewire.passes.finding.chains import Chain, chains
+from rewire.passes.finding.cuts import CUT, where_cut
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.follow import follow
 from rewire.passes.finding.names import channels_of, named
@@ -58,6 +60,11 @@ class Finding:
     def adds(self) -> int:
         """Number of residual adds that can be connected."""
         return sum(len(chain.adds) for chain in self.chains.values())
+
+    def passes(self, name: str) -> list[Chain]:
+        """The streams that run through the code of a trunk, in order."""
+        chain = self.chains.get(name)
+        return [] if chain is None else [chain, *(other for other in self.again if _same_code(other, chain))]
 
     def leave(self, name: str, why: str) -> None:
         """Leave a trunk alone."""
@@ -186,7 +193,7 @@ def _picks(finding: Finding) -> bool:
 def _recorded(prepared: Prepared, device: str | None = None) -> Found:
     """What runs in evaluation and in training mode show."""
     assert prepared.inputs is not None
-    findings, forwards = list[Finding](), prepared.forwards
+    findings, forwards, cut = list[Finding](), prepared.forwards, dict[str, str]()
     for training in (False, True):
         looked_at = private(prepared.model, device).train(training)
         for module in looked_at.modules():
@@ -207,8 +214,15 @@ def _recorded(prepared: Prepared, device: str | None = None) -> Found:
                 f"{prepared.name} does not run on {_of_whom(prepared)}: {type(error).__name__}: {error}"
             ) from error
         findings.append(finding_in(flow, prepared.patterns))
+        with seeded(0, looked_at):
+            where = {name: where_cut(flow, chain) for name, chain in findings[-1].chains.items()}
+        cut |= {name: place for name, place in where.items() if place}
+        flow.tensors = []
     modes = "evaluation and training mode" if len(findings) > 1 else "evaluation mode"
     log.info("%s was run in %s%s", prepared.name, modes, " on the meta device" if device else "")
+    for finding, (name, place) in itertools.product(findings, cut.items()):
+        if name in finding.trunks:
+            finding.leave(name, CUT.format(place))
     found = Found(*findings)
     if found.training is not None:
         _agree(found.evaluation, found.training)

@@ -20,10 +20,13 @@ from rewire.copies import ByPlace, Inputs, own_inputs, private, seeded, shared
 from rewire.errors import BadExampleInputs, RewireError, ValidationMismatch
 from rewire.logs import validate as log
 from rewire.passes.editing.connect import drop_copies
+from rewire.passes.find import Found
 from rewire.passes.finding.flow import Flow
-from rewire.passes.validating.runs import Run, Setting, block_outputs, coarsest, noise_for, run, strided
+from rewire.passes.validating.runs import Run, Setting, block_outputs, coarsest, movement, noise_for, run, strided
 from rewire.passes.validating.same_graph import compare_graphs
 from rewire.passes.validating.tensors import described, finite, relative_error, tensors_in, tolerance
+from rewire.passes.validating.wired import wired
+from rewire.patterns import Pattern
 from rewire.runtime.connection import connections
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
@@ -43,6 +46,11 @@ STARTS = (
     Setting("evaluation mode, at the start of the topology, perturbed weights", perturbed=True, rounding=True),
 )
 
+#: Where the learned ones have to be what their formulas say, and are not the plain network.
+MOVED = Setting("evaluation mode, perturbed weights, connection weights that have moved", perturbed=True, moved=True)
+
+_LOW = (torch.bfloat16, torch.float16)
+
 
 @dataclasses.dataclass
 class Comparison:
@@ -52,26 +60,38 @@ class Comparison:
         settings: names of those in which both models ran.
         outputs, gradients: numbers of tensors that were compared in them.
         error: the largest relative difference of an output.
+        failed: why the original did not run in the last setting that only some models run in.
     """
 
     settings: list[str] = dataclasses.field(default_factory=list)
     outputs: int = 0
     gradients: int = 0
     error: float = 0.0
+    failed: str = ""
 
     def __str__(self) -> str:
         runs = "; ".join(self.settings)
         return f"{self.outputs} outputs and {self.gradients} gradients agree (within {self.error:.1e}) in: {runs}"
 
 
-def check(model: nn.Module, rewired: nn.Module, found: Sequence[Flow], inputs: Inputs | None, start: Start) -> None:
+def check(
+    model: nn.Module,
+    rewired: nn.Module,
+    found: Found,
+    inputs: Inputs | None,
+    start: Start,
+    patterns: Sequence[Pattern] = (),
+) -> None:
     """Compare the same rewrite with plain connections in it; and at a preserving start the learned ones, too.
+
+    With connection weights that have moved it is compared with the original's branches as the formulas connect them.
 
     Args:
         model, rewired: the original, and what was made of it; neither changes.
         found: what runs of the original showed, in evaluation and in training mode.
         inputs: what to run them on; None if there is nothing.
         start: of the learned connections.
+        patterns: those that know the model.
 
     Raises:
         ValidationMismatch, BadExampleInputs, OutOfOrder: see `compare` and `compare_graphs`.
@@ -82,7 +102,33 @@ def check(model: nn.Module, rewired: nn.Module, found: Sequence[Flow], inputs: I
         return
     rewired = shared(rewired)
     drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
-    compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else (), found)
+    compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else (), found.flows)
+    compare_moved(name, found, rewired, inputs, patterns)
+
+
+def compare_moved(
+    name: str, found: Found, rewired: nn.Module, inputs: Inputs, patterns: Sequence[Pattern] = ()
+) -> None:
+    """Compare with the original's branches as the formulas connect them, with connection weights that have moved.
+
+    Raises:
+        ValidationMismatch: outputs or gradients differ.
+    """
+    done, why = Comparison(), ""
+    try:
+        original = wired(found, rewired, patterns)
+    except Exception as error:  # the models are right at their start, and only this says nothing
+        why = f"{type(error).__name__}: {error}"
+    else:
+        if any(p.dtype in _LOW for p in original.parameters()):  # whose rounding would hide more, or decide otherwise
+            exact = private(original).float(), private(rewired).float(), tree_map(_float, inputs)
+            _compare_in(MOVED, *exact, done)
+        if not done.settings:
+            _compare_in(MOVED, original, rewired, inputs, done)
+    if not done.settings:
+        log.warning(
+            "%s was not validated with connection weights that have moved: %s", name, why or done.failed or "not finite"
+        )
 
 
 def compare_both(
@@ -162,7 +208,8 @@ def _check_weights(model: nn.Module) -> None:
 
 def _compare_in(setting: Setting, original: nn.Module, rewired: nn.Module, inputs: Inputs, done: Comparison) -> None:
     noise = noise_for(original) if setting.perturbed else {}
-    given, expected = _original_run(setting, original, inputs, noise)
+    noise |= movement(rewired) if setting.moved else {}
+    given, expected = _original_run(setting, original, inputs, noise, done)
     if expected is None or not any(finite(output) for output in expected.outputs):
         return  # perturbed weights, or this mode, make nothing that could be compared
     try:
@@ -194,7 +241,7 @@ def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 
 
 def _original_run(
-    setting: Setting, original: nn.Module, inputs: Inputs, noise: dict[str, Tensor]
+    setting: Setting, original: nn.Module, inputs: Inputs, noise: dict[str, Tensor], done: Comparison
 ) -> tuple[Inputs, Run | None]:
     """The inputs that were used, and the run; None if only the model's own weights and mode work."""
     if setting.strided:
@@ -208,6 +255,7 @@ def _original_run(
     except Exception as error:
         if setting.perturbed or setting.training:
             log.info("%s does not run in %s: %s", type(original).__name__, setting.name, error)
+            done.failed = f"{type(error).__name__}: {error}"
             return inputs, None
         raise BadExampleInputs(
             f"{type(original).__name__} does not run on the example inputs: {type(error).__name__}: {error}"
@@ -248,7 +296,7 @@ def _is_noise(
         try:
             original64, rewired64 = private(original).double(), private(rewired).double()
             inputs64, noise64 = tree_map(_exact, inputs), tree_map(_exact, noise)
-            if not _problem(strict, expected, original64, inputs64, noise64):
+            if not setting.moved and not _problem(strict, expected, original64, inputs64, noise64):
                 return False
             if not _problem(setting, run(setting, original64, inputs64, noise64), rewired64, inputs64, noise64):
                 return True
@@ -268,6 +316,10 @@ def _problem(setting: Setting, expected: Run, model: nn.Module, inputs: Inputs, 
 
 def _exact(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _float(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
 
 
 def _mismatch(

@@ -294,6 +294,8 @@ class Depth(SeparateInputs):
                 f"of trunk '{live.trunk}' as it is, where other operations followed when the model was "
                 f"rewired: this call takes another way through the code.{self.advice}"
             )
+        if live.qkv is not None and not live.apart:
+            raise self._lost("adds the output of an attention that did not get what was read for it")
         branches = _tensors(branches, shortcut)
         if alpha != 1:
             branches = [branch * alpha for branch in branches]
@@ -346,20 +348,20 @@ class Depth(SeparateInputs):
         ours = live is not None and live.trunk == self.entries[trunk].trunk
         return self.push(value, trunk=trunk) if ours else value
 
-    def copy(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-        """``function(value)``, a cast or a clone: of a stream's value it is the stream's value, too."""
-        result = function(value)
-        live = self._holding(value)
-        if live is not None and result is not value:
+    def copy(self, function: Callable[..., Tensor], *values: Any) -> Tensor:
+        """``function(*values)``, a cast or a clone: of a stream's value it is the stream's value, too."""
+        result, (live, _) = function(*values), self._held(values)
+        if live is not None and self._holding(result) is not live:
+            live.stream.check_recorded()
             live.also(result)
         return result
 
-    def view(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-        """``function(value)``, other dimensions of the same numbers: the stream goes on in these."""
-        live = self._holding(value)
+    def view(self, function: Callable[..., Tensor], *values: Any) -> Tensor:
+        """``function(*values)``, other dimensions of the numbers of one of them: the stream goes on in these."""
+        live, held = self._held(values)
         if live is None:
-            return function(value)
-        live.stream = live.stream.viewed(function)
+            return function(*values)
+        live.stream = live.stream.viewed(lambda x: function(*(x if value is held else value for value in values)))
         return live.read()
 
     def data(self, x: Any, *new: Any) -> Any:
@@ -370,6 +372,11 @@ class Depth(SeparateInputs):
         if new:
             (x.data,) = new
         return x.data
+
+    def _held(self, values: Sequence[Any]) -> tuple[Live | None, Any]:
+        """Of several values the one that is a stream's, and the stream."""
+        held = ((self._holding(value), value) for value in values if isinstance(value, Tensor))
+        return next((found for found in held if found[0] is not None), (None, None))
 
     def normed(self, norm: nn.Module, value: Tensor) -> Tensor:
         """``norm(value)``; computed with the value, if that is a stream's and was read for this norm."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
-from rewire.runtime.stream import Stream, version
+from rewire.runtime.stream import Reading, Stream, version
 from rewire.topologies.base import QKVInputs
 
 
@@ -42,11 +42,13 @@ class Live:
         unread: before that.
         values: tensors that are its value: what was read, and casts of it.
         versions: of each of them, when it was made.
+        recorded: whether each of them had gradients then.
         source: what came in: a stream, or the tensor that the trunk starts with.
         norm, normed: a module, and what it makes of the value, if both were computed together.
         entry: what the function knows of the trunk; None if a function that it called opened the stream.
         start: position of the stream when it came in.
         qkv: what an attention reads, if it has separate q/k/v inputs.
+        apart: whether what projects these, or what holds the projections, was given them.
         given: whether a function that was called has the stream now.
         parts: sums of the value and some of the parallel branches of the next residual add, with these branches.
     """
@@ -57,9 +59,11 @@ class Live:
         self.source = source
         self.values: list[Tensor] = []
         self.versions: list[int] = []
+        self.recorded: list[bool] = []
         self.norm: nn.Module | None = None
         self.normed: Tensor | None = None
         self.qkv: QKVInputs | None = None
+        self.apart = False
         self.given = False
         self.parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
 
@@ -69,13 +73,16 @@ class Live:
 
     @property
     def overwritten(self) -> bool:
-        """Whether the value was written to in place after it was read."""
+        """Whether the value was written to in place, or cut off from its gradients, after it was read."""
+        if any(had and not value.requires_grad for value, had in zip(self.values, self.recorded, strict=True)):
+            return True
         return not self.stream.awaiting and [*map(version, self.values)] != self.versions
 
     def also(self, value: Tensor) -> None:
         """A cast or a clone of the value is the stream's value, too."""
         self.values.append(value)
         self.versions.append(version(value))
+        self.recorded.append(value.requires_grad)
 
     def normed_by(self, norm: nn.Module, value: Tensor) -> Tensor | None:
         """What ``norm`` makes of the value, if it was computed when that was read."""
@@ -101,6 +108,8 @@ class Live:
         else:
             read, self.stream = stream.read()
             self.qkv = read if isinstance(read, QKVInputs) else None
+            self.apart = isinstance(stream.held, Reading)  # by the function that handed it on
             value = read.residual if isinstance(read, QKVInputs) else read
-        self.values, self.versions = [value], [version(value)]
+        self.values, self.versions, self.recorded = [], [], []
+        self.also(value)
         return value

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rewire.errors import OutOfOrder
 from rewire.mixes.fused_qkv import project_fused
 from rewire.runtime.connection import CONNECTIONS, SeparateNorms
 from rewire.runtime.live import Live
-from rewire.runtime.nested import mapped
+from rewire.runtime.nested import like, mapped
 from rewire.topologies.base import QKVInputs
+
+_WAYS = ("q", "k", "v", "residual")
 
 
 class SeparateInputs:
@@ -20,7 +23,11 @@ class SeparateInputs:
 
     Attributes:
         live: the streams of the function.
+        block, where: of the function, for messages.
     """
+
+    block: str
+    where: str
 
     def __init__(self) -> None:
         self.live: list[Live] = []
@@ -42,26 +49,41 @@ class SeparateInputs:
         self._known.append((value.q, value))
         return value.q
 
-    def each(self, function: Callable[[Tensor], Any], value: Tensor) -> Any:
-        """``function(value)``, computed for queries, keys and values each; a norm may have copies for the latter."""
-        qkv = self._qkv(value)
-        if qkv is None:
-            return function(value)
+    def each(self, function: Callable[..., Any], *values: Any) -> Any:
+        """``function(*values)``, computed for queries, keys and values each; a norm may have copies for the latter.
+
+        Raises:
+            OutOfOrder: there is no tensor among the values.
+        """
+        known = next(filter(None, map(self._qkv, _tensors(values))), None)
+        if known is None:
+            if next(_tensors(values), None) is None:
+                raise self._lost(f"computes what an attention reads of {_told(values)}, and not of a tensor")
+            return function(*values)
         apart = getattr(function, CONNECTIONS, None)
         k, v = (apart.k, apart.v) if isinstance(apart, SeparateNorms) else (function, function)
-        calls = ((function, qkv.q), (k, qkv.k), (v, qkv.v), (function, qkv.residual))
+        calls = [(f, self._of_way(values, way)) for f, way in zip((function, k, v, function), _WAYS, strict=True)]
         made: list[Any] = []
-        for number, (norm, x) in enumerate(calls):
-            same = next((n for n, (other, y) in enumerate(calls[:number]) if other is norm and y is x), None)
-            made.append(norm(x) if same is None else made[same])
-        number = 0 if value is qkv.q else 3
-        if isinstance(made[0], tuple):
+        for number, (f, given) in enumerate(calls):
+            same = (n for n, (g, others) in enumerate(calls[:number]) if g is f and _identical(given, others))
+            first = next(same, None)
+            made.append(f(*given) if first is None else made[first])
+        number = 0 if any(value is known.q for value in _tensors(values)) else 3
+        if isinstance(made[0], (tuple, list)):
             for items in zip(*made, strict=True):
                 if isinstance(items[0], Tensor):
                     self._known.append((items[number], QKVInputs(*items)))
         else:
             self._known.append((made[number], QKVInputs(*made)))
         return made[number]
+
+    def _of_way(self, value: Any, way: str) -> Any:
+        """``value`` with what queries, keys or values read in place of what stands for it."""
+        if isinstance(value, (tuple, list)):
+            items = [self._of_way(item, way) for item in value]
+            return value if _identical(items, value) else like(value, items)
+        qkv = self._qkv(value) if isinstance(value, Tensor) else None
+        return value if qkv is None else getattr(qkv, way)
 
     def separate(self, value: Any) -> Any:
         """An argument of what holds an attention's projections: the values for all three.
@@ -72,7 +94,7 @@ class SeparateInputs:
         side_by_side = self._side_by_side or any(live.stream.on_mesh for live in self.live)
 
         def apart(part: Any) -> Any:
-            qkv = self._qkv(part)
+            qkv = self._taken(part)
             if qkv is None:
                 return part
             return torch.cat([qkv.q, qkv.k, qkv.v], dim=-1) if side_by_side else qkv
@@ -81,26 +103,53 @@ class SeparateInputs:
 
     def q(self, value: Tensor) -> Tensor:
         """What queries are projected from."""
-        qkv = self._qkv(value)
+        qkv = self._projected(value)
         return value if qkv is None else qkv.q
 
     def k(self, value: Tensor) -> Tensor:
         """What keys are projected from."""
-        qkv = self._qkv(value)
+        qkv = self._projected(value)
         return value if qkv is None else qkv.k
 
     def v(self, value: Tensor) -> Tensor:
         """What values are projected from."""
-        qkv = self._qkv(value)
+        qkv = self._projected(value)
         return value if qkv is None else qkv.v
 
     def fused(self, projection: nn.Module, groups: int, sizes: tuple[int, int, int], value: Tensor) -> Tensor:
         """``projection(value)``, with the features of each of the three from its own value; layout: see `Fused`."""
-        qkv = self._qkv(value)
+        qkv = self._projected(value)
         if qkv is None:
             projected: Tensor = projection(value)
             return projected
         return project_fused(projection, groups, sizes, qkv.q, qkv.k, qkv.v)
+
+    def _projected(self, value: Any) -> QKVInputs | None:
+        """What a projection is to read for a tensor that it is given, if there are separate inputs in this call.
+
+        Raises:
+            OutOfOrder: there are, and the tensor is none that was made of them.
+        """
+        qkv = self._taken(value)
+        if qkv is None and (self._known or any(live.qkv is not None for live in self.live)):
+            raise self._lost(
+                "projects queries, keys or values from a tensor that was not made of what it read for them"
+            )
+        return qkv
+
+    def _taken(self, value: Any) -> QKVInputs | None:
+        """`_qkv`, where a projection, or what holds the projections, gets them."""
+        qkv = self._qkv(value)
+        for live in self.live if qkv is not None else ():
+            live.apart = True
+        return qkv
+
+    def _lost(self, what: str) -> OutOfOrder:
+        return OutOfOrder(
+            f"block '{self.block}' ({self.where}) {what}: the separate inputs of its queries, keys and values are lost "
+            "on this way through its code. Pass example_inputs that take the same way, or use a topology that reads "
+            "one value."
+        )
 
     def _qkv(self, value: Any) -> QKVInputs | None:
         for stands, qkv in self._known:
@@ -110,3 +159,20 @@ class SeparateInputs:
             if live.qkv is not None and live.values[0] is value:
                 return live.qkv
         return None
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Tensors among values, and in tuples and lists among them."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+        elif isinstance(value, Tensor):
+            yield value
+
+
+def _identical(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(value is other for value, other in zip(values, others, strict=True))
+
+
+def _told(values: Sequence[Any]) -> str:
+    return " and ".join(f"'{type(value).__name__}'" for value in values)

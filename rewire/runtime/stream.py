@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
 from rewire.kernels.switch import uses_kernels
+from rewire.mixes.autograd import passes
 from rewire.mixes.mix import Mix
 from rewire.placement import Placement, check_whole
 from rewire.runtime.layout import Layout
@@ -348,7 +349,12 @@ class Stream(TensorLike):
         return layout.restored(materialize(layout.recurrence.merge(self.states, self.weights.value, unit, *moved)))
 
     def push(self, state: Tensor) -> Stream:
-        """The stream after the operations behind a residual add made ``state`` of its sum (post-norm blocks)."""
+        """The stream after the operations behind a residual add made ``state`` of its sum (post-norm blocks).
+
+        Raises:
+            UnsupportedCall: gradients do not pass from the one to the other.
+        """
+        self._check_passes(state)
         return self._pushed(self.layout.channels_last(self._in(state)))
 
     def _pushed(self, state: Tensor) -> Stream:
@@ -362,7 +368,23 @@ class Stream(TensorLike):
 
     def carrying(self, value: Tensor) -> Stream:
         """The stream whose sum became ``value`` on the way to `push`."""
+        self._check_passes(value)
         return self._with(self.states, Awaiting(self._in(value)))
+
+    def _check_passes(self, state: Tensor) -> None:
+        """Refuse what cuts gradients between two states: later blocks read earlier ones, too, which it does not cut.
+
+        Raises:
+            UnsupportedCall: it does.
+        """
+        assert isinstance(self.held, Awaiting)
+        if not passes(self.held.sum, state):
+            raise UnsupportedCall(
+                f"trunk '{self.layout.trunk}': gradients do not pass from residual add {self.position} to the next "
+                "one (`detach`, `.data`, `torch.no_grad()`). Later blocks read earlier states, too, whose gradients "
+                "would not be cut. Cut them in front of the trunk or behind it, or leave the trunk out with "
+                "trunks=[...]; to freeze blocks, call requires_grad_(False) on them."
+            )
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Stream:
         """The stream in other dimensions: ``view`` of each tensor that it holds.

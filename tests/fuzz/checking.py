@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ BY_HAND: tuple[tuple[str, dict[str, Any]], ...] = (
     ("frac-hc", {}),
     ("mhc", {}),
 )
+#: One for each net and its twin.
+TWINNED = ("ancre-ingoing", "dca", "denseformer", "grn-v3", "muddformer", "hc-dynamic", "attnres", "mhc")
 
 
 def check(net: Net, folder: Path, validate: bool = True) -> str:
@@ -70,7 +73,13 @@ def check(net: Net, folder: Path, validate: bool = True) -> str:
     if refusal:
         return refusal
     name, options = BY_HAND[len(net.source) % len(BY_HAND)]
-    return _as_autograd_has_it(model, name, options, (x, mask)) or "right"
+    refusal = _as_autograd_has_it(model, name, options, (x, mask))
+    if refusal:
+        return refusal
+    topology = TWINNED[len(net.source) % len(TWINNED)]
+    twin = dataclasses.replace(net, twin=True).build(folder)
+    refusals = [_as_its_twin(model, twin, topology, (x, mask), validate) for validate in (True, False)]
+    return next(filter(None, refusals), "right")
 
 
 def _rewired_right(model: nn.Module, topology: str, inputs: tuple[Tensor, ...], exact: bool, validate: bool) -> str:
@@ -122,6 +131,31 @@ def _as_autograd_has_it(model: nn.Module, topology: str, options: dict[str, Any]
     return ""
 
 
+def _as_its_twin(model: nn.Module, twin: nn.Module, topology: str, inputs: tuple[Tensor, ...], validate: bool) -> str:
+    """Empty, or why it was refused: with connection weights that mix, it is what its twin is."""
+    twin.load_state_dict(model.state_dict())
+    try:
+        rewired = rewire.compile(model, topology, example_inputs=inputs, validate=validate)
+        plain = rewire.compile(twin, topology, example_inputs=inputs, validate=False)
+    except rewire.RewireError as error:
+        return "" if isinstance(error, rewire.UnsupportedTopology) else f"{type(error).__name__}: {error}"
+    weights = learned(rewired)
+    if {name: w.shape for name, w in weights.items()} != {name: w.shape for name, w in learned(plain).items()}:
+        return ""  # not all of it was found in this form, and `rewire.inspect` says so
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.add_(0.3 * torch.randn_like(weight))
+            learned(plain)[name].copy_(weight)
+    try:
+        for training in (False, True):
+            with ByPlace():
+                expected, actual = _run(plain.train(training), inputs), _run(rewired.train(training), inputs)
+            _assert_close(actual, expected, grown=True)
+    except (rewire.OutOfOrder, rewire.UnsupportedCall) as error:  # it may take another way
+        return f"{type(error).__name__} when called: {error}"
+    return ""
+
+
 def _assert_equal(model: nn.Module, rewired: nn.Module, inputs: tuple[Tensor, ...], exact: bool) -> None:
     # learned topologies have states of other strides, in whose order random numbers are drawn
     with contextlib.nullcontext() if exact else ByPlace():
@@ -145,7 +179,7 @@ def _assert_close(actual: _Run, expected: _Run, grown: bool = False) -> None:
 
 
 def _run(model: nn.Module, inputs: tuple[Tensor, ...]) -> _Run:
-    """Outputs, and gradients by name; buffers and other state of the model as before."""
+    """Outputs, and gradients and new values of buffers by name; buffers and other state of the model as before."""
     kept = copy.deepcopy(dict(model.named_buffers()))
     torch.manual_seed(1)
     random.seed(1)
@@ -158,6 +192,7 @@ def _run(model: nn.Module, inputs: tuple[Tensor, ...]) -> _Run:
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     with torch.no_grad():
         for name, value in model.named_buffers():
+            gradients[f"buffer {name}"] = value.clone()
             value.copy_(kept[name])
     return [t.detach() for t in outputs], gradients
 

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fuzz import twins
 from hypothesis import strategies as st
 from torch import nn
 
@@ -83,6 +84,18 @@ ADDS = {
     "two places": (
         "if self.training:\n    x = x + 0.5 * self.f{n}(self.norm{n}(x))\nelse:\n    x = x + self.f{n}(self.norm{n}(x))"
     ),
+    "attention": "x = x + self.attn{n}(self.norm{n}(x))",
+    "applied": "x = x + self.attn{n}(Identity.apply(self.norm{n}(x)))",
+    "applied to a variable": "h = self.norm{n}(x)\nh = Identity.apply(h)\nx = x + self.attn{n}(h)",
+    "applied inside": "x = x + self.attn{n}(self.norm{n}(Identity.apply(x)))",
+    "static method": "x = x + self.attn{n}(Ops.static(self.norm{n}(x)))",
+    "class method": "x = x + self.attn{n}(Ops.of_class(1, self.norm{n}(x)))",
+    "method of an object": "x = x + self.attn{n}(self.ops.method(x=self.norm{n}(x)))",
+    "local object": "ops = self.ops\nh = ops.method(self.norm{n}(x))\nx = x + self.attn{n}(h)",
+    "partial": "x = x + self.attn{n}(PARTIAL(self.norm{n}(x)))",
+    "function of a module": "lib = self.lib\nh = lib.functional.dropout(self.norm{n}(x), 0.0)\nx = x + self.attn{n}(h)",
+    "a tuple": "x = x + self.attn{n}(Ops.first((self.norm{n}(x), mask)))",
+    "a list back": "x = x + self.attn{n}(Ops.listed(self.norm{n}(x))[0])",
 }
 
 #: What else a forward does, before or after an add.
@@ -122,6 +135,7 @@ ASIDES = {
     "a local class": "class Holder:\n    value = 0.5\nx = x * Holder.value",
     "comprehension": "x = x * sum([0.25 for _ in range(4)])",
     "lambda": "scale = lambda v: v * 0.5  # noqa: E731\nx = scale(x)",
+    "folded": "x = Ops.fold(x)\nx = Ops.unfold(x)",
     "walrus": "if (n := x.shape[1]) > 1:\n    x = x / n",
 }
 
@@ -171,6 +185,16 @@ BODIES = {
     "last twice": "for block in [*self.blocks, self.blocks[-1]]:\n    x = block(x, mask)",
     "zip": "for block, scale in zip(self.blocks, (0.5, 1.0, 2.0, 3.0)):\n    x = block(x, mask, scale=scale)",
     "enumerate": "for i, block in enumerate(self.blocks):\n    x = block(x, mask)\n    if i == 1:\n        x = x * 0.5",
+    "detaches": (
+        "for i, block in enumerate(self.blocks):\n    x = block(x, mask)\n    if i == 1:\n        x = x.detach()"
+    ),
+    "stops gradients": (
+        "for i, block in enumerate(self.blocks):\n    x = block(x, mask)\n    if i == 0:\n        x = Stop.apply(x)"
+    ),
+    "identity without gradients": (
+        "for i, block in enumerate(self.blocks):\n    x = block(x, mask)\n    if i == 0:\n"
+        "        with torch.no_grad():\n            x = x.clone()"
+    ),
     "half": (
         "half = len(self.blocks) // 2\nfor block in self.blocks[:half]:\n    x = block(x, mask)\nx = x * 0.5\n"
         "for block in self.blocks[half:]:\n    x = block(x, mask)"
@@ -188,6 +212,7 @@ RETURNS = {
 
 _FILE = '''
 import dataclasses
+import functools
 import random
 from typing import Any
 
@@ -220,6 +245,67 @@ def residual_add(x, out):
 
 def apply_residual(f, norm, x):
     return x + f(norm(x))
+
+
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Stop(Identity):
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.zeros_like(grad)
+
+
+class Ops:
+    @staticmethod
+    def static(x):
+        return x * 1
+
+    @classmethod
+    def of_class(cls, factor, x):
+        return x * factor
+
+    @staticmethod
+    def first(values):
+        return values[0] * 1
+
+    @staticmethod
+    def listed(x):
+        return [x * 1]
+
+    @staticmethod
+    def fold(x):
+        return x.flatten(0, 1)
+
+    @staticmethod
+    def unfold(x):
+        return x.unflatten(0, (2, -1))
+
+    def method(self, x):
+        return x * 1
+
+
+def scaled(factor, x):
+    return x * factor
+
+
+PARTIAL = functools.partial(scaled, 1)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        return self.o_proj(F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x)))
 
 
 class Adder(nn.Module):
@@ -257,6 +343,7 @@ class Inner(nn.Module):
 
 MAKES = {{
     "f": Mlp,
+    "attn": Attention,
     "g": lambda: nn.Linear(WIDTH, WIDTH),
     "r": Inner,
     "sub": SubLayer,
@@ -268,8 +355,11 @@ MAKES = {{
 
 
 class Base(nn.Module):
+    lib = nn
+
     def __init__(self):
         super().__init__()
+        self.ops = Ops()
         for name in self.parts:
             setattr(self, name, MAKES[name.rstrip("0123456789")]())
         self.positions = nn.Parameter(torch.randn(32, WIDTH))
@@ -307,17 +397,22 @@ class Net(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Net:
-    """A random net: the forwards of its classes of blocks, in which order they come, and how they are called."""
+    """A random net: the forwards of its classes of blocks, in which order they come, and how they are called.
+
+    Its twin is written in the plainest style.
+    """
 
     forwards: tuple[tuple[str, ...], ...]
     order: tuple[int, ...]
     body: str
     returns: str
+    twin: bool = False
 
     @property
     def source(self) -> str:
         blocks = "\n".join(self._block(number, parts) for number, parts in enumerate(self.forwards))
-        body = _indented(f"{BODIES[self.body]}\n{RETURNS[self.returns]}", 8)
+        calls = self._written(BODIES, twins.BODIES, self.body)
+        body = _indented(f"{calls}\n{RETURNS[self.returns]}", 8)
         makes = ", ".join(f"Block{kind}()" for kind in self.order)
         return _FILE.format(width=WIDTH, blocks=blocks, makes=makes, body=body)
 
@@ -327,13 +422,19 @@ class Net:
         blocks = [sum(2 if part == "loop" else part in ADDS for part in self.forwards[kind]) for kind in self.order]
         return sum(blocks) + blocks[-1] * (self.body == "last twice")
 
+    def _written(self, forms: dict[str, str], plain: dict[str, str], name: str) -> str:
+        return plain.get(name, forms[name]) if self.twin else forms[name]
+
     def _block(self, number: int, parts: tuple[str, ...]) -> str:
         count, lines = 0, []
         for part in parts:
-            lines.append(ADDS[part].format(n=count) if part in ADDS else ASIDES[part])
+            if part in ADDS:
+                lines.append(self._written(ADDS, twins.ADDS, part).format(n=count))
+            else:
+                lines.append(self._written(ASIDES, twins.ASIDES, part))
             count += part in ADDS
         forward = _indented("\n".join(line for line in lines if line) or "pass", 8)
-        used = sorted(set(re.findall(r"self\.((?:f|g|r|sub|norm|gamma)\d|mix|adder)\b", forward)))
+        used = sorted(set(re.findall(r"self\.((?:f|g|r|sub|norm|gamma|attn)\d|mix|adder)\b", forward)))
         head = f"    parts = {used}\n\n    def forward(self, x, mask=None, scale=1.0, **kwargs):"
         return f"\nclass Block{number}(Base):\n{head}\n{forward}\n        return x\n"
 

@@ -61,7 +61,7 @@ class _Attention:
             scope = next(scope for scope in reversed(op.scope.chain()) if scope in functions)
             function, at = self.sources.plan(scope), self.sources.span(scope, op)
             function.edits.pop(("normed", at), None)
-            function.put(("each", at), Each(at))
+            function.put(("each", at), Each(at, scope is not op.scope))
             copied += separate_norms and self._copy(function, scope, op)
         return copied
 

@@ -140,9 +140,15 @@ class Normed:
 
 @dataclasses.dataclass(frozen=True)
 class Each:
-    """A call on the way to an attention's projections, made for each of the three."""
+    """An expression on the way to an attention's projections, computed for each of the three.
+
+    Attributes:
+        at: where it stands.
+        calls: whether it calls a function or a module of the user's, rather than a method of a tensor.
+    """
 
     at: Span
+    calls: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +296,7 @@ def _merged(a: Any, b: Any) -> Any:
     if isinstance(a, Parameter) and None in (a.item, b.item):  # the trunk starts in one of two calls
         item = a.item if b.item is None else b.item
         a, b = dataclasses.replace(a, item=item), dataclasses.replace(b, item=item)
-    loose = {"norm": None, "last": False, "awaiting": True}
+    loose = {"norm": None, "last": False, "awaiting": True, "calls": False}
     loose = {name: value for name, value in loose.items() if hasattr(a, name)}
     return (
         dataclasses.replace(a, **loose) if dataclasses.replace(a, **loose) == dataclasses.replace(b, **loose) else None

@@ -90,8 +90,7 @@ class Sources:
         given: set[int | str | None] = set(names & written)
         found = set(given)
         if code is not None:
-            bound = not child.helper or isinstance(call.func, ast.Attribute)
-            positional = code.co_varnames[bound : code.co_argcount]
+            positional = code.co_varnames[child.bound : code.co_argcount]
             for number, argument in enumerate(call.args):
                 name = positional[number] if number < len(positional) else ""
                 if isinstance(argument, ast.Starred) or not name or name in names:

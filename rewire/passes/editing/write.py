@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
+
+from torch import Tensor
 
 from rewire.code.text import Span, is_call_of_one, parsed
 from rewire.errors import EditError
@@ -51,7 +52,8 @@ def edited(plan: FunctionPlan) -> str:
 class _Editor:
     def __init__(self, plan: FunctionPlan) -> None:
         self.plan, self.text = plan, plan.text
-        self.globals = plan.decorated.function.__globals__ if plan.decorated.function else {}
+        code = plan.decorated.code
+        self.variables = self.text.variables | {*(code.co_freevars if code else ())}
         self.depth = self.text.unused("depth")
         self.parents = self.text.parents
 
@@ -134,7 +136,7 @@ class _Editor:
     def _data(self) -> list[Change]:
         """``depth.data(x)`` for ``x.data``: of a stream's value something by which writes to it are noticed."""
         nodes = [n for n in ast.walk(self.text.tree) if isinstance(n, ast.Attribute) and n.attr == "data"]
-        return [change for node in nodes if not self._is_module(node) for change in self._data_of(node)]
+        return [change for node in nodes if self._is_value(node.value) for change in self._data_of(node)]
 
     def _data_of(self, node: ast.Attribute) -> list[Change]:
         span, of, statement = self.text.span(node), self.text.span(node.value), self.parents[node]
@@ -274,8 +276,8 @@ class _Editor:
 
     def _each(self, edit: Each) -> list[Change]:
         node = self._expression(edit.at)
-        if not (isinstance(node, ast.Call) and is_call_of_one(node) and self._operand(node) is node.args[0]):
-            return [self._as_function(edit.at, "each")]
+        if not (isinstance(node, ast.Call) and is_call_of_one(node) and self._operands(node, edit.calls) == node.args):
+            return [self._as_function(edit.at, "each", edit.calls)]
         function, argument = self.text.span(node.func), self.text.span(node.args[0])
         span = self.text.span(node)
         return [Change(*span, lambda render: f"{self.depth}.each({render(*function)}, {render(*argument)})")]
@@ -283,14 +285,18 @@ class _Editor:
     def _reshape(self, edit: Reshape) -> list[Change]:
         return [self._as_function(edit.at, "copy" if edit.cast else "view")]
 
-    def _as_function(self, at: Span, method: str) -> Change:
+    def _as_function(self, at: Span, method: str, calls: bool = False) -> Change:
         """``depth.view(lambda value: value.flatten(2), x)`` for ``x.flatten(2)``."""
         node = self._expression(at)
-        (start, end), (first, last) = self.text.span(node), self.text.span(self._operand(node))
+        (start, end), spans = self.text.span(node), [*map(self.text.span, self._operands(node, calls))]
+        names = [self.text.unused(f"value{number or ''}") for number in range(len(spans))]
 
         def write(render: Render) -> str:
-            body = f"{render(start, first)}value{render(last, end)}"
-            return f"{self.depth}.{method}(lambda value: {body}, {render(first, last)})"
+            body, at = "", start
+            for name, (first, last) in zip(names, spans, strict=True):
+                body, at = f"{body}{render(at, first)}{name}", last
+            operands = ", ".join(render(*span) for span in spans)
+            return f"{self.depth}.{method}(lambda {', '.join(names)}: {body}{render(at, end)}, {operands})"
 
         return Change(start, end, write)
 
@@ -316,25 +322,38 @@ class _Editor:
     def _normed(self, edit: Normed) -> list[Change]:
         return [self._function_first(self._call(edit.at), "normed", ", ")]
 
-    def _operand(self, node: ast.expr) -> ast.expr:
-        """What an operation on one value works on: ``x`` of ``x.flatten(2)``, ``torch.flatten(x, 2)``, ``x.T``."""
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not self._is_module(node.func):
-            return node.func.value
-        if isinstance(node, ast.Call) and node.args:
-            return node.args[0]
+    def _operands(self, node: ast.expr, calls: bool = False) -> list[ast.expr]:
+        """What an operation may work on: ``x`` of ``x.flatten(2)``, ``torch.flatten(x, 2)``, ``x.T``.
+
+        Which of several it is shows when it runs: by what they are.
+
+        Args:
+            node: the operation.
+            calls: whether it is the call of a function or a module, and so no method of a tensor.
+        """
         if isinstance(node, ast.Attribute):
-            return node.value
+            return [node.value]
+        if isinstance(node, ast.Call):
+            method = node.func if isinstance(node.func, ast.Attribute) and not calls else None
+            receiver = [] if method is None else [method.value]
+            if method is not None and hasattr(Tensor, method.attr) and self._is_value(method.value):
+                return receiver
+            arguments = [a.value if isinstance(a, ast.Starred) else a for a in node.args]
+            arguments += [keyword.value for keyword in node.keywords]
+            found = [operand for operand in receiver + arguments if self._is_value(operand)]
+            if found:
+                return sorted(found, key=self.text.span)
         raise EditError(f"what is done to the residual stream at {self.text.where(node)} is written in an unknown way")
 
-    def _is_module(self, node: ast.Attribute) -> bool:
-        """Whether ``torch.flatten`` is a function of a module, rather than a method of a tensor."""
+    def _is_value(self, node: ast.expr) -> bool:
+        """Whether an expression may hold the stream's value: no constant, nothing of the object, no global."""
         inner: ast.expr = node
         while isinstance(inner, ast.Attribute):
             inner = inner.value
         if not isinstance(inner, ast.Name):
-            return False
-        is_self = self.plan.method and inner.id == self.text.receiver
-        return is_self or isinstance(self.globals.get(inner.id), ModuleType)
+            return not isinstance(inner.operand if isinstance(inner, ast.UnaryOp) else inner, ast.Constant)
+        of_self = self.plan.method and inner.id == self.text.receiver
+        return not of_self and inner.id in self.variables
 
     def _wrapped(self, node: ast.expr, method: str, how: Sequence[str] = (), before: str = "") -> Change:
         start, end = self.text.span(node)

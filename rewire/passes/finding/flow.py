@@ -14,7 +14,7 @@ from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rewire.trunk import LeftAlone
 
@@ -48,6 +48,7 @@ class Scope:
         code: of the function; None if it is no Python function, or not known.
         call: where in the parent's code it was called; None if that is not known.
         helper: whether it is a function that a forward calls, rather than a forward.
+        bound: whether its first parameter is what it is a method of, and no argument of the call.
         arguments: its parameters that hold tensors: name -> the operations that made them.
         results: what made the tensors that it returned, where that is known.
         namespace: globals of a helper.
@@ -62,6 +63,7 @@ class Scope:
     code: CodeType | None = None
     call: Place | None = None
     helper: bool = False
+    bound: bool = True
     arguments: dict[str, list[Op]] = dataclasses.field(default_factory=dict)
     results: list[Op] = dataclasses.field(default_factory=list)
     namespace: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -173,6 +175,7 @@ class Flow:
         containers: whether the module at a path is a list, a dict or a sequence of modules.
         held: for operations that wrote to a tensor in place, who else reads it afterwards.
         casts: casts that returned what they were given: where, and what made that.
+        tensors: of a run that has just ended, what each operation made.
     """
 
     model: nn.Module
@@ -182,6 +185,7 @@ class Flow:
     containers: Callable[[str], bool] = lambda path: False
     held: dict[Op, list[Holder]] = dataclasses.field(default_factory=dict)
     casts: list[tuple[Scope, Place, Op]] = dataclasses.field(default_factory=list)
+    tensors: list[Tensor] = dataclasses.field(default_factory=list)
 
     def __iter__(self) -> Iterator[Op]:
         return iter(self.ops)

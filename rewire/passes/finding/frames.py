@@ -75,11 +75,13 @@ class Frames:
         if key not in self._helpers:
             self._kept.append(frame)
             path, module, code = scope.path, scope.module, frame.f_code
-            own = self.module_of(frame.f_locals.get(code.co_varnames[0])) if code.co_argcount else None
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            own = self.module_of(first)
             if own is not None and _is_own(own[1], code):  # of another module: block.forward(x), block.mix(x)
                 path, module = own
             called = module is not None and module is not scope.module and forward_of(module).code is code
             helper = Scope(scope, path, module, kind_of(module), code, place, helper=not called, key=object())
+            helper.bound = own is not None or _is_method_of(first, code)
             helper.namespace = getattr(frame.f_globals, "original", frame.f_globals)  # of a trace: see `follow`
             self._helpers[key] = helper
             helper.arguments = {name: self.values(value) for name, value in _parameters(frame)}
@@ -93,6 +95,15 @@ class Frames:
 def _is_own(module: nn.Module, code: CodeType) -> bool:
     """Whether a function is a method of the module's class."""
     return undecorated(getattr(type(module), code.co_name, None)).code is code
+
+
+def _is_method_of(first: Any, code: CodeType) -> bool:
+    """Whether a function with this first argument is a method of it, or an autograd function's forward."""
+    if isinstance(first, torch.autograd.function.FunctionCtx):
+        return True
+    classes = (first if isinstance(first, type) else type(first)).__mro__
+    found = [vars(cls)[code.co_name] for cls in classes if code.co_name in vars(cls)]
+    return any(undecorated(getattr(f, "__func__", f)).code is code for f in found if not isinstance(f, staticmethod))
 
 
 def _is_method(scope: Scope, code: CodeType) -> bool:

@@ -51,7 +51,9 @@ def record(model: nn.Module, inputs: Inputs) -> Flow:
     known = dict(model.named_modules())
     outputs = [recorder.known[id(tensor)] for tensor in _tensors(result) if id(tensor) in recorder.known]
     containers = lambda path: isinstance(known.get(path), CONTAINERS)  # noqa: E731
-    return Flow(model, recorder.ops, outputs, containers=containers, held=recorder.held, casts=recorder.casts)
+    flow = Flow(model, recorder.ops, outputs, containers=containers, held=recorder.held, casts=recorder.casts)
+    flow.tensors = recorder.made
+    return flow
 
 
 class Recorder(TorchFunctionMode):
@@ -67,10 +69,12 @@ class Recorder(TorchFunctionMode):
             self.paths.setdefault(module, path)
         weights = [*model.named_parameters(), *model.named_buffers()]
         self.weights = {id(tensor): name for name, tensor in weights}
-        #: So that no id is used again; some forwards replace a buffer.
+        #: So that no id is used again: some forwards replace a buffer.
         self.kept: list[Tensor] = [tensor for _, tensor in weights]
         self.held: dict[Op, list[Holder]] = {}
         self.casts: list[tuple[Scope, Place, Op]] = []
+        #: By operation.
+        self.made: list[Tensor] = []
         self.stack: list[Scope] = []
         self.frames = Frames(self._ops, self._module_of)
 
@@ -144,7 +148,7 @@ class Recorder(TorchFunctionMode):
     def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Place | None) -> Op:
         op = Op(len(self.ops), name, inputs, scope, place, shape=tensor.shape, dtype=tensor.dtype)
         self.ops.append(op)
-        self.kept.append(tensor)
+        self.made.append(tensor)
         self.known[id(tensor)] = op
         return op
 

@@ -1,0 +1,58 @@
+"""Finder: streams whose gradients the model cuts between two residual adds.
+
+What it cuts is the newest state alone; with learned connections later blocks read the earlier ones, too.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from rewire.code.text import written_at
+from rewire.errors import BadExampleInputs
+from rewire.logs import find as log
+from rewire.passes.finding.adds import between
+from rewire.passes.finding.chains import Chain
+from rewire.passes.finding.flow import Flow
+
+CUT = (
+    "gradients do not pass from the residual add at {} to the next one (`detach`, `.data`, `torch.no_grad()`): later "
+    "blocks read earlier states, too, whose gradients would not be cut; to freeze blocks, call requires_grad_(False)"
+)
+
+
+def where_cut(flow: Flow, chain: Chain) -> str:
+    """Behind which residual add of a run gradients are cut off from the next one; empty if nowhere."""
+    written = collections.Counter(map(id, flow.tensors))
+    for add, following in itertools.pairwise(chain.adds):
+        x, y = (flow.tensors[op.index] for op in (add.op, following.shortcut))
+        if x is y or not x.requires_grad or max(written[id(x)], written[id(y)]) > 1:
+            continue
+        if not _reached(x, y, [flow.tensors[op.index] for op in between(add.op, following.shortcut)]):
+            return written_at(add.op.place)[0] or f"'{add.op.scope.path}'"
+    return ""
+
+
+def _reached(x: Tensor, y: Tensor, between: Iterable[Tensor]) -> bool:
+    """Whether gradients of ``y`` reach ``x``; those of autograd's functions in between may be zero.
+
+    Raises:
+        BadExampleInputs: that shows in a real run only.
+    """
+    if not y.requires_grad:
+        return False
+    try:
+        (grad,) = torch.autograd.grad(y, x, torch.rand_like(y), retain_graph=True, allow_unused=True)
+    except RuntimeError as error:  # something has been written to since
+        log.debug("whether gradients pass cannot be seen: %s", error)
+        return True
+    functions = any(isinstance(z.grad_fn, torch.autograd.function.BackwardCFunction) for z in between)
+    if grad is None or not functions:
+        return grad is not None
+    if grad.is_meta:
+        raise BadExampleInputs("whether an autograd function passes gradients on does not show on the meta device")
+    return bool(grad.any())

@@ -1,0 +1,352 @@
+"""The original's branches, wired by a topology's formulas and without any edit.
+
+While the original runs, its residual adds give what the formulas make of the branches so far, in float64 and plain
+torch, in place of their sums; and each projection of queries, keys and values gets what it is given where the block
+reads that one of the three alone. That is a model of its own. With connection weights that have moved, a rewired model
+has to have its outputs and gradients: at their start most topologies are the plain network, and what an edit has lost
+does not show.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rewire.copies import shared
+from rewire.errors import ValidationMismatch
+from rewire.passes.editing.carriers import casts_of
+from rewire.passes.editing.connect import register
+from rewire.passes.find import Finding, Found
+from rewire.passes.finding.adds import VIEWS
+from rewire.passes.finding.chains import Chain
+from rewire.passes.finding.flow import Flow, Op, Scope, common
+from rewire.passes.finding.projections import Projections, find_projections
+from rewire.passes.finding.record import Recorder
+from rewire.passes.validating.wires import Wires
+from rewire.patterns import Pattern
+from rewire.runtime.connection import connections
+from rewire.runtime.layout import Layout
+
+#: Of an operation or a call: where in the code it stands, and the number among those alike.
+_Key: TypeAlias = tuple[Any, ...]
+
+
+def wired(found: Found, rewired: nn.Module, patterns: Sequence[Pattern]) -> nn.Module:
+    """The original, wired by the formulas of a rewired model's topologies, with connection weights like that one's.
+
+    Args:
+        found: what runs of the original showed.
+        rewired: what was made of it.
+        patterns: those that know the model.
+    """
+    model = shared(found.evaluation.flow.model)
+    for connection in connections(rewired).values():
+        assert connection.trunk is not None
+        register(model, connection.trunk, copy.deepcopy(connection))
+    layouts = {name: connection.layout for name, connection in connections(rewired).items()}
+    scripts = [_Script(finding, layouts, patterns) for finding in found.findings]
+    cls = type(model)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wiring = _Wiring(self, scripts[self.training and len(scripts) > 1])
+        handles = wiring.attach()
+        try:
+            with wiring.open, wiring:
+                result = cls.__call__(self, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+            wiring.frames.clear()
+        wiring.check()
+        return result
+
+    metaclass: Any = type(cls)
+    model.__class__ = metaclass(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+    return model
+
+
+@dataclasses.dataclass(eq=False)
+class _Read:
+    """An attention that reads queries, keys and values apart.
+
+    Attributes:
+        site: number of its residual add.
+        projections: where it projects them.
+        state: the key of the value that it reads.
+        reader: path of the module in whose call that is read.
+    """
+
+    site: int
+    projections: Projections
+    state: _Key
+    reader: str
+
+
+class _Script:
+    """What happens to the streams in a run, by its operations and calls.
+
+    Attributes:
+        trunks: of each pass of a stream through a trunk, the trunk's name and layout.
+        steps: of an operation -> number of the pass, what is done, and number of the operand that is the stream's.
+        starts: of a call -> number of the pass that starts with an argument, its name, and which tensor of it.
+        reads: by pass.
+    """
+
+    def __init__(self, found: Finding, layouts: Mapping[str, Layout], patterns: Sequence[Pattern]) -> None:
+        self.trunks: list[tuple[str, Layout]] = []
+        self.steps: dict[_Key, list[tuple[int, str, int]]] = {}
+        self.starts: dict[_Key, list[tuple[int, str, int]]] = {}
+        self.reads: list[list[_Read]] = []
+        self._flow = found.flow
+        self._keys = dict(_numbered((op, (op.scope.path, op.place, op.name)) for op in found.flow))
+        for name, layout in layouts.items():
+            for chain in found.passes(name):
+                self._start(chain, len(self.trunks))
+                self._adds(chain, len(self.trunks), layout)
+                separate = [n for n in range(len(chain.adds)) if layout.reads_qkv(n)]
+                self.reads.append([self._read(found, name, chain, n, patterns) for n in separate])
+                self.trunks.append((name, layout))
+        del self._flow, self._keys
+
+    def __deepcopy__(self, _: Any) -> _Script:
+        return self
+
+    def _put(self, op: Op, number: int, what: str, operand: int = 0) -> None:
+        self.steps.setdefault(self._keys[op], []).append((number, what, operand))
+
+    def _start(self, chain: Chain, number: int) -> None:
+        """A stream starts with an argument of the call that reads it first, or with what an operation in that makes."""
+        scope, entry = _beginning(self._flow, chain), chain.entry
+        brought = next(((name, ops.index(entry)) for name, ops in scope.arguments.items() if entry in ops), None)
+        if scope.holds(entry.scope) or brought is None:
+            self._put(entry, number, "start")
+            return
+        calls = dict.fromkeys(call for op in self._flow for call in op.scope.modules())
+        keys = dict(_numbered((call, (call.path,)) for call in calls))
+        self.starts.setdefault(keys[scope], []).append((number, *brought))
+
+    def _adds(self, chain: Chain, number: int, layout: Layout) -> None:
+        for site, (add, passage) in enumerate(zip(chain.adds, chain.passages, strict=True)):
+            for op in (*(passage if site else ()), *casts_of(add)):
+                if op.name in VIEWS:
+                    self._put(op, number, "view")
+            shortcut = add.shortcut
+            for op in (*add.inner, add.op):
+                self._put(op, number, "add" if op is add.op else "part", op.inputs.index(shortcut))
+                shortcut = op
+            if site in layout.posts:
+                self._put(add.post[-1] if add.post else add.op, number, "push")
+
+    def _read(self, found: Finding, name: str, chain: Chain, site: int, patterns: Sequence[Pattern]) -> _Read:
+        add, known = chain.adds[site], find_projections(found.flow, found.trunks[name].sites[site], patterns)
+        scopes = add.op.scope.modules()
+        for user in (user for user in found.flow.users[add.state] if user in add.region):
+            scopes = common(scopes, user.scope.modules())
+        return _Read(site, known, self._keys[add.state], scopes[-1].path)
+
+
+def _beginning(flow: Flow, chain: Chain) -> Scope:
+    """The innermost call of a module that holds the first add and all that its branches read; or adds, and gets it."""
+    first = chain.adds[0]
+    scopes, own = first.op.scope.modules(), {*first.region, *casts_of(first), *first.inner, first.op}
+    for op in (first.state, *casts_of(first)):
+        for user in (user for user in flow.users[op] if user in own):
+            scopes = common(scopes, user.scope.modules())
+    adding = [s for s in scopes if any(add.op.scope is s for add in chain.adds)]
+    given = [s for s in adding if any(chain.entry in ops for ops in s.arguments.values())]
+    return given[0] if given else scopes[-1]
+
+
+def _numbered(pairs: Iterable[tuple[Any, tuple[Any, ...]]]) -> Iterator[tuple[Any, _Key]]:
+    """Each with the number of those before it that stand at the same place."""
+    counts: collections.Counter[Any] = collections.Counter()
+    for item, place in pairs:
+        yield item, (*place, counts[place])
+        counts[place] += 1
+
+
+class _Reached(BaseException):
+    """A projection gets these arguments. (No Exception, which a forward may catch.)"""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.given, self.kwargs = args, kwargs
+
+
+class _Wiring(Recorder):
+    """A run in which the script happens.
+
+    Attributes:
+        passes: of streams, so far.
+        counts: of operations and calls, by their place.
+        calls: of modules in whose calls an attention reads: what the present call was given, and `counts` before it.
+        probe: in a call that is made again for one of queries, keys and values: the key of the value that it reads,
+            what to read, and the path of the projection at which it ends.
+        written: what an addition in place has changed, and what it was before.
+    """
+
+    def __init__(self, model: nn.Module, script: _Script) -> None:
+        super().__init__(model)
+        self.script = script
+        made = connections(model)
+        weights = {name: made[name].effective() for name in dict(script.trunks)}
+        self.passes = [Wires(layout, weights[name]) for name, layout in script.trunks]
+        self.parts: list[list[Tensor]] = [[] for _ in self.passes]
+        self.counts: collections.Counter[Any] = collections.Counter()
+        self.keys: dict[int, _Key] = {}
+        self.calls: dict[str, tuple[nn.Module, Any, Any, Any]] = {}
+        self.readers = {read.reader for reads in script.reads for read in reads}
+        self.probe: tuple[_Key, Tensor, str] | None = None
+        self.replaced: list[Tensor] = []
+        self.written: tuple[Any, Any] = (None, None)
+        self.open = contextlib.ExitStack()
+
+    def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Any) -> Op:
+        op = super()._new(tensor, name, inputs, scope, place)
+        at = (scope.path, place, name)
+        self.keys[op.index] = (*at, self.counts[at])
+        self.counts[at] += 1
+        return op
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, count = kwargs or {}, len(self.ops)
+        name, self.written = getattr(func, "__name__", ""), (None, None)
+        if name in ("add_", "__iadd__"):  # perhaps to a branch's output
+            self.written = args[0], args[0].clone()
+        in_place = kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, _same) if in_place else contextlib.nullcontext():
+            result = super().__torch_function__(func, types, args, kwargs)  # which `_in_place_of` may write to
+        for op in self.ops[count:]:
+            new = self._happens(op, func, args, kwargs)
+            if new is not None:
+                result = self._in_place_of(op, new, result, (args, kwargs))
+        return result
+
+    def _happens(self, op: Op, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """What an operation gives in place of its own result; None: that."""
+        key, new = self.keys[op.index], None
+        if self.probe is not None:
+            return self.probe[1] if key == self.probe[0] else None
+        steps = self.script.steps.get(key, ())
+        if steps and not torch.is_grad_enabled():  # what follows has other gradients than what is made here
+            raise RuntimeError(f"'{op.name}' in module '{op.scope.path}' runs inside an autograd function")
+        for number, what, operand in steps:
+            wires, made = self.passes[number], self.made[op.index] if new is None else new
+            if what == "start":
+                new = wires.start(made)
+            elif what == "push":
+                new = wires.push(made)
+            elif what == "view":
+                viewed = self.made[op.inputs[0].index]
+                wires.view(lambda x: func(*_swapped(args, viewed, x), **_swapped(kwargs, viewed, x)), made)  # noqa: B023
+            else:
+                branch = self.made[op.inputs[1 - operand].index]
+                branch = self.written[1] if branch is self.written[0] else branch
+                scaled = op.scale is not None and op.scale != 1
+                self.parts[number].append(branch * op.scale if scaled else branch)
+                if what == "add":
+                    new = wires.add(self.parts[number], made)
+                    self.parts[number] = []
+        return new
+
+    def _in_place_of(self, op: Op, new: Tensor, result: Any, given: Any) -> Any:
+        own = self.made[op.index]
+        if any(own is tensor for tensor in tree_leaves(given)):  # which was written to
+            own.copy_(new)
+            for wires in self.passes:
+                wires.value = own if wires.value is new else wires.value
+            return result
+        self.replaced.append(own)  # so that its id is not used again
+        self.made[op.index], self.known[id(new)] = new, op
+        return tree_map(lambda item: new if item is own else item, result)
+
+    def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        super()._entered(module, args, kwargs)
+        path = self.paths[module]
+        if self.probe is not None:
+            if path == self.probe[2]:
+                raise _Reached(args, kwargs)
+            return None
+        self._keep_activations()
+        for number, name, item in self.script.starts.get((path, self.counts[path,]), ()):
+            x = self.made[self.stack[-1].arguments[name][item].index]
+            new = self.passes[number].start(x)
+            args, kwargs = _swapped((args, kwargs), x, new)
+            self.known[id(new)] = self.known[id(x)]
+            self.replaced.append(new)
+        self.counts[path,] += 1
+        if path in self.readers:
+            self.calls[path] = module, args, kwargs, collections.Counter(self.counts)
+        return self._apart(path, args, kwargs)
+
+    def check(self) -> None:
+        """Refuse a run in which something did not happen: it says nothing."""
+        missing = [name for (name, _), wires in zip(self.script.trunks, self.passes, strict=True) if not wires.complete]
+        if missing:
+            raise RuntimeError(f"other residual adds of trunk '{missing[0]}' ran than were found")
+
+    def _keep_activations(self) -> None:
+        """Undo activation checkpointing: what it would run again, in backward, is not wired there."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and hooks[0] is not _same:
+            self.open.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+
+    def _apart(self, path: str, args: Any, kwargs: Any) -> Any:
+        """What a call gets: of a projection of queries, keys or values, where these are read apart, its own."""
+        for wires, reads in zip(self.passes, self.script.reads, strict=True):
+            for read in reads:
+                if wires.qkv is not None and wires.site == read.site and path in read.projections.ways:
+                    return self._projected(wires, read, path, args, kwargs)
+        return args, kwargs
+
+    def _projected(self, wires: Wires, read: _Read, path: str, args: Any, kwargs: Any) -> Any:
+        module, fused = self.model.get_submodule(path), read.projections.fused
+        if isinstance(module, nn.MultiheadAttention):
+            names = ("query", "key", "value")
+            given = [self._fed(wires, read, path, way) for way in "qkv"]
+            own = [(*g.given, *(g.kwargs[n] for n in names[len(g.given) :]))[n] for n, g in enumerate(given)]
+            return (*own, *args[3:]), {name: value for name, value in kwargs.items() if name not in names}
+        if fused is None:
+            alone = self._fed(wires, read, path, read.projections.ways[path])
+            return alone.given, alone.kwargs
+        made = [module.forward(self._fed(wires, read, path, way).given[0]) for way in "qkv"]
+        parts = [x.unflatten(-1, (fused.groups, -1)).split(fused.sizes, -1)[n] for n, x in enumerate(made)]
+        result = torch.cat(parts, -1).flatten(-2)
+
+        def feed(*_: Any) -> Tensor:
+            handle.remove()
+            return result
+
+        handle: Any = module.register_forward_hook(feed)
+        return args, kwargs
+
+    def _fed(self, wires: Wires, read: _Read, path: str, way: str) -> _Reached:
+        """What a projection is given where the block reads what is read for queries, keys or values alone."""
+        assert wires.qkv is not None and wires.value is not None
+        module, args, kwargs, counts = self.calls[read.reader]
+        value, x, before, depth = wires.value, wires.qkv[way], self.counts, len(self.stack)
+        self.counts, self.probe = collections.Counter(counts), (read.state, x, path)
+        try:
+            nn.Module.__call__(module, *_swapped(args, value, x), **_swapped(kwargs, value, x))
+        except _Reached as reached:
+            return reached
+        finally:
+            self.counts, self.probe = before, None
+            del self.stack[depth:]
+        raise ValidationMismatch(f"'{path}' is not called where '{read.reader}' is called once more.")
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _swapped(value: Any, old: Tensor, new: Tensor) -> Any:
+    return tree_map(lambda item: new if item is old else item, value)

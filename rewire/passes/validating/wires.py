@@ -1,0 +1,123 @@
+"""One pass of a stream through a trunk, by the formulas of its topology: in float64 and plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewire.mixes.autograd import plainly
+from rewire.mixes.tokens import outside_autocast
+from rewire.runtime.layout import Layout
+from rewire.topologies.base import QKVInputs, materialize, total
+
+
+class Wires:
+    """One pass of a stream through a trunk.
+
+    Args:
+        layout: topology and units.
+        weights: effective connection weights.
+
+    Attributes:
+        value: what the model's next operations read.
+        qkv: the same for queries, keys and values, where the next branch is an attention that reads them apart.
+        site: number of residual adds so far.
+    """
+
+    def __init__(self, layout: Layout, weights: Any) -> None:
+        self.layout, self.weights, self.topology = layout, weights, layout.topology
+        self.site = 0
+        self.value: Tensor | None = None
+        self.qkv: dict[str, Tensor] | None = None
+        self._states: tuple[Any, ...] = ()
+        self._exact: Any = None  # the value in float64, as the model has hidden states
+        self._branches: list[Tensor] = []  # of the present unit, likewise
+
+    @property
+    def complete(self) -> bool:
+        return self.site == len(self.layout.units)
+
+    def start(self, x: Tensor) -> Tensor:
+        """What is read of the trunk's input."""
+        with plainly(), outside_autocast(x.device):
+            self._states = self.topology.start(self._last(_exact(x)), self.weights)
+            return self._read(x)
+
+    def add(self, branches: Sequence[Tensor], plain: Tensor) -> Tensor:
+        """What follows a residual add of ``branches``, which gives ``plain`` in the original.
+
+        Behind the last one of a unit that is what is read next; inside a unit, and where the model makes the next state
+        of it (`push`), the sum.
+        """
+        layout, site = self.layout, self.site
+        new = [_exact(branch.expand_as(plain)) for branch in branches]
+        self._branches, self.site, self.qkv = [*self._branches, *new], site + 1, None
+        with plainly(), outside_autocast(plain.device):
+            if not layout.closes_unit(site):
+                self._exact = total((self._exact, *new))
+                return self._rounded(plain)
+            f, self._branches = self._last(total(tuple(self._branches))), []
+            if site in layout.posts:
+                merged = layout.recurrence.merge(self._states, self.weights, layout.units[site], f)
+                self._exact = layout.restored(materialize(merged))
+                return self._rounded(plain)
+            self._states = self.topology.write(self._states, self.weights, layout.units[site], f)
+            return self._read(plain)
+
+    def push(self, state: Tensor) -> Tensor:
+        """What is read after the operations behind an add have made ``state`` of its sum."""
+        unit, exact = self.layout.units[self.site - 1], _exact(state)
+        with plainly(), outside_autocast(state.device):
+            if _is_cut(self.value, state):  # then the earlier states, too, are without gradients from here on
+                self._states = self.topology.viewed(self._states, Tensor.detach)
+            self._states = self.layout.recurrence.push(self._states, self.weights, unit, self._last(exact))
+            return self._read(state)
+
+    def view(self, function: Callable[[Tensor], Tensor], value: Tensor) -> None:
+        """The stream has other dimensions: ``value`` is what ``function`` makes of what was read."""
+        with plainly():
+            self._states = self.topology.viewed(self._states, function)
+        self._branches, self._exact = [*map(function, self._branches)], function(self._exact)
+        self.qkv = None if self.qkv is None else {way: function(x) for way, x in self.qkv.items()}
+        self.value = value
+
+    def _read(self, like: Tensor) -> Tensor:
+        layout = self.layout
+        if self.complete:
+            self._exact = layout.restored(self.topology.finish(self._states, self.weights, layout.dims))
+            return self._rounded(like)
+        read, self._states = self.topology.read(self._states, self.weights, layout.units[self.site])
+        if isinstance(read, QKVInputs):
+            ways = {way: layout.restored(getattr(read, way)) for way in ("q", "k", "v", "residual")}
+            self._exact = ways.pop("residual")
+            self.qkv = {way: x.to(like.dtype) for way, x in ways.items()}
+        else:
+            self._exact = layout.restored(materialize(read))
+        return self._rounded(like)
+
+    def _rounded(self, like: Tensor) -> Tensor:
+        self.value = self._exact.to(like.dtype)
+        return self.value
+
+    def _last(self, x: Tensor) -> Tensor:
+        return self.layout.channels_last(x)
+
+
+def _exact(x: Tensor) -> Tensor:
+    """``x`` in double precision, in memory of its own: the model may write to ``x``."""
+    return x.to(torch.promote_types(x.dtype, torch.float64), copy=True)
+
+
+def _is_cut(x: Tensor | None, state: Tensor) -> bool:
+    """Whether no gradient of ``state``, which was made of ``x``, reaches it."""
+    if x is None or not x.requires_grad or not torch.is_grad_enabled():
+        return False
+    if not state.requires_grad:
+        return True
+    if state is x:
+        return False
+    (grad,) = torch.autograd.grad(state, x, torch.rand_like(state), retain_graph=True, allow_unused=True)
+    return grad is None or not bool(grad.any())

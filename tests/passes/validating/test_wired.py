@@ -1,0 +1,258 @@
+"""What is lost where connection weights have moved is noticed, and what is right is not refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mixing import llama
+from models import NanoGPT, PostNorm, PreNorm, Stack, UNet, token_ids, vectors
+from torch import Tensor, nn
+
+import rewire
+from rewire.passes import find
+from rewire.runtime.depth import Depth
+from rewire.runtime.layout import Layout
+from rewire.runtime.live import Live
+from rewire.runtime.stream import Stream
+
+WIDTH = 16
+X = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+MOVED = "connection weights that have moved"
+
+
+class Identity(torch.autograd.Function):
+    """As functions that gather a sequence over ranks are written."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Stop(Identity):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.zeros_like(grad)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o_proj(F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm(x))
+        return x + self.mlp(torch.tanh(x))
+
+
+class Applied(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(Identity.apply(self.norm(x)))
+        return x + self.mlp(torch.tanh(x))
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(block() for _ in range(4))
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == 1:
+                x = self.between(x)
+        return x
+
+
+class Detached(Net):
+    def between(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+class Scaled(Net):
+    def between(self, x: Tensor) -> Tensor:
+        return x.detach() * self.stem.bias
+
+
+class Data(Net):
+    def between(self, x: Tensor) -> Tensor:
+        return x.data
+
+
+class Anew(Net):
+    def between(self, x: Tensor) -> Tensor:
+        return x.detach().requires_grad_()
+
+
+class Stopped(Net):
+    def between(self, x: Tensor) -> Tensor:
+        return Stop.apply(x)
+
+
+class Copied(Net):
+    def between(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x.clone()
+
+
+# -- what is wrong -----------------------------------------------------------------------------------------------------
+
+
+def lost(depth: Depth, function: Any, *values: Any) -> Any:
+    """As when the receiver of a call was taken for the value."""
+    return function(*values)
+
+
+def test_a_value_that_is_lost_on_its_way_to_an_attention_is_noticed():
+    with mock.patch.object(Depth, "each", lost), pytest.raises(rewire.OutOfOrder, match="separate inputs"):
+        rewire.compile(Net(Applied), "dca", example_inputs=(X,))
+
+
+@pytest.mark.parametrize("topology", ["dca", "muddformer"])
+def test_and_where_nothing_else_notices_it_the_comparison_does(topology):
+    with (
+        mock.patch.object(Depth, "each", lost),
+        mock.patch.object(Depth, "_projected", Depth._taken),
+        mock.patch.object(Live, "apart", property(lambda _: True, lambda *_: None), create=True),
+        pytest.raises(rewire.ValidationMismatch, match=MOVED),
+    ):
+        rewire.compile(Net(Applied), topology, example_inputs=(X,))
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "denseformer"])
+def test_gradients_that_pass_by_a_cut_are_noticed(topology):
+    with (
+        mock.patch.object(find, "where_cut", return_value=""),
+        mock.patch.object(Stream, "_check_passes"),
+        pytest.raises(rewire.ValidationMismatch, match=f"only.*{MOVED}"),
+    ):
+        rewire.compile(Detached(), topology, example_inputs=(X,))
+
+
+@pytest.mark.parametrize(("one", "other"), [("q", "k"), ("k", "v"), ("q", "v")])
+@pytest.mark.parametrize("topology", ["dca", "muddformer"])
+def test_queries_keys_and_values_that_change_places_are_noticed(topology, one, other):
+    with (
+        mock.patch.multiple(Depth, **{one: getattr(Depth, other), other: getattr(Depth, one)}),
+        pytest.raises(rewire.ValidationMismatch, match=MOVED),
+    ):
+        rewire.compile(Net(), topology, example_inputs=(X,))
+
+
+def of_another_unit(stream: Stream) -> Any:
+    """What a unit reads by the weights of the one before."""
+    layout = stream.layout
+    units = tuple(max(1, unit - 1) for unit in layout.units)
+    other = Layout(layout.trunk, layout.topology, units, layout.dims.width, layout.dims.attention)
+    value, after = _DUE(Stream(stream.states, stream.held, stream.weights, other, stream.position))
+    return value, Stream(after.states, after.held, after.weights, layout, after.position)
+
+
+_DUE = Stream._due
+
+
+def test_weights_of_another_unit_are_noticed():
+    with mock.patch.object(Stream, "_due", of_another_unit), pytest.raises(rewire.ValidationMismatch, match=MOVED):
+        rewire.compile(Net(), "x0-lambdas", example_inputs=(X,))
+
+
+def without_the_first(stream: Stream, branches: Any) -> Any:
+    """Between the units, the first state is forgotten."""
+    written = _WRITTEN(stream, branches)
+    return Stream(
+        written.states[-1:] * len(written.states), written.held, written.weights, written.layout, written.position
+    )
+
+
+_WRITTEN = Stream._written
+
+
+def test_a_state_that_is_dropped_is_noticed():
+    with (
+        mock.patch.object(Stream, "_written", without_the_first),
+        pytest.raises(rewire.ValidationMismatch, match=MOVED),
+    ):
+        rewire.compile(Net(), "x0-lambdas", example_inputs=(X,))
+
+
+# -- what is cut -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("net", [Detached, Scaled, Data, Anew, Stopped, Copied])
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_stream_whose_gradients_are_cut_is_left_alone(net, validate):
+    with pytest.raises(rewire.RewireError, match=r"gradients (do not pass|switched)"):
+        rewire.compile(net(), "ancre-ingoing", example_inputs=(X,), validate=validate)
+
+
+def test_a_cut_that_no_run_showed_is_refused_when_it_runs():
+    class Later(Net):
+        cut = False
+
+        def between(self, x: Tensor) -> Tensor:
+            return (x.detach() if self.cut else x) * 0.5
+
+    rewired = rewire.compile(Later(), "ancre-ingoing", example_inputs=(X,))
+    rewired(X)
+    rewired.cut = True
+    with pytest.raises(rewire.UnsupportedCall, match="gradients do not pass from residual add 4"):
+        rewired(X)
+    with torch.no_grad():
+        rewired(X)
+
+
+# -- what is right -----------------------------------------------------------------------------------------------------
+
+RIGHT = {
+    "pre-norm": (lambda: Stack(PreNorm), vectors),
+    "post-norm": (lambda: Stack(PostNorm), vectors),
+    "U-Net": (UNet, vectors),
+    "GPT": (NanoGPT, token_ids),
+    "in a call": (lambda: Net(Applied), lambda: X),
+    "llama": (llama, lambda: token_ids(2, 12, 97)),
+    "llama in bfloat16": (lambda: llama().bfloat16(), lambda: token_ids(2, 12, 97)),
+}
+
+
+@pytest.mark.parametrize("model", RIGHT)
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "dca", "hc-dynamic"])
+def test_what_is_right_is_compared_and_not_refused(model, topology, caplog):
+    make, inputs = RIGHT[model]
+    with caplog.at_level(logging.INFO, logger="rewire"):
+        try:
+            rewire.compile(make(), topology, example_inputs=(inputs(),))
+        except rewire.UnsupportedTopology:
+            return  # no attention, or a post-norm block
+    assert f"{MOVED}: " in caplog.text and "was not validated" not in caplog.text
+
+
+def test_what_cannot_be_wired_is_said(caplog):
+    class Inside(Net):
+        def between(self, x: Tensor) -> Tensor:
+            return Identity.apply(x)
+
+    with caplog.at_level(logging.WARNING, logger="rewire"):
+        rewire.compile(Inside(), "ancre-ingoing", example_inputs=(X,))
+    assert f"not validated with {MOVED}" in caplog.text and "autograd function" in caplog.text
