@@ -72,6 +72,7 @@ ROOMS = {
     *("__init__.py", "__main__.py", "compiler.py", "console.py", "conventions.py", "copies.py", "diffs.py"),
     *(
         "errors.py",
+        "files.py",
         "freezing.py",
         "logs.py",
         "pipeline.py",

@@ -49,3 +49,25 @@ def test_the_most_and_the_least_that_the_pages_name() -> None:
     for page in ("README.md", "docs/limits.md"):
         text = " ".join((ROOT / page).read_text().split())
         assert f"{costs['hc-gated']:.2f} times (`hc-gated`)" in text
+
+
+def test_the_experiment() -> None:
+    page = (ROOT / "docs" / "experiment.md").read_text()
+    seeds = json.loads((RESULTS / "train_lm.json").read_text())["seeds"].values()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
+    shown = {name.strip("`"): (losses, kept) for name, _, *losses, kept in cells[:5]}
+    first = next(iter(seeds))
+    assert shown.keys() == first.keys()
+    for name, (losses, kept) in shown.items():
+        assert losses == [f"{seed[name]['validation loss']:.4f}" for seed in seeds]
+        assert kept == f"{first[name]['kept MiB']:.1f} MiB"
+    plain, gains = [seed["residual"]["validation loss"] for seed in seeds], {}
+    for name in ("ancre", "ancre-fixed", "muddformer"):
+        ends = [seed[name]["validation loss"] for seed in seeds]
+        gains[name] = [p - end for p, end in zip(plain, ends, strict=True)]
+    assert {f"{gain:.2f}" for gain in gains["muddformer"]} == {"0.05"}
+    assert {f"{gain:.2f}" for gain in gains["ancre"]} == {"0.02"}
+    assert [f"{gain:.2f}" for gain in gains["ancre-fixed"]] == ["0.00", "0.02"]
+    for page_path in ("README.md", "docs/index.md"):
+        text = " ".join((ROOT / page_path).read_text().split())
+        assert "`muddformer` ends 0.05 nats per byte below" in text and "`ancre-ingoing`" in text

@@ -12,6 +12,7 @@ from torch import Tensor
 from rewire.mixes.streams import combine
 from rewire.mixes.tokens import project, rms_norm
 from rewire.topologies.base import (
+    OF_STATES,
     Dims,
     Granularity,
     Start,
@@ -107,6 +108,9 @@ class GatedHyperConnections(Topology[Weights]):
             "up": drawn(reads, self.rank, channels),
             "inject": drawn(dims.depth, channels, n, zero=start == "preserve"),
         }
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"inject": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         return Weights(*(parameters[name].float() for name in Weights._fields))
