@@ -108,7 +108,9 @@ def step(model: nn.Module) -> None:
 def boundary(model: nn.Module) -> float:
     """What the stream holds between the last two layers, in hidden states."""
     held: list[Stream] = []
-    hook = model.model.layers[-2].register_forward_hook(lambda module, args, output: held.append(output))
+    layers: Any = model.model.layers  # type: ignore[union-attr]
+    # By the class: a rewired block's own method would show the hook a tensor.
+    hook = nn.Module.register_forward_hook(layers[-2], lambda module, args, output: held.append(output))
     with torch.no_grad():
         model(input_ids=torch.arange(TOKENS)[None] % 16)
     hook.remove()

@@ -72,9 +72,10 @@ def staged(folder: Path, last: str = "") -> Iterator[Path]:
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A path to write a file to, which takes the place of ``path`` when the block ends well.
 
-    What is no file (``/dev/stdout``, a pipe) is written to as it is. If ``path`` is a link to a file, that is replaced.
+    What is no file (``/dev/stdout``, a pipe) is written to as it is, and so is a file in a `staged` folder, which
+    nobody else sees. If ``path`` is a link to a file, that is replaced.
     """
-    if os.path.lexists(path) and not os.path.isfile(path):
+    if _STAGE.fullmatch(Path(path).parent.name) or (os.path.lexists(path) and not os.path.isfile(path)):
         yield Path(path)
     else:
         target = Path(os.path.realpath(path))
@@ -183,6 +184,8 @@ def _lock(handle: int | None) -> None:
 
 def _close(handle: int | None) -> None:
     if handle is not None:
+        with contextlib.suppress(OSError):  # explicitly: a process that was forked meanwhile has the handle, too
+            fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
 
 

@@ -171,3 +171,33 @@ def test_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         os.utime(old, (0, 0))
         with files.staged(tmp_path):
             assert not old.exists()
+
+
+def test_a_file_in_a_staged_folder_is_written_there(tmp_path: Path) -> None:
+    """The folder is locked already, by this very process: a second lock would wait for ever."""
+    with files.staged(tmp_path) as stage, files.whole(stage / "a") as path:
+        path.write_text("a")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked there")
+def test_a_process_that_is_forked_meanwhile_holds_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[int] = []
+    move = files._move
+
+    def fork(*args: Any) -> None:
+        if not children:
+            children.append(os.fork())
+            if not children[0]:
+                time.sleep(30)
+                os._exit(0)
+        move(*args)
+
+    monkeypatch.setattr(files, "_move", fork)
+    for text in "ab":
+        with files.whole(tmp_path / "a") as path:
+            path.write_text(text)
+    assert os.waitpid(children[0], os.WNOHANG) == (0, 0)  # it is still there
+    os.kill(children[0], 9)
+    os.waitpid(children[0], 0)
+    assert (tmp_path / "a").read_text() == "b"

@@ -71,3 +71,11 @@ def test_the_experiment() -> None:
     for page_path in ("README.md", "docs/index.md"):
         text = " ".join((ROOT / page_path).read_text().split())
         assert "`muddformer` ends 0.05 nats per byte below" in text and "`ancre-ingoing`" in text
+
+
+def test_what_is_said_of_clipping() -> None:
+    rows = json.loads((RESULTS / "clipping.json").read_text())["rows"]
+    noise = {row["model"]: row["noise"] for row in rows if "noise" in row}
+    assert len({row["model"] for row in rows}) == 3 and len({row["topology"] for row in rows}) == 29
+    assert max(row["share"] for row in rows) < 1 / 3
+    assert all(abs(row["behind"]) < max(noise[row["model"]], 1e-3) for row in rows if "behind" in row)

@@ -77,9 +77,9 @@ def _check_same(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         if there != here:
             raise RewireError(
                 "the checkpoint is one of a model that was rewired in another way; connections differ "
-                f"(- saved, + here):{difference(there, here)}\nRewire this model as that one was, and load then. If only "
-                "recipes differ, an earlier version may have written it: torch.distributed.checkpoint.format_utils."
-                "dcp_to_torch_save makes a state dict of it, which load_state_dict converts."
+                f"(- saved, + here):{difference(there, here)}\nRewire this model as that one was, and load then. If "
+                "only recipes differ, an earlier version may have written it: torch.distributed.checkpoint."
+                "format_utils.dcp_to_torch_save makes a state dict of it, which load_state_dict converts."
             )
 
 

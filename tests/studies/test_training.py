@@ -24,9 +24,10 @@ def test_a_run_is_what_a_loop_by_hand_gives() -> None:
     model = rewire.compile(regression.model(), "laurel-rw", validate=False)
     groups = rewire.parameter_groups(model, lr=0.01, weight_decay=task.weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    rates = [group["lr"] for group in groups]
     for step, batch in enumerate(itertools.islice(task.batches(3), 40)):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 * warm_up_and_decay(step / 40)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * warm_up_and_decay(step / 40)
         regression.loss(model, batch).backward()
         nn.utils.clip_grad_norm_(model.parameters(), task.clip)
         optimizer.step()

@@ -106,7 +106,7 @@ def check(model: Any, topology: str, theirs: Callable[[Any], Weights], **options
     weights = theirs(model)
     assert {name: value.shape for name, value in ours.items()} == {name: w.shape for name, w in weights.items()}
     for name, value in weights.items():
-        ours[name].data = value.detach().clone()
+        ours[name].data = value.detach() / connection.stored_in[name]
     with Double():
         got = rewired(IDS)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
@@ -117,7 +117,9 @@ def check(model: Any, topology: str, theirs: Callable[[Any], Weights], **options
     with Double():
         wanted = dict(zip(own, torch.autograd.grad(want, own, **given), strict=True))
         same = [dict(rewired.named_parameters())[name] for name in shared]
-        found = torch.autograd.grad(got, [*same, *ours.values()], **given)
+        found = list(torch.autograd.grad(got, [*same, *ours.values()], **given))
+    for number, name in enumerate(ours, start=len(shared)):
+        found[number] = found[number] / connection.stored_in[name]
     with torch.no_grad():
         for parameter in own:
             parameter.data = wanted[parameter]

@@ -34,6 +34,7 @@ from rewire.passes.validating.wires import Wires
 from rewire.patterns import Pattern
 from rewire.runtime.connection import connections
 from rewire.runtime.layout import Layout
+from rewire.runtime.nested import mapped
 
 #: Of an operation or a call: where in the code it stands, and the number among those alike.
 _Key: TypeAlias = tuple[Any, ...]
@@ -126,7 +127,8 @@ class _Script:
         """A stream starts with an argument of the call that reads it first, or with what an operation in that makes."""
         scope, entry = _beginning(self._flow, chain), chain.entry
         brought = next(((name, ops.index(entry)) for name, ops in scope.arguments.items() if entry in ops), None)
-        if scope.holds(entry.scope) or brought is None:
+        made_here = scope.holds(entry.scope) and entry.place is not None  # by an operation: no input of the model
+        if made_here or brought is None:
             self._put(entry, number, "start")
             return
         calls = dict.fromkeys(call for op in self._flow for call in op.scope.modules())
@@ -279,7 +281,8 @@ class _Wiring(Recorder):
         for number, name, item in self.script.starts.get((path, self.counts[path,]), ()):
             x = self.made[self.stack[-1].arguments[name][item].index]
             new = self.passes[number].start(x)
-            args, kwargs = _swapped((args, kwargs), x, new)
+            # Not copies of dicts: the call may leave the next state in one that its caller holds.
+            args, kwargs = mapped((args, kwargs), lambda item: new if item is x else item)  # noqa: B023
             self.known[id(new)] = self.known[id(x)]
             self.replaced.append(new)
         self.counts[path,] += 1

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import rewire
 from rewire.passes import find
+from rewire.passes.validating.wires import Wires
 from rewire.runtime.depth import Depth
 from rewire.runtime.layout import Layout
 from rewire.runtime.live import Live
@@ -256,3 +257,46 @@ def test_what_cannot_be_wired_is_said(caplog):
     with caplog.at_level(logging.WARNING, logger="rewire"):
         rewire.compile(Inside(), "ancre-ingoing", example_inputs=(X,))
     assert f"not validated with {MOVED}" in caplog.text and "autograd function" in caplog.text
+
+
+class AtTheRoot(nn.Module):
+    """Its stream starts with the model's own input, and its adds are the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class InADict(AtTheRoot):
+    def step(self, state: dict[str, Tensor], block: nn.Module) -> int:
+        state["x"] = state["x"] + block(state["x"])
+        return 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"x": torch.tanh(x)}
+        for block in self.blocks:
+            self.step(state, block)
+        return state["x"]
+
+
+@pytest.mark.parametrize("net", [AtTheRoot, InADict])
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "ancre-none", "grn-v1", "hc-static"])
+def test_streams_that_start_with_an_input_are_compared(
+    net: type[nn.Module], topology: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        rewire.compile(net(), topology, example_inputs=(X,))
+    assert MOVED in caplog.text and "was not validated" not in caplog.text
+
+
+def test_a_reference_that_is_wired_wrongly_refuses_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    start = Wires.start
+    with mock.patch.object(Wires, "start", lambda self, x: start(self, 2 * x)):
+        rewire.compile(Net(), "ancre-ingoing", example_inputs=(X,))
+    assert "was not validated with connection weights that have moved" in caplog.text
+    assert "wired by plain connections, the original is not itself" in caplog.text
