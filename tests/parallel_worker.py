@@ -418,7 +418,7 @@ class ByHand:
     @torch.no_grad()
     def step(self) -> None:
         for p in self.parameters:
-            p.sub_(self.lr * p.grad.sign())
+            p.sub_(20 * self.lr * p.grad.sign())
 
 
 def drifting_by_hand() -> None:
