@@ -78,7 +78,8 @@ class Module:
 
     def _class(self, cls: type, edits: Iterable[Edited], name: str) -> str:
         head = f"class {name}({self._qualified(cls)}):"
-        return "\n".join([head, *(self._method(cls, edited) for edited in edits)]).rstrip()
+        methods = [self._method(cls, edited) for edited in edits]
+        return "\n".join([head, *(methods or ['    """Only passes a residual stream on."""'])]).rstrip()
 
     def _root(self, cls: type) -> str:
         """The class of the whole model, which is connected when it is made."""
