@@ -93,7 +93,9 @@ class Connection(Watched):
     def reset_parameters(self) -> None:
         """Set the start values, and constants, again (after ``to_empty``, say)."""
         topology, dims = self.layout.topology, self.layout.dims
-        self.set_values(topology.parameters(dims, self.start) | topology.constants(dims))
+        start = topology.parameters(dims, self.start) | topology.constants(dims)
+        held = {*self._parameters, *self._buffers}  # on a later pipeline stage there are no learned weights
+        self.set_values({name: value for name, value in start.items() if name in held})
 
     @torch.no_grad()
     def set_values(self, values: Mapping[str, Tensor]) -> None:
