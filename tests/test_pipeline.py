@@ -246,3 +246,10 @@ def test_two_streams_at_one_place() -> None:
         del model.left[name], model.right[name]
     with pytest.raises(rewire.RewireError, match=r"'left' and 'right' would cross"):
         rewire.pipeline_stage(model)
+
+
+def test_a_stage_without_learned_weights_is_reset() -> None:
+    model = rewire.compile(Stack(PreNorm), "ancre-ingoing", validate=False)
+    (connection,) = rewire.connections(model).values()
+    connection.receiving().reset_parameters()
+    assert not connection.logits.any()
