@@ -11,6 +11,7 @@ import pytest
 import torch
 import two_processes
 from every_topology import LEARNED
+from models import PreNorm, Stack
 from torch import nn
 
 import rewire
