@@ -8,10 +8,10 @@ see the same batches, and they take turns at every step, so that a busy machine 
 checkpoints and ``results.json`` go to ``out/train_lm``.
 
 All runs have the scales that the plain model trains best with: embeddings of a standard deviation of 0.2, and the
-matrices that branches end with drawn four times as large as Llama's (``--embedding``, ``--branch``). At Llama's own 0.02
-a topology gains by such a scale alone. Two controls show what is left: `ancre-fixed` adds to every shortcut the newest
-state less the mean of all, and learns nothing; `ancre-still` has ANCRe's weights, which get gradients and stand still:
-it is the plain model, and has to train as that does.
+matrices that branches end with drawn four times as large as Llama's (``--embedding``, ``--branch``). At Llama's own
+0.02 a topology gains by such a scale alone. Two controls show what is left: `ancre-fixed` adds to every shortcut the
+newest state less the mean of all, and learns nothing; `ancre-still` has ANCRe's weights, which get gradients and stand
+still: it is the plain model, and has to train as that does.
 """
 
 from __future__ import annotations
