@@ -135,9 +135,34 @@ class Depth(SeparateInputs):
         self.live.append(live)
         return live.read(norm)
 
-    def give(self, value: Any) -> Any:
-        """An argument for a function that the stream goes through: the stream, where ``value`` is its value."""
-        return mapped(value, self._stream_of)
+    def through(
+        self,
+        function: Callable[..., Any],
+        norm: nn.Module | None = None,
+        awaiting: bool = False,
+        kept: Sequence[tuple[int, int]] = (),
+        last: bool = False,
+    ) -> Callable[..., Any]:
+        """``function``, for a call that streams may go through: of blocks, of helpers that add, of ``checkpoint``.
+
+        Arguments that are a stream's value go in as the stream, wherever they stand, in containers and dataclasses,
+        too; what comes back as a stream is its value again. Where there is none, it is a call like any other.
+
+        Args:
+            function: what is called.
+            norm, awaiting: as for `open`, of what comes back.
+            kept: what is an earlier state, not the stream: number of the trunk, and of the tensor in the result.
+            last: whether the result is returned at once: streams stay, for the next block to read.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*mapped(args, self._stream_of), **mapped(kwargs, self._stream_of))
+            result = self._handed_on(result) if last else self._taken_up(result, norm, awaiting, kept)
+            # of streams that went in, those that did not come back have ended there
+            self.live = [live for live in self.live if not live.given]
+            return result
+
+        return call
 
     def _stream_of(self, value: Any) -> Any:
         live = self._holding(value) if isinstance(value, Tensor) else None
@@ -147,18 +172,14 @@ class Depth(SeparateInputs):
         live.given = True
         return live.stream
 
-    def take(
+    def _taken_up(
         self,
         result: Any,
         norm: nn.Module | None = None,
         awaiting: bool = False,
         kept: Sequence[tuple[int, int]] = (),
     ) -> Any:
-        """What such a function returned, with tensors in place of streams; arguments as for `open`.
-
-        Args:
-            kept: what is an earlier state, not the stream: number of the trunk, and of the tensor in ``result``.
-        """
+        """What a function returned, with tensors in place of streams."""
         number = itertools.count()
         earlier = {(self.entries[trunk].trunk, item) for trunk, item in kept}
 
@@ -175,29 +196,21 @@ class Depth(SeparateInputs):
             live.stream, live.given = item, False
             return live.read(norm)
 
-        result = mapped(result, value_of)
-        self._forget_ended()
-        return result
+        return mapped(result, value_of)
 
-    def _forget_ended(self) -> None:
-        """Of streams that functions were given those that did not come back have ended there."""
-        self.live = [live for live in self.live if not live.given]
-
-    def hand_on(self, result: Any) -> Any:
-        """`take`, where the function returns the result at once: streams stay, for the next block to read."""
+    def _handed_on(self, result: Any) -> Any:
+        """What a function returned and this one returns at once, with its streams."""
 
         def value_of(item: Any) -> Any:
             live = self._of_trunk(item.layout.trunk)
             if live is None or item.complete or item.awaiting:
-                return self.take(item)
+                return self._taken_up(item)
             live.stream = item
             self.live.remove(live)
             self._check_count(live, True)
             return item
 
-        result = mapped(result, lambda item: value_of(item) if isinstance(item, Stream) else item)
-        self._forget_ended()
-        return result
+        return mapped(result, lambda item: value_of(item) if isinstance(item, Stream) else item)
 
     def leave(self, result: Any) -> Any:
         """What the function returns: streams in place of their values.

@@ -85,8 +85,8 @@ class SeparateInputs:
         qkv = self._qkv(value) if isinstance(value, Tensor) else None
         return value if qkv is None else getattr(qkv, way)
 
-    def separate(self, value: Any) -> Any:
-        """An argument of what holds an attention's projections: the values for all three.
+    def separate(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, which holds projections of an attention: what stands for all three values goes in as these.
 
         On the ranks of a mesh as one tensor, side by side: parallel styles gather the arguments of an attention, which
         have to be tensors, and one call then gathers all three.
@@ -99,7 +99,7 @@ class SeparateInputs:
                 return part
             return torch.cat([qkv.q, qkv.k, qkv.v], dim=-1) if side_by_side else qkv
 
-        return mapped(value, apart)
+        return lambda *args, **kwargs: function(*mapped(args, apart), **mapped(kwargs, apart))
 
     def q(self, value: Tensor) -> Tensor:
         """What queries are projected from."""

@@ -118,7 +118,7 @@ class _Attention:
                 function.put(("parameter", name), Parameter(name, qkv=True, width=self.width))
             above, call = self.sources.plan(scope.parent), self.sources.call(scope)
             at = span_of(call)
-            above.put(("separate", at), Separate(at, self.sources.arguments(scope, call, set(names))))
+            above.put(("separate", at), Separate(at))
             scope = scope.parent
 
     def _project(self, scope: Scope) -> None:

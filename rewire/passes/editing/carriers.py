@@ -6,9 +6,7 @@ the stream. A function that only hands the stream on, to the blocks that it call
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Collection
-from typing import Any
 
 from rewire.errors import EditError
 from rewire.passes.editing.edits import Key
@@ -111,26 +109,13 @@ class Carriers:
         except EditError:
             return True  # what reads the stream there gets its value, or an error
         children = [child for child in self.scopes if child.parent is scope and child.call is not None]
-        calls = [self.sources.call(child) for child in children]
-        given = {name for child, call in zip(children, calls, strict=True) for name in self._variables(child, call)}
-        return hands_on(text, calls, given)
-
-    def _variables(self, child: Scope, call: ast.Call) -> set[str]:
-        """The variables that are handed to a call and hold the stream."""
-        given = self.given(child, call)
-        arguments: list[tuple[Any, ast.expr]] = [*enumerate(call.args), *((k.arg, k.value) for k in call.keywords)]
-        return {node.id for key, node in arguments if key in given and isinstance(node, ast.Name)}
+        given = {name for name, ops in scope.arguments.items() if not self.stage.keys().isdisjoint(ops)}
+        return hands_on(text, [self.sources.call(child) for child in children], given)
 
     def brought(self, scope: Scope, value: Op | None, start: int) -> list[str]:
         """The parameters that are the stream's value when the function is called."""
         wanted = {value} if value is not None else {op for op, stage in self.stage.items() if stage == start}
         return [name for name, ops in scope.arguments.items() if name and not wanted.isdisjoint(ops)]
-
-    def given(self, child: Scope, call: ast.Call) -> frozenset[int | str | None]:
-        """The arguments of a call that hold the stream."""
-        return self.sources.arguments(
-            child, call, {name for name, ops in child.arguments.items() if not self.stage.keys().isdisjoint(ops)}
-        )
 
     def hold_all(self, scope: Scope) -> bool:
         return all(scope.holds(add.op.scope) for add in self.adds)

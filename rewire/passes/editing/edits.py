@@ -107,14 +107,27 @@ class Reshape:
 
 
 @dataclasses.dataclass(frozen=True)
+class Callee:
+    """A helper that is no method, where it is called.
+
+    Attributes:
+        at: what stands for it there.
+        gate: how its gate is written, which is called in its place.
+        always: whether what is written always stands for it: otherwise ``gate.of(..)`` looks, in each call.
+    """
+
+    at: Span
+    gate: str
+    always: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Through:
     """A call of a function that the stream goes through.
 
     Attributes:
         at: the call.
-        given: the arguments that hold the stream: their positions, and the names of keywords.
-        callee: what is called instead; None: what is written there.
-        of: whether what is written there may stand for other functions: ``callee.of(..)`` looks, in each call.
+        callee: what takes the place of a helper that is called there, or handed to what is called; None: nothing does.
         norm: what reads the stream's value first, afterwards.
         last: whether the function does nothing with what is returned but return it.
         awaiting: whether the next state is yet to be made of what is returned.
@@ -122,9 +135,7 @@ class Through:
     """
 
     at: Span
-    given: frozenset[int | str | None]
-    callee: str | None = None
-    of: bool = False
+    callee: Callee | None = None
     norm: Written | None = None
     last: bool = False
     awaiting: bool = False
@@ -153,10 +164,9 @@ class Each:
 
 @dataclasses.dataclass(frozen=True)
 class Separate:
-    """A call of what holds projections: some arguments are the values for all three."""
+    """A call of what holds projections."""
 
     at: Span
-    given: frozenset[int | str | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +220,7 @@ class FunctionPlan:
         opens: the trunks that start in it, and where: the names of parameters, or the place of an expression.
         norms: paths, below the module, of norms that are computed with a read, and what stands in the way.
         outside: for each trunk, whether some calls have no stream, in all ways of looking at the model.
+        ran: expressions that ran when the model was looked at.
         copied: paths, from the model's root, of norms that keys and values get copies of.
     """
 
@@ -224,6 +235,7 @@ class FunctionPlan:
     opens: dict[str, Any] = dataclasses.field(default_factory=dict)
     norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     outside: dict[str, bool] = dataclasses.field(default_factory=dict)
+    ran: set[Span] = dataclasses.field(default_factory=set)
     copied: set[str] = dataclasses.field(default_factory=set)
 
     @property
@@ -287,9 +299,6 @@ def _merged(a: Any, b: Any) -> Any:
     if isinstance(a, Ended):  # several trunks end there
         names, trunks = {*a.names, *b.names}, {*a.trunks, *b.trunks}
         return Ended(a.at, tuple(sorted(names)), tuple(sorted(trunks)))
-    if isinstance(a, (Through, Separate)):
-        given = a.given | b.given
-        a, b = dataclasses.replace(a, given=given), dataclasses.replace(b, given=given)
     if isinstance(a, Through):
         kept = a.kept | b.kept
         a, b = dataclasses.replace(a, kept=kept), dataclasses.replace(b, kept=kept)

@@ -16,6 +16,7 @@ from rewire.passes.editing.additions import addition_at
 from rewire.passes.editing.attention import plan_attention
 from rewire.passes.editing.carriers import Carriers, casts_of
 from rewire.passes.editing.edits import (
+    Callee,
     Carry,
     Ended,
     FunctionPlan,
@@ -103,7 +104,18 @@ class _Planner:
         self._passages()
         self._casts()
         self._end(opened)
+        self._ran()
         return handed
+
+    def _ran(self) -> None:
+        """Note which expressions of opened functions ran: calls that did not may be one of blocks, too."""
+        plans = {scope: self.sources.plan(scope) for scope in self.carriers.opened}
+        for op in self.flow:
+            place = op.place
+            for scope in reversed(op.scope.chain()):
+                if scope in plans and place is not None:
+                    plans[scope].ran.add(place_of(*place))
+                place = scope.call
 
     def _entry(self, scope: Scope) -> None:
         """How the stream gets into an opened function, and how many adds it makes."""
@@ -210,10 +222,10 @@ class _Planner:
         function, call = self.sources.plan(scope), self.sources.call(child)
         _, _, method = self.sources.function(child)
         key = child.path, child.code
-        callee, of = None, False
+        callee = None
         if key in self.sources.plans and not method:
-            callee = function.helper(self.sources.plans[key].gate)
-            of = not self.sources.by_name(child, call)
+            written, always = self.sources.written(child, call)
+            callee = Callee(span_of(written), function.helper(self.sources.plans[key].gate), always)
         after = max((n for n, add in enumerate(self.adds) if child.holds(add.op.scope)), default=-1) + 1
         at, last = span_of(call), self._returned(self.adds[after - 1], scope, [call])
         post = self.adds[after - 1].post if after else []
@@ -221,9 +233,7 @@ class _Planner:
         norm = None if last or awaiting else self._norm(scope, after, None)
         trunk = function.trunks.index(self.name)
         kept = frozenset((trunk, n) for n, op in enumerate(child.results) if self.carriers.stage.get(op, after) < after)
-        function.put(
-            ("through", at), Through(at, self.carriers.given(child, call), callee, of, norm, last, awaiting, kept)
-        )
+        function.put(("through", at), Through(at, callee, norm, last, awaiting, kept))
 
     def _add(self, number: int, add: Add) -> None:
         function = self.sources.plan(add.op.scope)

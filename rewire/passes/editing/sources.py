@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 
 from torch import nn
 
@@ -56,19 +56,26 @@ class Sources:
         parent = scope.parent
         if parent is None or scope.call is None:
             raise EditError(f"it is not known where '{scope.path}' is called")
-        text = self.text(parent)
-        calls = [node for node in text.at(*scope.call) if isinstance(node, ast.Call)]
+        text, place = self.text(parent), parent.again.get(scope.call[0], scope.call)
+        calls = [node for node in text.at(*place) if isinstance(node, ast.Call)]
         if not calls:
             raise EditError(f"no call is written where '{scope.path}' is called ({text.where()})")
         return calls[0]
 
-    def by_name(self, scope: Scope, call: ast.Call) -> bool:
-        """Whether a function is called by its name, which always stands for it."""
-        if scope.code is None or scope.parent is None or scope.code.co_freevars:
-            return False
+    def written(self, scope: Scope, call: ast.Call) -> tuple[ast.expr, bool]:
+        """What stands for a function where it is called, and whether it always does: its name.
+
+        That is what is called; of ``checkpoint(function, x)``, whose name always stands for another, its argument.
+        """
+        assert scope.parent is not None
         caller = self.function(scope.parent)[1].function
-        known = caller is not None and isinstance(call.func, ast.Name) and caller.__globals__.get(call.func.id)
-        return isinstance(known, FunctionType) and known.__code__ is scope.code
+        for node in (call.func, *call.args[:1]):
+            known = None if caller is None else _global(node, caller)
+            if not isinstance(known, FunctionType):
+                return node, False
+            if known.__code__ is scope.code:
+                return node, not known.__closure__
+        return call.func, False
 
     def span(self, scope: Scope, op: Op) -> Span:
         """The expression of ``scope`` that ``op`` is part of."""
@@ -83,23 +90,6 @@ class Sources:
             raise EditError(f"it is not known where '{op.name}' is written in the forward of '{scope.path}'")
         return place_of(*place)
 
-    def arguments(self, child: Scope, call: ast.Call, names: set[str]) -> frozenset[int | str | None]:
-        """Positions and keywords of a call that become these parameters."""
-        code = child.code
-        written = {k.arg for k in call.keywords}
-        given: set[int | str | None] = set(names & written)
-        found = set(given)
-        if code is not None:
-            positional = code.co_varnames[child.bound : code.co_argcount]
-            for number, argument in enumerate(call.args):
-                name = positional[number] if number < len(positional) else ""
-                if isinstance(argument, ast.Starred) or not name or name in names:
-                    given.add(number)
-                    found.add(name)
-        if None in written and names - found:  # the others are in a dictionary: **arguments
-            given.add(None)
-        return frozenset(given or {*range(len(call.args)), *written})
-
     def plan(self, scope: Scope) -> FunctionPlan:
         """What changes in a call's function: the same for all calls of it."""
         key = scope.path, scope.code
@@ -110,6 +100,14 @@ class Sources:
                 scope.path, name, decorated, text_of(decorated.function), method, type(scope.module) in self.definitions
             )
         return self.plans[key]  # type: ignore[index]
+
+
+def _global(node: ast.expr, function: FunctionType) -> object:
+    """What an expression stands for in a function, if it is a name of a module: ``utils.checkpoint``."""
+    if isinstance(node, ast.Attribute):
+        module = _global(node.value, function)
+        return getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
+    return function.__globals__.get(node.id) if isinstance(node, ast.Name) else None
 
 
 def _helper_name(code: CodeType) -> str:

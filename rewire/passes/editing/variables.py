@@ -60,7 +60,7 @@ def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST], calls: Sequence[a
     if isinstance(parent, ast.keyword):
         parent = parents[parent]
     if isinstance(parent, ast.Call):
-        return read is not parent.func and _calls_a_block(parent, calls)
+        return read is not parent.func and (_collects(parent) or any(_alike(parent, call) for call in calls))
     if isinstance(parent, ast.Attribute):
         return parent.attr in _FREE
     if isinstance(parent, ast.Tuple):  # hidden states + (x,): what was collected becomes tensors when it is returned
@@ -68,15 +68,28 @@ def _harmless(node: ast.Name, parents: dict[ast.AST, ast.AST], calls: Sequence[a
     return _renamed(node, parents)
 
 
-def _calls_a_block(call: ast.Call, calls: Sequence[ast.Call]) -> bool:
-    """Whether a call is one of these, or on another way through the code is given, or calls, what one of them calls.
+def _collects(call: ast.Call) -> bool:
+    """Whether a call collects in a variable: hidden states in there become tensors when they are returned."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr in _KEPT and isinstance(call.func.value, ast.Name)
 
-    Or it collects in a variable: hidden states in there become tensors when they are returned.
-    """
-    if isinstance(call.func, ast.Attribute) and call.func.attr in _KEPT and isinstance(call.func.value, ast.Name):
-        return True
-    blocks = {ast.dump(known.func) for known in calls}
-    return call in calls or any(ast.dump(part) in blocks for part in ast.walk(call) if isinstance(part, ast.expr))
+
+def calls_like(text: Text, call: ast.Call) -> list[ast.Call]:
+    """The other calls of what ``call`` calls, on other ways through a function: see `_alike`."""
+    calls = (node for node in ast.walk(text.tree) if isinstance(node, ast.Call) and node is not call)
+    return [other for other in calls if _alike(other, call)]
+
+
+def _alike(one: ast.Call, other: ast.Call) -> bool:
+    """Whether two calls call the same: ``block(x)`` and ``checkpoint(block, x, mask)``, in this order or the other."""
+    if ast.dump(one.func) == ast.dump(other.func):
+        return [*map(ast.dump, one.args[:1])] == [*map(ast.dump, other.args[:1])]
+    return _is_given(one, other.func) or _is_given(other, one.func)
+
+
+def _is_given(call: ast.Call, function: ast.expr) -> bool:
+    """Whether a function, or a method of it (``block.__call__``), is an argument of a call."""
+    given = [arg.value if isinstance(arg, ast.Attribute) and arg.attr == "__call__" else arg for arg in call.args]
+    return ast.dump(function) in [*map(ast.dump, given)]
 
 
 def _renamed(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:

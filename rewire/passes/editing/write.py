@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from rewire.code.text import Span, is_call_of_one, parsed
+from rewire.code.text import Span, is_call_of_one, parsed, span_of
 from rewire.errors import EditError
 from rewire.passes.editing.additions import Addition, addition_at
 from rewire.passes.editing.changes import Change, Render, rendered
 from rewire.passes.editing.edits import (
+    Callee,
     Carry,
     Each,
     Ended,
@@ -30,7 +31,7 @@ from rewire.passes.editing.edits import (
     Through,
     Value,
 )
-from rewire.passes.editing.variables import assigned, on_one_way
+from rewire.passes.editing.variables import assigned, calls_like, on_one_way, only_returned
 
 
 def edited(plan: FunctionPlan) -> str:
@@ -56,6 +57,8 @@ class _Editor:
         self.variables = self.text.variables | {*(code.co_freevars if code else ())}
         self.depth = self.text.unused("depth")
         self.parents = self.text.parents
+        self.edits = [*plan.edits.values()]
+        self.edits += self._on_other_ways()
 
     def run(self) -> str:
         changes = [self._entry()] if self.plan.opened else []
@@ -65,7 +68,7 @@ class _Editor:
         own = [
             change
             for kind, writer in _WRITERS.items()
-            for edit in self.plan.edits.values()
+            for edit in self.edits
             if type(edit) is kind
             for change in writer(self, edit)
         ]
@@ -74,6 +77,22 @@ class _Editor:
         if not self.plan.method:
             changes += [self._gate_parameter(), *self._supers()]
         return rendered(self.text.text, changes)
+
+    def _on_other_ways(self) -> list[Through]:
+        """Calls that did not run when the model was looked at, of what streams were seen to go through."""
+        seen = {edit.at: edit for edit in self.edits if isinstance(edit, Through)}
+        found: dict[Span, Through] = {}
+        for edit in seen.values():
+            call = self._call(edit.at)
+            for other in calls_like(self.text, call):
+                at, callee, last = span_of(other), edit.callee, edit.last and only_returned(self.text, [other])
+                if callee is not None:
+                    known = ast.dump(self._expression(callee.at))
+                    same = (node for node in (other.func, *other.args) if ast.dump(node) == known)
+                    found_at = next(map(span_of, same), None)
+                    callee = None if found_at is None else dataclasses.replace(callee, at=found_at)
+                found.setdefault(at, dataclasses.replace(edit, at=at, last=last, callee=callee))
+        return [edit for at, edit in found.items() if at not in self.plan.ran]
 
     @property
     def _gate(self) -> str:
@@ -84,7 +103,7 @@ class _Editor:
         """The lines in front of the function's body."""
         tree, text = self.text.tree, self.text.text
         lines = [f"{self.depth} = {self._gate}.enter()"]
-        for edit in self.plan.edits.values():
+        for edit in self.edits:
             if isinstance(edit, Parameter):
                 method = "qkv" if edit.qkv else "open"
                 how = [edit.name, *[str(edit.width)] * bool(edit.width), *self._how(edit)]
@@ -100,7 +119,7 @@ class _Editor:
 
     def _begins_later(self, edit: Parameter) -> bool:
         """Whether the trunk of a parameter, if it starts in this call, starts with an expression."""
-        values = [other for other in self.plan.edits.values() if isinstance(other, Value)]
+        values = [other for other in self.edits if isinstance(other, Value)]
         return any(value.trunk == edit.trunk for value in values)
 
     def _how(self, edit: Parameter | Made | Sum | Through) -> list[str]:
@@ -186,7 +205,7 @@ class _Editor:
         """A line behind an ``if`` in which the state is made: on the other ways it is what it was before."""
         node = next(iter(self.text.nodes.get(edit.at, [])), None)
         name = None if node is None else assigned(self.text, node)
-        others = [e.at for e in self.plan.edits.values() if isinstance(e, (Sum, Part, Through))]
+        others = [e.at for e in self.edits if isinstance(e, (Sum, Part, Through))]
         around = None if node is None else on_one_way(self.text, node, others)
         if name is None or around is None:
             return []
@@ -250,13 +269,15 @@ class _Editor:
         return [Change(end, end, lambda _: "".join(f"{indent}{line}\n" for line in lines))]
 
     def _through(self, edit: Through) -> list[Change]:
-        call = self._call(edit.at)
-        kept = [f"kept={sorted(edit.kept)}"] if edit.kept else []
-        changes = [self._wrapped(call, "hand_on" if edit.last and not kept else "take", [*self._how(edit), *kept])]
-        if edit.callee is not None:
-            callee, called = edit.callee, self.text.span(call.func)
-            changes.append(Change(*called, lambda render: f"{callee}.of({render(*called)})" if edit.of else callee))
-        return [*changes, *self._arguments(call, dict.fromkeys(edit.given, "give"))]
+        how = [*self._how(edit), *([f"kept={sorted(edit.kept)}"] if edit.kept else ["last=True"] * edit.last)]
+        through = self._wrapped(self._call(edit.at).func, "through", how)
+        return [through] if edit.callee is None else [through, self._gated(edit.callee)]
+
+    def _gated(self, callee: Callee) -> Change:
+        """The gate of a helper in its place."""
+        start, end = self.text.span(self._expression(callee.at))
+        looked_up = lambda render: f"{callee.gate}.of({render(start, end)})"  # noqa: E731
+        return Change(start, end, (lambda _: callee.gate) if callee.always else looked_up)
 
     def _arguments(self, call: ast.Call, methods: dict[Any, str]) -> list[Change]:
         """Arguments handed to a method of `Depth` first; by position or keyword."""
@@ -301,7 +322,7 @@ class _Editor:
         return Change(start, end, write)
 
     def _separate(self, edit: Separate) -> list[Change]:
-        return self._arguments(self._call(edit.at), dict.fromkeys(edit.given, "separate"))
+        return [self._wrapped(self._call(edit.at).func, "separate")]
 
     def _projected(self, edit: Projected) -> list[Change]:
         call = self._call(edit.at)

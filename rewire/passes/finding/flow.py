@@ -48,11 +48,11 @@ class Scope:
         code: of the function; None if it is no Python function, or not known.
         call: where in the parent's code it was called; None if that is not known.
         helper: whether it is a function that a forward calls, rather than a forward.
-        bound: whether its first parameter is what it is a method of, and no argument of the call.
         arguments: its parameters that hold tensors: name -> the operations that made them.
         results: what made the tensors that it returned, where that is known.
         namespace: globals of a helper.
-        again: code of functions inside the function that activation checkpointing runs, and runs again.
+        again: code of functions inside the function that activation checkpointing runs, and runs again; where it is
+            handed these.
         key: tells calls of one parent apart.
     """
 
@@ -63,11 +63,10 @@ class Scope:
     code: CodeType | None = None
     call: Place | None = None
     helper: bool = False
-    bound: bool = True
     arguments: dict[str, list[Op]] = dataclasses.field(default_factory=dict)
     results: list[Op] = dataclasses.field(default_factory=list)
     namespace: dict[str, Any] = dataclasses.field(default_factory=dict)
-    again: set[CodeType] = dataclasses.field(default_factory=set)
+    again: dict[CodeType, Place] = dataclasses.field(default_factory=dict)
     key: Any = None
     _modules: list[Scope] | None = dataclasses.field(default=None, init=False, repr=False)
 

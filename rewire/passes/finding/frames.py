@@ -65,7 +65,7 @@ class Frames:
             if scope.code is None or not holds(scope.code, inner.f_code):  # else it is a comprehension, or a closure
                 scope = self._helper(scope, place, inner)
             elif inner in again:
-                scope.again.add(inner.f_code)
+                scope.again[inner.f_code] = place
             place = inner.f_code, inner.f_lasti
         return scope, place
 
@@ -81,7 +81,6 @@ class Frames:
                 path, module = own
             called = module is not None and module is not scope.module and forward_of(module).code is code
             helper = Scope(scope, path, module, kind_of(module), code, place, helper=not called, key=object())
-            helper.bound = own is not None or _is_method_of(first, code)
             helper.namespace = getattr(frame.f_globals, "original", frame.f_globals)  # of a trace: see `follow`
             self._helpers[key] = helper
             helper.arguments = {name: self.values(value) for name, value in _parameters(frame)}
@@ -95,15 +94,6 @@ class Frames:
 def _is_own(module: nn.Module, code: CodeType) -> bool:
     """Whether a function is a method of the module's class."""
     return undecorated(getattr(type(module), code.co_name, None)).code is code
-
-
-def _is_method_of(first: Any, code: CodeType) -> bool:
-    """Whether a function with this first argument is a method of it, or an autograd function's forward."""
-    if isinstance(first, torch.autograd.function.FunctionCtx):
-        return True
-    classes = (first if isinstance(first, type) else type(first)).__mro__
-    found = [vars(cls)[code.co_name] for cls in classes if code.co_name in vars(cls)]
-    return any(undecorated(getattr(f, "__func__", f)).code is code for f in found if not isinstance(f, staticmethod))
 
 
 def _is_method(scope: Scope, code: CodeType) -> bool:

@@ -172,10 +172,15 @@ def _bound(code: CodeType | None, args: tuple[Any, ...], kwargs: dict[str, Any])
         yield from (("", value) for value in (*args, *kwargs.values()))
         return
     names = code.co_varnames[1 : code.co_argcount]
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     yield from zip(names, args, strict=False)
     if len(args) > len(names) and code.co_flags & inspect.CO_VARARGS:
-        yield code.co_varnames[code.co_argcount + code.co_kwonlyargcount], args[len(names) :]
-    yield from kwargs.items()
+        yield code.co_varnames[len(parameters)], args[len(names) :]
+    yield from ((name, value) for name, value in kwargs.items() if name in parameters)
+    keywords = {name: value for name, value in kwargs.items() if name not in parameters}
+    if keywords:
+        place = len(parameters) + bool(code.co_flags & inspect.CO_VARARGS)
+        yield code.co_varnames[place] if code.co_flags & inspect.CO_VARKEYWORDS else "", keywords
 
 
 def _tensors(value: Any) -> list[Tensor]:
