@@ -290,8 +290,7 @@ def _gates(model: nn.Module) -> Iterator[tuple[str, str, Gate]]:
 
 def _entry(entry: Entry) -> str:
     given = {"trunk": entry.trunk, "opens": entry.opens, "adds": entry.adds}
-    if entry.outside:
-        given["outside"] = True
+    given |= {name: True for name in ("ordered", "outside") if getattr(entry, name)}
     return f"dict({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 

@@ -31,6 +31,7 @@ from rewire.trunk import LeftAlone, Report, Site, Trunk, told
 
 _SHOWN = 12  # reasons in an error
 _CHILDREN = frozenset({"children", "named_children", "_modules"})
+NOT_RUN = "it did not run, as the blocks beside it did: it is not connected, and refused in the middle of the trunk"
 SINGLE = "a single residual add: there is nothing to connect it with"
 
 
@@ -226,7 +227,22 @@ def _recorded(prepared: Prepared, device: str | None = None) -> Found:
     found = Found(*findings)
     if found.training is not None:
         _agree(found.evaluation, found.training)
+    for trunk in found.trunks.values():
+        found.evaluation.left += [LeftAlone(path, NOT_RUN) for path in not_run(found.flows, trunk)]
     return found
+
+
+def not_run(flows: Sequence[Flow], trunk: Trunk) -> list[str]:
+    """Paths of modules like the blocks of a trunk, beside these, that did not run."""
+    ran = {scope.path for flow in flows for scope in {op.scope for op in flow} for scope in scope.modules()}
+    blocks, missed = {site.block for site in trunk.sites if site.block}, list[str]()
+    for above in dict.fromkeys(block.rpartition(".")[0] for block in blocks):
+        beside = {
+            ".".join(filter(None, (above, name))): m for name, m in flows[0].model.get_submodule(above).named_children()
+        }
+        kinds = {type(child) for path, child in beside.items() if path in blocks}
+        missed += [path for path, child in beside.items() if type(child) in kinds and path not in ran]
+    return missed
 
 
 def _of_whom(prepared: Prepared) -> str:

@@ -111,11 +111,7 @@ def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, opened
     for finding in (finding for finding in found.findings if trunk.name in finding.trunks):
         sites = finding.trunks[trunk.name].sites
         if len(sites) != len(trunk.sites):
-            log.warning(
-                "trunk '%s' makes %d residual adds in training mode, and %d in evaluation mode: calls that skip some "
-                "will raise OutOfOrder; layer dropping has to be off.",
-                *(trunk.name, len(sites), len(trunk.sites)),
-            )
+            log.info("trunk '%s': %d of %d residual adds run in this mode", trunk.name, len(sites), len(trunk.sites))
             continue
         projections = {n: find_projections(finding.flow, trunk.sites[n], prepared.patterns) for n in separate}
         norms = layout.topology.separate_norms

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from rewire.console import progress
 from rewire.copies import ByPlace, Inputs, own_inputs, private, seeded, shared
-from rewire.errors import BadExampleInputs, RewireError, ValidationMismatch
+from rewire.errors import BadExampleInputs, OutOfOrder, RewireError, ValidationMismatch
 from rewire.logs import validate as log
 from rewire.passes.editing.connect import drop_copies
 from rewire.passes.find import Found
@@ -104,6 +104,26 @@ def check(
     drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
     compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else (), found.flows)
     compare_moved(name, found, rewired, inputs, patterns)
+    _run_by_chance(rewired, inputs)
+
+
+def _run_by_chance(rewired: nn.Module, inputs: Inputs) -> None:
+    """Run the rewritten model in training mode with other random numbers, by which it may leave out other blocks.
+
+    Raises:
+        OutOfOrder: then other residual adds run, and nothing tells which.
+    """
+    for seed in (1, 2):
+        bench = private(rewired).train()
+        try:
+            with seeded(seed, bench), torch.enable_grad():
+                args, kwargs = own_inputs(inputs)
+                bench(*args, **kwargs)
+        except OutOfOrder as error:
+            raise OutOfOrder(f"in training mode blocks are left out by chance, and {error}") from error
+        except Exception as error:  # not every model trains
+            log.debug("%s in training mode: %s", type(rewired).__name__, error)
+            return
 
 
 def compare_moved(

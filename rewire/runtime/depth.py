@@ -98,13 +98,14 @@ class Depth(SeparateInputs):
         """The value of a stream that comes in."""
         stream.check_loans()
         entry = self._entry(stream)
-        if entry is None or stream.position not in entry.adds:
+        later = [] if entry is None else [position for position in entry.adds if position >= stream.position]
+        if entry is None or not later:
             places = [f"{' or '.join(map(str, e.adds))} of trunk '{e.trunk}'" for e in self.entries]
             raise OutOfOrder(
                 f"block '{self.block}' was called out of order: it belongs after residual add "
                 f"{' and '.join(places)}, the stream is at {stream.position} of trunk '{stream.layout.trunk}'."
             )
-        return self._track(Live(stream, entry, stream), norm)
+        return self._track(Live(stream.skipped(min(later)), entry, stream), norm)
 
     def _begin(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
         """The value of a stream that starts here, with a plain tensor."""
@@ -158,11 +159,22 @@ class Depth(SeparateInputs):
         def call(*args: Any, **kwargs: Any) -> Any:
             result = function(*mapped(args, self._stream_of), **mapped(kwargs, self._stream_of))
             result = self._handed_on(result) if last else self._taken_up(result, norm, awaiting, kept)
-            # of streams that went in, those that did not come back have ended there
-            self.live = [live for live in self.live if not live.given]
+            for live in [live for live in self.live if live.given]:
+                self._check_ended(live, function)
+                self.live.remove(live)
             return result
 
         return call
+
+    def _check_ended(self, live: Live, function: Callable[..., Any]) -> None:
+        """Refuse to go on without a stream that went into a function, did not come back, and did not end there."""
+        if not live.stream.weights.ended:
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) hands the stream of trunk '{live.trunk}' to "
+                f"{getattr(function, '__qualname__', type(function).__name__)}, which returns none after "
+                f"{live.stream.position} of its {len(live.stream.layout.units)} residual adds: it was put there, or "
+                f"ran for the first time, after the model was rewired.{self.advice}"
+            )
 
     def _stream_of(self, value: Any) -> Any:
         live = self._holding(value) if isinstance(value, Tensor) else None
@@ -236,10 +248,24 @@ class Depth(SeparateInputs):
         self.left = True
         return result
 
-    def add(self, shortcut: Tensor, *branches: Tensor, alpha: float = 1, norm: nn.Module | None = None) -> Tensor:
+    def add(
+        self,
+        shortcut: Tensor,
+        *branches: Tensor,
+        alpha: float = 1,
+        norm: nn.Module | None = None,
+        site: int | None = None,
+    ) -> Tensor:
         """A residual add, ``shortcut + sum(branches)`` in the original: the stream's new value.
 
         Where a norm or another operation follows before the state is complete (`push`), that is the sum by itself.
+
+        Args:
+            shortcut: the stream's value.
+            branches: what is added to it.
+            alpha: a factor of the branches.
+            norm: what reads the new value first.
+            site: how many adds of this call come before it, where some may be left out.
 
         Raises:
             OutOfOrder: ``shortcut`` is not the value of a stream of this function.
@@ -247,14 +273,14 @@ class Depth(SeparateInputs):
         """
         if self._is_outside():
             return _plain_sum(shortcut, branches, alpha)
-        live = self._written(shortcut, branches, alpha)
+        live = self._written(shortcut, branches, alpha, site)
         return live.read(norm)
 
-    def write(self, shortcut: Tensor, *branches: Tensor, alpha: float = 1) -> Any:
+    def write(self, shortcut: Tensor, *branches: Tensor, alpha: float = 1, site: int | None = None) -> Any:
         """`add`, where the function returns the result at once: the stream itself, for the next block to read."""
         if self._is_outside():
             return _plain_sum(shortcut, branches, alpha)
-        live = self._written(shortcut, branches, alpha)
+        live = self._written(shortcut, branches, alpha, site)
         if live.stream.complete or live.stream.awaiting:
             return live.read()
         self.live.remove(live)
@@ -297,10 +323,16 @@ class Depth(SeparateInputs):
             )
         return live, before
 
-    def _written(self, shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Live:
+    def _written(self, shortcut: Tensor, branches: Sequence[Tensor], alpha: float, site: int | None) -> Live:
         """The stream of a shortcut, after the residual add."""
         live, before = self._shortcut(shortcut)
         self._check_unchanged(live)
+        if site is not None and live.stream.position != live.start + site:
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) makes residual add {site} of its own, counted from 0, where the "
+                f"stream is at {live.stream.position - live.start}: one before it was left out, or runs again, in a "
+                f"way that rewire does not see. Let an `if` around it change the same variable.{self.advice}"
+            )
         if live.stream.awaiting:
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) reads the sum of residual add {live.stream.position} "
@@ -360,6 +392,24 @@ class Depth(SeparateInputs):
         live = self._holding(value) if isinstance(value, Tensor) else None
         ours = live is not None and live.trunk == self.entries[trunk].trunk
         return self.push(value, trunk=trunk) if ours else value
+
+    def reach(self, value: Any, site: int) -> Any:
+        """The state after that many adds of this call, behind an ``if``: those that did not run add nothing."""
+        live = self._holding(value) if isinstance(value, Tensor) else None
+        if live is None or live.stream.position >= live.start + site:
+            return value
+        live.stream = live.stream.skipped(live.start + site)
+        return live.read()
+
+    def ended(self, value: Any, *trunks: int) -> Any:
+        """What a variable holds behind the calls of the blocks, of which some may not have run: the trunk's output."""
+        live = self._holding(value) if isinstance(value, Tensor) else None
+        ended = [self.entries[number] for number in trunks or (0,)]
+        entry = next((e for e in ended if live is not None and e.trunk == live.trunk), None)
+        if live is None or entry is None or live.stream.complete or live.stream.position == entry.cut_at:
+            return value
+        live.stream = live.stream.skipped(len(live.stream.layout.units))
+        return live.read()
 
     def copy(self, function: Callable[..., Tensor], *values: Any) -> Tensor:
         """``function(*values)``, a cast or a clone: of a stream's value it is the stream's value, too."""
@@ -431,11 +481,13 @@ class Depth(SeparateInputs):
     def _check_count(self, live: Live, leaves: bool) -> None:
         entry, stream = live.entry, live.stream
         ran = stream.position - live.start
-        if entry is not None and ran != entry.adds.get(live.start, ran):
+        expected = ran if entry is None else entry.adds.get(live.start, ran)
+        if entry is not None and (ran > expected or (ran < expected and not (leaves and entry.ordered))):
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
-                f"this call, and {entry.adds[live.start]} when it was rewired: a branch was skipped, or the call takes "
-                f"another way through its code. Layer dropping has to be off.{self.advice}"
+                f"this call, and {expected} when it was rewired. A block that does not run adds nothing, where it is "
+                "known which one that was: with the add in the forward of a block, or in an `if` that changes the same "
+                f"variable, not in a loop over branches.{self.advice}"
             )
         if not leaves and not stream.complete:
             clamped = _CLAMPED if stream.dtype == torch.float16 else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rewire.errors import OutOfOrder
 from rewire.runtime.depth import Depth
 from rewire.runtime.live import Entry
 from rewire.runtime.nested import mapped
@@ -58,14 +57,14 @@ class Gate:
         )
 
     def ended(self, value: Any, *trunks: int) -> Any:
-        """What a variable holds behind the calls of the blocks: the trunk's output.
+        """What a variable holds behind the calls of the blocks, of which some may not have run: the trunk's output.
 
         Args:
             value: of the variable.
             trunks: which of the function's trunks end here; else the first. Where the model was cut, streams go on.
 
         Raises:
-            OutOfOrder: the stream has not ended.
+            OutOfOrder: the hidden states were written to.
             UnsupportedCall: gradients were on when it began and are off now, or the other way around.
         """
         ended = {entry.trunk: entry for entry in (self.entries[number] for number in trunks or (0,))}
@@ -77,14 +76,7 @@ class Gate:
                 return item
             item.check_recorded()
             item.check_loans()
-            if item.settled().complete:  # nothing is made of the last sum, this time
-                return item.settled().finish()
-            raise OutOfOrder(
-                f"the blocks were called ({self.where}), and the stream left them in the middle of trunk "
-                f"'{item.layout.trunk}' after {item.position} of its {len(item.layout.units)} residual adds: a "
-                "block was skipped. Layer dropping has to be off; of a model that was cut for pipeline parallelism, "
-                "call rewire.pipeline_stage on every stage."
-            )
+            return item.skipped(len(item.layout.units)).finish()
 
         return mapped(value, output_of)
 

@@ -22,6 +22,7 @@ class Entry:
         connection: of this trunk.
         opens: whether the function stands at the start of the trunk, and the connection opens the stream there.
         adds: for each position of the stream at which the function may be called, the adds that it makes then.
+        ordered: whether each of them has one place among these, so that a call may leave some out.
         outside: whether it is also called outside of trunks, with plain tensors.
         cut_at: number of residual adds after which the model was cut (`rewire.pipeline_stage`).
     """
@@ -30,6 +31,7 @@ class Entry:
     connection: Connection
     opens: bool
     adds: dict[int, int]
+    ordered: bool = False
     outside: bool = False
     cut_at: int | None = None
 

@@ -35,15 +35,17 @@ class Weights:
         value: the effective weights.
         learned: what they were computed from, by name: a pipeline hands these on to the stages that go on.
         recorded: whether autograd recorded how.
+        ended: whether a trunk's output was made with them.
         loans: values of streams that others read between the last block and the next, and how often they had been
             written to. (Here, as this object is all that streams of one forward share.)
     """
 
-    __slots__ = ("learned", "loans", "recorded", "value")
+    __slots__ = ("ended", "learned", "loans", "recorded", "value")
 
     def __init__(self, value: Any, learned: Mapping[str, Tensor] | None = None) -> None:
         self.value, self.learned, self.recorded = value, learned or {}, torch.is_grad_enabled()
         self.loans: list[tuple[Tensor, int]] = []
+        self.ended = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -386,6 +388,15 @@ class Stream(TensorLike):
                 "trunks=[...]; to freeze blocks, call requires_grad_(False) on them."
             )
 
+    def skipped(self, position: int) -> Stream:
+        """The stream before a later residual add: those between did not run, and add nothing."""
+        stream = self.settled()
+        while stream.position < position:
+            template = stream.template
+            nothing = stream._out(template.new_zeros(()).expand(template.shape))
+            stream = stream.write(nothing).settled()
+        return stream
+
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Stream:
         """The stream in other dimensions: ``view`` of each tensor that it holds.
 
@@ -417,6 +428,7 @@ class Stream(TensorLike):
         if isinstance(self.held, Unsummed):
             return self.summed().finish()
         output = layout.restored(layout.topology.finish(self.states, self.weights.value, layout.dims))
+        self.weights.ended = True
         self._seen("finish", output)
         return self._out(output)
 

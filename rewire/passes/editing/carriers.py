@@ -11,8 +11,8 @@ from collections.abc import Collection
 from rewire.errors import EditError
 from rewire.passes.editing.edits import Key
 from rewire.passes.editing.sources import Sources
-from rewire.passes.editing.variables import hands_on
-from rewire.passes.find import Finding
+from rewire.passes.editing.variables import hands_on, may_be_left_out
+from rewire.passes.find import Finding, not_run
 from rewire.passes.finding.adds import Add
 from rewire.passes.finding.flow import Op, Scope, common
 
@@ -37,6 +37,7 @@ class Carriers:
 
     def __init__(self, found: Finding, name: str, sources: Sources, others: Collection[Key]) -> None:
         self.flow, self.chain, self.sources, self.others = found.flow, found.chains[name], sources, others
+        self.trunk = found.trunks[name]
         self.adds = self.chain.adds
         self.stage: dict[Op, int] = {}
         self.on_way: set[Op] = set()
@@ -72,10 +73,16 @@ class Carriers:
         home = self.begin.chain()
         for add in self.adds:
             home = common(home, add.op.scope.chain())
+        while self._is_function(home[-1]):  # what calls it has to call another function
+            home.pop()
         found: dict[Scope, None] = {}
         for scope in (self.begin, *(add.op.scope for add in self.adds)):
             found.update(dict.fromkeys(scope.chain()[len(home) - 1 :]))
         return list(found)
+
+    def _is_function(self, scope: Scope) -> bool:
+        """Whether it is the call of a helper that is no method."""
+        return scope.helper and scope.parent is not None and not self.sources.function(scope)[2]
 
     def _opened(self) -> list[Scope]:
         """The carriers whose own code adds to the stream or reads it."""
@@ -87,11 +94,18 @@ class Carriers:
                 scope = self.innermost(user) or next(iter(self.scopes))
                 if stage or self.begin.holds(scope):
                     opened.add(scope)
+        opened.update(scope for scope in self.scopes if self._is_function(scope))
+        home = [scope for scope in self.scopes if self.hold_all(scope)][-1]
+        if home is not self.begin and self._may_skip_the_first(home):
+            opened.add(home)
+            self.begin = home
+        if not_run([self.flow], self.trunk):
+            opened.add(home)  # one that runs later will not return the stream, and is noticed there
         for scope in self.scopes:
             if (scope.path, scope.code) in self.others or (scope not in opened and not self._hands_on(scope)):
                 opened.add(scope)
         for scope in reversed(self.scopes):
-            if scope in opened and scope.helper and scope.parent in self.scopes and not self.sources.function(scope)[2]:
+            if scope in opened and scope.parent in self.scopes and self._is_function(scope):
                 opened.add(scope.parent)  # which has to call another function
         functions = {(scope.path, scope.code) for scope in opened}  # one text for all calls of a function
         opened.update(scope for scope in self.scopes if (scope.path, scope.code) in functions)
@@ -99,6 +113,16 @@ class Carriers:
             if scope in opened and self.brought(scope, self.chain.entry, 0) and not self.hold_all(scope):
                 self.begin = scope
         return [scope for scope in self.scopes if scope in opened]
+
+    def _may_skip_the_first(self, home: Scope) -> bool:
+        """Whether a function may leave out the block with which the stream begins: then it begins in front of it."""
+        first = next(scope for scope in self.begin.chain() if scope.parent is home)
+        if home.code is None or not (self.brought(home, self.chain.entry, 0) or home.holds(self.chain.entry.scope)):
+            return False
+        try:
+            return may_be_left_out(self.sources.text(home), self.sources.call(first))
+        except EditError:
+            return False
 
     def _hands_on(self, scope: Scope) -> bool:
         """Whether a function does nothing with the stream but hand it from block to block."""

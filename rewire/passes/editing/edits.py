@@ -76,6 +76,7 @@ class Sum:
         inner: an addition inside it that adds a parallel branch, and whether its first operand is the shortcut; ...
         last: whether its value is returned at once.
         norm: what reads the value first.
+        site: how many of the function's adds come before it; None if that differs from call to call, as in a loop.
     """
 
     at: Span
@@ -83,6 +84,7 @@ class Sum:
     inner: tuple[tuple[Span, bool], ...] = ()
     last: bool = False
     norm: Written | None = None
+    site: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,6 +250,11 @@ class FunctionPlan:
         return any(not isinstance(edit, Ended) for edit in self.edits.values())
 
     @property
+    def ordered(self) -> bool:
+        """Whether each of its adds has one place among them: then the stream tells which one a call left out."""
+        return all(edit.site is not None for edit in self.edits.values() if isinstance(edit, Sum))
+
+    @property
     def gate(self) -> str:
         """Attribute of the module that holds the gate of this function."""
         return "_depth" if self.name == "forward" else f"_depth_{self.name}"
@@ -305,7 +312,9 @@ def _merged(a: Any, b: Any) -> Any:
     if isinstance(a, Parameter) and None in (a.item, b.item):  # the trunk starts in one of two calls
         item = a.item if b.item is None else b.item
         a, b = dataclasses.replace(a, item=item), dataclasses.replace(b, item=item)
-    loose = {"norm": None, "last": False, "awaiting": True, "calls": False}
+    loose = {"norm": None, "last": False, "awaiting": True, "calls": False, "site": None}
+    if getattr(a, "site", None) == getattr(b, "site", None):
+        del loose["site"]
     loose = {name: value for name, value in loose.items() if hasattr(a, name)}
     return (
         dataclasses.replace(a, **loose) if dataclasses.replace(a, **loose) == dataclasses.replace(b, **loose) else None

@@ -34,7 +34,7 @@ from rewire.passes.editing.edits import (
 )
 from rewire.passes.editing.refused import check_add, check_in_place, check_returns
 from rewire.passes.editing.sources import Sources
-from rewire.passes.editing.variables import assigned, behind, only_returned
+from rewire.passes.editing.variables import assigned, behind, is_conditional, only_returned
 from rewire.passes.find import Finding
 from rewire.passes.finding.adds import CASTS, VIEWS, Add
 from rewire.passes.finding.chains import same_size
@@ -249,7 +249,8 @@ class _Planner:
         nodes = [] if add.op.place is None else self.sources.text(add.op.scope).at(*add.op.place)
         last = self._returned(add, add.op.scope, nodes)
         norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
-        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, last, norm))
+        site = number - next(n for n, other in enumerate(self.adds) if add.op.scope.holds(other.op.scope))
+        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, last, norm, site))
         self._states_after(number, add)
 
     def _states_after(self, number: int, add: Add) -> None:
@@ -299,10 +300,11 @@ class _Planner:
                     self.sources.plan(scope).edits.setdefault(("reshape", at), Reshape(at, True))
 
     def _end(self, opened: Sequence[Scope]) -> None:
-        """Where the function that calls the blocks only hands the stream on: look behind them whether it has ended."""
-        home = next(iter(self.carriers.scopes))
-        if home in opened or not self.carriers.hold_all(home):
+        """Let the function that calls the blocks look behind them whether the stream has ended."""
+        around = [scope for scope in self.carriers.scopes if self.carriers.hold_all(scope)]
+        if not around or any(add.op.scope is around[-1] for add in self.adds):
             return
+        home = around[-1]
         calls = [
             place_of(*child.call) for child in self.carriers.scopes if child.parent is home and child.call is not None
         ]
@@ -311,6 +313,8 @@ class _Planner:
         except EditError:
             return
         last = behind(function.text, calls)
+        if last is not None and home in opened and not is_conditional(function.text, calls):
+            return  # they all run
         if last is not None:
             function.adds.setdefault(self.name, {})
             function.put(("ended", last[0]), Ended(*last, (function.trunks.index(self.name),)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 from rewire.code.text import Span, Text, span_of, within
 
@@ -174,6 +174,40 @@ def assigned(text: Text, node: ast.AST) -> str | None:
     return target.id if isinstance(target, ast.Name) else None
 
 
+_IFS = (ast.If, ast.IfExp, ast.Try, ast.Match)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.comprehension)
+
+
+def is_conditional(text: Text, places: Sequence[Span]) -> bool:
+    """Whether a call may leave out one of these expressions: by an ``if``, a loop, or a ``return`` in front of it."""
+    nodes = [node for at in places for node in text.nodes.get(at, [])[:1]]
+    if any(isinstance(parent, (*_IFS, *_LOOPS)) for node in nodes for parent in _around(text, node)):
+        return True
+    last = max((getattr(node, "lineno", 0) for node in nodes), default=0)
+    return any(isinstance(node, ast.Return) and node.lineno < last for node in ast.walk(text.tree))
+
+
+def may_be_left_out(text: Text, call: ast.Call) -> bool:
+    """Whether a function may leave out a call, unless it is the one that a whole loop is for."""
+    for parent in _around(text, call):
+        skips = any(isinstance(node, (ast.Continue, ast.Break)) for node in ast.walk(parent))
+        if isinstance(parent, _IFS) or (isinstance(parent, _LOOPS) and (skips or _is_cut(parent))):
+            return True
+    return False
+
+
+def _is_cut(loop: ast.AST) -> bool:
+    """Whether a loop may leave out the first elements of what it runs over: ``self.blocks[start:]``."""
+    slices = (node for node in ast.walk(getattr(loop, "iter", loop)) if isinstance(node, ast.Slice))
+    return any(node.lower is not None for node in slices)
+
+
+def _around(text: Text, node: ast.AST) -> Iterator[ast.AST]:
+    while node in text.parents:
+        node = text.parents[node]
+        yield node
+
+
 def on_one_way(text: Text, node: ast.AST, others: Iterable[Span]) -> ast.If | None:
     """The outermost ``if`` around an assignment behind which its variable holds a value on every way.
 
@@ -190,7 +224,9 @@ def on_one_way(text: Text, node: ast.AST, others: Iterable[Span]) -> ast.If | No
         if any(within(at, span_of(inner)) for at in later):
             break
         elif_ = isinstance(inner, ast.If) and text.text.startswith("elif", text.span(inner)[0])
-        if isinstance(inner, ast.If) and not elif_ and name is not None and name in _bound_before(text, inner):
+        if not isinstance(inner, ast.If) or elif_ or name is None:
+            continue
+        if name in _bound_before(text, inner) or _binds([inner], name):
             found = inner
     return found
 
@@ -217,6 +253,19 @@ def _bound_before(text: Text, statement: ast.AST) -> set[str]:
                         names |= _targets(before, text.parents)
         statement = parent
     return names
+
+
+def _binds(statements: Sequence[ast.stmt], name: str) -> bool:
+    """Whether statements give a variable a value on every way through them."""
+    for statement in statements:
+        if isinstance(statement, ast.If) and _binds(statement.body, name) and _binds(statement.orelse, name):
+            return True
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and any(
+            isinstance(target, ast.Name) and target.id == name for target in targets
+        ):
+            return True
+    return False
 
 
 def _statement(text: Text, node: ast.AST) -> ast.AST:

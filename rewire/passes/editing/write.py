@@ -31,7 +31,7 @@ from rewire.passes.editing.edits import (
     Through,
     Value,
 )
-from rewire.passes.editing.variables import assigned, calls_like, on_one_way, only_returned
+from rewire.passes.editing.variables import assigned, calls_like, is_conditional, on_one_way, only_returned
 
 
 def edited(plan: FunctionPlan) -> str:
@@ -59,6 +59,7 @@ class _Editor:
         self.parents = self.text.parents
         self.edits = [*plan.edits.values()]
         self.edits += self._on_other_ways()
+        self.conditional = is_conditional(self.text, [edit.at for edit in self.edits if isinstance(edit, Sum)])
 
     def run(self) -> str:
         changes = [self._entry()] if self.plan.opened else []
@@ -72,7 +73,7 @@ class _Editor:
             if type(edit) is kind
             for change in writer(self, edit)
         ]
-        changes += sorted(own, key=lambda change: not change.argument)
+        changes += sorted(own, key=lambda change: not change.argument) + self._reached()
         changes += self._data() if self.plan.opened and self.plan.adds else []
         if not self.plan.method:
             changes += [self._gate_parameter(), *self._supers()]
@@ -190,7 +191,8 @@ class _Editor:
         """A line behind a statement."""
         statement = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.stmt))
         trunks = "" if edit.trunks == (0,) else "".join(f", {number}" for number in edit.trunks)
-        return self._line_behind(statement, *(f"{name} = {self._gate}.ended({name}{trunks})" for name in edit.names))
+        of = self.depth if self.plan.opened else self._gate
+        return self._line_behind(statement, *(f"{name} = {of}.ended({name}{trunks})" for name in edit.names))
 
     def _value(self, edit: Value) -> list[Change]:
         return [*self._made("open", edit), *self._settled(edit)]
@@ -395,7 +397,38 @@ class _Editor:
         return nodes[0]
 
     def _sum(self, edit: Sum) -> list[Change]:
-        return self._added(edit, "write" if edit.last else "add", self._how(edit), edit.inner)
+        site = [f"site={edit.site}"] if edit.site is not None and self.conditional else []
+        return self._added(edit, "write" if edit.last else "add", [*self._how(edit), *site], edit.inner)
+
+    def _reached(self) -> list[Change]:
+        """Behind an ``if`` in which there are adds: on the other ways the stream passes them, too."""
+        found: dict[tuple[Span, str], int] = {}
+        ways: dict[Span, int] = {}
+        sums = [(edit, edit.site) for edit in self.edits if isinstance(edit, Sum) and edit.site is not None]
+        others = [edit.at for edit in self.edits if isinstance(edit, (Sum, Part, Through))]
+        for edit, site in sums if self.conditional else ():
+            node, way = self.text.nodes[edit.at][0], self._way(edit.at)
+            if way is not None:
+                ways[span_of(way)] = max(ways.get(span_of(way), 0), site + 1)
+            around, name = (
+                on_one_way(self.text, node, [at for at in others if at != edit.at]),
+                assigned(self.text, node),
+            )
+            if around is not None and name is not None:
+                at = span_of(around), name
+                found[at] = max(found.get(at, 0), site + 1)
+        lines = [(at[0], f"{at[1]} = {self.depth}.reach({at[1]}, {count})") for at, count in found.items()]
+        changes = [change for at, line in lines for change in self._line_behind(self.text.nodes[at][0], line)]
+        return changes + [self._wrapped(self._expression(at), "reach", [str(count)]) for at, count in ways.items()]
+
+    def _way(self, at: Span) -> ast.IfExp | None:
+        """The outermost ``x + f if .. else x`` of which an expression is one of the two ways."""
+        node, found = self.text.nodes[at][0], None
+        parent = self.parents.get(node)
+        while isinstance(parent, ast.IfExp) and node is not parent.test:
+            node = found = parent
+            parent = self.parents.get(node)
+        return found
 
     def _part(self, edit: Part) -> list[Change]:
         return self._added(edit, "part")

@@ -1,0 +1,290 @@
+"""Blocks that do not run add nothing: layer dropping, stochastic depth, early exits, removed blocks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from every_topology import EVERY, NOT_PRESERVING, PRE_NORM_ONLY
+from mixing import shaken
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rewire
+
+WIDTH, DEPTH = 16, 4
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o_proj(F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Net(nn.Module):
+    """Blocks, of which a call may leave out some."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(self.block() for _ in range(DEPTH))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, skip: tuple[int, ...] = (), stop: int = DEPTH) -> Tensor:
+        x = self.stem(x)
+        for number, block in enumerate(self.blocks):
+            if number == stop:
+                break
+            if number in skip:
+                continue
+            x = block(x)
+        return self.norm(x)
+
+
+def vectors() -> Tensor:
+    return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def results(model: nn.Module, *args: Any) -> list[Tensor]:
+    """The output, and the gradients of all parameters, 0 where there is none."""
+    model.zero_grad()
+    out = model(*args)
+    out.square().sum().backward()
+    return [out.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters())]
+
+
+def silenced(model: nn.Module, blocks: tuple[int, ...]) -> nn.Module:
+    """A copy, in which these blocks run, and add zeros."""
+    quiet = copy.deepcopy(model)
+    for number in blocks:
+        block: Any = quiet.get_submodule(f"blocks.{number}")
+        for last in (block.attn.o_proj, block.mlp[2]):
+            nn.init.zeros_(last.weight), nn.init.zeros_(last.bias)
+            for p in last.parameters():
+                p.register_hook(torch.zeros_like)
+    return quiet
+
+
+#: Blocks that do not run, and how the model is called so that they do not.
+WAYS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    "one": ((1,), ((1,),)),
+    "two in a row": ((1, 2), ((1, 2),)),
+    "the first": ((0,), ((0,),)),
+    "the last": ((3,), ((3,),)),
+    "an early exit": ((2, 3), ((), 2)),
+    "all": ((0, 1, 2, 3), ((), 0)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("key", EVERY)
+def test_it_is_as_if_its_branches_were_zero(key: str, way: str) -> None:
+    name, options = EVERY[key]
+    rewired = rewire.compile(Net(), name, start="paper", validate=False, example_inputs=(vectors(),), **options)
+    rewired = shaken(rewired, 0.1, seed=3)
+    blocks, args = WAYS[way]
+    for ours, theirs in zip(
+        results(rewired, vectors(), *args), results(silenced(rewired, blocks), vectors()), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("key", [key for key in EVERY if key not in NOT_PRESERVING])
+def test_at_its_start_it_is_the_plain_network(key: str) -> None:
+    name, options = EVERY[key]
+    model = Net()
+    rewired = rewire.compile(model, name, example_inputs=(vectors(),), **options)
+    for _, args in WAYS.values():
+        torch.testing.assert_close(rewired(vectors(), *args), model(vectors(), *args), rtol=1e-4, atol=1e-5)
+
+
+class Dropping(Net):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.stem(x)
+        for block in self.blocks:
+            if self.training and torch.rand(()) < 0.5:
+                continue
+            x = block(x)
+        return self.norm(x)
+
+
+class DroppingAndRead(Net):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x, means = self.stem(x), torch.zeros(())
+        for block in self.blocks:
+            if self.training and torch.rand(()) < 0.5:
+                continue
+            x = checkpoint(block, x, use_reentrant=False)
+            means = means + x.mean()
+        return self.norm(x) + means
+
+
+class ReturnsEarly(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand(()) < 0.3:
+            return x
+        x = x + self.attn(self.norm1(x))
+        if self.training and torch.rand(()) < 0.3:
+            return x
+        return x + self.mlp(self.norm2(x))
+
+
+class BranchByBranch(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or torch.rand(()) < 0.5:
+            x = x + self.attn(self.norm1(x))
+        if not self.training or torch.rand(()) < 0.5:
+            x = x + self.mlp(self.norm2(x))
+        return x
+
+
+class OneWayOrTheOther(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x)) if not self.training or torch.rand(()) < 0.5 else x
+        if not self.training or torch.rand(()) < 0.5:
+            h = self.norm2(x)
+            y = x + self.mlp(h)
+        else:
+            y = x
+        return y
+
+
+class PostNorm(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand(()) < 0.3:
+            return x
+        x = self.norm1(x + self.attn(x))
+        return self.norm2(x + self.mlp(x))
+
+
+@pytest.mark.parametrize("block", [Block, ReturnsEarly, BranchByBranch, OneWayOrTheOther, PostNorm])
+@pytest.mark.parametrize("net", [Dropping, DroppingAndRead])
+@pytest.mark.parametrize("key", ["ancre-ingoing", "hc-static", "muddformer", "denseformer-2x2"])
+def test_stochastic_depth(key: str, net: type[Net], block: type[nn.Module]) -> None:
+    name, options = EVERY[key]
+    if block is PostNorm and key in PRE_NORM_ONLY:
+        pytest.skip("no post-norm blocks")
+    model = type(net.__name__, (net,), {"block": block})()
+    rewired = rewire.compile(model, name, example_inputs=(vectors(),), **options)
+    paths = [path for path, _ in model.named_parameters()]
+    for seed in range(8):
+        runs = []
+        for each in (rewired.train(), model.train()):
+            torch.manual_seed(seed)
+            out = results(each, vectors())
+            grads = {path: p.grad for path, p in each.named_parameters() if path in paths}
+            runs.append([out[0], *(torch.zeros(()) if g is None else g.clone() for g in grads.values())])
+        for ours, theirs in zip(*runs, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rewired.eval()(vectors()), model.eval()(vectors()), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_is_cut() -> None:
+    model = Net()
+    rewired: Any = rewire.compile(model, "ancre-ingoing", example_inputs=(vectors(),))
+    for each in (model, rewired):
+        del each.blocks[2]
+    torch.testing.assert_close(rewired(vectors()), model(vectors()))
+    for each in (model, rewired):
+        each.blocks = each.blocks[:2]
+    torch.testing.assert_close(rewired(vectors()), model(vectors()))
+
+
+@torch.no_grad()
+def test_compiled() -> None:
+    rewired = shaken(rewire.compile(Net(), "denseformer", example_inputs=(vectors(),)), 0.1, seed=3)
+    torch.compiler.reset()
+    compiled = torch.compile(rewired, fullgraph=True, backend="eager")
+    for args in ((), ((1,),), ((), 2)):
+        torch.testing.assert_close(compiled(vectors(), *args), rewired(vectors(), *args))
+
+
+class Reversed(Net):
+    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:  # type: ignore[override]
+        x = self.stem(x)
+        for number in order:
+            x = self.blocks[number](x)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2, 3), (0, 1, 1, 2), (0, 1, 2, 3, 3), (3, 2)])
+def test_other_orders_are_refused(order: tuple[int, ...]) -> None:
+    rewired = rewire.compile(Reversed(), "ancre-ingoing", example_inputs=(vectors(),))
+    with pytest.raises(rewire.OutOfOrder):
+        rewired(vectors(), order)
+
+
+class AtOnePlace(Net):
+    """Nothing tells which of the adds that one line makes did not run."""
+
+    def forward(self, x: Tensor, skip: int = -1) -> Tensor:  # type: ignore[override]
+        x = self.stem(x)
+        for number, block in enumerate(self.blocks):
+            if number == skip:
+                continue
+            x = x + block.mlp(block.norm2(x))  # type: ignore[operator]
+        return self.norm(x)
+
+
+class AtOnePlaceByChance(Net):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.stem(x)
+        for block in self.blocks:
+            if self.training and torch.rand(()) < 0.2:
+                continue
+            x = x + block.mlp(block.norm2(x))  # type: ignore[operator]
+        return self.norm(x)
+
+
+def test_chance_is_noticed_when_it_is_compiled() -> None:
+    with pytest.raises(rewire.OutOfOrder, match="where it is known which"):
+        rewire.compile(AtOnePlaceByChance(), "ancre-ingoing", example_inputs=(vectors(),))
+
+
+def test_a_block_that_never_ran_is_said() -> None:
+    class Never(Net):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x, skip=(2,))
+
+    (left,) = rewire.inspect(Never(), (vectors(),)).left
+    assert left.path == "blocks.2" and "did not run" in left.why
+
+
+@pytest.mark.parametrize("number", range(DEPTH))
+def test_a_block_that_runs_for_the_first_time_is_refused(number: int) -> None:
+    class Later(Net):
+        def forward(self, x: Tensor, skip: tuple[int, ...] = (number,)) -> Tensor:  # type: ignore[override]
+            return super().forward(x, skip)
+
+    model = Later()
+    rewired = rewire.compile(model, "ancre-ingoing", example_inputs=(vectors(),))
+    if number == DEPTH - 1:  # behind the trunk
+        torch.testing.assert_close(rewired(vectors(), ()), model(vectors(), ()))
+        return
+    with pytest.raises(rewire.OutOfOrder):
+        rewired(vectors(), ())
+
+
+def test_adds_of_one_place_are_refused() -> None:
+    rewired = rewire.compile(AtOnePlace(), "ancre-ingoing", example_inputs=(vectors(),))
+    with pytest.raises(rewire.OutOfOrder, match="in the forward of a block"):
+        rewired(vectors(), 1)
