@@ -65,6 +65,7 @@ class CheckpointedStack(Stack):
     checkpointed, reentrant = False, False
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_reentrant_checkpointing_of_own_blocks_is_refused() -> None:
     model = mixed(CheckpointedStack(PreNorm))
     model.checkpointed = model.reentrant = True

@@ -408,7 +408,7 @@ class Depth(SeparateInputs):
         entry = next((e for e in ended if live is not None and e.trunk == live.trunk), None)
         if live is None or entry is None or live.stream.complete or live.stream.position == entry.cut_at:
             return value
-        live.stream = live.stream.skipped(len(live.stream.layout.units))
+        live.stream = live.stream.skipped(len(live.stream.layout.units)).settled()
         return live.read()
 
     def copy(self, function: Callable[..., Tensor], *values: Any) -> Tensor:
@@ -480,6 +480,13 @@ class Depth(SeparateInputs):
 
     def _check_count(self, live: Live, leaves: bool) -> None:
         entry, stream = live.entry, live.stream
+        if not leaves and not stream.complete:
+            clamped = _CLAMPED if stream.dtype == torch.float16 else ""
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) returned without the value of trunk "
+                f"'{stream.layout.trunk}' after {stream.position} of its {len(stream.layout.units)} residual adds."
+                f"{clamped}{self.advice}"
+            )
         ran = stream.position - live.start
         expected = ran if entry is None else entry.adds.get(live.start, ran)
         if entry is not None and (ran > expected or (ran < expected and not (leaves and entry.ordered))):
@@ -488,13 +495,6 @@ class Depth(SeparateInputs):
                 f"this call, and {expected} when it was rewired. A block that does not run adds nothing, where it is "
                 "known which one that was: with the add in the forward of a block, or in an `if` that changes the same "
                 f"variable, not in a loop over branches.{self.advice}"
-            )
-        if not leaves and not stream.complete:
-            clamped = _CLAMPED if stream.dtype == torch.float16 else ""
-            raise OutOfOrder(
-                f"block '{self.block}' ({self.where}) returned without the value of trunk "
-                f"'{stream.layout.trunk}' after {stream.position} of its {len(stream.layout.units)} residual adds."
-                f"{clamped}{self.advice}"
             )
 
 

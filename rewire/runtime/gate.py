@@ -76,7 +76,7 @@ class Gate:
                 return item
             item.check_recorded()
             item.check_loans()
-            return item.skipped(len(item.layout.units)).finish()
+            return item.skipped(len(item.layout.units)).settled().finish()
 
         return mapped(value, output_of)
 

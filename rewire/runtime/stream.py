@@ -390,11 +390,10 @@ class Stream(TensorLike):
 
     def skipped(self, position: int) -> Stream:
         """The stream before a later residual add: those between did not run, and add nothing."""
-        stream = self.settled()
+        stream = self
         while stream.position < position:
-            template = stream.template
-            nothing = stream._out(template.new_zeros(()).expand(template.shape))
-            stream = stream.write(nothing).settled()
+            stream, template = stream.settled(), stream.template
+            stream = stream.write(stream._out(template.new_zeros(()).expand(template.shape))).settled()
         return stream
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Stream:

@@ -47,8 +47,8 @@ def test_inputs_with_gaps_that_the_plain_model_does_not_take() -> None:
 REFUSED = {
     "nothing is found": ("return self.f(x)", BODY),
     "another way": ("if x.shape[1] > 3:\n    x = x * 2\nx = x + self.f(x)\nreturn x + self.g(x)", BODY),
-    "a branch less": ("x = x + self.f(x)\nreturn x + self.g(x) if x.shape[1] == 3 else x", BODY),
-    "a block less": (BLOCK, "for block in self.blocks[: x.shape[1] - 1]:\n    x = block(x)"),
+    "a branch less": ("for f in (self.f, self.g)[: x.shape[1] - 1]:\n    x = x + f(x)\nreturn x", BODY),
+    "another order": (BLOCK, "for block in self.blocks if x.shape[1] == 3 else self.blocks[::-1]:\n    x = block(x)"),
     "a state in an object": (
         "x.x = x.x + self.f(x.x)\nreturn x",
         "state = type('S', (), {})()\nstate.x = x\nfor block in self.blocks:\n    state = block(state)\nx = state.x",
@@ -72,6 +72,6 @@ def _called(rewired: nn.Module) -> None:
 
 
 def test_where_none_were_given_it_is_advised_to() -> None:
-    rewired = rewire.compile(written_net(*REFUSED["a branch less"]), "residual", validate=False)
+    rewired = rewire.compile(written_net(*REFUSED["another way"]), "residual", validate=False)
     with pytest.raises(rewire.OutOfOrder, match="rewired without example_inputs: pass some that take this way"):
-        rewired(torch.randn(2, 2, WIDTH)), rewired(torch.randn(2, 3, WIDTH))
+        rewired(torch.randn(2, 5, WIDTH)), rewired(torch.randn(2, 3, WIDTH))

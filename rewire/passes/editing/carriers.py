@@ -31,6 +31,7 @@ class Carriers:
         on_way: operations of the stream's own way.
         unfinished: those of which the next state is yet to be made.
         begin: the call in which the stream starts.
+        first: the block with which it starts, where that is another one: called by itself, it begins a stream, too.
         scopes: the calls, outermost first.
         opened: those whose functions are opened.
     """
@@ -43,7 +44,7 @@ class Carriers:
         self.on_way: set[Op] = set()
         self.unfinished: set[Op] = set()
         self._values()
-        self.begin = self._beginning()
+        self.begin = self.first = self._beginning()
         self.scopes = dict.fromkeys(self._carriers())  # in order, and quickly looked up
         self.opened = self._opened()
 

@@ -20,12 +20,14 @@ class Change:
         start, end: its first character, and the one behind its last.
         write: makes the new text, from a function that renders what is inside.
         argument: whether it is around an argument of a call.
+        indent: of a new line; of several in one place, those of inner blocks come first.
     """
 
     start: int
     end: int
     write: Callable[[Render], str]
     argument: bool = False
+    indent: int = 0
 
 
 def rendered(text: str, changes: Sequence[Change]) -> str:

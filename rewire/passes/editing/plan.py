@@ -128,7 +128,7 @@ class _Planner:
         function.adds.setdefault(self.name, {})[start] = len(inside)
         check_returns(self.carriers, scope)
         number = function.trunks.index(self.name)
-        value = self.chain.entry if scope is self.carriers.begin else None
+        value = self.chain.entry if scope in (self.carriers.begin, self.carriers.first) else None
         names = self.carriers.brought(scope, value, start)
         if value is not None and not self._starts(function, self._place_of_start(scope, value, names)):
             return  # another place comes after it

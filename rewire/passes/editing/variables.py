@@ -191,9 +191,20 @@ def may_be_left_out(text: Text, call: ast.Call) -> bool:
     """Whether a function may leave out a call, unless it is the one that a whole loop is for."""
     for parent in _around(text, call):
         skips = any(isinstance(node, (ast.Continue, ast.Break)) for node in ast.walk(parent))
-        if isinstance(parent, _IFS) or (isinstance(parent, _LOOPS) and (skips or _is_cut(parent))):
+        if isinstance(parent, _IFS) and not _on_both_ways(parent, call):
+            return True
+        if isinstance(parent, _LOOPS) and (skips or _is_cut(parent)):
             return True
     return False
+
+
+def _on_both_ways(parent: ast.AST, call: ast.Call) -> bool:
+    """Whether both ways of an ``if`` call the same: ``checkpoint(block, x) if self.training else block(x)``."""
+    ways = [getattr(parent, "body", None), getattr(parent, "orelse", None)]
+    nodes = (
+        [node for root in (way if isinstance(way, list) else [way]) if root for node in ast.walk(root)] for way in ways
+    )
+    return all(any(isinstance(node, ast.Call) and _alike(node, call) for node in among) for among in nodes)
 
 
 def _is_cut(loop: ast.AST) -> bool:
@@ -208,12 +219,13 @@ def _around(text: Text, node: ast.AST) -> Iterator[ast.AST]:
         yield node
 
 
-def on_one_way(text: Text, node: ast.AST, others: Iterable[Span]) -> ast.If | None:
+def on_one_way(text: Text, node: ast.AST, others: Iterable[Span], either: bool = False) -> ast.If | None:
     """The outermost ``if`` around an assignment behind which its variable holds a value on every way.
 
     Args:
         text: of the function.
         node: part of the assignment.
+        either: whether the other way may be what gives it that value.
         others: places that must not be in that ``if``, where they come after ``node``: all, if it runs several times.
     """
     name, parents = assigned(text, node), text.parents
@@ -226,7 +238,7 @@ def on_one_way(text: Text, node: ast.AST, others: Iterable[Span]) -> ast.If | No
         elif_ = isinstance(inner, ast.If) and text.text.startswith("elif", text.span(inner)[0])
         if not isinstance(inner, ast.If) or elif_ or name is None:
             continue
-        if name in _bound_before(text, inner) or _binds([inner], name):
+        if name in _bound_before(text, inner) or (either and _binds([inner], name)):
             found = inner
     return found
 

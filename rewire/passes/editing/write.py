@@ -73,7 +73,7 @@ class _Editor:
             if type(edit) is kind
             for change in writer(self, edit)
         ]
-        changes += sorted(own, key=lambda change: not change.argument) + self._reached()
+        changes += sorted([*own, *self._reached()], key=lambda change: (not change.argument, -change.indent))
         changes += self._data() if self.plan.opened and self.plan.adds else []
         if not self.plan.method:
             changes += [self._gate_parameter(), *self._supers()]
@@ -268,7 +268,7 @@ class _Editor:
         if indent.strip():
             raise EditError(f"several statements stand on one line at {self.text.where(node)}: write one on each")
         end = text.find("\n", end) + 1 or len(text)
-        return [Change(end, end, lambda _: "".join(f"{indent}{line}\n" for line in lines))]
+        return [Change(end, end, lambda _: "".join(f"{indent}{line}\n" for line in lines), indent=len(indent))]
 
     def _through(self, edit: Through) -> list[Change]:
         how = [*self._how(edit), *([f"kept={sorted(edit.kept)}"] if edit.kept else ["last=True"] * edit.last)]
@@ -410,10 +410,8 @@ class _Editor:
             node, way = self.text.nodes[edit.at][0], self._way(edit.at)
             if way is not None:
                 ways[span_of(way)] = max(ways.get(span_of(way), 0), site + 1)
-            around, name = (
-                on_one_way(self.text, node, [at for at in others if at != edit.at]),
-                assigned(self.text, node),
-            )
+            name = assigned(self.text, node)
+            around = on_one_way(self.text, node, [at for at in others if at != edit.at], either=True)
             if around is not None and name is not None:
                 at = span_of(around), name
                 found[at] = max(found.get(at, 0), site + 1)
