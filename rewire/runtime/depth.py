@@ -116,8 +116,9 @@ class Depth(SeparateInputs):
                 f"block '{self.block}' was given a plain tensor, but it belongs after residual add "
                 f"{next(iter(entry.adds))} of trunk '{entry.trunk}' and needs the stream that the block before it "
                 "returns. Call the blocks in the model's order and hand on what they return. What changes hidden "
-                "states between blocks belongs in a forward hook of a block, or has to happen on example_inputs, too; "
-                "of a model that was cut for pipeline parallelism, call rewire.pipeline_stage on every stage."
+                "states between blocks belongs in a forward hook of a block, or has to happen on the inputs that the "
+                "model is rewired with, too; of a model that was cut for pipeline parallelism, call "
+                "rewire.pipeline_stage on every stage."
                 f"{self.advice}"
             )
         if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
