@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
+from types import CodeType
 
 from rewire.passes.finding.adds import CASTS, VIEWS, Add, between, residual_adds
-from rewire.passes.finding.flow import Flow, Op, Scope, common
+from rewire.passes.finding.flow import Flow, Op, Place, Scope, common
 
 LONG = "a shortcut around a whole trunk"
 #: Operations that make a larger tensor of several, which a trace without shapes does not tell.
@@ -53,7 +54,7 @@ def chains(flow: Flow) -> tuple[list[Chain], dict[Add, str]]:
     adds = _without_nested(flow, found, rejected)
     follows = _links(flow, adds)
     taken: set[Add] = set()
-    linked: list[Chain] = []
+    rows: list[list[Add]] = []
     lengths = _lengths(adds, follows)
     for add in adds:
         if add in taken or _continues(add, follows, lengths):
@@ -62,10 +63,32 @@ def chains(flow: Flow) -> tuple[list[Chain], dict[Add, str]]:
         while (following := _next(row[-1], adds, follows, lengths)) is not None:
             row.append(following)
         taken.update(row)
-        linked += _rows(row)
+        rows.append(row)
+    linked = [chain for row in rows for part in _passes(row, rows) for chain in _rows(part)]
     for chain in linked:
         _close(flow, chain)
     return linked, rejected
+
+
+def _passes(row: list[Add], rows: Sequence[list[Add]]) -> list[list[Add]]:
+    """A row, cut where it runs through the code of another one: the last pass through a loop goes on with what follows.
+
+    So all passes through a loop whose state begins anew are streams of the same blocks, and what follows is another.
+    """
+    places = [_written(add) for add in row]
+    for other in rows:
+        loop = [_written(add) for add in other]
+        starts = [n for n in range(len(row) - len(loop) + 1) if places[n : n + len(loop)] == loop]
+        if len(loop) < len(row) and starts and None not in [place for _, _, place in loop]:
+            end = starts[0] + len(loop)
+            parts = row[: starts[0]], row[starts[0] : end], row[end:]
+            return [piece for part in parts if part for piece in _passes(part, rows)]
+    return [row]
+
+
+def _written(add: Add) -> tuple[str, CodeType | None, Place | None]:
+    """The expression and the module that make an add."""
+    return add.op.scope.path, add.op.scope.code, add.op.place
 
 
 def _links(flow: Flow, adds: Sequence[Add]) -> dict[Add, Add]:
