@@ -420,6 +420,22 @@ class Depth(SeparateInputs):
             live.also(result)
         return result
 
+    def unscaled(self, function: Callable[..., Any], *values: Any) -> Any:
+        """`copy`, for a product of a stream's value with a factor that was 1 when the model was rewired.
+
+        Raises:
+            OutOfOrder: it is another one now.
+        """
+        live, held = self._held(values)
+        if live is not None:
+            factor = function(*(1.0 if value is held else value for value in values))
+            if isinstance(factor, Tensor) or factor != 1:
+                raise OutOfOrder(
+                    f"block '{self.block}' ({self.where}) multiplies the residual stream by {factor}, and did by 1 "
+                    f"when it was rewired: connections would have to learn the factor.{self.advice}"
+                )
+        return self.copy(function, *values)
+
     def view(self, function: Callable[..., Tensor], *values: Any) -> Tensor:
         """``function(*values)``, other dimensions of the numbers of one of them: the stream goes on in these."""
         live, held = self._held(values)

@@ -17,6 +17,7 @@ from rewire.topologies.manifolds import cayley, convex, permutations, sinkhorn, 
 from rewire.topologies.registry import register_topology
 
 Residual = Literal["sinkhorn", "identity", "permutations", "cayley"]
+_MOST_PERMUTED = 8  # of which there are 40,320
 _PHI_STD = 0.02  # as in the code of DeepSeek-V4
 _DIAGONAL = 4.0  # logits of the diagonal for Sinkhorn-Knopp, at the preserving start
 _IDENTITY = 3.0  # log-odds of the identity among permutations, at the preserving start
@@ -67,7 +68,7 @@ class ManifoldHyperConnections(ParallelStreams):
       that of unit T where a mean or sum comes after it (but for cayley; hardly any for sinkhorn).
 
     Args:
-        streams: n, 2 or more.
+        streams: n, 2 or more; of "permutations" 8 at most.
         output: "mean", "sum" as in the paper, or "learned".
         iterations: how often `sinkhorn` normalises columns and rows, 1 or more.
         residual: "sinkhorn", "identity", "permutations" or "cayley".
@@ -94,6 +95,8 @@ class ManifoldHyperConnections(ParallelStreams):
         super().__post_init__()
         check_count("iterations", self.iterations, 1)
         check_choice("residual", self.residual, get_args(Residual))
+        if self.residual == "permutations" and self.streams > _MOST_PERMUTED:
+            raise ValueError(f"streams={self.streams}: more than {_MOST_PERMUTED} have too many permutations.")
         if not 0 < self.magnitude < math.inf:
             raise ValueError(f"magnitude={self.magnitude!r}: it has to be a positive number, like 2.0.")
         for option in ("eps", "norm_eps"):
@@ -106,9 +109,11 @@ class ManifoldHyperConnections(ParallelStreams):
     @property
     def scaled(self) -> tuple[int, ...]:
         n = self.streams
-        permutations = math.prod(range(2, n + 1))  # not math.factorial, which torch.compile does not take
-        of_res = {"sinkhorn": n * n, "permutations": permutations, "cayley": n * (n - 1) // 2}
-        return (n, n, of_res[self.residual]) if self.residual in of_res else (n, n)
+        if self.residual == "identity":
+            return n, n
+        if self.residual == "permutations":
+            return n, n, math.prod(range(2, n + 1))  # not math.factorial, which torch.compile does not take
+        return n, n, n * n if self.residual == "sinkhorn" else n * (n - 1) // 2
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """K columns: n of H_pre, n of H_post, and those of z; a matrix z row by row (o n + i).

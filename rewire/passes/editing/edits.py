@@ -102,10 +102,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Reshape:
-    """A view or a cast of the stream's value."""
+    """A view or a cast of the stream's value; or a product of it with a factor that was 1."""
 
     at: Span
     cast: bool
+    factor: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

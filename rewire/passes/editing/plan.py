@@ -36,7 +36,7 @@ from rewire.passes.editing.refused import check_add, check_in_place, check_retur
 from rewire.passes.editing.sources import Sources
 from rewire.passes.editing.variables import assigned, behind, is_conditional, only_returned
 from rewire.passes.find import Finding
-from rewire.passes.finding.adds import CASTS, VIEWS, Add
+from rewire.passes.finding.adds import CASTS, UNSCALED, VIEWS, Add
 from rewire.passes.finding.chains import same_size
 from rewire.passes.finding.flow import Op, Scope
 from rewire.passes.finding.projections import Projections
@@ -288,7 +288,7 @@ class _Planner:
                     raise EditError("the residual stream is reshaped outside the functions that it runs through")
                 at = self.sources.span(scope, op)
                 same = op.name in CASTS and (op in casts or op.dtype == op.inputs[0].dtype)
-                self.sources.plan(scope).put(("reshape", at), Reshape(at, same))
+                self.sources.plan(scope).put(("reshape", at), Reshape(at, same, op.name == UNSCALED))
 
     def _casts(self) -> None:
         """Casts that changed nothing: in another precision they make a new tensor, which is the stream's value, too."""

@@ -306,7 +306,11 @@ class _Editor:
         return [Change(*span, lambda render: f"{self.depth}.each({render(*function)}, {render(*argument)})")]
 
     def _reshape(self, edit: Reshape) -> list[Change]:
-        return [self._as_function(edit.at, "copy" if edit.cast else "view")]
+        if edit.factor and not isinstance(self._expression(edit.at), ast.BinOp):
+            raise EditError(
+                f"the residual stream is multiplied by 1 at {self.text.file}:{edit.at[0]}: write `x * factor`"
+            )
+        return [self._as_function(edit.at, "unscaled" if edit.factor else "copy" if edit.cast else "view")]
 
     def _as_function(self, at: Span, method: str, calls: bool = False) -> Change:
         """``depth.view(lambda value: value.flatten(2), x)`` for ``x.flatten(2)``."""
@@ -366,6 +370,8 @@ class _Editor:
             found = [operand for operand in receiver + arguments if self._is_value(operand)]
             if found:
                 return sorted(found, key=self.text.span)
+        if isinstance(node, ast.BinOp):
+            return [operand for operand in (node.left, node.right) if self._is_value(operand)]
         raise EditError(f"what is done to the residual stream at {self.text.where(node)} is written in an unknown way")
 
     def _is_value(self, node: ast.expr) -> bool:

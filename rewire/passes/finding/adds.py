@@ -15,7 +15,8 @@ from rewire.conventions import POSITIONAL
 from rewire.passes.finding.flow import Flow, Op, Scope, common
 
 #: Operations whose result is the same values: in another dtype, in other memory, or as other dimensions.
-CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous"])
+UNSCALED = "unscaled"  # a product with the number 1: of a factor that some other model has
+CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous", UNSCALED])
 VIEWS = frozenset(
     {"view", "reshape", "flatten", "unflatten", "transpose", "permute"}
     | {"squeeze", "unsqueeze", "movedim", "t", "swapaxes"}

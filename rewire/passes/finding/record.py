@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from rewire.code.functions import forward_of
 from rewire.conventions import is_matrix, matrices
 from rewire.copies import Inputs
-from rewire.passes.finding.adds import CASTS
+from rewire.passes.finding.adds import CASTS, UNSCALED
 from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Holder, Op, Place, Scope, kind_of, plain_name
 from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.holders import holders
@@ -29,6 +29,7 @@ from rewire.passes.finding.holders import holders
 _REFLECTED = {"radd", "rmul"}
 #: What asks for the value of a tensor.
 _DECIDED: dict[str, type] = {"item": int, "__bool__": bool, "__int__": int, "__float__": float, "__index__": int}
+_FACTORS = {"mul", "multiply", "div", "divide", "truediv", "true_divide"}
 _SIZED = {"view", "reshape", "unflatten", "split", "chunk", "split_with_sizes", "tensor_split"}
 
 
@@ -130,6 +131,8 @@ class Recorder(TorchFunctionMode):
         constant = bool(inputs) and all(op.constant for op in inputs)
         if name in _REFLECTED:
             name, inputs = name[1:], inputs[::-1]
+        if name in _FACTORS and _by_one(args):
+            name = UNSCALED
         count = 0 if name in ELEMENTWISE else weights
         for tensor in {id(t): t for t in (*written, *made)}.values():
             over = any(tensor is t for t in written)
@@ -164,6 +167,11 @@ class Recorder(TorchFunctionMode):
 
     def _ops(self, value: Any) -> list[Op]:
         return [self._op(tensor) for tensor in _tensors(value)]
+
+
+def _by_one(args: tuple[Any, ...]) -> bool:
+    """Whether a product or a quotient is one with the Python number 1, which changes nothing."""
+    return len(args) == 2 and isinstance(args[0], Tensor) and isinstance(args[1], int | float) and args[1] == 1
 
 
 def _bound(code: CodeType | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
