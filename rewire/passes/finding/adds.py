@@ -147,15 +147,22 @@ def _combined(op: Op, shortcut: Op) -> tuple[Op, str]:
 
 def _around(add: Add, found: dict[Op, Add]) -> str:
     """Why ``x + y`` is none where ``y`` is the stream itself, to which the same function has added something of x's."""
-    branch = add.branches[0]
-    while branch.name in CASTS | VIEWS and branch.inputs:
-        branch = branch.inputs[0]
+    branch, changed = add.branches[0], False
+    while branch not in found and not branch.weighted:
+        live = [op for op in branch.inputs if not op.constant]
+        if len(live) != 1:
+            break
+        changed = changed or branch.name not in CASTS | VIEWS
+        branch = live[0]
     inner = found.get(branch)
     if inner is None or branch.scope is not add.op.scope or len(add.branches) > 1:
         return ""
     if inner.source is not inner.state:
         return ""  # x + (g(x) + f(x)), where g(x) looks like a projected shortcut
-    return "adds to the residual stream what it was computed from"
+    if not changed:
+        return "adds to the residual stream what it was computed from"
+    beside = not between(add.state, inner.state, add.op.scope)
+    return "adds a position to what is read of the residual stream" if beside else ""
 
 
 def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:

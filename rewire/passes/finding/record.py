@@ -29,6 +29,7 @@ from rewire.passes.finding.holders import holders
 _REFLECTED = {"radd", "rmul"}
 #: What asks for the value of a tensor.
 _DECIDED: dict[str, type] = {"item": int, "__bool__": bool, "__int__": int, "__float__": float, "__index__": int}
+_NEW = {"new_zeros", "new_ones", "new_empty", "new_full"}
 _FACTORS = {"mul", "multiply", "div", "divide", "truediv", "true_divide"}
 _SIZED = {"view", "reshape", "unflatten", "split", "chunk", "split_with_sizes", "tensor_split"}
 
@@ -133,6 +134,8 @@ class Recorder(TorchFunctionMode):
             name, inputs = name[1:], inputs[::-1]
         if name in _FACTORS and _by_one(args):
             name = UNSCALED
+        if name.endswith("_like") or name in _NEW:  # of a tensor's shape, not of its values
+            inputs, constant, weights = [], False, 0
         count = 0 if name in ELEMENTWISE else weights
         for tensor in {id(t): t for t in (*written, *made)}.values():
             over = any(tensor is t for t in written)
