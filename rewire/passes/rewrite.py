@@ -113,7 +113,8 @@ def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, opened
         if len(sites) != len(trunk.sites):
             log.info("trunk '%s': %d of %d residual adds run in this mode", trunk.name, len(sites), len(trunk.sites))
             continue
-        projections = {n: find_projections(finding.flow, trunk.sites[n], prepared.patterns) for n in separate}
+        adds = finding.chains[trunk.name].adds
+        projections = {n: find_projections(finding.flow, trunk.sites[n], prepared.patterns, adds[n]) for n in separate}
         norms = layout.topology.separate_norms
         handed |= plan(finding, trunk.name, plans, prepared.forwards, projections, opened, norms)
     return handed

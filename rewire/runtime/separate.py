@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,6 +115,13 @@ class SeparateInputs:
         """What values are projected from."""
         qkv = self._projected(value)
         return value if qkv is None else qkv.v
+
+    def projecting(self, projection: Callable[..., Any], ways: Mapping[Any, str]) -> Callable[..., Any]:
+        """``projection``, where one call is of several: of the queries, the keys or the values, as ``ways`` say."""
+        way = ways.get(projection)
+        if way is None:
+            return projection
+        return lambda value: projection(getattr(self, way)(value))
 
     def fused(self, projection: nn.Module, groups: int, sizes: tuple[int, int, int], value: Tensor) -> Tensor:
         """``projection(value)``, with the features of each of the three from its own value; layout: see `Fused`."""

@@ -118,7 +118,7 @@ class _Attention:
                 function.put(("parameter", name), Parameter(name, qkv=True, width=self.width))
             above, call = self.sources.plan(scope.parent), self.sources.call(scope)
             at = span_of(call)
-            above.put(("separate", at), Separate(at))
+            above.put(("separate", at), Separate(at, self.sources.callee(scope, call)))
             scope = scope.parent
 
     def _project(self, scope: Scope) -> None:
@@ -129,5 +129,7 @@ class _Attention:
         elif self.projections.fused is not None:
             edit = Projected(at, "fused", self.projections.fused.groups, self.projections.fused.sizes)
         else:
-            edit = Projected(at, self.projections.ways[scope.path])
+            below = scope.path.removeprefix(scope.parent.path).lstrip(".").split(".")
+            written = "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in below)
+            edit = Projected(at, self.projections.ways[scope.path], module=f"{function.text.receiver}{written}")
         function.put(("projected", at), edit)

@@ -167,9 +167,10 @@ class Each:
 
 @dataclasses.dataclass(frozen=True)
 class Separate:
-    """A call of what holds projections."""
+    """A call of what holds projections; ``callee``: see `Through`."""
 
     at: Span
+    callee: Callee | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,12 +181,16 @@ class Projected:
         at: the call.
         way: ``q``, ``k`` or ``v``; ``fused``, or ``multihead`` for a torch.nn.MultiheadAttention.
         groups, sizes: of a fused one.
+        module: how the projection is written in the function's module: ``self.q_proj``.
+        others: where one call is of several projections, the others and their ways.
     """
 
     at: Span
     way: str
     groups: int = 0
     sizes: tuple[int, ...] = ()
+    module: Written = ""
+    others: tuple[tuple[Written, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,6 +312,9 @@ def _merged(a: Any, b: Any) -> Any:
     if isinstance(a, Ended):  # several trunks end there
         names, trunks = {*a.names, *b.names}, {*a.trunks, *b.trunks}
         return Ended(a.at, tuple(sorted(names)), tuple(sorted(trunks)))
+    if isinstance(a, Projected) and a.way in "qkv" and b.way in "qkv":
+        ways = dict([(a.module, a.way), *a.others, (b.module, b.way), *b.others])
+        return dataclasses.replace(a, others=tuple((m, way) for m, way in ways.items() if m != a.module))
     if isinstance(a, Through):
         kept = a.kept | b.kept
         a, b = dataclasses.replace(a, kept=kept), dataclasses.replace(b, kept=kept)

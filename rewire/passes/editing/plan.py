@@ -16,7 +16,6 @@ from rewire.passes.editing.additions import addition_at
 from rewire.passes.editing.attention import plan_attention
 from rewire.passes.editing.carriers import Carriers, casts_of
 from rewire.passes.editing.edits import (
-    Callee,
     Carry,
     Ended,
     FunctionPlan,
@@ -220,12 +219,7 @@ class _Planner:
 
     def _through(self, scope: Scope, child: Scope) -> None:
         function, call = self.sources.plan(scope), self.sources.call(child)
-        _, _, method = self.sources.function(child)
-        key = child.path, child.code
-        callee = None
-        if key in self.sources.plans and not method:
-            written, always = self.sources.written(child, call)
-            callee = Callee(span_of(written), function.helper(self.sources.plans[key].gate), always)
+        callee = self.sources.callee(child, call)
         after = max((n for n, add in enumerate(self.adds) if child.holds(add.op.scope)), default=-1) + 1
         at, last = span_of(call), self._returned(self.adds[after - 1], scope, [call])
         post = self.adds[after - 1].post if after else []

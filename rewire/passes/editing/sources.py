@@ -9,9 +9,9 @@ from types import CodeType, FunctionType, ModuleType
 from torch import nn
 
 from rewire.code.functions import Decorated, forward_of, function_with, undecorated
-from rewire.code.text import Span, Text, place_of, text_of
+from rewire.code.text import Span, Text, place_of, span_of, text_of
 from rewire.errors import EditError
-from rewire.passes.editing.edits import FunctionPlan, Plans
+from rewire.passes.editing.edits import Callee, FunctionPlan, Plans
 from rewire.passes.finding.flow import Op, Place, Scope
 
 
@@ -62,7 +62,16 @@ class Sources:
             raise EditError(f"no call is written where '{scope.path}' is called ({text.where()})")
         return calls[0]
 
-    def written(self, scope: Scope, call: ast.Call) -> tuple[ast.expr, bool]:
+    def callee(self, scope: Scope, call: ast.Call) -> Callee | None:
+        """What takes the place of a helper that is no method and is edited, where it is called."""
+        known = self.plans.get((scope.path, scope.code))  # type: ignore[arg-type]
+        if known is None or self.function(scope)[2]:
+            return None
+        assert scope.parent is not None
+        written, always = self._written(scope, call)
+        return Callee(span_of(written), self.plan(scope.parent).helper(known.gate), always)
+
+    def _written(self, scope: Scope, call: ast.Call) -> tuple[ast.expr, bool]:
         """What stands for a function where it is called, and whether it always does: its name.
 
         That is what is called; of ``checkpoint(function, x)``, whose name always stands for another, its argument.

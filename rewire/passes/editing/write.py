@@ -272,8 +272,12 @@ class _Editor:
 
     def _through(self, edit: Through) -> list[Change]:
         how = [*self._how(edit), *([f"kept={sorted(edit.kept)}"] if edit.kept else ["last=True"] * edit.last)]
-        through = self._wrapped(self._call(edit.at).func, "through", how)
-        return [through] if edit.callee is None else [through, self._gated(edit.callee)]
+        return self._called(edit, "through", how)
+
+    def _called(self, edit: Through | Separate, method: str, how: Sequence[str] = ()) -> list[Change]:
+        """A method of `Depth` around what is called; and the gate of a helper in its place."""
+        around = self._wrapped(self._call(edit.at).func, method, how)
+        return [around] if edit.callee is None else [around, self._gated(edit.callee)]
 
     def _gated(self, callee: Callee) -> Change:
         """The gate of a helper in its place."""
@@ -328,13 +332,16 @@ class _Editor:
         return Change(start, end, write)
 
     def _separate(self, edit: Separate) -> list[Change]:
-        return [self._wrapped(self._call(edit.at).func, "separate")]
+        return self._called(edit, "separate")
 
     def _projected(self, edit: Projected) -> list[Change]:
         call = self._call(edit.at)
         if edit.way == "multihead":
             methods = {0: "q", 1: "k", 2: "v", "query": "q", "key": "k", "value": "v"}
             return self._arguments(call, methods)
+        if edit.others:
+            ways = ", ".join(f"{module}: {way!r}" for module, way in ((edit.module, edit.way), *edit.others))
+            return [self._wrapped(call.func, "projecting", [f"{{{ways}}}"])]
         if edit.way != "fused":
             return self._arguments(call, dict.fromkeys((0, *(k.arg for k in call.keywords)), edit.way))
         return [self._function_first(call, "fused", f", {edit.groups}, {edit.sizes}, ")]

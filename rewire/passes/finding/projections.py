@@ -12,6 +12,8 @@ from torch import nn
 from rewire.conventions import FUSED_QKV, QKV, out_features
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.fused_qkv import Fused
+from rewire.passes.finding.adds import Add
+from rewire.passes.finding.attention import projections_in
 from rewire.passes.finding.flow import Flow, Op
 from rewire.patterns import Pattern
 from rewire.trunk import Site
@@ -48,30 +50,31 @@ class Projections:
         )
 
 
-def find_projections(flow: Flow, site: Site, found: Iterable[Pattern]) -> Projections:
-    """The projections of one attention, by what the patterns say, else by their usual names and use.
+def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add | None = None) -> Projections:
+    """The projections of one attention, by what the patterns say, else by their usual names, else by their use.
 
     Args:
         flow: what the model computes.
         site: the attention's residual add.
         found: patterns of the model, the most special first.
+        add: that add in the flow, if it is known.
 
     Raises:
         UnsupportedTopology: they were not found; the message says what a pattern would have to name.
     """
     model = flow.model
     found = list(found)
-    candidates = itertools.chain(_declared(model, site, found), _usual(flow, site))
+    candidates = itertools.chain(_declared(model, site, found), _usual(flow, site), _used(flow, add))
     for paths, fused in candidates:
         if fused is not None or not _needs_layout(model, paths):
             return Projections(site.name, paths, fused, _beside(model, site, found))
     block = model.get_submodule(site.block)
     below = [name for name, child in block.named_modules() if name and isinstance(child, nn.Linear)]
     raise UnsupportedTopology(
-        f"the attention '{site.name}' cannot have separate q/k/v inputs: no projections with usual names "
-        f"were found (linear maps of '{site.block}': {', '.join(below) or 'none'}). Use a topology that reads one "
-        "value, or register a pattern with `qkv` set to the paths of the three below the block (or of a fused one, and "
-        "`fused` to the layout of its output)."
+        f"the attention '{site.name}' cannot have separate q/k/v inputs: what makes its queries, keys and values "
+        f"was not found, by names or by use (linear maps of '{site.block}': {', '.join(below) or 'none'}). Use a "
+        "topology that reads one value, or register a pattern with `qkv` set to the paths of the three below the block "
+        "(or of a fused one, and `fused` to the layout of its output)."
     )
 
 
@@ -123,6 +126,17 @@ def _usual(flow: Flow, site: Site) -> Iterator[_Candidate]:
         if _needs_layout(flow.model, paths):
             fused = fused_by_use(flow, paths[0], out_features(flow.model.get_submodule(paths[0])))
         yield paths, fused
+
+
+def _used(flow: Flow, add: Add | None) -> Iterator[_Candidate]:
+    """Paths of what makes the values that are used as queries, keys and values; the layout of a fused one, too."""
+    paths = None if add is None else projections_in(flow, add)
+    if paths is None or _submodule(flow.model, paths[0]) is None:
+        return
+    fused = None
+    if _needs_layout(flow.model, paths):
+        fused = fused_by_use(flow, paths[0], out_features(flow.model.get_submodule(paths[0])))
+    yield paths, fused
 
 
 def _usual_paths(model: nn.Module, site: Site) -> list[tuple[str, ...]]:
@@ -178,7 +192,7 @@ def _layout(user: Op, width: int) -> Fused | None:
         return _thirds(width) if arguments[0] == 3 else None
     if user.name in ("view", "reshape"):
         flat = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], (list, tuple)) else arguments
-        return _by_shape(list(flat), width)
+        return _by_shape(list(flat), width) or _by_shape(list(user.shape or ()), width)
     return None
 
 

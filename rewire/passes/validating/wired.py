@@ -148,7 +148,8 @@ class _Script:
                 self._put(add.post[-1] if add.post else add.op, number, "push")
 
     def _read(self, found: Finding, name: str, chain: Chain, site: int, patterns: Sequence[Pattern]) -> _Read:
-        add, known = chain.adds[site], find_projections(found.flow, found.trunks[name].sites[site], patterns)
+        add = chain.adds[site]
+        known = find_projections(found.flow, found.trunks[name].sites[site], patterns, add)
         scopes = add.op.scope.modules()
         for user in (user for user in found.flow.users[add.state] if user in add.region):
             scopes = common(scopes, user.scope.modules())

@@ -1,0 +1,100 @@
+"""Finder: which modules make the queries, keys and values of an attention, by what it uses as such.
+
+An attention is ``scaled_dot_product_attention(q, k, v)``, or ``softmax(q k) v`` written out. What flows to its three
+inputs without weights on the way (heads, rotary embeddings, norms of queries) was made by the projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from rewire.passes.finding.adds import Add
+from rewire.passes.finding.flow import Flow, Op
+
+_PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
+
+
+def projections_in(flow: Flow, add: Add) -> tuple[str, ...] | None:
+    """Paths of the modules that project queries, keys and values in a branch, or of the one that projects all three.
+
+    Args:
+        flow: what the model computes.
+        add: the residual add whose branch it is.
+
+    Returns:
+        Three paths (q, k, v), or one; None if there is no attention, or one of several sources.
+    """
+    found = {ways for q, k, v in _attentions(flow, add) if (ways := _paths(flow, add, (q, k, v)))}
+    return found.pop() if len(found) == 1 else None
+
+
+def _attentions(flow: Flow, add: Add) -> Iterator[tuple[Op, Op, Op]]:
+    """Queries, keys and values as each attention in a branch gets them."""
+    for op in sorted(add.region, key=lambda op: op.index):
+        if op.name == "scaled_dot_product_attention" and len(op.inputs) >= 3:
+            yield op.inputs[0], op.inputs[1], op.inputs[2]
+        elif op.name == "softmax":
+            scores, outputs = _before(op, add.region), _behind(flow, op)
+            if scores is not None and outputs is not None:
+                q, k = scores.inputs[-2:]
+                yield q, k, outputs
+
+
+def _before(softmax: Op, region: Collection[Op]) -> Op | None:
+    """The product that scores are made of: scaled, masked, biased."""
+    found, seen, todo = [], {softmax}, [softmax]
+    while todo:
+        op = todo.pop()
+        if op.name in _PRODUCTS and sum(source in region for source in op.inputs) >= 2:
+            found.append(op)
+            continue
+        for source in op.inputs:
+            if source in region and not source.weighted and source not in seen:
+                seen.add(source)
+                todo.append(source)
+    return found[0] if len(found) == 1 else None
+
+
+def _behind(flow: Flow, softmax: Op) -> Op | None:
+    """The values of the product in which the weights are used."""
+    op = softmax
+    while True:
+        users = [user for user in flow.users[op] if not user.weighted]
+        product = next((user for user in users if user.name in _PRODUCTS), None)
+        if product is not None:
+            return next((source for source in product.inputs if source is not op and not source.constant), None)
+        if len(users) != 1:
+            return None
+        op = users[0]
+
+
+def _paths(flow: Flow, add: Add, values: tuple[Op, Op, Op]) -> tuple[str, ...] | None:
+    """The modules that made each of the values, if that is one module for each."""
+    made = [_sources(add.region, value) for value in values]
+    if any(len(paths) != 1 for paths in made):
+        return None
+    paths = tuple(next(iter(found)) for found in made)
+    if len(set(paths)) == 3:
+        return paths
+    return paths[:1] if len(set(paths)) == 1 else None
+
+
+def _sources(region: Collection[Op], value: Op) -> set[str]:
+    """The modules of the last operations with weights on the ways to a value; empty if one is no module's own."""
+    found: set[str] = set()
+    seen, todo = {value}, [value]
+    while todo:
+        op = todo.pop()
+        if op not in region:
+            continue
+        if op.weighted:
+            module = op.leaf or op.scope.module
+            if module is None or any(True for _ in module.children()) or op.scope.helper:
+                return set()
+            found.add(op.scope.path if op.scope.module is module else f"{op.scope.path}.{op.name}".strip("."))
+            continue
+        for source in op.inputs:
+            if source not in seen:
+                seen.add(source)
+                todo.append(source)
+    return found

@@ -1,0 +1,132 @@
+"""Queries, keys and values are what an attention uses as such, whatever they are called and however that is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reading_apart import Reader, check_reads
+from torch import Tensor, nn
+
+WIDTH, HEADS = 16, 2
+
+
+class Attention(nn.Module):
+    names = ("c_q", "c_k", "c_v")
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.names:
+            self.add_module(name, nn.Linear(WIDTH, WIDTH))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (getattr(self, name)(x) for name in self.names)
+        return self.out(F.scaled_dot_product_attention(q, k, v))
+
+
+class Calls(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.scaled_dot_product_attention(self.c_q(x), self.c_k(x), self.c_v(x)))
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps, self.out = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, q, k = [project(x) for project in self.maps]
+        return self.out(F.scaled_dot_product_attention(q, k, v))
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def turned(x: Tensor) -> Tensor:
+    angle = torch.arange(x.shape[-2])[:, None] * torch.linspace(1, 0.1, x.shape[-1])
+    return x * angle.cos() + x.flip(-1) * angle.sin()
+
+
+class ByHand(Attention):
+    """Heads, norms of queries and keys, rotary embeddings, a mask, dropout, a softmax."""
+
+    names = ("one", "two", "three")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_q, self.norm_k = nn.LayerNorm(WIDTH // HEADS), nn.LayerNorm(WIDTH // HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v, q = heads(self.one(x)), heads(self.two(x)), heads(self.three(x))
+        q, k = turned(self.norm_q(q)), turned(self.norm_k(k))
+        scores = q @ k.transpose(-2, -1) / (WIDTH // HEADS) ** 0.5
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        weights = F.dropout(scores.masked_fill(mask, -1e4).softmax(-1), 0.0, self.training)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class ByEinsum(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.einsum("bqd,bkd->bqk", self.c_q(x), self.c_k(x)).softmax(-1)
+        return self.out(torch.einsum("bqk,bkd->bqd", weights, self.c_v(x)))
+
+
+class Delegating(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class ByHelper(Attention):
+    def attend(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.c_q(x), self.c_k(x), self.c_v(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.attend(x))
+
+
+class Fused(nn.Module):
+    """As Segment Anything has it: heads are told by -1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.everything, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.everything(x).reshape(b, t, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, attention: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(WIDTH), attention(), nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+@pytest.mark.parametrize(
+    "attention", [Attention, Calls, Listed, ByHand, ByEinsum, Delegating, ByHelper, Fused], ids=lambda cls: cls.__name__
+)
+def test_each_reads_its_own(attention: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(attention) for _ in range(2)))
+    check_reads(Reader(model, (torch.randn(2, 5, WIDTH),)))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(("c_q", "c_k", "c_v"), ("Wq", "Wk", "Wv"), ("w_q", "w_k", "w_v"), ("proj_q", "proj_k", "proj_v")),
+        *(("linear_q", "linear_k", "linear_v"), ("fc_q", "fc_k", "fc_v"), ("q_linear", "k_linear", "v_linear")),
+        *(("queries", "keys", "values"), ("q_map", "k_map", "v_map"), ("toqueries", "tokeys", "tovalues")),
+    ],
+)
+def test_names(names: tuple[str, str, str]) -> None:
+    model = nn.Sequential(*(Block(type("Named", (Attention,), {"names": names})) for _ in range(2)))
+    check_reads(Reader(model, (torch.randn(2, 5, WIDTH),)))
