@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rewire.errors import UnsupportedTopology
-from rewire.runtime.connection import connections, learned_connections
+from rewire.runtime.connection import Connection, connections, learned_connections
 
 #: What an Adam step moves connection weights by at most, in the units in which they are stored, unless a rate is given:
 #: a softmax whose logits move by 0.3 is at one choice within some tens of steps, and learns no more.
@@ -24,6 +24,7 @@ def parameter_groups(
     weight_decay: float,
     connection_lr: float | None = None,
     decay_matrices: bool = False,
+    muon_lr: float | None = None,
 ) -> list[dict[str, Any]]:
     """Parameters of ``model`` for a torch optimiser, the connection weights in a group of their own, without decay.
 
@@ -44,10 +45,12 @@ def parameter_groups(
             0.1 a step (for ANCRe 1e-3), if that is less.
         decay_matrices: weight decay for the matrices among the connection weights, too (``Topology.matrices``): the
             low-rank maps of LAuReL, and the projections of muddformer, hc-dynamic, hc-gated, frac-hc and mhc.
+        muon_lr: learning rate of the matrices in the blocks of the trunks (linear maps, no embeddings), if Muon is to
+            get these. All groups then say ``use_muon``, as optimisers that do both read it.
 
     Returns:
         Groups for ``torch.optim.AdamW(groups)``: all other parameters, then the connection weights, in a group for each
-        unit and decay; none is empty.
+        unit and decay; none is empty. With ``muon_lr`` the matrices are the first group.
 
     Raises:
         TypeError, ValueError: a rate or decay is no number, or below 0.
@@ -55,9 +58,14 @@ def parameter_groups(
     Example:
         >>> groups = rewire.parameter_groups(rewired, lr=3e-4, weight_decay=0.1, connection_lr=1e-3)
         >>> optimizer = torch.optim.AdamW(groups)
+
+        With ``torch.optim.Muon``, which takes nothing but matrices:
+
+        >>> matrices, *others = rewire.parameter_groups(rewired, lr=3e-4, weight_decay=0.1, muon_lr=0.02)
+        >>> optimizers = torch.optim.Muon(matrices["params"], lr=matrices["lr"]), torch.optim.AdamW(others)
     """
     rate, fastest = (lr, _FASTEST) if connection_lr is None else (connection_lr, math.inf)
-    _check(lr=lr, weight_decay=weight_decay, connection_lr=rate)
+    _check(lr=lr, weight_decay=weight_decay, connection_lr=rate, muon_lr=0 if muon_lr is None else muon_lr)
     own: dict[tuple[float, float], list[nn.Parameter]] = {}  # by unit and decay
     for connection in connections(model).values():
         decayed = connection.layout.topology.matrices if decay_matrices else ()
@@ -66,12 +74,26 @@ def parameter_groups(
             # An optimiser decays by rate times decay, and the rate has the unit in it.
             own.setdefault((unit, weight_decay * unit if name in decayed else 0.0), []).append(parameter)
     learned = {id(p) for parameters in own.values() for p in parameters}
+    matrices = [] if muon_lr is None else _matrices(model)
+    learned |= {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in learned]
     groups: list[dict[str, Any]] = [{"params": others, "lr": lr, "weight_decay": weight_decay}]
     for (unit, decay), parameters in own.items():
         groups.append({"params": parameters, "lr": min(rate / unit, fastest), "weight_decay": decay})
+    if muon_lr is not None:
+        muon = {"params": matrices, "lr": muon_lr, "weight_decay": weight_decay, "use_muon": True}
+        groups = [muon, *({**group, "use_muon": False} for group in groups)]
     trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     return [group for group in trained if group["params"]]
+
+
+def _matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The matrices in the blocks of the model's trunks; tables of embeddings aside."""
+    trunks = [connection.trunk for connection in connections(model).values() if connection.trunk is not None]
+    blocks = {site.block for trunk in trunks for site in trunk.sites}
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding | Connection) for p in m.parameters()}
+    inside = (p for block in sorted(blocks) for p in model.get_submodule(block).parameters())
+    return list({id(p): p for p in inside if p.ndim == 2 and id(p) not in tables}.values())
 
 
 def _check(**numbers: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -111,3 +112,67 @@ def test_connections_learn_at_their_own_rate() -> None:
     assert {name for name, value in model.named_parameters() if not torch.equal(value, before[name])} == set(
         learned(model)
     )
+
+
+def no_decay(groups: Any, model: Any) -> set[str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[id(p)] for group in groups if not group["weight_decay"] for p in group["params"]}
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-static", "muddformer", "attnres"])
+@pytest.mark.parametrize("options", [{}, {"layer_decay": 0.7}])
+def test_recipes_of_timm_do_not_decay_connection_weights(topology: str, options: dict[str, Any]) -> None:
+    import timm
+    from timm.optim import create_optimizer_v2
+
+    plain = timm.create_model("vit_tiny_patch16_224", depth=2, embed_dim=32, num_heads=2, num_classes=3, img_size=32)
+    model: Any = rewire.compile(plain, topology, example_inputs=torch.randn(1, 3, 32, 32), validate=False)
+    groups = create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.1, **options).param_groups
+    own = set(learned(model))
+    assert own and own <= no_decay(groups, model)
+    assert {"pos_embed", "cls_token"} <= no_decay(groups, model)  # as the model itself says
+    assert model.no_weight_decay() >= own and plain.no_weight_decay() == rewire.restore(model).no_weight_decay()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: torch.optim.AdamW(p, weight_decay=0.1), "AdamW decays connection weights of rewire .*logits"),
+        (lambda p: torch.optim.Muon([x for x in p if x.ndim == 2]), "Muon orthogonalises connection weights"),
+    ],
+)
+def test_an_optimiser_that_treats_them_otherwise_is_told_once(make: Any, said: str) -> None:
+    model = mixed(Stack(PreNorm), "attnres" if "Muon" in said else "ancre-ingoing")
+    optimizer = make(list(model.parameters()))
+    model(vectors()).square().mean().backward()
+    with pytest.warns(UserWarning, match=f"(?s){said}.*parameter_groups"):
+        optimizer.step()
+    optimizer.step()
+
+
+def test_groups_of_ours_warn_of_nothing() -> None:
+    model = mixed(Stack(PreNorm), "muddformer")
+    model(vectors()).square().mean().backward()
+    torch.optim.AdamW(rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1)).step()
+    torch.optim.AdamW(rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1, decay_matrices=True)).step()
+    matrices, *others = rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1, muon_lr=0.02)
+    torch.optim.Muon(matrices["params"], lr=matrices["lr"]).step()
+    torch.optim.AdamW(others).step()
+    torch.optim.AdamW(torch.nn.Linear(2, 2).parameters(), weight_decay=0.1).step()
+
+
+def test_muon_gets_the_matrices_of_the_blocks() -> None:
+    model = mixed(llama(), "muddformer")
+    groups = rewire.parameter_groups(model, lr=1e-3, weight_decay=0.1, muon_lr=0.02)
+    names = {id(p): name for name, p in model.named_parameters()}
+    of_muon = {names[id(p)] for p in groups[0]["params"]}
+    assert of_muon == {n for n, p in model.named_parameters() if n.startswith("model.layers.") and p.ndim == 2}
+    assert [group["use_muon"] for group in groups] == [True, *[False] * (len(groups) - 1)]
+    assert groups[0]["lr"] == 0.02 and sum(len(g["params"]) for g in groups) == len(names)
+
+
+def test_copies_are_known_too() -> None:
+    model = copy.deepcopy(mixed(Stack(PreNorm), "ancre-ingoing"))
+    model(vectors()).square().mean().backward()
+    with pytest.warns(UserWarning, match="decays connection weights"):
+        torch.optim.SGD(model.parameters(), lr=1e-3, weight_decay=0.1).step()

@@ -29,7 +29,7 @@ def test_a_deep_copy_is_independent(make: Any) -> None:
     twin = copy.deepcopy(model)
     assert_bitwise(before, evaluate(twin, inputs, {}))
     assert not {id(p) for p in model.parameters()} & {id(p) for p in twin.parameters()}
-    optimiser = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    optimiser = torch.optim.AdamW(twin.parameters(), lr=0.1, weight_decay=0.0)
     gradients = train_step(twin, *inputs)
     assert all(name in gradients for name in learned(twin))
     optimiser.step()
@@ -136,11 +136,11 @@ def test_optimiser_state_of_the_plain_model_resumes(make: Any) -> None:
         optimiser.step()
 
     model = make()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     step(model, optimiser)
     rewired = copy.deepcopy(rewire.compile(model, "residual", validate=False))
     original = [p for n, p in rewired.named_parameters() if "depth_connections" not in n]
-    resumed = torch.optim.AdamW(original, lr=1e-2)
+    resumed = torch.optim.AdamW(original, lr=1e-2, weight_decay=0.0)
     resumed.load_state_dict(copy.deepcopy(optimiser.state_dict()))
     resumed.add_param_group({"params": next(iter(rewire.connections(rewired).values())).parameters(), "lr": 1e-3})
     for _ in range(2):

@@ -98,7 +98,8 @@ class Backend:
         >>> compiled = torch.compile(model, backend=backend)
         >>> torch.allclose(compiled(x), model(x), atol=1e-6)  # it starts as the original network
         True
-        >>> optimizer = torch.optim.AdamW([*model.parameters(), *backend.parameters()])
+        >>> connections = {"params": backend.parameters(), "weight_decay": 0.0}
+        >>> optimizer = torch.optim.AdamW([{"params": model.parameters()}, connections])
     """
 
     def __init__(

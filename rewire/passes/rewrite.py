@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from rewire.code.edited import is_edited
 from rewire.copies import outside_inference_mode, shared
 from rewire.errors import EditError
 from rewire.logs import rewrite as log
 from rewire.passes.editing.apply import apply, show_between, undo
 from rewire.passes.editing.connect import StreamsToTensors, convert_collected, copy_norms, register
 from rewire.passes.editing.edits import Key, Plans
+from rewire.passes.editing.install import install
 from rewire.passes.editing.plan import plan
 from rewire.passes.editing.write import edited
 from rewire.passes.find import Found
@@ -69,6 +71,8 @@ def rewrite(
     apply(rewired, found.evaluation.flow.model, texted, made, "" if prepared.given else _ADVICE)
     for name in chosen:
         show_between(rewired, trunks[name])
+    if not is_edited(rewired):
+        install(rewired, {}, shared=True)  # whose `no_weight_decay` names the connection weights
     copy_norms(rewired, set().union(*(function.copied for function in plans.values())))
     return rewired
 

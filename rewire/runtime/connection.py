@@ -21,6 +21,7 @@ from rewire.ranks.meeting import agree, facts_of
 from rewire.ranks.watch import Watched
 from rewire.runtime.hooks import show_tensors_to_global_hooks
 from rewire.runtime.layout import Layout
+from rewire.runtime.optimizers import known
 from rewire.runtime.stream import Settled, Stream, Weights
 from rewire.topologies.base import Start, States
 from rewire.topologies.names import topology_in
@@ -70,6 +71,11 @@ class Connection(Watched):
         super().__init__()
         self.trunk, self.number = trunk, next(_NUMBERS)
         self._connect(layout, start, device)
+        known(self)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        known(self)
 
     def _connect(self, layout: Layout, start: Start, device: torch.device | str | None) -> None:
         self.layout, self.start = layout, start
@@ -80,6 +86,7 @@ class Connection(Watched):
         for name, value in learned.items():
             stored = (value / self.stored_in[name]).to(device=device, dtype=torch.float32)
             self.register_parameter(name, nn.Parameter(stored))
+            self._parameters[name]._no_weight_decay = True  # type: ignore[union-attr]  # as S4's and Mamba's, for rules
         for name, value in layout.topology.constants(layout.dims).items():
             self.register_buffer(name, value.to(device=device, dtype=torch.float32))
 

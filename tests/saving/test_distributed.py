@@ -96,7 +96,8 @@ def test_a_plain_checkpoint_of_as_many_groups(tmp_path: Path) -> None:
             lambda name, p: "depth_connections" in name,
         )
     )
-    optimizer = AdamW([{"params": matrices}, {"params": vectors}, {"params": learned, "lr": 7.0}], lr=1.0)
+    own = {"params": learned, "lr": 7.0, "weight_decay": 0.0}
+    optimizer = AdamW([{"params": matrices}, {"params": vectors}, own], lr=1.0)
     load(tmp_path, model, optimizer, options)
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
         (1e-2, 0.3),

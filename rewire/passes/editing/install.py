@@ -22,6 +22,7 @@ from rewire.code.functions import clone, redecorated
 from rewire.code.text import compiled, shown
 from rewire.errors import EditError
 from rewire.passes.editing.backward_hooks import REFUSING
+from rewire.runtime.connection import CONNECTIONS
 from rewire.runtime.hooks import as_registered, registering, show_tensors
 
 _IS_SHARED = "_rewire_shared"
@@ -86,6 +87,10 @@ def _class(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
 def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
     """A new subclass of ``base`` with these methods."""
 
+    def no_weight_decay(self: nn.Module) -> set[str]:
+        known = getattr(super(generated, self), "no_weight_decay", set)
+        return {*known(), *(name for name, _ in self.named_parameters() if CONNECTIONS in name.split("."))}
+
     def init_subclass(cls: type, **kwargs: Any) -> None:
         super(generated, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
         _own_code(cls)
@@ -97,6 +102,7 @@ def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
         "__reduce_ex__": _reduce,
         "__init_subclass__": classmethod(init_subclass),
         **registering(base),
+        "no_weight_decay": no_weight_decay,
         **REFUSING,
         EDITED: {edited.name: edited for edited in methods},
         _IS_SHARED: shared,

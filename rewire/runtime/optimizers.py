@@ -1,0 +1,69 @@
+"""Look once, at an optimiser's first step, whether it treats connection weights as it should."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    from rewire.runtime.connection import Connection
+
+_CONNECTIONS: weakref.WeakSet[Connection] = weakref.WeakSet()
+_SEEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def known(connection: Connection) -> None:
+    """Let optimisers that get the weights of a connection be looked at."""
+    _CONNECTIONS.add(connection)
+    _watch()
+
+
+@functools.cache
+def _watch() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or optimizer in _SEEN:
+        return
+    _SEEN.add(optimizer)
+    for what, names in _mistakes(optimizer).items():
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        warnings.warn(
+            f"{type(optimizer).__name__} {what} connection weights of rewire ({shown}). {_WHY[what]} Groups that do it "
+            "right: rewire.parameter_groups(model, lr=.., weight_decay=..), for Muon with muon_lr=.. as well.",
+            stacklevel=2,
+        )
+
+
+_WHY = {
+    "decays": "That pulls them to 0, which is no neutral value: branches that are switched off, equal weights.",
+    "orthogonalises": "Muon is for matrices that map hidden states; their rows are sources, and belong to Adam.",
+}
+
+
+def _mistakes(optimizer: Optimizer) -> dict[str, list[str]]:
+    """What an optimiser does to connection weights that it should not, and to which of them."""
+    named = {id(parameter): (name, matrix) for name, parameter, matrix in _weights()}
+    found: dict[str, list[str]] = {}
+    for group in optimizer.param_groups:
+        muon = "muon" in type(optimizer).__name__.lower() and group.get("use_muon", True)
+        for name, matrix in (named[id(p)] for p in group["params"] if id(p) in named):
+            if muon:
+                found.setdefault("orthogonalises", []).append(name)
+            elif group.get("weight_decay", 0) and not matrix:
+                found.setdefault("decays", []).append(name)
+    return found
+
+
+def _weights() -> Iterator[tuple[str, Any, bool]]:
+    """Learned connection weights: name, parameter, and whether it is a matrix, for which decay may be meant."""
+    for connection in list(_CONNECTIONS):
+        for name, parameter in connection.named_parameters():
+            yield f"{connection.layout.trunk}: {name}", parameter, name in connection.layout.topology.matrices
