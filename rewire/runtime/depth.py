@@ -298,6 +298,10 @@ class Depth(SeparateInputs):
         live.parts.append((total, (*before, branch * alpha if alpha != 1 else branch)))
         return total
 
+    def nothing(self, shortcut: Tensor) -> Tensor:
+        """Zeros in the place of a shortcut: what is added to some of their rows is a branch on these alone."""
+        return torch.zeros_like(shortcut)
+
     def _is_outside(self) -> bool:
         """Whether this is one of the calls without a stream; a lost one is missed where the trunk ends."""
         return not self.live and all(entry.outside and not entry.opens for entry in self.entries)

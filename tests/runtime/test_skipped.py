@@ -288,3 +288,67 @@ def test_adds_of_one_place_are_refused() -> None:
     rewired = rewire.compile(AtOnePlace(), "ancre-ingoing", example_inputs=(vectors(),))
     with pytest.raises(rewire.OutOfOrder, match="in the forward of a block"):
         rewired(vectors(), 1)
+
+
+def drop_add(x: Tensor, branch: Any, ratio: float) -> Tensor:
+    """As DINOv2 drops a branch for a part of the batch."""
+    keep = max(int(len(x) * (1 - ratio)), 1)
+    rows = torch.randperm(len(x), device=x.device)[:keep]
+    residual = branch(x[rows])
+    sums = torch.index_add(x.flatten(1), 0, rows, residual.flatten(1).to(dtype=x.dtype), alpha=len(x) / keep)
+    return sums.view_as(x)
+
+
+class OnAPart(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        def attend(x: Tensor) -> Tensor:
+            return self.attn(self.norm1(x))
+
+        def feed(x: Tensor) -> Tensor:
+            return self.mlp(self.norm2(x))
+
+        if self.training:
+            x = drop_add(x, attend, 0.4)
+            return drop_add(x, feed, 0.4)
+        x = x + attend(x)
+        return x + feed(x)
+
+
+@pytest.mark.parametrize("topology", ["hc-static", "muddformer"])
+def test_rows_and_channels_in_one_dimension_are_refused_where_channels_count(topology: str) -> None:
+    model = type("Parts", (Net,), {"block": OnAPart})()
+    with pytest.raises(rewire.RewireError):
+        rewire.compile(model, topology, example_inputs=(torch.randn(6, 5, WIDTH),))
+
+
+class Scattered(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.randperm(len(x))[: len(x) // 2] if self.training else torch.arange(len(x))
+        x = x.index_add(0, rows, self.attn(self.norm1(x[rows])))
+        where = rows[:, None, None].expand(-1, *x.shape[1:])
+        return torch.scatter_add(x, 0, where, self.mlp(self.norm2(x[rows])))
+
+
+@pytest.mark.parametrize(
+    ("key", "block"),
+    [
+        *((key, Scattered) for key in ("ancre-ingoing", "hc-static", "muddformer", "denseformer-2x2")),
+        *((key, OnAPart) for key in ("ancre-ingoing", "denseformer-2x2")),
+    ],
+)
+def test_a_part_of_the_batch(key: str, block: type[nn.Module]) -> None:
+    name, options = EVERY[key]
+    model, x = type("Parts", (Net,), {"block": block})(), torch.randn(6, 5, WIDTH)
+    rewired = rewire.compile(model, name, example_inputs=(x,), **options)
+    (connection,) = rewire.connections(rewired).values()
+    assert len(connection.layout.units) == 2 * DEPTH
+    paths = [path for path, _ in model.named_parameters()]
+    for training in (True, False, True):
+        runs = []
+        for each in (rewired.train(training), model.train(training)):
+            torch.manual_seed(4)
+            out = results(each, x)
+            grads = {path: p.grad for path, p in each.named_parameters() if path in paths}
+            runs.append([out[0], *(torch.zeros(()) if g is None else g.clone() for g in grads.values())])
+        for ours, theirs in zip(*runs, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -7,6 +7,7 @@ import dataclasses
 
 from rewire.code.text import Span, Text
 from rewire.errors import EditError
+from rewire.passes.finding.adds import SCATTERED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,11 +16,13 @@ class Addition:
 
     Attributes:
         left, right: its operands.
+        scattered: whether the branch is written to some rows: ``torch.index_add(x, 0, rows, f)``.
     """
 
     node: ast.BinOp | ast.AugAssign | ast.Call
     left: ast.expr
     right: ast.expr
+    scattered: bool = False
 
     def operands(self, first: bool) -> tuple[ast.expr, ast.expr]:
         """Shortcut and branch, if the shortcut is the ``first`` operand, or is not."""
@@ -28,7 +31,7 @@ class Addition:
     @property
     def options(self) -> list[ast.keyword]:
         """Its factor: ``alpha=2``."""
-        return [keyword for keyword in getattr(self.node, "keywords", ()) if keyword.arg == "alpha"]
+        return [k for k in getattr(self.node, "keywords", ()) if k.arg == "alpha" and not self.scattered]
 
     @property
     def target(self) -> ast.expr | None:
@@ -48,11 +51,15 @@ def addition_in(node: ast.AST) -> Addition | None:
     if not isinstance(node, ast.Call):
         return None
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if name in SCATTERED:
+        of = node.func.value if isinstance(node.func, ast.Attribute) else None
+        first = node.args[0] if of is None or getattr(of, "id", "") in ("torch", "F") else of
+        return Addition(node, first, node, scattered=True)
     arguments = [*node.args, *(k.value for k in node.keywords if k.arg in ("input", "other"))]
     if name in ("add", "add_", "iadd", "__add__") and len(arguments) == 2:
-        return Addition(node, *arguments)
+        return Addition(node, arguments[0], arguments[1])
     if name in ("add", "add_", "__add__") and len(arguments) == 1 and isinstance(node.func, ast.Attribute):
-        return Addition(node, node.func.value, *arguments)
+        return Addition(node, node.func.value, arguments[0])
     return None
 
 

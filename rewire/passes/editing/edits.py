@@ -296,7 +296,7 @@ class FunctionPlan:
 
     def _parts(self, one: Edit, other: Edit) -> str:
         """What an expression would have to be, in words."""
-        streams = {self.trunks[edit.trunk] for edit in (one, other) if hasattr(edit, "trunk")}
+        streams = {self.trunks[edit.trunk] for edit in (one, other) if self.trunks and hasattr(edit, "trunk")}
         if len(streams) > 1:
             return f"two residual streams, those of trunks {' and '.join(map(repr, sorted(streams)))}"
         kinds = " and ".join(type(edit).__name__.lower() for edit in (one, other))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rewire.code.text import Span, is_call_of_one, parsed, span_of
+from rewire.code.text import Span, is_call_of_one, parsed, span_of, within
 from rewire.errors import EditError
 from rewire.passes.editing.additions import Addition, addition_at
 from rewire.passes.editing.changes import Change, Render, rendered
@@ -93,7 +93,13 @@ class _Editor:
                     found_at = next(map(span_of, same), None)
                     callee = None if found_at is None else dataclasses.replace(callee, at=found_at)
                 found.setdefault(at, dataclasses.replace(edit, at=at, last=last, callee=callee))
-        return [edit for at, edit in found.items() if at not in self.plan.ran]
+        return [edit for at, edit in found.items() if at not in self.plan.ran and not self._calls_what_ran(at)]
+
+    def _calls_what_ran(self, at: Span) -> bool:
+        """Whether a call is of a function inside this one that ran."""
+        name = getattr(self._call(at).func, "id", "")
+        inner = [node for node in ast.walk(self.text.tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+        return any(within(place, span_of(node)) for node in inner for place in self.plan.ran)
 
     @property
     def _gate(self) -> str:
@@ -365,7 +371,7 @@ class _Editor:
             node: the operation.
             calls: whether it is the call of a function or a module, and so no method of a tensor.
         """
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute | ast.Subscript):
             return [node.value]
         if isinstance(node, ast.Call):
             method = node.func if isinstance(node.func, ast.Attribute) and not calls else None
@@ -456,6 +462,11 @@ class _Editor:
         options = [self.text.text[slice(*self.text.span(option))] for option in addition.options]
 
         def write(render: Render) -> str:
+            if addition.scattered:  # what it is without the shortcut
+                (start, end), (first, last) = self.text.span(addition.node), self.text.span(shortcut)
+                x = render(first, last)
+                rest = f"{render(start, first)}{self.depth}.nothing({x}){render(last, end)}"
+                return f"{self.depth}.{method}({', '.join([x, rest, *how])})"
             operands = [render(*self.text.span(operand)) for operand in (shortcut, *branches)]
             call = f"{self.depth}.{method}({', '.join([*operands, *options, *how])})"
             return self._assigned(addition, call, render)

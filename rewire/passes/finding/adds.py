@@ -19,8 +19,10 @@ UNSCALED = "unscaled"  # a product with the number 1: of a factor that some othe
 CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous", UNSCALED])
 VIEWS = frozenset(
     {"view", "reshape", "flatten", "unflatten", "transpose", "permute"}
-    | {"squeeze", "unsqueeze", "movedim", "t", "swapaxes"}
+    | {"squeeze", "unsqueeze", "movedim", "t", "swapaxes", "view_as", "reshape_as"}
 )
+#: Sums with a branch on some rows, as of stochastic depth over a part of the batch; it is zero on the others.
+SCATTERED = frozenset({"index_add", "scatter_add"})
 #: Why a weighted sum of the stream and a branch is no residual add.
 SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
 #: Why other operations with a state and a branch are none.
@@ -83,6 +85,8 @@ def residual_adds(flow: Flow) -> tuple[list[Add], dict[Add, str]]:
     rejected: dict[Add, str] = {}
     for op in flow:
         add = _is_sum(op) and (_parallel(op, found, flow) or _plain(op, flow, found) or _projected(op))
+        if op.name in SCATTERED and op.node is None and len(op.inputs) > 1:
+            add = _plain(op, flow, found)
         if not add:
             rejected.update(_near_miss(op, flow))
             continue
@@ -102,7 +106,8 @@ def _is_sum(op: Op) -> bool:
 
 def _plain(op: Op, flow: Flow, found: dict[Op, Add]) -> Add | None:
     """``x + f``, where ``x`` may be a cast or a view of what ``f`` is computed from."""
-    for shortcut, branch in (op.inputs, op.inputs[::-1]):
+    scattered = op.name in SCATTERED
+    for shortcut, branch in [(op.inputs[0], op.inputs[-1])] if scattered else (op.inputs, op.inputs[::-1]):
         if op.shape is not None and shortcut.shape is not None and shortcut.shape != op.shape:
             continue  # it is broadcast: no stream
         if op.scale is not None and op.scale != 1 and shortcut is op.inputs[1]:

@@ -25,7 +25,7 @@ from rewire.errors import ValidationMismatch
 from rewire.passes.editing.carriers import casts_of
 from rewire.passes.editing.connect import register
 from rewire.passes.find import Finding, Found
-from rewire.passes.finding.adds import VIEWS
+from rewire.passes.finding.adds import SCATTERED, VIEWS
 from rewire.passes.finding.chains import Chain
 from rewire.passes.finding.flow import Flow, Op, Scope, common
 from rewire.passes.finding.projections import Projections, find_projections
@@ -252,6 +252,10 @@ class _Wiring(Recorder):
                 wires.view(lambda x: func(*_swapped(args, viewed, x), **_swapped(kwargs, viewed, x)), made)  # noqa: B023
             else:
                 branch = self.made[op.inputs[1 - operand].index]
+                if op.name in SCATTERED:  # to some rows
+                    shortcut = self.made[op.inputs[0].index]
+                    nothing = torch.zeros_like(shortcut)
+                    branch = func(*_swapped(args, shortcut, nothing), **_swapped(kwargs, shortcut, nothing))
                 branch = self.written[1] if branch is self.written[0] else branch
                 scaled = op.scale is not None and op.scale != 1
                 self.parts[number].append(branch * op.scale if scaled else branch)
