@@ -121,6 +121,8 @@ def _run_by_chance(rewired: nn.Module, inputs: Inputs) -> None:
                 bench(*args, **kwargs)
         except OutOfOrder as error:
             raise OutOfOrder(f"in training mode blocks are left out by chance, and {error}") from error
+        except RewireError:
+            raise
         except Exception as error:  # not every model trains
             log.debug("%s in training mode: %s", type(rewired).__name__, error)
             return

@@ -298,9 +298,15 @@ class Depth(SeparateInputs):
         live.parts.append((total, (*before, branch * alpha if alpha != 1 else branch)))
         return total
 
-    def nothing(self, shortcut: Tensor) -> Tensor:
-        """Zeros in the place of a shortcut: what is added to some of their rows is a branch on these alone."""
-        return torch.zeros_like(shortcut)
+    def scattered(self, function: Callable[[Tensor], Tensor], shortcut: Tensor, **how: Any) -> Tensor:
+        """A residual add that ``function`` makes to some rows of the shortcut: a branch that is zero on the others.
+
+        Args:
+            function: ``lambda x: torch.index_add(x, 0, rows, f)``.
+            shortcut: the stream's value.
+            how: as for `add`.
+        """
+        return self.add(shortcut, function(torch.zeros_like(shortcut)), **how)
 
     def _is_outside(self) -> bool:
         """Whether this is one of the calls without a stream; a lost one is missed where the trunk ends."""

@@ -484,6 +484,8 @@ class Stream(TensorLike):
                     f"trunk '{self.layout.trunk}', residual add {self.position}: the branch returns "
                     f"{tuple(branch.shape)}, the stream holds {tuple(expected)}. States of one trunk are mixed and "
                     "need one shape; pass trunks=[...] to leave this trunk out."
+                    + " (Weights per channel need channels in a dimension of their own.)"
+                    * self.layout.topology.needs_width
                 )
         return tuple(branch if branch.shape == expected else branch.expand(expected) for branch in branches)
 

@@ -416,8 +416,8 @@ class _Editor:
         return nodes[0]
 
     def _sum(self, edit: Sum) -> list[Change]:
-        site = [f"site={edit.site}"] if edit.site is not None and self.conditional else []
-        return self._added(edit, "write" if edit.last else "add", [*self._how(edit), *site], edit.inner)
+        how = [*self._how(edit), *([f"site={edit.site}"] if edit.site is not None and self.conditional else [])]
+        return self._added(edit, "write" if edit.last else "add", how, edit.inner)
 
     def _reached(self) -> list[Change]:
         """Behind an ``if`` in which there are adds: on the other ways the stream passes them, too."""
@@ -462,11 +462,11 @@ class _Editor:
         options = [self.text.text[slice(*self.text.span(option))] for option in addition.options]
 
         def write(render: Render) -> str:
-            if addition.scattered:  # what it is without the shortcut
+            if addition.scattered:
                 (start, end), (first, last) = self.text.span(addition.node), self.text.span(shortcut)
-                x = render(first, last)
-                rest = f"{render(start, first)}{self.depth}.nothing({x}){render(last, end)}"
-                return f"{self.depth}.{method}({', '.join([x, rest, *how])})"
+                value = self.text.unused("value")
+                function = f"lambda {value}: {render(start, first)}{value}{render(last, end)}"
+                return f"{self.depth}.scattered({', '.join([function, render(first, last), *how])})"
             operands = [render(*self.text.span(operand)) for operand in (shortcut, *branches)]
             call = f"{self.depth}.{method}({', '.join([*operands, *options, *how])})"
             return self._assigned(addition, call, render)
