@@ -302,7 +302,7 @@ class DropsItself(Block):
         return x + self.mlp(self.norm(x))
 
 
-def test_a_block_that_skips_itself_is_refused_where_it_does() -> None:
+def test_a_block_that_skips_itself() -> None:
     model = Stack(DropsItself).train()
     rewired = rewire.compile(model, "residual", example_inputs=(vectors(),))
     skipped = []
@@ -312,11 +312,7 @@ def test_a_block_that_skips_itself_is_refused_where_it_does() -> None:
         random.seed(seed)
         expected = model(vectors())
         random.seed(seed)
-        if skipped[-1]:
-            with pytest.raises(OutOfOrder, match="a branch was skipped"):
-                rewired(vectors())
-        else:
-            assert torch.equal(rewired(vectors()), expected)
+        assert torch.equal(rewired(vectors()), expected)
     assert set(skipped) == {False, True}
 
 

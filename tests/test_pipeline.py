@@ -192,11 +192,6 @@ def test_a_stage_that_gets_a_tensor() -> None:
         worker.cut(model, 1, 2)(hidden)
 
 
-def test_a_stage_that_nobody_declared() -> None:
-    with pytest.raises(rewire.OutOfOrder, match=r"call rewire.pipeline_stage on every stage"):
-        worker.cut(worker.make("ancre-ingoing"), 0, 2)(worker.tokens())
-
-
 def test_a_cut_inside_a_unit() -> None:
     class Halves(nn.Module):
         """Attentions and feed-forwards are blocks of their own."""

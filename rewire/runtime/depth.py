@@ -507,21 +507,21 @@ class Depth(SeparateInputs):
 
     def _check_count(self, live: Live, leaves: bool) -> None:
         entry, stream = live.entry, live.stream
+        ran = stream.position - live.start
+        expected = ran if entry is None else entry.adds.get(live.start, ran)
+        if entry is not None and (ran > expected or (ran < expected and not entry.ordered)):
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
+                f"this call, and {expected} when it was rewired. A block that does not run adds nothing, where it is "
+                "known which one that was: with the add in the forward of a block, or in an `if` that changes the same "
+                f"variable, not in a loop over branches.{self.advice}"
+            )
         if not leaves and not stream.complete:
             clamped = _CLAMPED if stream.dtype == torch.float16 else ""
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) returned without the value of trunk "
                 f"'{stream.layout.trunk}' after {stream.position} of its {len(stream.layout.units)} residual adds."
                 f"{clamped}{self.advice}"
-            )
-        ran = stream.position - live.start
-        expected = ran if entry is None else entry.adds.get(live.start, ran)
-        if entry is not None and (ran > expected or (ran < expected and not (leaves and entry.ordered))):
-            raise OutOfOrder(
-                f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
-                f"this call, and {expected} when it was rewired. A block that does not run adds nothing, where it is "
-                "known which one that was: with the add in the forward of a block, or in an `if` that changes the same "
-                f"variable, not in a loop over branches.{self.advice}"
             )
 
 

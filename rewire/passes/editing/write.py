@@ -316,11 +316,10 @@ class _Editor:
         return [Change(*span, lambda render: f"{self.depth}.each({render(*function)}, {render(*argument)})")]
 
     def _reshape(self, edit: Reshape) -> list[Change]:
-        if edit.factor and not isinstance(self._expression(edit.at), ast.BinOp):
-            raise EditError(
-                f"the residual stream is multiplied by 1 at {self.text.file}:{edit.at[0]}: write `x * factor`"
-            )
-        return [self._as_function(edit.at, "unscaled" if edit.factor else "copy" if edit.cast else "view")]
+        if edit.factor:  # a product inside a call is one of all states, as a view is
+            of_a_number = isinstance(self._expression(edit.at), ast.BinOp)
+            return [self._as_function(edit.at, "unscaled" if of_a_number else "view")]
+        return [self._as_function(edit.at, "copy" if edit.cast else "view")]
 
     def _as_function(self, at: Span, method: str, calls: bool = False) -> Change:
         """``depth.view(lambda value: value.flatten(2), x)`` for ``x.flatten(2)``."""

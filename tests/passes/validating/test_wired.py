@@ -249,10 +249,20 @@ def test_what_is_right_is_compared_and_not_refused(model, topology, caplog):
     assert f"{MOVED}: " in caplog.text and "was not validated" not in caplog.text
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
 def test_what_cannot_be_wired_is_said(caplog):
     class Inside(Net):
         def between(self, x: Tensor) -> Tensor:
-            return Identity.apply(x)
+            return Doubled.apply(x)
 
     with caplog.at_level(logging.WARNING, logger="rewire"):
         rewire.compile(Inside(), "ancre-ingoing", example_inputs=(X,))
