@@ -19,6 +19,7 @@ from rewire.errors import (
     EditError,
     OutOfOrder,
     RewireError,
+    UnsupportedCall,
     UnsupportedTopology,
     ValidationMismatch,
     WidthMismatch,
@@ -199,7 +200,7 @@ def _naming_trunks(trunks: Collection[str]) -> Iterator[None]:
     """Errors about one trunk of several say which others there are."""
     try:
         yield
-    except (EditError, OutOfOrder, UnsupportedTopology, ValidationMismatch, WidthMismatch) as error:
+    except (EditError, OutOfOrder, UnsupportedCall, UnsupportedTopology, ValidationMismatch, WidthMismatch) as error:
         if len(trunks) > 1:
             names = ", ".join(map(repr, trunks))
             error.add_note(f"The trunks are {names}. To leave one out, pass trunks=[...] with the names of the others.")

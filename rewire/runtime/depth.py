@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.runtime.live import Entry, Live
 from rewire.runtime.nested import mapped, tensors_and_streams, with_item
+from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
 from rewire.runtime.stream import Stream
 
@@ -124,9 +125,9 @@ class Depth(SeparateInputs):
         if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
             raise UnsupportedCall(
                 f"block '{self.block}' runs with gradients switched off on hidden states that have some. Re-entrant "
-                "activation checkpointing does that, and loses the gradients of the residual stream: use "
-                "torch.utils.checkpoint(..., use_reentrant=False). In place of torch.no_grad(), freeze blocks with "
-                "requires_grad_(False)."
+                f"activation checkpointing does that, and loses the gradients of the residual stream: {USE}, or leave "
+                "the trunk out with trunks=[...]. In place of torch.no_grad(), freeze blocks with "
+                f"requires_grad_(False).{where_reentrant()}"
             )
         entry.connection.check_ranks(value)
         # torch.distributed.pipelining.pipeline unflattens exported modules, and no block has this one below it
@@ -161,6 +162,9 @@ class Depth(SeparateInputs):
             result = function(*mapped(args, self._stream_of), **mapped(kwargs, self._stream_of))
             result = self._handed_on(result) if last else self._taken_up(result, norm, awaiting, kept)
             for live in [live for live in self.live if live.given]:
+                if live.stream.awaiting:  # an operation on the sum, perhaps: what it returned is the next state
+                    live.given = False
+                    continue
                 self._check_ended(live, function)
                 self.live.remove(live)
             return result
@@ -205,7 +209,9 @@ class Depth(SeparateInputs):
             item = item if awaiting else item.settled()
             live = self._of_trunk(item.layout.trunk)
             if live is None:
-                return self._track(Live(item, self._entry(item)), norm)
+                live = Live(item, self._entry(item))
+                live.first = 0
+                return self._track(live, norm)
             live.stream, live.given = item, False
             return live.read(norm)
 
@@ -338,10 +344,10 @@ class Depth(SeparateInputs):
         """The stream of a shortcut, after the residual add."""
         live, before = self._shortcut(shortcut)
         self._check_unchanged(live)
-        if site is not None and live.stream.position != live.start + site:
+        if site is not None and live.stream.position != live.first + site:
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) makes residual add {site} of its own, counted from 0, where the "
-                f"stream is at {live.stream.position - live.start}: one before it was left out, or runs again, in a "
+                f"stream is at {live.stream.position - live.first}: one before it was left out, or runs again, in a "
                 f"way that rewire does not see. Let an `if` around it change the same variable.{self.advice}"
             )
         if live.stream.awaiting:
@@ -407,9 +413,9 @@ class Depth(SeparateInputs):
     def reach(self, value: Any, site: int) -> Any:
         """The state after that many adds of this call, behind an ``if``: those that did not run add nothing."""
         live = self._holding(value) if isinstance(value, Tensor) else None
-        if live is None or live.stream.position >= live.start + site:
+        if live is None or live.stream.position >= live.first + site:
             return value
-        live.stream = live.stream.skipped(live.start + site)
+        live.stream = live.stream.skipped(live.first + site)
         return live.read()
 
     def ended(self, value: Any, *trunks: int) -> Any:

@@ -49,6 +49,7 @@ class Live:
         norm, normed: a module, and what it makes of the value, if both were computed together.
         entry: what the function knows of the trunk; None if a function that it called opened the stream.
         start: position of the stream when it came in.
+        first: number of the first add that the function, or what it calls, makes: 0 if the trunk starts in there.
         qkv: what an attention reads, if it has separate q/k/v inputs.
         apart: whether what projects these, or what holds the projections, was given them.
         given: whether a function that was called has the stream now.
@@ -57,7 +58,7 @@ class Live:
 
     def __init__(self, stream: Stream, entry: Entry | None, source: Any = None) -> None:
         self.stream = self.unread = stream
-        self.entry, self.start = entry, stream.position
+        self.entry, self.start, self.first = entry, stream.position, stream.position
         self.source = source
         self.values: list[Tensor] = []
         self.versions: list[int] = []

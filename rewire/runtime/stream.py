@@ -21,6 +21,7 @@ from rewire.mixes.autograd import passes
 from rewire.mixes.mix import Mix
 from rewire.placement import Placement, check_whole
 from rewire.runtime.layout import Layout
+from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.tensorlike import TensorLike
 from rewire.topologies.base import QKVInputs, States, as_recurrence, materialize, total
 
@@ -312,8 +313,8 @@ class Stream(TensorLike):
                 f"trunk '{self.layout.trunk}' began with gradients switched {before}, and they are {now} after "
                 f"{self.position} of its {len(self.layout.units)} residual adds: its learned connections would get "
                 "wrong gradients. Run all of its blocks with gradients or none of them: freeze blocks with "
-                "requires_grad_(False) in place of torch.no_grad(), and use torch.utils.checkpoint(..., "
-                "use_reentrant=False), as re-entrant checkpointing switches them off."
+                "requires_grad_(False) in place of torch.no_grad(). Re-entrant checkpointing switches them off, too: "
+                f"{USE}, or leave the trunk out with trunks=[...].{where_reentrant()}"
             )
 
     def write(self, *branches: Tensor) -> Stream:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from rewire.code.text import place_of, within
 from rewire.conventions import POSITIONAL
@@ -95,6 +95,8 @@ def residual_adds(flow: Flow) -> tuple[list[Add], dict[Add, str]]:
             rejected[add] = why
         else:
             found[op] = add
+    for add in _beside_streams(found.values()):
+        rejected[found.pop(add.op)] = "adds a position to what is read of the residual stream"
     return list(found.values()), rejected
 
 
@@ -152,22 +154,43 @@ def _combined(op: Op, shortcut: Op) -> tuple[Op, str]:
 
 def _around(add: Add, found: dict[Op, Add]) -> str:
     """Why ``x + y`` is none where ``y`` is the stream itself, to which the same function has added something of x's."""
-    branch, changed = add.branches[0], False
-    while branch not in found and not branch.weighted:
-        live = [op for op in branch.inputs if not op.constant]
-        if len(live) != 1:
-            break
-        changed = changed or branch.name not in CASTS | VIEWS
-        branch = live[0]
+    branch = add.branches[0]
+    while branch.name in CASTS | VIEWS and branch.inputs:
+        branch = branch.inputs[0]
     inner = found.get(branch)
     if inner is None or branch.scope is not add.op.scope or len(add.branches) > 1:
         return ""
     if inner.source is not inner.state:
         return ""  # x + (g(x) + f(x)), where g(x) looks like a projected shortcut
-    if not changed:
-        return "adds to the residual stream what it was computed from"
-    beside = not between(add.state, inner.state, add.op.scope)
-    return "adds a position to what is read of the residual stream" if beside else ""
+    return "adds to the residual stream what it was computed from"
+
+
+def _beside_streams(adds: Collection[Add]) -> set[Add]:
+    """Of sums ``place + h`` those in which ``h`` is a state, or a norm of one, to which a branch with the sum is added.
+
+    Places are made of what streams start from, or the other way around, and look like shortcuts (DETR, SAM).
+    """
+    by_state: dict[Op, list[Add]] = {}
+    for add in adds:
+        by_state.setdefault(add.state, []).append(add)
+    return {
+        add
+        for add in adds
+        if len(add.branches) == 1
+        for value in _unweighted(add.branches[0])
+        for other in by_state.get(value, ())
+        if add.op in other.region and add.state is not value
+    }
+
+
+def _unweighted(op: Op) -> Iterator[Op]:
+    """A value, and what it is a function of without weights, as a norm is of one value."""
+    while True:
+        yield op
+        live = [source for source in op.inputs if not source.constant]
+        if op.weighted or len(live) != 1:
+            return
+        op = live[0]
 
 
 def _branch(add: Op, state: Op, branch: Op, flow: Flow) -> frozenset[Op]:

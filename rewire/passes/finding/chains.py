@@ -79,16 +79,17 @@ def _passes(row: list[Add], rows: Sequence[list[Add]]) -> list[list[Add]]:
     for other in rows:
         loop = [_written(add) for add in other]
         starts = [n for n in range(len(row) - len(loop) + 1) if places[n : n + len(loop)] == loop]
-        if len(loop) < len(row) and starts and None not in [place for _, _, place in loop]:
+        if len(loop) < len(row) and starts and None not in [place for _, _, place, _ in loop]:
             end = starts[0] + len(loop)
             parts = row[: starts[0]], row[starts[0] : end], row[end:]
             return [piece for part in parts if part for piece in _passes(part, rows)]
     return [row]
 
 
-def _written(add: Add) -> tuple[str, CodeType | None, Place | None]:
-    """The expression and the module that make an add."""
-    return add.op.scope.path, add.op.scope.code, add.op.place
+def _written(add: Add) -> tuple[str, CodeType | None, Place | None, frozenset[str]]:
+    """The expression and the module that make an add, and the modules of its branches."""
+    modules = frozenset(op.scope.path for op in add.region if op.weighted)
+    return add.op.scope.path, add.op.scope.code, add.op.place, modules
 
 
 def _links(flow: Flow, adds: Sequence[Add]) -> dict[Add, Add]:
@@ -117,6 +118,7 @@ def _without_nested(flow: Flow, adds: list[Add], rejected: dict[Add, str]) -> li
     by_op = {add.op: add for add in adds}
     for add in sorted(adds, key=lambda add: len(add.region)):
         inner = {by_op[op] for op in add.region if op in by_op and by_op[op] is not add and by_op[op] in alive}
+        inner = {one for one in inner if _starts_inside(one, inner, add, follows)}
         if not inner:
             continue
         linked = [(follows[one], one) for one in inner if follows.get(one) in inner]
@@ -127,6 +129,13 @@ def _without_nested(flow: Flow, adds: list[Add], rejected: dict[Add, str]) -> li
         alive.difference_update(dead)
         rejected.update(dict.fromkeys(dead, LONG if body else NESTED))
     return [add for add in adds if add in alive]
+
+
+def _starts_inside(one: Add, inner: set[Add], around: Add, follows: dict[Add, Add]) -> bool:
+    """Whether the stream of an add in a branch starts there, and does not come by from elsewhere (SAM, Evoformer)."""
+    while follows.get(one) in inner:
+        one = follows[one]
+    return one.source in around.region or one.source in (around.state, around.source)
 
 
 def _goes_on(around: Add, before: Add, inner: Add) -> bool:

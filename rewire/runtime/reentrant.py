@@ -1,0 +1,32 @@
+"""Where a model runs blocks inside an autograd function, as re-entrant activation checkpointing does."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from types import FrameType
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+#: What to do about it.
+USE = "use torch.utils.checkpoint.checkpoint(.., use_reentrant=False), or set the flag that the model has for it"
+_OTHERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_EDITED = " (rewired "
+
+
+def where_reentrant() -> str:
+    """The call of the autograd function that is running, as a sentence; empty if there is none."""
+    frame: FrameType | None = None if torch.compiler.is_compiling() else sys._getframe(1)
+    inside = False
+    while frame is not None:
+        function = isinstance(frame.f_locals.get("ctx"), FunctionCtx)
+        inside = inside or function
+        if inside and not function and not frame.f_code.co_filename.startswith(_OTHERS):
+            file, edited, _ = frame.f_code.co_filename.partition(_EDITED)
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            at = file if edited else f"{file}:{frame.f_lineno}"
+            return f" That is `{line}` in {frame.f_code.co_qualname} ({at})."
+        frame = frame.f_back
+    return ""
