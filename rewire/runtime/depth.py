@@ -145,6 +145,7 @@ class Depth(SeparateInputs):
         awaiting: bool = False,
         kept: Sequence[tuple[int, int]] = (),
         last: bool = False,
+        otherwise: str = "",
     ) -> Callable[..., Any]:
         """``function``, for a call that streams may go through: of blocks, of helpers that add, of ``checkpoint``.
 
@@ -156,17 +157,24 @@ class Depth(SeparateInputs):
             norm, awaiting: as for `open`, of what comes back.
             kept: what is an earlier state, not the stream: number of the trunk, and of the tensor in the result.
             last: whether the result is returned at once: streams stay, for the next block to read.
+            otherwise: what a call is that does not return the stream, where a loop calls blocks and others at one
+                place: ``"view"``: other dimensions of all states; ``"push"``: what makes the next state of a sum.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
             result = function(*mapped(args, self._stream_of), **mapped(kwargs, self._stream_of))
             result = self._handed_on(result) if last else self._taken_up(result, norm, awaiting, kept)
             for live in [live for live in self.live if live.given]:
-                if live.stream.awaiting:  # an operation on the sum, perhaps: what it returned is the next state
-                    live.given = False
+                if not otherwise or live.stream.weights.ended:
+                    self._check_ended(live, function)
+                    self.live.remove(live)
                     continue
-                self._check_ended(live, function)
-                self.live.remove(live)
+                live.given = False
+                if otherwise == "view":
+                    live.stream = live.stream.viewed(lambda x: function(*_with(args, live, x), **kwargs))  # noqa: B023
+                else:
+                    live.stream = live.stream.push(self._tensor(result))
+                result = live.read(norm)
             return result
 
         return call
@@ -529,6 +537,11 @@ class Depth(SeparateInputs):
                 f"'{stream.layout.trunk}' after {stream.position} of its {len(stream.layout.units)} residual adds."
                 f"{clamped}{self.advice}"
             )
+
+
+def _with(args: Sequence[Any], live: Live, x: Tensor) -> list[Any]:
+    """Arguments, one of which is a stream's value, with another tensor in its place."""
+    return [x if any(value is arg for value in live.values) else arg for arg in args]
 
 
 def _root(x: Tensor) -> Tensor:

@@ -204,6 +204,8 @@ class _Editor:
         return [*self._made("open", edit), *self._settled(edit)]
 
     def _push(self, edit: Push) -> list[Change]:
+        if ("through", edit.at) in self.plan.edits:
+            return self._settled(edit)
         return [*self._made("push", edit), *self._settled(edit)]
 
     def _carry(self, edit: Carry) -> list[Change]:
@@ -278,6 +280,7 @@ class _Editor:
 
     def _through(self, edit: Through) -> list[Change]:
         how = [*self._how(edit), *([f"kept={sorted(edit.kept)}"] if edit.kept else ["last=True"] * edit.last)]
+        how += [f'otherwise="{method}"' for kind, method in _OTHERWISE.items() if (kind, edit.at) in self.plan.edits]
         return self._called(edit, "through", how)
 
     def _called(self, edit: Through | Separate, method: str, how: Sequence[str] = ()) -> list[Change]:
@@ -319,6 +322,8 @@ class _Editor:
         if edit.factor:  # a product inside a call is one of all states, as a view is
             of_a_number = isinstance(self._expression(edit.at), ast.BinOp)
             return [self._as_function(edit.at, "unscaled" if of_a_number else "view")]
+        if ("through", edit.at) in self.plan.edits:
+            return []
         return [self._as_function(edit.at, "copy" if edit.cast else "view")]
 
     def _as_function(self, at: Span, method: str, calls: bool = False) -> Change:
@@ -482,6 +487,8 @@ class _Editor:
         return f"({target.id} := {call})" if isinstance(target, ast.Name) else call
 
 
+#: Edits of an expression that also calls blocks, by their keys: what `Depth.through` does in their place.
+_OTHERWISE = {"reshape": "view", "push": "push"}
 #: How each kind of edit is written.
 _WRITERS: dict[type, Callable[..., list[Change]]] = {
     Ended: _Editor._ended,
