@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -226,6 +227,7 @@ def _recorded(prepared: Prepared, device: str | None = None) -> Found:
             finding.leave(name, CUT.format(place))
     found = Found(*findings)
     if found.training is not None:
+        _name_alike(found.evaluation, found.training)
         _agree(found.evaluation, found.training)
     for trunk in found.trunks.values():
         found.evaluation.left += [LeftAlone(path, NOT_RUN) for path in not_run(found.flows, trunk)]
@@ -251,6 +253,30 @@ def _of_whom(prepared: Prepared) -> str:
         return "the inputs that the pattern registry makes for it (pass example_inputs that it takes)"
     spread = any(isinstance(t, Tensor) and not t.is_contiguous() for t in tree_leaves(prepared.inputs))
     return f"the example inputs{', of which some are not contiguous in memory' * spread}"
+
+
+def _name_alike(evaluation: Finding, training: Finding) -> None:
+    """Give trunks of a run in training mode the names that they have in evaluation mode: those of the same blocks.
+
+    One of which blocks were left out by chance is still that trunk; one that evaluation mode does not show is none.
+    """
+    trunks, chains = training.trunks, training.chains
+    training.trunks, training.chains = {}, {}
+    blocks = {name: collections.Counter(s.block for s in trunk.sites) for name, trunk in evaluation.trunks.items()}
+    for own, trunk in sorted(trunks.items(), key=lambda item: -len(item[1].sites)):
+        mine = collections.Counter(site.block for site in trunk.sites)
+        free = [name for name in blocks if name not in training.trunks and mine <= blocks[name]]
+        alike = {name: _overlap(trunk, evaluation.trunks[name]) for name in free}  # of two streams of the same blocks
+        name = min(free, key=lambda name: (blocks[name].total(), -alike[name]), default=None)
+        if name is None:
+            log.info("trunk '%s' of training mode is none of evaluation mode", own)
+            continue
+        training.trunks[name], training.chains[name] = dataclasses.replace(trunk, name=name), chains[own]
+
+
+def _overlap(one: Trunk, other: Trunk) -> int:
+    """How many residual adds of two trunks have the same name."""
+    return len({site.name for site in one.sites} & {site.name for site in other.sites})
 
 
 def _agree(evaluation: Finding, training: Finding) -> None:

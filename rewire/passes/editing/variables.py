@@ -88,6 +88,8 @@ def _alike(one: ast.Call, other: ast.Call) -> bool:
 
 def _is_given(call: ast.Call, function: ast.expr) -> bool:
     """Whether a function, or a method of it (``block.__call__``), is an argument of a call."""
+    if len(call.args) + len(call.keywords) < 2:
+        return False  # nothing is handed to the function
     given = [arg.value if isinstance(arg, ast.Attribute) and arg.attr == "__call__" else arg for arg in call.args]
     return ast.dump(function) in [*map(ast.dump, given)]
 
