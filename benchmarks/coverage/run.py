@@ -197,14 +197,15 @@ def examined(row: str, name: str, ran: Callable[[], None]) -> Result:
 
 
 def _rewired(model: nn.Module, inputs: Any, result: Result) -> None:
-    flow = find(prepare(model, inputs)).evaluation.flow
-    lengths = [len(chain.adds) for chain in chains(flow)[0]]
+    found = find(prepare(model, inputs)).evaluation
+    lengths = [len(chain.adds) for chain in chains(found.flow)[0]]
     result.shown = sum(length for length in lengths if length > 1)
     plain = rewire.compile(model, "residual", example_inputs=inputs)  # validated in both modes
     start = time.process_time()
     rewire.compile(model, "residual", example_inputs=inputs, validate=False)
     result.seconds = time.process_time() - start
-    result.adds = sum(len(connection.layout.units) for connection in rewire.connections(plain).values())
+    trunks = [connection.layout.trunk for connection in rewire.connections(plain).values()]
+    result.adds = sum(len(stream.adds) for name in trunks for stream in found.passes(name))  # some run several times
     if not any(_learns(model, inputs, noise) for noise in (0.02, 0.1)):  # some random models return zeros
         raise RuntimeError("silent: connection weights change nothing")
     result.status = "connected"

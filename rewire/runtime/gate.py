@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,11 @@ class Gate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self.function is not None
         return self.function(self, *args, **kwargs)
+
+    def on(self, instance: Any) -> Callable[..., Any]:
+        """The function as a method of an object: what takes the place of ``super().method``."""
+        assert self.function is not None
+        return functools.partial(self.function, self, instance)
 
     def enter(self) -> Depth:
         """What one call of the function talks to."""

@@ -69,7 +69,11 @@ class Sources:
             return None
         assert scope.parent is not None
         written, always = self._written(scope, call)
-        return Callee(span_of(written), self.plan(scope.parent).helper(known.gate), always)
+        above = self.plan(scope.parent)
+        gate = above.helper(known.gate)
+        if _is_of_super(written) and scope.code is not None and not scope.code.co_freevars:
+            return Callee(span_of(written), f"{gate}.on({above.text.receiver})", True)  # of this class always the same
+        return Callee(span_of(written), gate, always)
 
     def _written(self, scope: Scope, call: ast.Call) -> tuple[ast.expr, bool]:
         """What stands for a function where it is called, and whether it always does: its name.
@@ -109,6 +113,12 @@ class Sources:
                 scope.path, name, decorated, text_of(decorated.function), method, type(scope.module) in self.definitions
             )
         return self.plans[key]  # type: ignore[index]
+
+
+def _is_of_super(node: ast.expr) -> bool:
+    """Whether an expression is a method of ``super()``."""
+    of = node.value if isinstance(node, ast.Attribute) else None
+    return isinstance(of, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "super" and not of.args
 
 
 def _global(node: ast.expr, function: FunctionType) -> object:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from rewire.conventions import out_features
 from rewire.passes.finding.adds import Add
 from rewire.passes.finding.flow import Flow, Op
 
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 
 
-def projections_in(flow: Flow, add: Add) -> tuple[str, ...] | None:
+def projections_in(flow: Flow, add: Add) -> tuple[tuple[str, ...], dict[str, str]] | None:
     """Paths of the modules that project queries, keys and values in a branch, or of the one that projects all three.
 
     Args:
@@ -22,10 +23,11 @@ def projections_in(flow: Flow, add: Add) -> tuple[str, ...] | None:
         add: the residual add whose branch it is.
 
     Returns:
-        Three paths (q, k, v), or one; None if there is no attention, or one of several sources.
+        Three paths (q, k, v), or one; and smaller maps that take part in one of the three (a gate of the values), by
+        path. None if there is no attention, or several, or one module is part of two.
     """
-    found = {ways for q, k, v in _attentions(flow, add) if (ways := _paths(flow, add, (q, k, v)))}
-    return found.pop() if len(found) == 1 else None
+    found = [known for values in _attentions(flow, add) if (known := _paths(flow, add, values))]
+    return found[0] if found and all(known == found[0] for known in found) else None
 
 
 def _attentions(flow: Flow, add: Add) -> Iterator[tuple[Op, Op, Op]]:
@@ -68,15 +70,21 @@ def _behind(flow: Flow, softmax: Op) -> Op | None:
         op = users[0]
 
 
-def _paths(flow: Flow, add: Add, values: tuple[Op, Op, Op]) -> tuple[str, ...] | None:
-    """The modules that made each of the values, if that is one module for each."""
+def _paths(flow: Flow, add: Add, values: tuple[Op, Op, Op]) -> tuple[tuple[str, ...], dict[str, str]] | None:
+    """The modules that made each of the values: of several the widest, and those beside it."""
     made = [_sources(add.region, value) for value in values]
-    if any(len(paths) != 1 for paths in made):
+    if any(not paths for paths in made):
         return None
-    paths = tuple(next(iter(found)) for found in made)
-    if len(set(paths)) == 3:
-        return paths
-    return paths[:1] if len(set(paths)) == 1 else None
+    if all(paths == made[0] for paths in made):
+        return ((next(iter(made[0])),), {}) if len(made[0]) == 1 else None
+    if made[0] & made[1] or made[0] & made[2] or made[1] & made[2]:
+        return None
+    widest = tuple(max(sorted(paths), key=lambda path: _width(flow, path)) for paths in made)
+    return widest, {path: way for way, paths in zip("qkv", made, strict=True) for path in paths - {*widest}}
+
+
+def _width(flow: Flow, path: str) -> int:
+    return out_features(flow.model.get_submodule(path)) or 0
 
 
 def _sources(region: Collection[Op], value: Op) -> set[str]:

@@ -64,10 +64,14 @@ def find_projections(flow: Flow, site: Site, found: Iterable[Pattern], add: Add 
     """
     model = flow.model
     found = list(found)
-    candidates = itertools.chain(_declared(model, site, found), _usual(flow, site), _used(flow, add))
+    known = None if add is None else projections_in(flow, add)
+    candidates = itertools.chain(_declared(model, site, found), _usual(flow, site), _used(flow, known and known[0]))
     for paths, fused in candidates:
         if fused is not None or not _needs_layout(model, paths):
-            return Projections(site.name, paths, fused, _beside(model, site, found))
+            beside = _beside(model, site, found)
+            if not beside and known is not None and known[0] == paths:
+                beside = known[1]
+            return Projections(site.name, paths, fused, beside)
     block = model.get_submodule(site.block)
     below = [name for name, child in block.named_modules() if name and isinstance(child, nn.Linear)]
     raise UnsupportedTopology(
@@ -128,9 +132,8 @@ def _usual(flow: Flow, site: Site) -> Iterator[_Candidate]:
         yield paths, fused
 
 
-def _used(flow: Flow, add: Add | None) -> Iterator[_Candidate]:
+def _used(flow: Flow, paths: tuple[str, ...] | None) -> Iterator[_Candidate]:
     """Paths of what makes the values that are used as queries, keys and values; the layout of a fused one, too."""
-    paths = None if add is None else projections_in(flow, add)
     if paths is None or _submodule(flow.model, paths[0]) is None:
         return
     fused = None
