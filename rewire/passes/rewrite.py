@@ -71,8 +71,8 @@ def rewrite(
     apply(rewired, found.evaluation.flow.model, texted, made, "" if prepared.given else _ADVICE)
     for name in chosen:
         show_between(rewired, trunks[name])
-    if not is_edited(rewired):
-        install(rewired, {}, shared=True)  # whose `no_weight_decay` names the connection weights
+    if hasattr(type(rewired), "no_weight_decay") and not is_edited(rewired):
+        install(rewired, {}, shared=True)  # so that it names the connection weights, too
     copy_norms(rewired, set().union(*(function.copied for function in plans.values())))
     return rewired
 

@@ -6,19 +6,17 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-if TYPE_CHECKING:
-    from rewire.runtime.connection import Connection
-
-_CONNECTIONS: weakref.WeakSet[Connection] = weakref.WeakSet()
+_CONNECTIONS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _SEEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-def known(connection: Connection) -> None:
+def known(connection: nn.Module) -> None:
     """Let optimisers that get the weights of a connection be looked at."""
     _CONNECTIONS.add(connection)
     _watch()
@@ -65,5 +63,6 @@ def _mistakes(optimizer: Optimizer) -> dict[str, list[str]]:
 def _weights() -> Iterator[tuple[str, Any, bool]]:
     """Learned connection weights: name, parameter, and whether it is a matrix, for which decay may be meant."""
     for connection in list(_CONNECTIONS):
+        layout: Any = connection.layout
         for name, parameter in connection.named_parameters():
-            yield f"{connection.layout.trunk}: {name}", parameter, name in connection.layout.topology.matrices
+            yield f"{layout.trunk}: {name}", parameter, name in layout.topology.matrices

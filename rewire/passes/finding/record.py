@@ -134,7 +134,7 @@ class Recorder(TorchFunctionMode):
             name, inputs = name[1:], inputs[::-1]
         if name in _FACTORS and _by_one(args):
             name = UNSCALED
-        if name.endswith("_like") or name in _NEW:  # of a tensor's shape, not of its values
+        if constant and (name.endswith("_like") or name in _NEW):  # of a weight's shape, not of its values
             inputs, constant, weights = [], False, 0
         count = 0 if name in ELEMENTWISE else weights
         for tensor in {id(t): t for t in (*written, *made)}.values():
