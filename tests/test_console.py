@@ -48,6 +48,13 @@ HERE = {
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:[349]\d|10\d|38|48)(?:;\d+)*m")
 
 
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    path = tmp_path / "program.py"  # of a class that is written on the command line there is no source
+    path.write_text(PROGRAM)
+    return str(path)
+
+
 def on_a_terminal(*command: str, **environment: str) -> tuple[str, str]:
     """Stdout, which is a pipe, and what is written to the terminal that stderr is."""
     ours, theirs = pty.openpty()
@@ -73,21 +80,21 @@ def on_a_terminal(*command: str, **environment: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_what_is_slow_shows_a_bar_on_a_terminal_that_is_gone_afterwards() -> None:
-    out, shown = on_a_terminal(sys.executable, "-c", PROGRAM)
+def test_what_is_slow_shows_a_bar_on_a_terminal_that_is_gone_afterwards(program: str) -> None:
+    out, shown = on_a_terminal(sys.executable, program)
     assert out == "quick\ndone\n"
     quick, _, slow = shown.partition("from here on it is slow")
     assert quick == "" and "validating Slow" in slow and COLOUR.search(slow)
     assert slow.endswith("\x1b[2K")  # the line is erased
-    plain = on_a_terminal(sys.executable, "-c", PROGRAM, NO_COLOR="1")[1]
+    plain = on_a_terminal(sys.executable, program, NO_COLOR="1")[1]
     assert "validating Slow" in plain and not COLOUR.search(plain)
 
 
 @pytest.mark.slow
-def test_nothing_is_printed_into_a_pipe() -> None:
+def test_nothing_is_printed_into_a_pipe(program: str) -> None:
     forced = os.environ | HERE | {"FORCE_COLOR": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=forced, capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, program], env=forced, capture_output=True, text=True, check=True, timeout=300
     )
     assert (done.stdout, done.stderr) == ("quick\ndone\n", "from here on it is slow\n")
 
