@@ -291,8 +291,12 @@ class _Editor:
     def _gated(self, callee: Callee) -> Change:
         """The gate of a helper in its place."""
         start, end = self.text.span(self._expression(callee.at))
-        looked_up = lambda render: f"{callee.gate}.of({render(start, end)})"  # noqa: E731
-        return Change(start, end, (lambda _: callee.gate) if callee.always else looked_up)
+
+        def write(render: Render) -> str:
+            written = render(start, end)  # what is changed inside it counts as written
+            return callee.gate if callee.always else f"{callee.gate}.of({written})"
+
+        return Change(start, end, write)
 
     def _arguments(self, call: ast.Call, methods: dict[Any, str]) -> list[Change]:
         """Arguments handed to a method of `Depth` first; by position or keyword."""
