@@ -528,19 +528,6 @@ class Shared(Stack):
         super().__init__(lambda: block, depth)
 
 
-class LayerDrop(Stack):
-    """Leaves the block out whose number is `dropped`."""
-
-    dropped: int | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for number, layer in enumerate(self.layers):
-            if number != self.dropped:
-                x = layer(x)
-        return self.out(x)
-
-
 class Reordered(Stack):
     """Calls its blocks in the order `order`."""
 

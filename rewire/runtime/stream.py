@@ -423,7 +423,7 @@ class Stream(TensorLike):
         if not self.complete:
             raise OutOfOrder(
                 f"trunk '{layout.trunk}' ends after {self.position} of its {len(layout.units)} residual adds: "
-                "a block was skipped. Switch layer dropping off, or rewire the model without these blocks."
+                "its end was reached without its last blocks, where rewire did not see them left out."
             )
         if isinstance(self.held, Unsummed):
             return self.summed().finish()
