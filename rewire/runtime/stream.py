@@ -423,7 +423,7 @@ class Stream(TensorLike):
         if not self.complete:
             raise OutOfOrder(
                 f"trunk '{layout.trunk}' ends after {self.position} of its {len(layout.units)} residual adds: "
-                "its end was reached without its last blocks, where rewire did not see them left out."
+                "a block was skipped, in a way that rewire does not see."
             )
         if isinstance(self.held, Unsummed):
             return self.summed().finish()
