@@ -7,4 +7,14 @@ from rewire.conformance.checker import Difference, Report, check
 from rewire.conformance.running import Branch, Implementation, of_module
 from rewire.conformance.schemes import Reference, list_schemes, reference
 
-__all__ = ["Branch", "Difference", "Implementation", "Reference", "Report", "check", "list_schemes", "of_module", "reference"]
+__all__ = [
+    "Branch",
+    "Difference",
+    "Implementation",
+    "Reference",
+    "Report",
+    "check",
+    "list_schemes",
+    "of_module",
+    "reference",
+]

@@ -30,6 +30,7 @@ class Kind:
         width: channels, times the number that has to divide them.
         weights, inputs: how large weights are, and x.
         silent: the branches return zero.
+        low: low precision tells something, too: rounding is not amplified much.
     """
 
     why: str
@@ -39,6 +40,7 @@ class Kind:
     weights: float = 1.0
     inputs: float = 1.0
     silent: bool = False
+    low: bool = True
 
 
 KINDS: Mapping[str, Kind] = {
@@ -46,10 +48,10 @@ KINDS: Mapping[str, Kind] = {
     "one token": Kind("no mean over tokens", depth=2, tokens=(1,)),
     "one unit": Kind("histories of length 1", depth=1),
     "many tokens": Kind("two dimensions of tokens, more tokens than channels", depth=2, tokens=(2, 9), width=7),
-    "large weights": Kind("logits near saturation, slow Sinkhorn iterations", weights=2.0),
+    "large weights": Kind("logits near saturation, slow Sinkhorn iterations", weights=2.0, low=False),
     "small inputs": Kind("values as small as the epsilon of norms", inputs=2.0**-9),
     "silent branches": Kind("branches that return zero, as many do at their start", silent=True),
-    "deep": Kind("more units than streams", depth=6, tokens=(2,)),
+    "deep": Kind("more units than streams", depth=6, tokens=(2,), low=False),
 }
 
 
@@ -81,11 +83,12 @@ class Case:
         return len(self.inner)
 
 
-def cases(reference: Reference, options: Mapping[str, Any]) -> list[Case]:
-    """All cases of a scheme, with these options."""
+def cases(reference: Reference, options: Mapping[str, Any], low: bool = False) -> list[Case]:
+    """The cases of a scheme, with these options; with ``low`` those for low precision."""
     chosen = reference.with_options(options)
     least = max(reference.least, chosen.get("period") or 1)
-    return [_made(reference, name, kind, chosen) for name, kind in KINDS.items() if kind.depth >= least]
+    kinds = {name: kind for name, kind in KINDS.items() if kind.depth >= least and (kind.low or not low)}
+    return [_made(reference, name, kind, chosen) for name, kind in kinds.items()]
 
 
 def _made(reference: Reference, name: str, kind: Kind, options: Mapping[str, Any]) -> Case:

@@ -25,29 +25,52 @@ class Branch:
         attention: whether it begins with an attention, and takes q, k, v and what else is read there.
         inner, outer: its weights, float64.
         seen: what it was called with.
-        stored: the precision in which it takes and returns values, if that is another than they come in.
+        stored: what rounds the values that it takes and returns, if they come in more digits than they are stored in.
     """
 
     attention: bool
     inner: Tensor
     outer: Tensor
     seen: list[tuple[Tensor, ...]]
-    stored: torch.dtype | None = None
+    stored: Callable[[Tensor], Tensor] = lambda value: value
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         if len(inputs) != len(self.inner):
             names = ", ".join(_WAYS) if self.attention else "what it reads"
             raise TypeError(f"this branch takes {names}, and was called with {len(inputs)} tensors.")
-        given = inputs[0].dtype
-        rounded = [x.to(self.stored or given) for x in inputs]
+        rounded = [self.stored(x) for x in inputs]
         self.seen.append(tuple(rounded))
         hidden = torch.tanh(torch.stack([x.double() @ w for x, w in zip(rounded, self.inner, strict=True)]).sum(0))
-        return (hidden @ self.outer).to(self.stored or given).to(given)
+        return self.stored((hidden @ self.outer).to(inputs[0].dtype))
 
 
-def run(implementation: Implementation, case: Case, dtype: torch.dtype, device: str = "cpu", low: bool = False) -> dict[
-    str, Tensor
-]:
+class Rounding:
+    """Rounds values to a precision and hands them on in theirs, each draw in another way.
+
+    Args:
+        dtype: the precision.
+        seed: 0 is to the nearest; with another, values move by up to half a digit before.
+    """
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+        self.dtype, self.seed = dtype, seed
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, value: Tensor) -> Tensor:
+        moved = value
+        if self.seed:
+            noise = torch.rand(value.shape, generator=self.generator, dtype=torch.float64) - 0.5
+            moved = value * (1 + torch.finfo(self.dtype).eps * noise).to(value.dtype)
+        return moved.to(self.dtype).to(value.dtype)
+
+
+def run(
+    implementation: Implementation,
+    case: Case,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    rounded: Rounding | None = None,
+) -> dict[str, Tensor]:
     """What it computes, float64 on the CPU, by a name for people, in the order in which it is computed.
 
     Args:
@@ -55,9 +78,9 @@ def run(implementation: Implementation, case: Case, dtype: torch.dtype, device: 
         case: what on.
         dtype: of hidden states. Weights are float32, or float64 if these are.
         device: where.
-        low: values are held in float32, and only rounded to ``dtype`` where they are stored: for references.
+        rounded: of references: all is computed in float32, and only rounded where it is stored.
     """
-    held = torch.float32 if low else dtype
+    held = torch.float32 if rounded else dtype
     x = case.x.to(device, dtype).to(held).requires_grad_()
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     weights = {name: value.to(device, precise).requires_grad_() for name, value in case.weights.items()}
@@ -66,8 +89,8 @@ def run(implementation: Implementation, case: Case, dtype: torch.dtype, device: 
         Branch(t in case.attention, case.inner[t - 1].to(device), case.outer[t - 1].to(device), seen[t - 1])
         for t in range(1, case.depth + 1)
     ]
-    if low:
-        branches = [dataclasses.replace(branch, stored=dtype) for branch in branches]
+    if rounded:
+        branches = [dataclasses.replace(branch, stored=rounded) for branch in branches]
     output = implementation(x, weights, branches)
     gradients = torch.autograd.grad(
         output, [x, *weights.values()], case.upstream.to(device, output.dtype).view_as(output), allow_unused=True
@@ -84,8 +107,9 @@ def run(implementation: Implementation, case: Case, dtype: torch.dtype, device: 
             found[f"the gradient of {name}"] = gradient
     width = case.x.shape[-1]
     return {
-        name: value.detach().double().cpu().reshape(-1, width) if not name.startswith("the gradient of") else
-        value.detach().double().cpu()
+        name: value.detach().double().cpu().reshape(-1, width)
+        if not name.startswith("the gradient of")
+        else value.detach().double().cpu()
         for name, value in found.items()
     }
 

@@ -26,6 +26,7 @@ class Reference:
         source: the paper or code that it comes from.
         file: the one in ``references``, without its ending.
         fixed: options of that file that make it this scheme.
+        defaults: options that the paper has otherwise than the file's other schemes.
         spreads: how large its weights are in test cases, by name, where it is not 1; or the option that says so.
         least: how many units it needs.
         divides: the option that has to divide the width.
@@ -38,6 +39,7 @@ class Reference:
     source: str
     file: str
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     spreads: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
     least: int = 1
     divides: str | None = None
@@ -62,7 +64,7 @@ class Reference:
         """What can be chosen, with the values of the paper."""
         function = _functions(self.text, str(self.path))["forward"]
         named = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        return {p.name: p.default for p in named if p.name not in self.fixed}
+        return {p.name: self.defaults.get(p.name, p.default) for p in named if p.name not in self.fixed}
 
     def with_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """All options, these given.
@@ -91,7 +93,11 @@ class Reference:
         return dict(_functions(self.text, str(self.path)).get("DRAWN", {}))
 
     def forward(
-        self, x: Tensor, weights: Mapping[str, Tensor], branches: Sequence[Any], kept: Callable[[Tensor], Tensor],
+        self,
+        x: Tensor,
+        weights: Mapping[str, Tensor],
+        branches: Sequence[Any],
+        kept: Callable[[Tensor], Tensor],
         **options: Any,
     ) -> Tensor:
         """The output [N, D] for ``x`` [N, D]; see `rewire.conformance.references`."""
@@ -99,7 +105,7 @@ class Reference:
         return output
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _functions(text: str, path: str) -> dict[str, Any]:
     """What a file defines; of a mistaken copy, what that does."""
     names: dict[str, Any] = {"__name__": Path(path).stem}
@@ -132,7 +138,8 @@ _ANCRE = "arXiv 2602.09009"
 _DCA = "arXiv 2502.06785"
 _HC = "arXiv 2409.19606"
 _LAUREL = "arXiv 2411.07501"
-_PROJECTIONS = {"W_m": 0.5, "W_r": 0.5, "W_b": 0.5, "last_W_m": 0.5}
+_STATIC = {"A_m": 0.5, "A_r": 0.5, "B": 0.5}
+_PROJECTIONS = _STATIC | {"W_m": 0.5, "W_r": 0.5, "W_b": 0.5, "last_W_m": 0.5}
 _LOW_RANK = {"A": 0.5, "B": 0.5}
 
 
@@ -145,7 +152,7 @@ SCHEMES: Mapping[str, Reference] = _listed(
         *("mhc", "Manifold-constrained hyper-connections (mHC)", "arXiv 2512.24880", "mhc"),
         spreads={"phi_pre": 0.125, "phi_post": 0.125, "phi_res": 0.125, "last_phi": 0.125},
     ),
-    Reference("hc-static", "Hyper-connections with constant weights", _HC, "hc", {"dynamic": False}),
+    Reference("hc-static", "Hyper-connections with constant weights", _HC, "hc", {"dynamic": False}, spreads=_STATIC),
     Reference(
         *("hc-dynamic", "Hyper-connections whose weights depend on the token", _HC, "hc", {"dynamic": True}),
         spreads=_PROJECTIONS,
@@ -183,7 +190,7 @@ SCHEMES: Mapping[str, Reference] = _listed(
     ),
     Reference("denseformer", "DenseFormer: depth-weighted averages", "arXiv 2402.02622", "denseformer"),
     *(
-        Reference(f"ancre-{kind}", f"ANCRe, {what}", _ANCRE, "ancre", {"normalize": kind}, {"c": spread})
+        Reference(f"ancre-{kind}", f"ANCRe, {what}", _ANCRE, "ancre", {"normalize": kind}, spreads={"c": spread})
         for kind, what, spread in (
             ("ingoing", "weights into each state sum to 1", "temperature"),
             ("outgoing", "weights out of each state sum to 1", "temperature"),
@@ -196,6 +203,7 @@ SCHEMES: Mapping[str, Reference] = _listed(
     Reference(
         *("laurel-rw", "LAuReL with residual weights", _LAUREL, "laurel"),
         fixed={"low_rank": False, "previous": False, "rank": 1, "last": 1},
+        defaults={"total": 1.0},
     ),
     Reference(
         *("laurel-lr", "LAuReL, low rank", _LAUREL, "laurel"),
@@ -211,7 +219,7 @@ SCHEMES: Mapping[str, Reference] = _listed(
     Reference("skipinit", "SkipInit", "arXiv 2002.10444", "branch_scale", {"channels": False, "start": None}),
     Reference("layerscale", "LayerScale", "arXiv 2103.17239", "branch_scale", {"channels": True}),
     Reference("residual-scale", "Scales of Doge and ZAYA1", "transformers", "residual_scale"),
-    Reference("variance-gate", "Muse Spark's gate", "transformers", "variance_gate", spreads={"w": 0.5}),
+    Reference("variance-gate", "Muse Spark's gate", "transformers", "variance_gate"),
     Reference("unet", "Skips of modded-nanogpt", "modded-nanogpt", "unet", least=2),
     Reference("x0-lambdas", "Learned scalars of nanochat", "nanochat, modded-nanogpt", "x0_lambdas"),
     Reference("residual", "Plain residual connections", "arXiv 1512.03385", "residual"),

@@ -57,9 +57,7 @@ def forward(
         W1, W2 = weights["W1"][t - 2, :, :ways, :n], weights["W2"][t - 2, :ways, :n, :ways, :n]
         hidden = torch.nn.functional.gelu(torch.tensordot(normed, W1, 1))  # [N, C, n]
         A = torch.tensordot(hidden, W2, 2) + weights["a"][t - 2, :ways, :n]  # eq. 6
-        return [
-            sum(A[:, way, j, None] * states[i] for j, i in enumerate(numbers)) for way in range(ways)
-        ]  # eq. 5
+        return [sum(A[:, way, j, None] * states[i] for j, i in enumerate(numbers)) for way in range(ways)]  # eq. 5
 
     states = [x]
     for t, branch in enumerate(branches, start=1):
