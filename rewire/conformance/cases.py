@@ -47,10 +47,10 @@ KINDS: Mapping[str, Kind] = {
     "typical": Kind("weights without any symmetry, and an odd width"),
     "one token": Kind("no mean over tokens", depth=2, tokens=(1,)),
     "one unit": Kind("histories of length 1", depth=1),
-    "many tokens": Kind("two dimensions of tokens, more tokens than channels", depth=2, tokens=(2, 9), width=7),
+    "many tokens": Kind("two dimensions of tokens, more tokens than channels", depth=2, tokens=(2, 4), width=7),
     "large weights": Kind("logits near saturation, slow Sinkhorn iterations", weights=2.0, low=False),
     "small inputs": Kind("values as small as the epsilon of norms", inputs=2.0**-9),
-    "silent branches": Kind("branches that return zero, as many do at their start", silent=True),
+    "silent branches": Kind("branches that return zero, as many do at their start", silent=True, low=False),
     "deep": Kind("more units than streams", depth=6, tokens=(2,), low=False),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,38 @@ from rewire.conformance.known import Mistake, mistaken, mistakes_of
 from rewire.conformance.running import Implementation, Rounding, of_reference, run
 from rewire.conformance.schemes import Reference, reference
 
-#: For each precision: how many times the error of careful rounding is allowed, and what is always.
-_ALLOWED = {torch.float64: (16.0, 1e-12), torch.float32: (16.0, 4e-6), torch.bfloat16: (3.0, 0.02)}
-#: Errors are relative to a tensor, or to this share of the largest of its kind.
-_SMALLEST = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.05}
-_ZERO = 1e-6  # of what is less than this share, the largest is taken
-_DRAWS = 3
-_SLACK = 4.0  # how many times as much is allowed where a mistake was made
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """How much values may differ in a precision.
+
+    Attributes:
+        own: times the error of careful rounding in the value itself.
+        kind: times the largest such error of the outputs, or of the gradients.
+        always: what is always allowed.
+        draws: how often rounding is tried, each time another way.
+        smallest: errors are relative to the value, or to this share of the largest of its kind.
+        named: how far beside it a value may be with a mistake that is named.
+        better: that mistake's errors are this share of those without it, at most.
+    """
+
+    own: float
+    kind: float
+    always: float
+    draws: int
+    smallest: float
+    named: float
+    better: float
+
+
+TOLERANCES = {
+    torch.float64: Tolerance(own=0, kind=0, always=1e-11, draws=0, smallest=1e-3, named=32, better=0.1),
+    torch.float32: Tolerance(own=16, kind=1, always=1e-5, draws=1, smallest=1e-3, named=32, better=0.1),
+    torch.bfloat16: Tolerance(own=4, kind=2, always=0.03, draws=3, smallest=0.1, named=1.5, better=0.5),
+}
+_ZERO = 1e-6  # of what is less than this share of the largest, the largest is taken
+_PARTLY = 4  # mistakes that two at once are looked for among
+_ALIKE = 10.0  # mistakes are named beside the best one that leave up to so many times its error
 Values = dict[str, Tensor]
 
 
@@ -161,6 +187,10 @@ class Trial:
     allowed: Mapping[str, float]
     got: Values
 
+    def excess(self, errors: Mapping[str, float]) -> float:
+        """The largest error, as a multiple of what is allowed."""
+        return max(error / self.allowed[what] for what, error in errors.items())
+
     def differences(self, dtype: torch.dtype) -> list[Difference]:
         errors = _errors(self.want, self.got, dtype).items()
         return [
@@ -183,33 +213,38 @@ def _tried(implementation: Implementation, case: Case, dtype: torch.dtype, devic
 
 def expected(known: Reference, case: Case, dtype: torch.dtype) -> tuple[Values, dict[str, float]]:
     """What the reference computes in float64, and by how much values may differ that are stored in ``dtype``."""
-    want = run(of_reference(known, case.options), case, torch.float64)
-    factor, always = _ALLOWED[dtype]
-    if dtype == torch.float64:
-        return want, dict.fromkeys(want, always)
+    want, tolerance = run(of_reference(known, case.options), case, torch.float64), TOLERANCES[dtype]
     errors = dict.fromkeys(want, 0.0)
-    for seed in range(_DRAWS):  # one draw of rounding says little of a small tensor
+    for seed in range(tolerance.draws):  # one draw says little of a small tensor
         rounded = Rounding(dtype, seed)
         found = _errors(want, run(of_reference(known, case.options, rounded), case, dtype, rounded=rounded), dtype)
         errors = {what: max(error, found[what]) for what, error in errors.items()}
-    return want, {what: max(factor * error, always) for what, error in errors.items()}
+    most = _largest(errors)
+    return want, {
+        what: max(tolerance.own * error, tolerance.kind * most[_kind(what)], tolerance.always)
+        for what, error in errors.items()
+    }
 
 
 def _errors(want: Values, got: Values, dtype: torch.dtype) -> dict[str, float]:
     """How far each value is off; of one that is missing, as if it were zero."""
     sizes = {what: float(value.norm()) for what, value in want.items()}
-    largest = {
-        kind: max((s for what, s in sizes.items() if _kind(what) == kind), default=0.0) for kind in (True, False)
-    }
-    found = {}
+    largest, found = _largest(sizes), {}
     for what, value in want.items():
-        other = got.get(what, torch.zeros_like(value))
-        most = largest[_kind(what)]
-        size = most if sizes[what] <= _ZERO * most else max(sizes[what], _SMALLEST[dtype] * most)
-        off = float((other - value).norm()) if other.shape == value.shape else float("inf")
-        off = off if off == off else float("inf")  # not a number
-        found[what] = off / size if size else (0.0 if off == 0 else float("inf"))
+        other, most = got.get(what, torch.zeros_like(value)), largest[_kind(what)]
+        size = most if sizes[what] <= _ZERO * most else max(sizes[what], TOLERANCES[dtype].smallest * most)
+        off = float((other - value).norm()) if other.shape == value.shape else math.inf
+        off = math.inf if math.isnan(off) else off
+        found[what] = off / size if size else (math.inf if off else 0.0)
     return found
+
+
+def _largest(numbers: Mapping[str, float]) -> dict[bool, float]:
+    """Of gradients (True), and of all else."""
+    return {
+        kind: max((number for what, number in numbers.items() if _kind(what) == kind), default=0.0)
+        for kind in (True, False)
+    }
 
 
 def _kind(what: str) -> bool:
@@ -224,7 +259,7 @@ def _remark(want: Tensor, got: Tensor | None) -> str:
     if not got.isfinite().all():
         return "it is not finite"
     factor = float((got * want).sum() / (want * want).sum())
-    if factor and float((got - factor * want).norm()) < 1e-3 * float(got.norm()):
+    if abs(factor) > 1e-3 and abs(factor - 1) > 1e-2 and float((got - factor * want).norm()) < 1e-3 * float(got.norm()):
         return f"it is {factor:.3g} times what it should be"
     return ""
 
@@ -233,38 +268,49 @@ def _remark(want: Tensor, got: Tensor | None) -> str:
 
 
 def _named(known: Reference, trials: Sequence[Trial], dtype: torch.dtype) -> tuple[tuple[str, ...], float]:
-    """The mistakes with which the reference computes the same, and the largest error that the first of them leaves."""
+    """The mistakes with which the reference computes the same, and the largest error that the best of them leaves."""
     # The cases that differ come first, short ones before long ones: most mistakes are ruled out by one of them.
     ordered = sorted(trials, key=lambda trial: (not trial.differences(dtype), trial.case.x.numel() * trial.case.depth))
     possible = mistakes_of(known.file)
-    found = {(one,): _left(known, (one,), ordered, dtype) for one in possible}
-    if not any(error is not None for error in found.values()):
-        # Two at once, of which one explains a part.
-        partly = [one for one in possible if _explains(known, one, ordered[0], dtype)]
+    found = _explaining(known, [(one,) for one in possible], ordered, dtype)
+    if not found:
+        # Two at once, one of them among those that explain most by themselves.
+        parts = {one: _explained(known, one, ordered[0], dtype) for one in possible}
+        partly = sorted((one for one in possible if parts[one] > 0), key=parts.__getitem__)[-_PARTLY:]
         pairs = {frozenset((one, other)): (one, other) for one in partly for other in possible if one != other}
-        found = {pair: _left(known, pair, ordered, dtype) for pair in pairs.values()}
-    names = {" And: ".join(one.says for one in chosen): error for chosen, error in found.items() if error is not None}
-    return tuple(names), next(iter(names.values()), 0.0)
+        found = _explaining(known, list(pairs.values()), ordered, dtype)
+    if not found:
+        return (), 0.0
+    best = min(found.values())
+    return tuple(says for says in sorted(found, key=found.__getitem__) if found[says] <= _ALIKE * best), best
 
 
-def _left(known: Reference, chosen: Sequence[Mistake], trials: Sequence[Trial], dtype: torch.dtype) -> float | None:
-    """The largest error that these mistakes leave; None if they do not explain everything."""
-    wrong, largest = mistaken(known, chosen), 0.0
-    for trial in trials:
-        errors = _with(wrong, trial, dtype)
-        if errors is None or any(error > _SLACK * trial.allowed[what] for what, error in errors.items()):
-            return None
-        largest = max(largest, *errors.values())
-    return largest
+def _explaining(
+    known: Reference, candidates: Sequence[Sequence[Mistake]], trials: Sequence[Trial], dtype: torch.dtype
+) -> dict[str, float]:
+    """Of the mistakes that explain everything, in words, the largest error that is left."""
+    before = max(trial.excess(_errors(trial.want, trial.got, dtype)) for trial in trials)
+    limit = min(TOLERANCES[dtype].named, TOLERANCES[dtype].better * before)
+    found = {}
+    for chosen in candidates:
+        wrong, left = mistaken(known, chosen), 0.0
+        for trial in trials:
+            errors = _with(wrong, trial, dtype)
+            if errors is None or trial.excess(errors) > limit:
+                break
+            left = max(left, *errors.values())
+        else:
+            found[" And: ".join(one.says for one in chosen)] = left
+    return found
 
 
-def _explains(known: Reference, mistake: Mistake, trial: Trial, dtype: torch.dtype) -> bool:
-    """Whether more values agree with this mistake than without it."""
+def _explained(known: Reference, mistake: Mistake, trial: Trial, dtype: torch.dtype) -> int:
+    """How many values agree with this mistake that do not agree without it."""
     errors = _with(mistaken(known, [mistake]), trial, dtype)
     if errors is None:
-        return False
-    agreeing = sum(error <= _SLACK * trial.allowed[what] for what, error in errors.items())
-    return agreeing > len(trial.want) - len(trial.differences(dtype))
+        return 0
+    agreeing = sum(error <= TOLERANCES[dtype].named * trial.allowed[what] for what, error in errors.items())
+    return agreeing - len(trial.want) + len(trial.differences(dtype))
 
 
 def _with(wrong: Reference | None, trial: Trial, dtype: torch.dtype) -> dict[str, float] | None:

@@ -13,7 +13,7 @@ from rewire.conformance.running import Branch, Implementation
 from rewire.conformance.schemes import reference
 from rewire.topologies import Topology
 from rewire.topologies.base import Dims, QKVInputs, materialize
-from rewire.topologies.registry import make_topology
+from rewire.topologies.registry import make_topology, name_and_options
 
 Weights = Mapping[str, Tensor]
 #: From the weights of a reference to those of a topology, by name.
@@ -21,16 +21,31 @@ Packing = Callable[[Weights, Dims, Mapping[str, Any]], dict[str, Tensor]]
 
 
 def ours(scheme: str, **options: Any) -> Implementation:
-    """The topology of this name with the options of the reference."""
-    known = reference(scheme)
+    """The topology of this name, with options of the reference."""
+    known, topology = reference(scheme), topology_of(scheme, options)
     chosen = known.with_options(options)
-    topology = make_topology(scheme, _options(scheme, chosen))
 
     def implementation(x: Tensor, weights: Weights, branches: Sequence[Branch]) -> Tensor:
         dims = dims_of(x, branches)
         return trunk(topology, packed(known.file, weights, dims, chosen), x, branches, dims)
 
     return implementation
+
+
+def topology_of(scheme: str, options: Mapping[str, Any]) -> Topology:
+    """The topology with options of the reference, whose defaults are those of the paper.
+
+    Raises:
+        ValueError: an option that is a constant of the topology, such as the epsilon of most norms.
+    """
+    chosen = reference(scheme).with_options(options)
+    accepted = name_and_options(make_topology(scheme, {}))[1]
+    renamed = {"eps": "start"} if scheme == "layerscale" else {}
+    found = {name: chosen[renamed.get(name, name)] for name in accepted if renamed.get(name, name) in chosen}
+    left = options.keys() - {renamed.get(name, name) for name in found}
+    if left:
+        raise ValueError(f"the topology '{scheme}' has no option for {', '.join(sorted(left))}.")
+    return make_topology(scheme, found)
 
 
 def dims_of(x: Tensor, branches: Sequence[Branch]) -> Dims:
@@ -46,7 +61,8 @@ def trunk(
     states = topology.start(x, weights)
     for t, branch in enumerate(branches, start=1):
         read, states = topology.read(states, weights, t)
-        inputs = (read.q, read.k, read.v, read.residual) if isinstance(read, QKVInputs) else (materialize(read),)
+        ways = 4 if branch.attention else 1  # unit 1 of Attention Residuals has one source, and reads it as it is
+        inputs = (read.q, read.k, read.v, read.residual) if isinstance(read, QKVInputs) else (materialize(read),) * ways
         states = topology.write(states, weights, t, branch(*inputs))
     return topology.finish(states, weights, dims)
 
@@ -54,19 +70,6 @@ def trunk(
 def packed(file: str, weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
     """The weights of a reference as the topology lays them out."""
     return _PACKINGS[file](weights, dims, options)
-
-
-_NOT_OURS = {"normalize", "channels", "dependent", "qkv", "low_rank", "previous", "norm_eps", "least", "start"}
-
-
-def _options(scheme: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the topology. What is fixed by its name is left out, and constants that it does not let one choose."""
-    own = reference(scheme)
-    kept = {"norm_eps"} if scheme in ("mhc", "hc-gated") else {"qkv"} if scheme == "attnres" else set()
-    names = {name for name in own.options if name not in _NOT_OURS or name in kept}
-    if scheme == "layerscale":
-        return {"eps": chosen["start"]}
-    return {name: chosen[name] for name in names - ({"temperature", "form"} if scheme == "ancre-none" else set())}
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
