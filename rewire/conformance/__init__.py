@@ -6,6 +6,7 @@ report = rewire.conformance.check("mhc", implementation)
 from rewire.conformance.checker import Difference, Report, check
 from rewire.conformance.running import Branch, Implementation, of_module
 from rewire.conformance.schemes import Reference, list_schemes, reference
+from rewire.conformance.vectors import write
 
 __all__ = [
     "Branch",
@@ -17,4 +18,5 @@ __all__ = [
     "list_schemes",
     "of_module",
     "reference",
+    "write",
 ]

@@ -57,7 +57,7 @@ class Difference:
     Attributes:
         case: of `rewire.conformance.cases`.
         dtype: of hidden states.
-        what: which value.
+        what: which value, as `rewire.conformance.running.run` names it.
         error: how far off it is, relative to its size.
         allowed: how far off it may be.
         remark: what else is to be said.
@@ -71,10 +71,10 @@ class Difference:
     remark: str = ""
 
     def __str__(self) -> str:
+        where = f"in the case '{self.case}', {_name(self.dtype)}"
         remark = f"; {self.remark}" if self.remark else ""
         return (
-            f"{self.what} differs by {self.error:.1g} in the case '{self.case}', {_name(self.dtype)} (rounding "
-            f"explains {self.allowed:.1g}){remark}"
+            f"{in_words(self.what)} differs by {self.error:.1g} {where} (rounding explains {self.allowed:.1g}){remark}"
         )
 
 
@@ -248,7 +248,7 @@ def _largest(numbers: Mapping[str, float]) -> dict[bool, float]:
 
 
 def _kind(what: str) -> bool:
-    return what.startswith("the gradient of")
+    return what.startswith("gradient.")
 
 
 def _remark(want: Tensor, got: Tensor | None) -> str:
@@ -324,6 +324,18 @@ def _with(wrong: Reference | None, trial: Trial, dtype: torch.dtype) -> dict[str
     # What a mistake leaves without a gradient has one of zero.
     want = {what: want.get(what, torch.zeros_like(value)) for what, value in trial.want.items()}
     return _errors(want, trial.got, dtype)
+
+
+def in_words(what: str) -> str:
+    """The name of a value, for people."""
+    kind, _, name = what.rpartition("again.")[2].partition(".")
+    if kind == "gradient":
+        return f"the gradient of {name}"
+    if kind == "output":
+        return "the output"
+    unit, _, way = name.partition(".")
+    again = ", called once more," if what.startswith("again.") else ""
+    return f"what unit {unit}{again} reads" + (f" for the {way}" if way else "")
 
 
 def _reached(dtype: torch.dtype, error: float) -> str:

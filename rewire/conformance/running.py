@@ -14,7 +14,7 @@ from rewire.conformance.schemes import Reference
 
 #: Called with x [.., D], the weights by name, and the branches; returns the output [.., D].
 Implementation = Callable[[Tensor, Mapping[str, Tensor], Sequence["Branch"]], Tensor]
-_WAYS = ("queries", "keys", "values", "residual")
+WAYS = ("queries", "keys", "values", "residual")
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,7 +36,7 @@ class Branch:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         if len(inputs) != len(self.inner):
-            names = ", ".join(_WAYS) if self.attention else "what it reads"
+            names = ", ".join(WAYS) if self.attention else "what it reads"
             raise TypeError(f"this branch takes {names}, and was called with {len(inputs)} tensors.")
         rounded = [self.stored(x) for x in inputs]
         self.seen.append(tuple(rounded))
@@ -71,7 +71,10 @@ def run(
     device: str = "cpu",
     rounded: Rounding | None = None,
 ) -> dict[str, Tensor]:
-    """What it computes, float64 on the CPU, by a name for people, in the order in which it is computed.
+    """What it computes, float64 on the CPU, in the order in which it is computed.
+
+    By name: ``reads.t``, what unit t reads, [N, D]; or ``reads.t.queries`` and so on; if it is called again,
+    ``again.reads.t``; ``output`` [N, D]; ``gradient.x`` and ``gradient.<weight>``.
 
     Args:
         implementation: what is run.
@@ -98,20 +101,16 @@ def run(
     found: dict[str, Tensor] = {}
     for t, calls in enumerate(seen, start=1):
         for number, call in enumerate(calls):
-            again = f", when it is called for the {number + 1}. time" if number else ""
-            names = [f" for the {way}" for way in _WAYS] if len(call) > 1 else [""]
-            found |= {f"what unit {t} reads{n}{again}": value for n, value in zip(names, call, strict=True)}
-    found["the output"] = output
-    for name, gradient in zip(["x", *weights], gradients, strict=True):
-        if gradient is not None:
-            found[f"the gradient of {name}"] = gradient
-    width = case.x.shape[-1]
-    return {
-        name: value.detach().double().cpu().reshape(-1, width)
-        if not name.startswith("the gradient of")
-        else value.detach().double().cpu()
-        for name, value in found.items()
+            names = [f".{way}" for way in WAYS] if len(call) > 1 else [""]
+            found |= {"again." * number + f"reads.{t}{name}": x for name, x in zip(names, call, strict=True)}
+    found["output"] = output
+    flat = {name: value.reshape(-1, x.shape[-1]) for name, value in found.items()}
+    flat |= {
+        f"gradient.{name}": gradient
+        for name, gradient in zip(["x", *weights], gradients, strict=True)
+        if gradient is not None
     }
+    return {name: value.detach().double().cpu() for name, value in flat.items()}
 
 
 def of_reference(

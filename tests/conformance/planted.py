@@ -56,7 +56,7 @@ def mhc(wrong: str = "") -> Any:
             pre = torch.sigmoid(w["alpha_pre"] * (v @ w["phi_pre"]) + w["b_pre"])
             z = w["alpha_post"] * (v @ w["phi_post"]) + w["b_post"]
             post = torch.tanh(z) if wrong == "tanh" else torch.sigmoid(z)
-            post = post if wrong in ("no factor 2", "tanh") else 2 * post
+            post = post if wrong == "no factor 2" else 2 * post
             scaled = Unscaled.apply if wrong == "backward without alpha" else torch.mul
             logits = scaled(w["alpha_res"], torch.tensordot(v, w["phi_res"], 1)) + w["b_res"]
             if wrong == "softmax":
@@ -101,7 +101,7 @@ def attnres(wrong: str = "") -> Any:
             keys = values if wrong == "no norm" else F.rms_norm(values, values.shape[-1:], eps=1e-6)
             scores = keys @ weights["w"][max(t - 3, 0) if wrong == "query of another unit" else t - 2]
             scores = scores / x.shape[-1] ** 0.5 if wrong == "scaled scores" else scores
-            shares = scores.softmax(1 if wrong == "wrong axis" else 0)
+            shares = scores.flatten(1).softmax(1).view_as(scores) if wrong == "wrong axis" else scores.softmax(0)
             return (shares.unsqueeze(-1) * (keys if wrong == "normed values" else values)).sum(0).to(x.dtype)
 
         sources = [x]
@@ -134,7 +134,9 @@ def denseformer(wrong: str = "") -> Any:
         for t, branch in enumerate(branches, start=1):
             states.append((states[-1] if wrong == "shortcut" else y) + branch(y))
             row = weights["alpha"][t - 1, : t + 1].to(x.dtype)
-            y = sum(a * state for a, state in zip(row, reversed(states) if wrong == "reversed" else states, strict=True))
+            y = sum(
+                a * state for a, state in zip(row, reversed(states) if wrong == "reversed" else states, strict=True)
+            )
         return y
 
     return run
