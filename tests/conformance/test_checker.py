@@ -1,4 +1,4 @@
-"""The checker finds mistakes that are planted in correct implementations, and names them; and none where all is right."""
+"""The checker names mistakes that are planted in correct implementations, and none where all is right."""
 
 from __future__ import annotations
 
