@@ -16,14 +16,16 @@ from rewire.topologies.registry import name_and_options
 
 
 class Called:
-    """A branch that notes what it reads, [N, D]."""
+    """A branch that notes what it reads; it takes hidden states of another shape than the reference does."""
 
-    def __init__(self, block: Any, attention: bool, reads: list[Tensor]) -> None:
-        self.block, self.attention, self.reads = block, attention, reads
+    def __init__(self, block: Any, attention: bool, shape: torch.Size, reads: list[Tensor]) -> None:
+        self.block, self.attention, self.shape, self.reads = block, attention, shape, reads
 
     def __call__(self, *inputs: Tensor) -> Tensor:
+        inputs = tuple(value.view(self.shape) for value in inputs)
         self.reads.append(inputs[-1])
-        return self.block(*inputs)  # type: ignore[no-any-return]
+        f: Tensor = self.block(*inputs)
+        return f.reshape(-1, f.shape[-1])
 
 
 def by_reference(
@@ -35,11 +37,10 @@ def by_reference(
     given = {"start" if name == "layerscale" and option == "eps" else option: v for option, v in options.items()}
     chosen = known.with_options({option: value for option, value in given.items() if option in known.options})
     dims, reads = dims or Dims(len(blocks), x.shape[-1]), list[Tensor]()
-    branches = [Called(block, t in dims.attention, reads) for t, block in enumerate(blocks, start=1)]
-    output = known.forward(
-        x.reshape(-1, x.shape[-1]), unpacked(name, parameters, dims, chosen), branches, lambda state: state, **chosen
-    )
-    return output.view(x.shape), [read.view(x.shape) for read in reads]
+    branches = [Called(block, t in dims.attention, x.shape, reads) for t, block in enumerate(blocks, start=1)]
+    weights = unpacked(name, parameters, dims, chosen)
+    output = known.forward(x.reshape(-1, x.shape[-1]), weights, branches, lambda state: state, **chosen)
+    return output.view(x.shape), reads
 
 
 def unpacked(name: str, parameters: Mapping[str, Tensor], dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -50,11 +51,10 @@ def unpacked(name: str, parameters: Mapping[str, Tensor], dims: Dims, options: M
     known = reference(name)
     empty = known.parameters(dims.depth, dims.width, dims.attention, **options)
     weights = {n: torch.zeros_like(value, requires_grad=True) for n, value in empty.items()}
-    there = packed(known.file, weights, dims, options)
+    there = {n: value for n, value in packed(known.file, weights, dims, options).items() if value.requires_grad}
     if not there:
-        return {}
+        return weights
     values = [parameters[n].double() if n in parameters else torch.zeros_like(value) for n, value in there.items()]
-    back = torch.autograd.grad(
-        list(there.values()), list(weights.values()), values, create_graph=True, allow_unused=True
-    )
-    return {n: torch.zeros_like(w) if b is None else b for (n, w), b in zip(weights.items(), back, strict=True)}
+    ends, starts = list(there.values()), list(weights.values())
+    back = torch.autograd.grad(ends, starts, values, create_graph=True, materialize_grads=True)
+    return dict(zip(weights, back, strict=True))

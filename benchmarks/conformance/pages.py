@@ -91,8 +91,8 @@ def implementations(by_hand: list[tuple[str, str, str, str]]) -> str:
 
 
 _ABOUT = """Implementations that run on a CPU, compared with the references by `benchmarks/conformance/adapters.py`.
-"To 3e-06" is the largest error of all reads, outputs and gradients in float32. A difference is not always a mistake: read
-what is said of it. If a row is wrong, or out of date, please open an issue.
+"To 3e-06" is the largest error of all reads, outputs and gradients in float32. A difference is not always a mistake:
+read what is said of it. If a row is wrong, or out of date, please open an issue.
 """
 
 

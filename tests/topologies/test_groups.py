@@ -85,11 +85,12 @@ def test_formulas(name: str, options: dict[str, Any], size: int, double: None) -
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     got = run(topology, topology.weights(parameters, dims), x, blocks, dims)
     want, _ = by_reference(topology, parameters, x, blocks, dims)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    close = 1e-6 if name == "ancre-constant" else 1e-10  # its shares are float32 numbers
+    torch.testing.assert_close(got, want, rtol=close, atol=close)
     inputs, upstream = [x, *parameters.values(), *nn.ModuleList(blocks).parameters()], torch.randn_like(x)
     found, wanted = (torch.autograd.grad(out, inputs, upstream, materialize_grads=True) for out in (got, want))
     for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(a, b, rtol=close, atol=close)
 
 
 # -- properties --------------------------------------------------------------------------------------------------------
