@@ -29,6 +29,7 @@ from rewire.runtime.gate import Gate
 from rewire.runtime.layout import Layout
 from rewire.runtime.live import Entry
 from rewire.topologies.registry import options_of
+from rewire.torch_internals import forward_hooks
 
 RUNTIME = "rewire_runtime"
 _IMPORTED = ("Function", "Layout", "connect")
@@ -224,7 +225,7 @@ def connected(model: {base}) -> {self.root}:
         collecting = {
             path: sorted(hook.trunks)
             for path, module in self.model.named_modules()
-            for hook in module._forward_hooks.values()
+            for hook in forward_hooks(module).values()
             if isinstance(hook, StreamsToTensors)
         }
         norms = [

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rewire.torch_internals import has_global_hooks, has_hooks, parameters_of
+
 #: What a norm computes; "rms+1" scales by one plus its weight (Gemma's).
 Kind = Literal["rms", "rms+1", "layer"]
 
@@ -150,15 +152,15 @@ def obstacle(module: nn.Module) -> str | None:
     """Why a norm cannot be left to a kernel at present; None if it can."""
     if _MARK not in module.__dict__:
         return "it was not found to be a norm when the model was rewired"
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if has_hooks(module):
         return "it has hooks"
-    if nn.modules.module._has_any_global_hook():
+    if has_global_hooks():
         return "there are hooks on all modules"
     if "forward" in module.__dict__:
         return "its forward was replaced"
     if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
         return "it is an FSDP module of its own"
-    if type(module._parameters.get("weight")) is not nn.Parameter:
+    if type(parameters_of(module).get("weight")) is not nn.Parameter:
         return "its weight is no plain parameter"
     return None
 

@@ -24,6 +24,7 @@ from rewire.errors import EditError
 from rewire.passes.editing.backward_hooks import REFUSING
 from rewire.runtime.connection import CONNECTIONS
 from rewire.runtime.hooks import as_registered, registering, show_tensors
+from rewire.torch_internals import forward_hooks, forward_pre_hooks
 
 _IS_SHARED = "_rewire_shared"
 
@@ -40,7 +41,7 @@ def install(module: nn.Module, methods: dict[str, Edited], shared: bool = False)
         EditError: the class cannot be derived from.
     """
     module.__class__ = _class(type(module), tuple(methods.values()), shared)
-    show_tensors(module._forward_pre_hooks, module._forward_hooks)
+    show_tensors(forward_pre_hooks(module), forward_hooks(module))
 
 
 def uninstall(module: nn.Module) -> None:

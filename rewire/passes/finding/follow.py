@@ -31,6 +31,7 @@ from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.graphs import flow_of
 from rewire.passes.finding.standins import SIZES, Globals, Proxy, Weight, with_globals
 from rewire.passes.finding.views import Views
+from rewire.torch_internals import children_of
 from rewire.trunk import LeftAlone
 
 _ATTEMPTS = 12  # at tracing one forward
@@ -228,10 +229,10 @@ class _Follower(fx.Tracer):
         scope = Scope(self._here()[0] if self.scopes else None, self.paths[module], module, kind, key=object())
         self.scopes.append(scope)
         try:
-            for child in (module,) if isinstance(module, CONTAINERS) else module._modules.values():
+            for child in (module,) if isinstance(module, CONTAINERS) else children_of(module).values():
                 if isinstance(child, CONTAINERS):
                     handed: dict[str, Any] = {}
-                    for element in child._modules.values():
+                    for element in children_of(child).values():
                         handed = self._block(self.views.of(element), handed) if element is not None else handed
                 elif child is not None and any(isinstance(below, CONTAINERS) for below in child.modules()):
                     self._block(self.views.of(child), {})
@@ -328,7 +329,9 @@ class _Follower(fx.Tracer):
 
 def _is_empty(module: nn.Module) -> bool:
     """Whether a module is an empty sequence: an identity."""
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not module._modules
+    return (
+        isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not children_of(module)
+    )
 
 
 def _failed_at(function: FunctionType, error: Exception) -> Place:

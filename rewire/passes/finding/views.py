@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rewire.passes.finding.standins import Globals, Tracer, with_globals
+from rewire.torch_internals import BUFFERS, CHILDREN, PARAMETERS, children_of
 
 
 class Views:
@@ -35,7 +36,7 @@ class Views:
             for value in vars(module).values():
                 if id(value) not in self._objects and _keeps_values(value):  # a config is held by all modules
                     self._objects[id(value)] = value, dict(vars(value))
-            vars(view)["_modules"] = {name: child and self.of(child) for name, child in module._modules.items()}
+            vars(view)[CHILDREN] = {name: child and self.of(child) for name, child in children_of(module).items()}
         return self._views[module]
 
     def put_back(self) -> None:
@@ -87,7 +88,7 @@ def _called(view: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _attribute(view: Any, name: str) -> Any:
     """Attribute lookup of a view: its parameters and buffers are traced values that know their sizes."""
-    for table in ("_parameters", "_buffers"):
+    for table in (PARAMETERS, BUFFERS):
         tensor = view.__dict__.get(table, {}).get(name)
         if tensor is not None:
             return view._rewire_tracer.weight(tensor)
