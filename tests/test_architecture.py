@@ -79,6 +79,7 @@ ROOMS = {
         "placement.py",
         "registry.py",
         "titan.py",
+        "torch_internals.py",
         "training.py",
         "trunk.py",
     ),

@@ -329,9 +329,7 @@ class _Follower(fx.Tracer):
 
 def _is_empty(module: nn.Module) -> bool:
     """Whether a module is an empty sequence: an identity."""
-    return (
-        isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not children_of(module)
-    )
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not len(module)
 
 
 def _failed_at(function: FunctionType, error: Exception) -> Place:
