@@ -35,11 +35,12 @@ try:
 except ImportError as error:
     raise ImportError("rewire.titan needs torchtitan 0.3: pip install 'rewire[titan]'") from error
 
+from rewire.attributes import CONNECTIONS
 from rewire.compiler import compile
 from rewire.errors import UnsupportedCall
 from rewire.pipeline import entries_of, pipeline_cache, pipeline_stage
 from rewire.ranks.meeting import agree, facts_of
-from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms, connections, parallelize
+from rewire.runtime.connection import Connection, SeparateNorms, connections, parallelize
 from rewire.topologies import Topology
 from rewire.torch_internals import children_of
 

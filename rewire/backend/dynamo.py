@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from rewire.attributes import CONNECTIONS
 from rewire.backend.captured import check_captured, copied
 from rewire.backend.flat import rewrite_chain
 from rewire.backend.flat_attention import find_attention
@@ -29,7 +30,7 @@ from rewire.passes.editing.fusions import Fusion
 from rewire.passes.find import Finding, finding_in
 from rewire.passes.finding.chains import Chain
 from rewire.passes.finding.graphs import flow_of, tensor_of
-from rewire.runtime.connection import CONNECTIONS, Connection, connections
+from rewire.runtime.connection import Connection, connections
 from rewire.runtime.layout import Layout
 from rewire.topologies import Topology
 from rewire.topologies.base import Start

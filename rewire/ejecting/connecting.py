@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from rewire.attributes import CONNECTIONS
 from rewire.errors import RewireError
 from rewire.passes.editing.connect import StreamsToTensors
 from rewire.placement import is_dtensor
-from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms
+from rewire.runtime.connection import Connection, SeparateNorms
 from rewire.runtime.gate import Gate
 from rewire.runtime.hooks import registering, show_tensors
 from rewire.runtime.layout import Layout

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from rewire.attributes import CONNECTIONS
 from rewire.code.edited import is_edited
 from rewire.copies import outside_inference_mode, shared
 from rewire.errors import EditError
@@ -21,7 +22,7 @@ from rewire.passes.editing.write import edited
 from rewire.passes.find import Found
 from rewire.passes.finding.projections import find_projections
 from rewire.passes.prepare import Prepared
-from rewire.runtime.connection import CONNECTIONS, Connection, learned_connections
+from rewire.runtime.connection import Connection, learned_connections
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
 from rewire.torch_internals import children_of, forward_hooks

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from rewire.attributes import NO_WEIGHT_DECAY
 from rewire.errors import RewireError
 from rewire.mixes.history import History
 from rewire.mixes.tokens import outside_autocast
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from rewire.trunk import Trunk
-
-#: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
-CONNECTIONS = "depth_connections"
 
 _NUMBERS = itertools.count()
 _LARGEST_RECIPE = 1 << 24  # bytes: thousands of trunks
@@ -86,8 +84,8 @@ class Connection(Watched):
         self.stored_in = {name: scales.get(name, 1.0) for name in learned}
         for name, value in learned.items():
             stored = (value / self.stored_in[name]).to(device=device, dtype=torch.float32)
-            parameter: Any = nn.Parameter(stored)
-            parameter._no_weight_decay = True  # as S4's and Mamba's, for rules
+            parameter = nn.Parameter(stored)
+            setattr(parameter, NO_WEIGHT_DECAY, True)
             self.register_parameter(name, parameter)
         for name, value in layout.topology.constants(layout.dims).items():
             self.register_buffer(name, value.to(device=device, dtype=torch.float32))

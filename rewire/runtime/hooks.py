@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewire.attributes import TAKES_STREAMS
 from rewire.errors import UnsupportedCall
 from rewire.runtime.nested import along
 from rewire.runtime.stream import Stream
@@ -110,7 +111,7 @@ def seeing_tensors(hook: Callable[..., Any], before: bool) -> Callable[..., Any]
     while isinstance(inner, functools.partial):
         inner = inner.func
     package = (getattr(inner, "__module__", None) or "").partition(".")[0]
-    known = package in _KNOW_STREAMS or getattr(inner, "takes_streams", False)
+    known = package in _KNOW_STREAMS or getattr(inner, TAKES_STREAMS, False)
     return hook if known else SeeingTensors(hook, before)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from rewire.attributes import CONNECTIONS
 from rewire.errors import RewireError
 from rewire.patterns import is_pretrained
-from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms
+from rewire.runtime.connection import Connection, SeparateNorms
 from rewire.runtime.nested import mapped
 from rewire.runtime.stream import Stream
 from rewire.torch_internals import children_of, forward_hooks

@@ -17,16 +17,14 @@ from typing import Any
 
 from torch import nn
 
-from rewire.code.edited import EDITED, Edited, edits_of, original_class
+from rewire.attributes import CONNECTIONS, EDITED, SHARED
+from rewire.code.edited import Edited, edits_of, original_class
 from rewire.code.functions import clone, redecorated
 from rewire.code.text import compiled, shown
 from rewire.errors import EditError
 from rewire.passes.editing.backward_hooks import REFUSING
-from rewire.runtime.connection import CONNECTIONS
 from rewire.runtime.hooks import as_registered, registering, show_tensors
 from rewire.torch_internals import forward_hooks, forward_pre_hooks
-
-_IS_SHARED = "_rewire_shared"
 
 
 def install(module: nn.Module, methods: dict[str, Edited], shared: bool = False) -> None:
@@ -106,7 +104,7 @@ def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
         "no_weight_decay": no_weight_decay,
         **REFUSING,
         EDITED: {edited.name: edited for edited in methods},
-        _IS_SHARED: shared,
+        SHARED: shared,
     }
     metaclass: Any = type(base)
     try:
@@ -133,7 +131,7 @@ def _own_code(cls: type) -> None:
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """Pickle and copy by making the class anew: a generated class cannot be imported."""
     state = self.__getstate__()  # without what `self.compile()` made: it calls this module, not the copy
-    return _rebuild, (original_class(self), tuple(edits_of(self).values()), getattr(type(self), _IS_SHARED)), state
+    return _rebuild, (original_class(self), tuple(edits_of(self).values()), getattr(type(self), SHARED)), state
 
 
 def _rebuild(base: type, methods: tuple[Edited, ...], shared: bool) -> nn.Module:

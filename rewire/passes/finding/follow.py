@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rewire.attributes import MODULE
 from rewire.code.functions import forward_of
 from rewire.code.text import text_of, written_at
 from rewire.errors import EditError, TraceError
@@ -87,7 +88,7 @@ class _Follower(fx.Tracer):
         self.tested: list[int] = []
 
     def _module_of(self, view: Any) -> tuple[str, nn.Module] | None:
-        module = vars(view).get("_rewire_module") if isinstance(view, nn.Module) else None
+        module = vars(view).get(MODULE) if isinstance(view, nn.Module) else None
         return None if module is None else (self.paths[module], module)
 
     def run(self, arguments: Sequence[str]) -> Flow:
@@ -117,7 +118,7 @@ class _Follower(fx.Tracer):
         return flow
 
     def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module: nn.Module = view._rewire_module
+        module: nn.Module = vars(view)[MODULE]
         if isinstance(module, nn.Identity) or _is_empty(module):
             return args[0] if args else None
         place = self._here()
@@ -149,7 +150,7 @@ class _Follower(fx.Tracer):
         Raises:
             TraceError: it cannot be traced.
         """
-        module: nn.Module = view._rewire_module
+        module: nn.Module = vars(view)[MODULE]
         function = self._function(module)
         if function is None:
             raise TraceError(f"forward of {type(module).__name__} is not a Python function")
@@ -184,7 +185,7 @@ class _Follower(fx.Tracer):
         opaque: set[str],
         decisions: list[bool],
     ) -> Any:
-        module: nn.Module = view._rewire_module
+        module: nn.Module = vars(view)[MODULE]
         parent = self._here()[0] if self.scopes else None
         kind = kind_of(module)
         scope = Scope(parent, self.paths[module], module, kind, function.__code__, call, key=object())
@@ -224,7 +225,7 @@ class _Follower(fx.Tracer):
 
     def _rows(self, view: Any) -> None:
         """Follow the blocks of a module whose own forward cannot be traced: each takes what the one before returns."""
-        module: nn.Module = view._rewire_module
+        module: nn.Module = vars(view)[MODULE]
         kind = kind_of(module)
         scope = Scope(self._here()[0] if self.scopes else None, self.paths[module], module, kind, key=object())
         self.scopes.append(scope)
@@ -245,7 +246,7 @@ class _Follower(fx.Tracer):
         Two streams have the names that they are returned by (``return text, image``), for the next one's parameters;
         else it is the first value, for the next one's first parameter, and its name is empty.
         """
-        module: nn.Module = view._rewire_module
+        module: nn.Module = vars(view)[MODULE]
         function = self._function(module)
         if function is None or not self._enters(module, (), {}):
             self._rows(view)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rewire.attributes import MODULE, TRACER
 from rewire.passes.finding.standins import Globals, Tracer, with_globals
 from rewire.torch_internals import BUFFERS, CHILDREN, PARAMETERS, children_of
 
@@ -32,7 +33,7 @@ class Views:
             view: nn.Module = object.__new__(self._class(type(module)))
             self._views[module] = view
             own = {name: _own(value) for name, value in vars(module).items()}
-            vars(view).update(own, _rewire_module=module, _rewire_tracer=self.tracer)
+            vars(view).update({**own, MODULE: module, TRACER: self.tracer})
             for value in vars(module).values():
                 if id(value) not in self._objects and _keeps_values(value):  # a config is held by all modules
                     self._objects[id(value)] = value, dict(vars(value))
@@ -83,7 +84,7 @@ class _Quiet:
 
 
 def _called(view: Any, *args: Any, **kwargs: Any) -> Any:
-    return view._rewire_tracer.call_view(view, args, kwargs)
+    return vars(view)[TRACER].call_view(view, args, kwargs)
 
 
 def _attribute(view: Any, name: str) -> Any:
@@ -91,7 +92,7 @@ def _attribute(view: Any, name: str) -> Any:
     for table in (PARAMETERS, BUFFERS):
         tensor = view.__dict__.get(table, {}).get(name)
         if tensor is not None:
-            return view._rewire_tracer.weight(tensor)
+            return vars(view)[TRACER].weight(tensor)
     return nn.Module.__getattr__(view, name)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewire.attributes import CONNECTIONS
 from rewire.copies import Inputs, own_inputs, private, seeded
 from rewire.passes.validating.tensors import gradient_error, real, tensors_in, tolerance
-from rewire.runtime.connection import CONNECTIONS, Connection, connections
+from rewire.runtime.connection import Connection, connections
 from rewire.runtime.stream import Stream
 from rewire.torch_internals import children_of, pytree
 
