@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from models import EDSR
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -458,42 +459,6 @@ class EfficientNet(nn.Module):
 
 def default_conv(in_channels, out_channels, kernel_size, bias=True):
     return nn.Conv2d(in_channels, out_channels, kernel_size, padding=(kernel_size // 2), bias=bias)
-
-
-class EDSRResBlock(nn.Module):
-    def __init__(self, conv, n_feats, kernel_size, act=None, res_scale=1):
-        super().__init__()
-        m = []
-        for i in range(2):
-            m.append(conv(n_feats, n_feats, kernel_size))
-            if i == 0:
-                m.append(act or nn.ReLU(True))
-        self.body = nn.Sequential(*m)
-        self.res_scale = res_scale
-
-    def forward(self, x):
-        res = self.body(x).mul(self.res_scale)
-        res += x
-        return res
-
-
-class EDSR(nn.Module):
-    def __init__(self, n_resblocks=3, n_feats=WIDTH, res_scale=0.1, conv=default_conv):
-        super().__init__()
-        m_head = [conv(3, n_feats, 3)]
-        m_body = [EDSRResBlock(conv, n_feats, 3, act=nn.ReLU(True), res_scale=res_scale) for _ in range(n_resblocks)]
-        m_body.append(conv(n_feats, n_feats, 3))
-        m_tail = [conv(n_feats, 12, 3), nn.PixelShuffle(2), conv(3, 3, 3)]
-        self.head = nn.Sequential(*m_head)
-        self.body = nn.Sequential(*m_body)
-        self.tail = nn.Sequential(*m_tail)
-
-    def forward(self, x):
-        x = self.head(x)
-        res = self.body(x)
-        res += x
-        x = self.tail(res)
-        return x
 
 
 class CALayer(nn.Module):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import models
 import torch
 import torch.nn.functional as F
+from models import NanoGPT
 from torch import nn
 
-from wild.parts import HEADS, VOCAB, WIDTH, Attention, Mlp, RotaryAttention, rotary_angles, tokens
+from wild.parts import HEADS, VOCAB, WIDTH, Attention, RotaryAttention, rotary_angles, tokens
 
 
 @dataclass
@@ -24,57 +26,6 @@ class GPTConfig:
     n_embd: int = WIDTH
     dropout: float = 0.0
     bias: bool = True
-
-
-class NanoGPTBlock(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.attn = Attention(config.n_embd, config.n_head, causal=True)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.mlp = Mlp(config.n_embd, drop=config.dropout)
-
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        x = x + self.mlp(self.ln_2(x))
-        return x
-
-
-class NanoGPT(nn.Module):
-    def __init__(self, config=None):
-        super().__init__()
-        config = config or GPTConfig()
-        self.config = config
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(config.vocab_size, config.n_embd),
-                wpe=nn.Embedding(config.block_size, config.n_embd),
-                drop=nn.Dropout(config.dropout),
-                h=nn.ModuleList([NanoGPTBlock(config) for _ in range(config.n_layer)]),
-                ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
-            )
-        )
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
-
-    def forward(self, idx, targets=None):
-        device = idx.device
-        b, t = idx.size()
-        assert t <= self.config.block_size, f"Cannot forward sequence of length {t}"
-        pos = torch.arange(0, t, dtype=torch.long, device=device)
-        tok_emb = self.transformer.wte(idx)
-        pos_emb = self.transformer.wpe(pos)
-        x = self.transformer.drop(tok_emb + pos_emb)
-        for block in self.transformer.h:
-            x = block(x)
-        x = self.transformer.ln_f(x)
-        if targets is not None:
-            logits = self.lm_head(x)
-            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
-        else:
-            logits = self.lm_head(x[:, [-1], :])
-            loss = None
-        return logits, loss
 
 
 class MinGPTBlock(nn.Module):
@@ -102,9 +53,7 @@ class MinGPTBlock(nn.Module):
 
 class MinGPT(NanoGPT):
     def __init__(self):
-        config = GPTConfig(dropout=0.1)
-        super().__init__(config)
-        self.transformer.h = nn.ModuleList([MinGPTBlock(config) for _ in range(config.n_layer)])
+        super().__init__(lambda: MinGPTBlock(GPTConfig(n_embd=models.WIDTH)))
 
 
 def norm(x):
