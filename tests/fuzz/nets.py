@@ -422,6 +422,15 @@ class Net:
         blocks = [sum(2 if part == "loop" else part in ADDS for part in self.forwards[kind]) for kind in self.order]
         return sum(blocks) + blocks[-1] * (self.body == "last twice")
 
+    @property
+    def draws_again(self) -> bool:
+        """Whether checkpoints draw from Python's or numpy's generators again, which torch does not wind back.
+
+        Then its gradients in training mode depend on the order in which blocks are run again: they are not defined.
+        """
+        drawn = {part for parts in self.forwards for part in parts} & {"python's random", "numpy's random"}
+        return "checkpoint" in self.body and bool(drawn)
+
     def _written(self, forms: dict[str, str], plain: dict[str, str], name: str) -> str:
         return plain.get(name, forms[name]) if self.twin else forms[name]
 
