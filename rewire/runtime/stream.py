@@ -8,6 +8,7 @@ disturb each other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,11 +82,11 @@ class Unsummed:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Awaiting:
-    """The model makes the next state of the last add's sum (post-norm blocks), and `Stream.push` is to bring it.
+class Post:
+    """The model makes the next state of the last add's sum, as in post-norm blocks, and `Stream.push` is to bring it.
 
     Attributes:
-        sum: of the add.
+        sum: of the add, or what its post has made of it so far.
     """
 
     sum: Tensor
@@ -106,7 +107,7 @@ class Stream(TensorLike):
     """
 
     states: States
-    held: Settled | Reading | Unsummed | Awaiting
+    held: Settled | Reading | Unsummed | Post
     weights: Weights
     layout: Layout
     position: int = 0
@@ -138,12 +139,12 @@ class Stream(TensorLike):
     @property
     def complete(self) -> bool:
         """Whether every residual add of the trunk has been written."""
-        return self.position == len(self.layout.units) and not self.awaiting
+        return self.position == len(self.layout.units) and not self.in_post
 
     @property
-    def awaiting(self) -> bool:
+    def in_post(self) -> bool:
         """Whether `push` is to bring the state that the model makes of the last add's sum."""
-        return isinstance(self.held, Awaiting)
+        return isinstance(self.held, Post)
 
     @property
     def at_rest(self) -> bool:
@@ -227,7 +228,7 @@ class Stream(TensorLike):
 
         Left to autograd: a part of their gradients goes where only one read has a place.
         """
-        if isinstance(self.held, Awaiting):
+        if isinstance(self.held, Post):
             return self._out(self.held.sum)
         lasting = self.layout.topology.lasting(self.states)
         states = tuple([s if isinstance(s, Tensor) else s.viewed(lambda x: x) for s in lasting])
@@ -262,8 +263,8 @@ class Stream(TensorLike):
         the other one, and their difference is part of what it writes, as if a branch of it had returned that.
         """
         stream = self.summed()
-        if isinstance(stream.held, Awaiting):
-            return self._out(stream.held.sum), stream.carrying
+        if isinstance(stream.held, Post):
+            return self._out(stream.held.sum), functools.partial(stream.push, more=True)
         places = stream._newest()
         if places:
             return self._out(self.layout.restored(stream.states[places[-1]])), stream._replaced
@@ -331,7 +332,7 @@ class Stream(TensorLike):
         layout, site, reading = self.layout, self.position, self.held
         outputs = branches if reading.branch is None else (reading.branch, *branches)
         if site in layout.posts:
-            return self._with(self.states, Awaiting(self._merged(outputs)), adds=1)
+            return self._with(self.states, Post(self._merged(outputs)), adds=1)
         if layout.closes_unit(site):  # the topology adds them up: in the same pass as its states
             return self._written(outputs)
         return self._with(self.states, Reading((*reading.parts, *branches), total(outputs)), adds=1)
@@ -351,13 +352,19 @@ class Stream(TensorLike):
         moved = map(layout.channels_last, branches)
         return layout.restored(materialize(layout.recurrence.merge(self.states, self.weights.value, unit, *moved)))
 
-    def push(self, state: Tensor) -> Stream:
+    def push(self, state: Tensor, more: bool = False) -> Stream:
         """The stream after the operations behind a residual add made ``state`` of its sum (post-norm blocks).
+
+        Args:
+            state: what they made.
+            more: whether others may follow.
 
         Raises:
             UnsupportedCall: gradients do not pass from the one to the other.
         """
         self._check_passes(state)
+        if more:
+            return self._with(self.states, Post(self._in(state)))
         return self._pushed(self.layout.channels_last(self._in(state)))
 
     def _pushed(self, state: Tensor) -> Stream:
@@ -366,13 +373,8 @@ class Stream(TensorLike):
         return self._with(states, Settled())
 
     def settled(self) -> Stream:
-        """The stream, where nothing is made of the sum that is `Awaiting` it: then that is the state."""
-        return self.push(self.held.sum) if isinstance(self.held, Awaiting) else self
-
-    def carrying(self, value: Tensor) -> Stream:
-        """The stream whose sum became ``value`` on the way to `push`."""
-        self._check_passes(value)
-        return self._with(self.states, Awaiting(self._in(value)))
+        """The stream, where no operation of the post ran: then the sum is the state."""
+        return self.push(self.held.sum) if isinstance(self.held, Post) else self
 
     def _check_passes(self, state: Tensor) -> None:
         """Refuse what cuts gradients between two states: later blocks read earlier ones, too, which it does not cut.
@@ -380,7 +382,7 @@ class Stream(TensorLike):
         Raises:
             UnsupportedCall: it does.
         """
-        assert isinstance(self.held, Awaiting)
+        assert isinstance(self.held, Post)
         if not passes(self.held.sum, state):
             raise UnsupportedCall(
                 f"trunk '{self.layout.trunk}': gradients do not pass from residual add {self.position} to the next "
@@ -444,7 +446,7 @@ class Stream(TensorLike):
         assert not isinstance(due, QKVInputs)
         return stream._pushed(materialize(due))
 
-    def _with(self, states: States, held: Settled | Reading | Unsummed | Awaiting, adds: int = 0) -> Stream:
+    def _with(self, states: States, held: Settled | Reading | Unsummed | Post, adds: int = 0) -> Stream:
         return Stream(states, held, self.weights, self.layout, self.position + adds, self.placement)
 
     @property
@@ -525,5 +527,5 @@ def _unflatten(leaves: Any, context: Any) -> Stream:
 
 
 pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name=f"{__name__}.Stream")
-for _held in (Settled, Reading, Unsummed, Awaiting, QKVInputs):
+for _held in (Settled, Reading, Unsummed, Post, QKVInputs):
     pytree.register_dataclass(_held, serialized_type_name=f"{__name__}.{_held.__name__}")

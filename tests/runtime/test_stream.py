@@ -149,7 +149,7 @@ def test_push_after_a_write_serves_post_norm() -> None:
     for norm, branch in zip(norms, branches, strict=True):
         value, stream = stream.read()
         stream = stream.write(branch(value))
-        assert stream.awaiting and not stream.complete
+        assert stream.in_post and not stream.complete
         stream = stream.push(norm(stream.value()))
         want = norm(want + branch(want))
     torch.testing.assert_close(stream.finish(), want, rtol=1e-4, atol=1e-5)
