@@ -72,7 +72,7 @@ def check(net: Net, folder: Path, validate: bool = True) -> str:
     refusal = _rewired_right(model, topology, (x, mask), False, validate)
     if refusal:
         return refusal
-    modes = (False,) if net.draws_again else (False, True)
+    modes = (False,) if net.repeats_effects else (False, True)
     name, options = BY_HAND[len(net.source) % len(BY_HAND)]
     refusal = _as_autograd_has_it(model, name, options, (x, mask), modes)
     if refusal:

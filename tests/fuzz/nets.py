@@ -423,13 +423,14 @@ class Net:
         return sum(blocks) + blocks[-1] * (self.body == "last twice")
 
     @property
-    def draws_again(self) -> bool:
-        """Whether checkpoints draw from Python's or numpy's generators again, which torch does not wind back.
+    def repeats_effects(self) -> bool:
+        """Whether checkpoints run again, in training mode, what draws from Python's or numpy's generators, or counts.
 
-        Then its gradients in training mode depend on the order in which blocks are run again: they are not defined.
+        torch winds neither back: gradients depend on the order in which blocks are run again, and statistics on
+        whether they are.
         """
-        drawn = {part for parts in self.forwards for part in parts} & {"python's random", "numpy's random"}
-        return "checkpoint" in self.body and bool(drawn)
+        repeated = {part for parts in self.forwards for part in parts}
+        return self.body == "checkpoint" and bool(repeated & {"python's random", "numpy's random", "statistic"})
 
     def _written(self, forms: dict[str, str], plain: dict[str, str], name: str) -> str:
         return plain.get(name, forms[name]) if self.twin else forms[name]
