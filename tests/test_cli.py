@@ -236,7 +236,8 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
 
 
 def test_a_transformers_model(run: Run) -> None:
-    assert "hidden_states = depth.add(residual, hidden_states, last=True)" in run("source", "hf:llama", "model.layers.0").output
+    written = "hidden_states = depth.add(residual, hidden_states, last=True)"
+    assert written in run("source", "hf:llama", "model.layers.0").output
     assert "'llama'" in failed(run("inspect", "hf:lama"))
 
 

@@ -51,11 +51,6 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Settled:
-    """A stream holds nothing but its states: the last unit is written, and the next one has not read."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Reading:
     """A branch of the next unit is running.
 
@@ -98,7 +93,7 @@ class Stream(TensorLike):
 
     Attributes:
         states: the tensors of the topology.
-        held: what there is beside them, by its type.
+        held: what there is beside them: None if the last unit is written, and the next one has not read.
         weights: effective connection weights, computed once per forward when the stream was opened.
         layout: what is fixed about the trunk.
         position: number of residual adds written so far.
@@ -107,7 +102,7 @@ class Stream(TensorLike):
     """
 
     states: States
-    held: Settled | Reading | Unsummed | Post
+    held: Reading | Unsummed | Post | None
     weights: Weights
     layout: Layout
     position: int = 0
@@ -134,7 +129,7 @@ class Stream(TensorLike):
                 f"shape {tuple(x.shape)}. Use a topology with one weight per state, or trunks=[...] to leave it out."
             )
         states = layout.topology.start(layout.channels_last(x), weights)
-        return cls(states, Settled(), Weights(weights, learned), layout, placement=placement)
+        return cls(states, None, Weights(weights, learned), layout, placement=placement)
 
     @property
     def complete(self) -> bool:
@@ -149,7 +144,7 @@ class Stream(TensorLike):
     @property
     def at_rest(self) -> bool:
         """Whether the stream consists of its states, and nothing has been read or waits."""
-        return isinstance(self.held, Settled)
+        return self.held is None
 
     @property
     def template(self) -> Tensor:
@@ -210,7 +205,7 @@ class Stream(TensorLike):
         if not isinstance(read, tuple):
             raise TypeError(f"{type(layout.topology).__name__}.read has to return what a unit sees, and the states.")
         value, states = read
-        stream = self._with(states, Settled())
+        stream = self._with(states)
         if isinstance(value, QKVInputs):
             return QKVInputs(*map(layout.restored, (value.q, value.k, value.v, value.residual))), stream
         return value if layout.channel_dim == -1 else layout.restored(materialize(value)), stream
@@ -273,7 +268,7 @@ class Stream(TensorLike):
 
     def _newest(self) -> tuple[int, ...]:
         """Numbers of the newest state among the states, if the next read is of it as it is."""
-        if not isinstance(self.held, Settled):
+        if not self.at_rest:
             return ()
         return self.layout.topology.newest(self.states, self.weights.value, self.layout.units[self.position])
 
@@ -282,7 +277,7 @@ class Stream(TensorLike):
         states, state = [*self.states], self.layout.channels_last(self._in(state))
         for place in self._newest():
             states[place] = state
-        return self._with(tuple(states), Settled())
+        return self._with(tuple(states))
 
     def _changed(self, value: Tensor) -> Stream:
         """The stream with another value than what was read."""
@@ -344,7 +339,7 @@ class Stream(TensorLike):
         recurrence = as_recurrence(layout.topology)
         if recurrence is not None and recurrence.reads_newest and _may_wait(moved[0]):
             return self._with(self.states, Unsummed(moved), adds=1)
-        return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), Settled(), adds=1)
+        return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), adds=1)
 
     def _merged(self, branches: Sequence[Tensor]) -> Tensor:
         """The sum of the last residual add of a unit, from which `push` gets the new state."""
@@ -370,7 +365,7 @@ class Stream(TensorLike):
     def _pushed(self, state: Tensor) -> Stream:
         layout = self.layout
         states = layout.recurrence.push(self.states, self.weights.value, layout.units[self.position - 1], state)
-        return self._with(states, Settled())
+        return self._with(states)
 
     def settled(self) -> Stream:
         """The stream, where no operation of the post ran: then the sum is the state."""
@@ -446,7 +441,7 @@ class Stream(TensorLike):
         assert not isinstance(due, QKVInputs)
         return stream._pushed(materialize(due))
 
-    def _with(self, states: States, held: Settled | Reading | Unsummed | Post, adds: int = 0) -> Stream:
+    def _with(self, states: States, held: Reading | Unsummed | Post | None = None, adds: int = 0) -> Stream:
         return Stream(states, held, self.weights, self.layout, self.position + adds, self.placement)
 
     @property
@@ -527,5 +522,5 @@ def _unflatten(leaves: Any, context: Any) -> Stream:
 
 
 pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name=f"{__name__}.Stream")
-for _held in (Settled, Reading, Unsummed, Post, QKVInputs):
+for _held in (Reading, Unsummed, Post, QKVInputs):
     pytree.register_dataclass(_held, serialized_type_name=f"{__name__}.{_held.__name__}")

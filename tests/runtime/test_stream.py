@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, WidthMismatch
 from rewire.runtime.layout import Layout
-from rewire.runtime.stream import Reading, Settled, Stream
+from rewire.runtime.stream import Reading, Stream
 from rewire.topologies import ANCRe, DenseFormer, Residual, Topology
 from rewire.topologies.ancre import ANCReCascaded
 from rewire.topologies.base import Dims, QKVInputs
@@ -101,7 +101,7 @@ def holds(stream: Stream, x: Tensor) -> bool:
 def test_what_a_unit_holds_between_its_sites() -> None:
     x, f, g, h = torch.randn(4, 3, 8)
     stream = open_stream(ANCRe(), x, (1, 1, 1, 2))
-    assert isinstance(stream.held, Settled)
+    assert stream.at_rest
     assert torch.equal(stream.value(), x) and torch.equal(stream.read()[0], x)
     stream = stream.write(f)
     assert holds(stream, x)
@@ -111,7 +111,7 @@ def test_what_a_unit_holds_between_its_sites() -> None:
     torch.testing.assert_close(stream.value(), x + f + g)
     torch.testing.assert_close(stream.held.branch, f + g)
     stream = stream.write(h)
-    assert isinstance(stream.held, Settled)
+    assert stream.at_rest
     newest, history = stream.states
     assert len((*history.states, newest)) == 2
     torch.testing.assert_close(stream.value(), x + f + g + h)
@@ -189,7 +189,7 @@ def test_a_stream_is_a_value() -> None:
         first, second = stream.write(f), stream.write(g)
         assert stream.position == 0
         assert holds(stream, x)
-        assert isinstance(stream.held, Settled)
+        assert stream.at_rest
         torch.testing.assert_close(first.value(), x + f)
         torch.testing.assert_close(second.value(), x + g)
         held = pytree.tree_leaves(first.held)

@@ -326,10 +326,10 @@ class _Editor:
         return Change(start, end, write)
 
     def _project(self, edit: Project) -> list[Change]:
-        what = repr((edit.groups, edit.sizes) if edit.way == "fused" else edit.way)
+        what = repr((edit.groups, edit.sizes)) if edit.way == "fused" else f'"{edit.way}"'
         if edit.others:
             ways = ((edit.module, edit.way), *edit.others)
-            what = f"{{{', '.join(f'{module}: {way!r}' for module, way in ways)}}}"
+            what = f"{{{', '.join(f'{module}: "{way}"' for module, way in ways)}}}"
         return [self._wrapped(self._call(edit.at).func, "project", [what])]
 
     def _function_first(self, call: ast.Call, method: str) -> Change:

@@ -85,7 +85,8 @@ def test_the_forward_shows_the_three_reads() -> None:
     assert "hidden_states = depth.apply(self.input_layernorm, hidden_states)" in block
     assert "depth.through(self.self_attn, qkv=True)(" in block
     for way in "qkv":
-        assert f"depth.project(self.{way}_proj, '{way}')(hidden_states)" in rewire.source(rewired, "model.layers.1.self_attn")
+        projected = f'depth.project(self.{way}_proj, "{way}")(hidden_states)'
+        assert projected in rewire.source(rewired, "model.layers.1.self_attn")
     assert "hidden_states = depth.apply(self.post_attention_layernorm, hidden_states)" in block
     plain = rewire.restore(rewired)
     assert not any(map(is_edited, plain.modules()))

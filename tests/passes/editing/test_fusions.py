@@ -59,7 +59,8 @@ def test_norms_of_q_k_and_v_apart_are_not_fused() -> None:
     rewired = mixed(llama(), "dca")
     assert fused(rewired) == layers("model.layers.{}.{}", "post_attention_layernorm")
     assert "depth.apply(self.post_attention_layernorm, " in rewire.source(rewired, "model.layers.0")
-    assert "depth.apply(self.input_layernorm" not in rewire.source(rewired, "model.layers.0")
+    source = rewire.source(rewired, "model.layers.0")
+    assert "norm=self.input_layernorm" not in source and "norm=self.post_attention_layernorm" in source
 
 
 def test_norms_over_the_channels_of_images_are_not_fused() -> None:

@@ -167,7 +167,8 @@ def body(block: type[nn.Module]) -> str:
 
 
 def test_parallel_branches_in_two_statements() -> None:
-    assert "y = depth.add(x, self.attn(h), more=True)\n" in body(GPTJ) and "y = depth.add(y, self.mlp(h), last=True)\n" in body(GPTJ)
+    assert "y = depth.add(x, self.attn(h), more=True)\n" in body(GPTJ)
+    assert "y = depth.add(y, self.mlp(h), last=True)\n" in body(GPTJ)
 
 
 def test_an_in_place_operation_gives_its_variable_the_new_state() -> None:
