@@ -329,7 +329,7 @@ class _Editor:
         what = repr((edit.groups, edit.sizes)) if edit.way == "fused" else f'"{edit.way}"'
         if edit.others:
             ways = ((edit.module, edit.way), *edit.others)
-            what = f"{{{', '.join(f'{module}: "{way}"' for module, way in ways)}}}"
+            what = "{" + ", ".join(f'{module}: "{way}"' for module, way in ways) + "}"
         return [self._wrapped(self._call(edit.at).func, "project", [what])]
 
     def _function_first(self, call: ast.Call, method: str) -> Change:
