@@ -408,7 +408,7 @@ class Stream(TensorLike):
         self._seen("view", view)
         topology, reading = self.layout.topology, isinstance(self.held, Reading)
         states = topology.viewed(self.states if reading else topology.lasting(self.states), view)
-        return self._with(states, pytree.tree_map(view, self.held))
+        return self._with(states, None if self.held is None else pytree.tree_map(view, self.held))
 
     def finish(self) -> Tensor:
         """The trunk's output.
@@ -514,11 +514,13 @@ def _may_wait(x: Tensor) -> bool:
 
 
 def _flatten(stream: Stream) -> tuple[list[Any], Any]:
-    return [stream.states, stream.held], (stream.weights, stream.layout, stream.position, stream.placement)
+    held = [] if stream.held is None else [stream.held]
+    return [stream.states, *held], (stream.weights, stream.layout, stream.position, stream.placement)
 
 
 def _unflatten(leaves: Any, context: Any) -> Stream:
-    return Stream(*leaves, *context)
+    states, *held = leaves
+    return Stream(states, held[0] if held else None, *context)
 
 
 pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name=f"{__name__}.Stream")
