@@ -192,7 +192,7 @@ def test_a_stream_is_a_value() -> None:
         assert stream.at_rest
         torch.testing.assert_close(first.value(), x + f)
         torch.testing.assert_close(second.value(), x + g)
-        held = pytree.tree_leaves(first.held)
+        held = [] if first.held is None else pytree.tree_leaves(first.held)
         before = [v.clone() for v in held]
         first.write(g)
         assert len(held) == (3 if units == (1, 1) else 0)
