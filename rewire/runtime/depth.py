@@ -29,6 +29,7 @@ from rewire.runtime.nested import mapped, tensors_and_streams, with_item
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
 from rewire.runtime.stream import Stream
+from rewire.torch_internals import viewed
 
 _CLAMPED = (
     " Some models (T5, Whisper) clamp their states in float16 between the adds, and in no other precision: use "
@@ -550,7 +551,8 @@ def _with(args: Sequence[Any], live: Live, x: Tensor) -> list[Any]:
 
 def _root(x: Tensor) -> Tensor:
     """What a view is a view of."""
-    return x if x._base is None else x._base
+    base = viewed(x)
+    return x if base is None else base
 
 
 def _tensor_of(branch: Any, shortcut: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewire.attributes import CONNECTIONS
 from rewire.errors import OutOfOrder
 from rewire.mixes.fused_qkv import Fused, project_fused
-from rewire.runtime.connection import CONNECTIONS, SeparateNorms
+from rewire.runtime.connection import SeparateNorms
 from rewire.runtime.live import Live
 from rewire.runtime.nested import like, mapped
 from rewire.topologies.base import QKVInputs

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
 from rewire.kernels.switch import uses_kernels
@@ -25,6 +24,7 @@ from rewire.runtime.layout import Layout
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.tensorlike import TensorLike
 from rewire.topologies.base import QKVInputs, States, as_recurrence, materialize, total
+from rewire.torch_internals import pytree, saved_tensor_hooks, writes_to
 
 
 class Weights:
@@ -492,7 +492,7 @@ def version(value: Tensor) -> int:
     """How often a tensor was written to; always 0 where it is not counted."""
     if torch.compiler.is_compiling() or value.is_inference():
         return 0
-    return value._version
+    return writes_to(value)
 
 
 def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:
@@ -510,7 +510,7 @@ def _may_wait(x: Tensor) -> bool:
     """
     if not uses_kernels(x):
         return False
-    return torch.compiler.is_compiling() or not torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.compiler.is_compiling() or saved_tensor_hooks() is None
 
 
 def _flatten(stream: Stream) -> tuple[list[Any], Any]:

@@ -6,6 +6,7 @@ import dataclasses
 from types import CodeType
 from typing import Any, TypeAlias
 
+from rewire.attributes import gate_of
 from rewire.code.functions import Decorated
 from rewire.code.text import Span, Text
 from rewire.errors import EditError
@@ -239,7 +240,7 @@ class FunctionPlan:
     @property
     def gate(self) -> str:
         """Attribute of the module that holds the gate of this function."""
-        return "_depth" if self.name == "forward" else f"_depth_{self.name}"
+        return gate_of(self.name)
 
     @property
     def parameter(self) -> str:
