@@ -23,7 +23,7 @@ from rewire.ranks.watch import Watched
 from rewire.runtime.hooks import show_tensors_to_global_hooks
 from rewire.runtime.layout import Layout
 from rewire.runtime.optimizers import known
-from rewire.runtime.stream import Settled, Stream, Weights
+from rewire.runtime.stream import Stream, Weights
 from rewire.topologies.base import Start, States
 from rewire.topologies.names import topology_in
 from rewire.topologies.registry import name_and_options
@@ -183,7 +183,7 @@ class Connection(Watched):
         token = layout.channels_last(layout.token(states[0].device))
         histories = iter([s for s in layout.topology.start(token, weights) if isinstance(s, History)])
         states = tuple(next(histories).after(s) if isinstance(s, tuple) else s for s in states)
-        return Stream(states, Settled(), Weights(weights, learned), layout, position, placement)
+        return Stream(states, None, Weights(weights, learned), layout, position, placement)
 
     def effective(self) -> Any:
         """The weights that the topology's formulas use, from the learned ones, in float32.
