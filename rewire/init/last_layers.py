@@ -43,7 +43,7 @@ class LastLayers:
 
 
 def last_layers_of(ops: Iterable[Op], stop: Callable[[Op], bool] = lambda op: False) -> LastLayers:
-    """The weights in which the sum of ``ops`` is linear. The search ends before operations for which ``stop`` is true."""
+    """The weights in which the sum of ``ops`` is linear. The search ends where ``stop`` is true."""
     last, seen, todo = LastLayers(), set[Op](), list(ops)
     while todo:
         op = todo.pop()
