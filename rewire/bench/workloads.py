@@ -33,7 +33,7 @@ OURS, OURS_COMPILED, EAGER, COMPILED, RESIDUAL = "ours", "ours, compiled", "eage
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the states x_i of a workload: [batch, length, width].
+    """The shape of the states x_i of a workload: [batch, length, width].
 
     Attributes:
         dtype: of the states; weights and scores are float32.
@@ -141,7 +141,7 @@ def make_workloads(sizes: Sizes, small: bool) -> list[Workload]:
 
 
 def _only_eager(workload: Workload) -> Workload:
-    """Without what takes a CPU half a minute to compile; those implementations are listed as not run."""
+    """The workload without implementations that a CPU compiles for half a minute. They are listed as not run."""
     implementations = dict(workload.implementations)
     for name, one in implementations.items():
         if one.compiled:
@@ -295,7 +295,7 @@ def trunk(sizes: Sizes, depth: int) -> Workload:
 
 
 def _chain(sizes: Sizes, depth: int, block: int | None) -> Bytes:
-    """What `trunk` moves."""
+    """The bytes that `trunk` moves."""
     forward, backward = bytes_of_history(depth, block, sizes.tokens, sizes.width, sizes.dtype.itemsize)
     # The gradients that x_1 .. x_(depth - 1) have as results are added to those of later mixes by kernels of torch.
     return Bytes(forward, backward + 3 * (depth - 1) * sizes.state)
@@ -420,12 +420,12 @@ def _streams(sizes: Sizes, n: int) -> list[Tensor]:
 
 
 def _stream_bytes(sizes: Sizes, n: int) -> Bytes:
-    """Of a read and a write, between which the branch runs: both need the streams, in both passes."""
+    """The bytes of a read and a write, between which the branch runs: both passes of both need the streams."""
     return Bytes((3 * n + 2) * sizes.state, (6 * n + 3) * sizes.state)
 
 
 def _moved_by(spec: MixSpec, sizes: Sizes) -> Bytes:
-    """What the kernels of ``spec`` move, partial sums included."""
+    """The bytes that the kernels of ``spec`` move, partial sums included."""
     forward, backward = (
         bytes_moved(spec, sizes.tokens, sizes.width, sizes.dtype.itemsize, backward=back) for back in (False, True)
     )
@@ -433,7 +433,7 @@ def _moved_by(spec: MixSpec, sizes: Sizes) -> Bytes:
 
 
 def _chained(sizes: Sizes, n: int) -> Bytes:
-    """What more kernels than one move on top: a float32 accumulator between two; in backward the gradient again."""
+    """The bytes that several kernels move on top: an accumulator between two, and in backward the gradient again."""
     more = len(MixSpec(n).chunks()) - 1
     again = -(-n // MixSpec(n).fan_in(dots=True)) - 1
     return Bytes(2 * more * sizes.accumulator, again * sizes.state)

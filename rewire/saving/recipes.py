@@ -208,7 +208,7 @@ def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: 
 
 
 def _check_switches(topology: Topology) -> None:
-    """What is asked as a truth is one: all else a topology notices itself."""
+    """Refuse options that are read as true or false and are neither. Topologies notice all else themselves."""
     for name, parameter in inspect.signature(type(topology)).parameters.items():
         if isinstance(parameter.default, bool) and not isinstance(getattr(topology, name, False), bool):
             raise TypeError(f"{name}={getattr(topology, name)!r} is neither true nor false")
