@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from rich import box
 from rich.console import Console
@@ -11,6 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rewire.console import Shown
+
+
+#: See `Trunk.loops`.
+Loops: TypeAlias = tuple[tuple[int, int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +50,15 @@ class Trunk:
         sites: the residual adds; a block that is called several times has its adds here as often.
         units: for each site the number (from 1) of the block that it belongs to.
         owner: path of the module that the connection weights are registered on.
+        loops: those that the stream goes on through, by number of residual adds: before the loop, and of one pass; and
+            the number of passes.
     """
 
     name: str
     sites: tuple[Site, ...]
     units: tuple[int, ...]
     owner: str
+    loops: Loops = ()
 
     @property
     def post_norm(self) -> bool:

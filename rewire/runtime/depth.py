@@ -122,12 +122,13 @@ class Depth(SeparateInputs):
                 "rewire.pipeline_stage on every stage."
                 f"{self.advice}"
             )
-        if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
+        cut = value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf
+        if cut and (where := where_reentrant()):
             raise UnsupportedCall(
                 f"block '{self.block}' runs with gradients switched off on hidden states that have some. Re-entrant "
                 f"activation checkpointing does that, and loses the gradients of the residual stream: {USE}, or leave "
                 "the trunk out with trunks=[...]. In place of torch.no_grad(), freeze blocks with "
-                f"requires_grad_(False).{where_reentrant()}"
+                f"requires_grad_(False).{where}"
             )
         entry.connection.check_ranks(value)
         # torch.distributed.pipelining.pipeline unflattens exported modules, and no block has this one below it

@@ -10,9 +10,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from types import CodeType
+from typing import TypeAlias
 
 from rewire.passes.finding.adds import CASTS, VIEWS, Add, between, residual_adds
+from rewire.passes.finding.cuts import are_cut
 from rewire.passes.finding.flow import Flow, Op, Place, Scope, common
+from rewire.trunk import Loops
 
 LONG = "a shortcut around a whole trunk"
 #: Operations that make a larger tensor of several, which a trace without shapes does not tell.
@@ -20,6 +23,8 @@ _JOINS = ("cat", "concat", "stack")
 #: Views that change the order of values.
 _TURNS = frozenset(["transpose", "permute", "movedim", "t", "swapaxes"])
 NESTED = "inside the branch of another residual add"
+
+_Written: TypeAlias = tuple[str, CodeType | None, Place | None, frozenset[str]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,10 +35,12 @@ class Chain:
         adds: the adds.
         passages: for each of them, the casts and views between the state that the one before it made and its own
             state, in order.
+        loops: see `Trunk.loops`.
     """
 
     adds: list[Add]
     passages: list[list[Op]]
+    loops: Loops = ()
 
     @property
     def entry(self) -> Op:
@@ -48,8 +55,13 @@ class Chain:
         return scopes[-1]
 
 
-def chains(flow: Flow) -> tuple[list[Chain], dict[Add, str]]:
-    """The residual streams of a flow; and additions that belong to none, with the reason."""
+def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, str]]:
+    """The residual streams of a flow; and additions that belong to none, with the reason.
+
+    Args:
+        flow: what was run or traced.
+        restart: whether a stream begins anew in each pass of a loop; else where the loop makes its state anew.
+    """
     found, rejected = residual_adds(flow)
     adds = _without_nested(flow, found, rejected)
     follows = _links(flow, adds)
@@ -64,10 +76,58 @@ def chains(flow: Flow) -> tuple[list[Chain], dict[Add, str]]:
             row.append(following)
         taken.update(row)
         rows.append(row)
+    rows = [piece for row in rows for piece in _cut(row, _loops(flow, row, restart)[1])]
     linked = [chain for row in rows for part in _passes(row, rows) for chain in _rows(part)]
+    for chain in linked:
+        chain.loops = tuple(_loops(flow, chain.adds)[0])
     for chain in linked:
         _close(flow, chain)
     return linked, rejected
+
+
+def _loops(flow: Flow, row: Sequence[Add], restart: bool = False) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Loops through which a stream goes on, see `Trunk.loops`; and where those begin and end in which it begins anew."""
+    places, loops, cuts, first = [_written(add) for add in row], list[tuple[int, int, int]](), list[int](), 0
+    while first < len(row):
+        adds, count = _repeated(places, first)
+        starts = range(first, first + adds * count + 1, adds)
+        anew = restart or any(_made_anew(flow, row[start - 1], row[start]) for start in starts[1:-1])
+        if count > 1 and anew:
+            cuts += starts
+        elif count > 1:
+            loops.append((first, adds, count))
+        first += adds * count
+    return loops, cuts
+
+
+def _repeated(places: Sequence[_Written], first: int) -> tuple[int, int]:
+    """How many residual adds from the first one on are those of one pass through a loop, and the number of passes."""
+    again = (n for n in range(first + 1, len(places)) if places[n] == places[first])
+    for end in again if places[first][2] is not None else ():
+        loop, count = places[first:end], 1
+        while places[first + count * len(loop) : first + (count + 1) * len(loop)] == loop:
+            count += 1
+        if count > 1:
+            return len(loop), count
+    return 1, 1
+
+
+def _made_anew(flow: Flow, add: Add, following: Add) -> bool:
+    """Whether a pass through a loop begins with more than what the one before it has made, or without its gradients."""
+    way = between(add.op, following.state) - {add.op}
+    sums = (op for op in way if op.name == "add" and not op.weighted)
+    joined = any(not op.constant and op not in way and op is not add.op and _is_large(op, s) for s in sums for op in s.inputs)
+    return joined or are_cut(flow, add, following)
+
+
+def _is_large(op: Op, other: Op) -> bool:
+    return op.shape is None or op.shape == other.shape
+
+
+def _cut(row: list[Add], places: Sequence[int]) -> list[list[Add]]:
+    """The parts of a row between these places."""
+    parts = (row[start:end] for start, end in itertools.pairwise((0, *places, len(row))))
+    return [part for part in parts if part]
 
 
 def _passes(row: list[Add], rows: Sequence[list[Add]]) -> list[list[Add]]:
@@ -86,7 +146,7 @@ def _passes(row: list[Add], rows: Sequence[list[Add]]) -> list[list[Add]]:
     return [row]
 
 
-def _written(add: Add) -> tuple[str, CodeType | None, Place | None, frozenset[str]]:
+def _written(add: Add) -> _Written:
     """The expression and the module that make an add, and the modules of its branches."""
     modules = frozenset(op.scope.path for op in add.region if op.weighted)
     return add.op.scope.path, add.op.scope.code, add.op.place, modules
