@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from rich import box
 from rich.console import Console
@@ -14,6 +14,8 @@ from rich.text import Text
 from rewire.console import Shown
 
 
+#: Of blocks that run several times: whether one stream goes on through all passes, or begins anew in each.
+Loop: TypeAlias = Literal["continue", "restart"]
 #: See `Trunk.loops`.
 Loops: TypeAlias = tuple[tuple[int, int, int], ...]
 
@@ -160,6 +162,7 @@ class Report(Shown):
     def _headline(trunk: Trunk) -> Text:
         width, norm = trunk.width or "unknown", "post-norm" if trunk.post_norm else "pre-norm"
         text = f"{trunk.name}: {len(trunk.sites)} residual adds in {trunk.blocks} blocks, width {width}, {norm}"
+        text += "".join(f", a loop of {passes} passes" for _, _, passes in trunk.loops)
         return Text(text, style="bold", overflow="fold")
 
     @staticmethod

@@ -390,7 +390,12 @@ class Stream(TensorLike):
             )
 
     def skipped(self, position: int) -> Stream:
-        """The stream before a later residual add: those between did not run, and add nothing."""
+        """The stream before a later residual add: those between did not run, and add nothing.
+
+        Raises:
+            OutOfOrder: they are a pass through a loop, or more.
+        """
+        self.layout.check_passes(self.position, position)
         stream = self
         while stream.position < position:
             stream, template = stream.settled(), stream.template
@@ -473,6 +478,8 @@ class Stream(TensorLike):
 
     def _fitted(self, branches: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """``branches`` in the stream's shape."""
+        if self.complete and self.layout.loops:
+            raise self.layout.other_passes()
         if self.complete:
             raise OutOfOrder(f"trunk '{self.layout.trunk}' is already complete: a block was called once too often.")
         if self.position == 0 and self.placement is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,14 +22,14 @@ from rewire.copies import outside_inference_mode
 from rewire.errors import RewireError, UnknownName, moved_trunk
 from rewire.passes.checks import check_model
 from rewire.passes.editing.connect import place
-from rewire.passes.find import check_found, find
+from rewire.passes.find import Method, check_found, find
 from rewire.passes.prepare import prepare
 from rewire.passes.rewrite import rewrite
 from rewire.runtime.connection import CONNECTIONS, Connection, recipe_of
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start, Topology, as_recurrence
 from rewire.topologies.names import named_topology, topology_in
-from rewire.trunk import Trunk
+from rewire.trunk import Loops, Trunk
 
 #: How the entry of a state dict ends that holds a recipe.
 EXTRA_STATE = "._extra_state"
@@ -142,9 +143,12 @@ def rewired_by(
     check_model(model)
     prepared = prepare(model, example_inputs)
     everything = any(recipe["attention"] for recipe in recipes.values())
-    found = find(prepared, everything=everything)
-    if prepared.inputs is not None and not _fits(recipes, found.trunks.values()):
-        found = find(prepared, "run")
+    methods: list[Method | None] = [None] if prepared.inputs is None else [None, "run"]
+    for method, restart in itertools.product(methods, (False, True)):
+        looked_at = find(prepared, method, everything, restart)
+        found = looked_at if not restart or _fits(recipes, looked_at.trunks.values()) else found
+        if _fits(recipes, found.trunks.values()):
+            break
     check_found(found, prepared)
     here = {place(trunk): trunk for trunk in found.trunks.values()}
     _check_sites(model, recipes, here)
@@ -170,7 +174,9 @@ def _fits(recipes: dict[str, Any], trunks: Iterable[Trunk]) -> bool:
     return all(here.get(path) == len(recipe["units"]) for path, recipe in recipes.items())
 
 
-def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: Sequence[int] = ()) -> Layout:
+def layout_of(
+    path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: Sequence[int] = (), loops: Loops = ()
+) -> Layout:
     """The layout that a recipe describes.
 
     Args:
@@ -178,7 +184,7 @@ def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: 
         recipe: as it was read.
         trunk: its name.
         channel_dim: of the trunk.
-        posts: of the trunk.
+        posts, loops: of the trunk.
 
     Raises:
         RewireError: it is damaged, or no such topology exists.
@@ -199,7 +205,7 @@ def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: 
     try:
         topology = named_topology(name, options)
         _check_switches(topology)
-        return Layout(trunk, topology, units, width, attention, channel_dim, posts)
+        return Layout(trunk, topology, units, width, attention, channel_dim, posts, loops)
     except UnknownName as error:
         raise UnknownName(f"'{path}' cannot be made: {error}") from error
     except Exception as error:  # whatever a topology does with options that it was not written for
@@ -274,7 +280,7 @@ def _check_sites(model: nn.Module, recipes: dict[str, Any], here: dict[str, Trun
 
 def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
     """The layout of ``trunk`` by its recipe, which is what compiling with that topology gives."""
-    layout = layout_of(path, recipe, trunk.name, trunk.channel_dim, trunk.posts)
+    layout = layout_of(path, recipe, trunk.name, trunk.channel_dim, trunk.posts, trunk.loops)
     width = trunk.width
     single = tuple(range(1, len(trunk.sites) + 1))
     if layout.units not in (trunk.units, single) or layout.dims.width != width:
