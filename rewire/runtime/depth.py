@@ -190,6 +190,13 @@ class Depth(SeparateInputs):
 
         return call
 
+    def _goes_on(self, value: Any, trunk: int) -> None:
+        """Note what operations behind an add have made of a trunk's output: in a loop, another pass may get it."""
+        name = self.entries[trunk].trunk
+        ended = [live for live in (*self.live, *(live for _, live in self.outputs)) if live.trunk == name]
+        if ended and ended[-1].stream.layout.loops:
+            self.outputs += [(x, ended[-1]) for x in tensors_and_streams(value)]
+
     def _ended(self, *given: Any) -> list[str]:
         """The trunks that go on through loops, and whose outputs are given to a function."""
         outputs = [*self.outputs, *((x, live) for live in self.live if live.stream.complete for x in live.values)]
@@ -402,6 +409,8 @@ class Depth(SeparateInputs):
             live.read()
             return part
 
+        if live is None:
+            self._goes_on(value, trunk)
         return value if live is None else with_item(value, item, carried)
 
     def push(self, state: Any, norm: nn.Module | None = None, trunk: int = 0, item: int | None = None) -> Any:
@@ -413,6 +422,8 @@ class Depth(SeparateInputs):
             live.stream = live.stream.push(self._tensor(part))
             return live.read(norm)
 
+        if live is None:
+            self._goes_on(state, trunk)
         return state if live is None else with_item(state, item, pushed)
 
     def _tensor(self, state: Any) -> Tensor:
