@@ -20,7 +20,7 @@ from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
 from rewire.passes.checks import on_meta
 from rewire.passes.finding.adds import CASTS, Add
-from rewire.passes.finding.chains import Chain, chains
+from rewire.passes.finding.chains import Chain, chains, loops_in
 from rewire.passes.finding.cuts import CUT, where_cut
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.follow import follow
@@ -386,7 +386,7 @@ def _trunk(flow: Flow, chain: Chain, sites: Sequence[Site], taken: Collection[st
     name = ".".join(prefix) or root
     while name in taken:
         name += "'"
-    return Trunk(name, tuple(sites), _units(chain, sites, len(above)), _owner(flow, chain, sites), chain.loops)
+    return Trunk(name, tuple(sites), _units(chain, sites, len(above)), _owner(flow, chain, sites), loops_in(chain.adds))
 
 
 def _units(chain: Chain, sites: Sequence[Site], depth: int) -> tuple[int, ...]:

@@ -91,9 +91,16 @@ class Layout:
         return OutOfOrder(
             f"trunk '{self.trunk}' goes on through a loop that ran {passes} times when the model was rewired, and runs "
             f"{ran} in this call: each of its {passes} passes has connection weights of its own. Run it as often as "
-            "then, or pass loop='restart' to rewire.compile: then the stream begins anew in each pass, and there may be "
-            "any number of them."
+            f"then.{self.advice}"
         )
+
+    @property
+    def advice(self) -> str:
+        """What to do about a loop, if the stream goes on through one; a blank comes first."""
+        return (
+            " With loop='restart', an option of rewire.compile, the stream begins anew in each pass through the loop, "
+            "and there may be any number of them, with gradients or without."
+        ) * bool(self.loops)
 
     def token(self, device: torch.device | str) -> Tensor:
         """A hidden state of a single token, whose values mean nothing."""

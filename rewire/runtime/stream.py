@@ -314,7 +314,7 @@ class Stream(TensorLike):
                 f"{self.position} of its {len(self.layout.units)} residual adds: its learned connections would get "
                 "wrong gradients. Run all of its blocks with gradients or none of them: freeze blocks with "
                 "requires_grad_(False) in place of torch.no_grad(). Re-entrant checkpointing switches them off, too: "
-                f"{USE}, or leave the trunk out with trunks=[...].{where_reentrant()}"
+                f"{USE}, or leave the trunk out with trunks=[...].{where_reentrant()}{self.layout.advice}"
             )
 
     def write(self, *branches: Tensor) -> Stream:

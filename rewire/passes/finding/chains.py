@@ -35,12 +35,10 @@ class Chain:
         adds: the adds.
         passages: for each of them, the casts and views between the state that the one before it made and its own
             state, in order.
-        loops: see `Trunk.loops`.
     """
 
     adds: list[Add]
     passages: list[list[Op]]
-    loops: Loops = ()
 
     @property
     def entry(self) -> Op:
@@ -76,58 +74,61 @@ def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, st
             row.append(following)
         taken.update(row)
         rows.append(row)
-    rows = [piece for row in rows for piece in _cut(row, _loops(flow, row, restart)[1])]
+    rows = [piece for row in rows for piece in _cut(flow, row, restart)]
     linked = [chain for row in rows for part in _passes(row, rows) for chain in _rows(part)]
-    for chain in linked:
-        chain.loops = tuple(_loops(flow, chain.adds)[0])
     for chain in linked:
         _close(flow, chain)
     return linked, rejected
 
 
-def _loops(flow: Flow, row: Sequence[Add], restart: bool = False) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Loops through which a stream goes on, see `Trunk.loops`; and where those begin and end in which it begins anew."""
-    places, loops, cuts, first = [_written(add) for add in row], list[tuple[int, int, int]](), list[int](), 0
+def _cut(flow: Flow, row: list[Add], restart: bool) -> list[list[Add]]:
+    """A row, cut in front of each pass through a loop in which the stream begins anew, and behind the last one."""
+    ends = [0]
+    for first, adds, passes in loops_in(row):
+        starts = range(first, first + adds * passes + 1, adds)
+        if restart or any(_made_anew(flow, row[start - 1], row[start]) for start in starts[1:-1]):
+            ends += starts
+    if len(ends) == 1:
+        return [row]
+    parts = (row[start:end] for start, end in itertools.pairwise((*ends, len(row))))
+    return [piece for part in parts if part for piece in _cut(flow, part, restart)]
+
+
+def loops_in(row: Sequence[Add]) -> Loops:
+    """See `Trunk.loops`."""
+    places, loops, first = [_written(add) for add in row], list[tuple[int, int, int]](), 0
     while first < len(row):
-        adds, count = _repeated(places, first)
-        starts = range(first, first + adds * count + 1, adds)
-        anew = restart or any(_made_anew(flow, row[start - 1], row[start]) for start in starts[1:-1])
-        if count > 1 and anew:
-            cuts += starts
-        elif count > 1:
-            loops.append((first, adds, count))
-        first += adds * count
-    return loops, cuts
+        adds, passes = _repeated(places, first)
+        loops += [(first, adds, passes)] if passes > 1 else []
+        first += adds * passes
+    return tuple(loops)
 
 
 def _repeated(places: Sequence[_Written], first: int) -> tuple[int, int]:
     """How many residual adds from the first one on are those of one pass through a loop, and the number of passes."""
     again = (n for n in range(first + 1, len(places)) if places[n] == places[first])
     for end in again if places[first][2] is not None else ():
-        loop, count = places[first:end], 1
-        while places[first + count * len(loop) : first + (count + 1) * len(loop)] == loop:
-            count += 1
-        if count > 1:
-            return len(loop), count
+        loop, passes = places[first:end], 1
+        while places[first + passes * len(loop) : first + (passes + 1) * len(loop)] == loop:
+            passes += 1
+        if passes > 1:
+            return len(loop), passes
     return 1, 1
 
 
 def _made_anew(flow: Flow, add: Add, following: Add) -> bool:
-    """Whether a pass through a loop begins with more than what the one before it has made, or without its gradients."""
-    way = between(add.op, following.state) - {add.op}
-    sums = (op for op in way if op.name == "add" and not op.weighted)
-    joined = any(not op.constant and op not in way and op is not add.op and _is_large(op, s) for s in sums for op in s.inputs)
-    return joined or are_cut(flow, add, following)
+    """Whether a pass through a loop begins with more than what the one before it has made, or without its gradients.
 
-
-def _is_large(op: Op, other: Op) -> bool:
-    return op.shape is None or op.shape == other.shape
-
-
-def _cut(row: list[Add], places: Sequence[int]) -> list[list[Add]]:
-    """The parts of a row between these places."""
-    parts = (row[start:end] for start, end in itertools.pairwise((0, *places, len(row))))
-    return [part for part in parts if part]
+    Where one call makes both adds there is no place at which a stream could begin anew.
+    """
+    if add.op.scope is following.op.scope:
+        return False
+    way = between(add.op, following.state)
+    sums = (op for op in way - {add.op} if op.name == "add")
+    others = ((op, source) for op in sums for source in op.inputs if not source.constant and source not in way)
+    return any(None in (op.shape, source.shape) or op.shape == source.shape for op, source in others) or are_cut(
+        flow, add, following
+    )
 
 
 def _passes(row: list[Add], rows: Sequence[list[Add]]) -> list[list[Add]]:
