@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typer.testing import CliRunner
 
 import rewire
 from rewire.cli.app import app
@@ -421,30 +422,24 @@ def test_saved_and_loaded(loop: Any, inputs: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loop", ["continue", "restart"])
-def test_ejected(loop: Any, tmp_path: Path) -> None:
+def test_ejected(loop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made(Prelude)
     rewired = perturbed(rewire.compile(model, loop=loop, example_inputs=(x,)))
-    rewire.eject(rewired, tmp_path)
-    (file,) = tmp_path.glob("rewired_*.py")
-    sys.path.insert(0, str(tmp_path))
-    try:
-        spec = importlib.util.spec_from_file_location(file.stem, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        ejected = module.load(made(Prelude)[0])
-    finally:
-        sys.path.remove(str(tmp_path))
-        sys.modules.pop("rewire_runtime", None)
-    for passes in (3, 5):
-        if loop == "restart" or passes == 3:
-            check_same(ejected, rewired, x, passes=passes)
-        else:
-            with pytest.raises(Exception, match="ran 3 times when the model was rewired, and runs more often"):
-                ejected(x, passes=passes)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / f"ejected_loop_{loop}"
+    rewire.eject(rewired, folder)
+    (file,) = folder.glob("rewired_*.py")
+    ejected = importlib.import_module(f"{folder.name}.{file.stem}").Prelude().double()
+    load_model(ejected, folder / "model.safetensors")
+    check_same(ejected, rewired, x)
+    if loop == "restart":
+        check_same(ejected, rewired, x, passes=5)
+    else:
+        with pytest.raises(Exception, match="ran 3 times when the model was rewired, and runs more often"):
+            ejected(x, passes=5)
 
 
-def test_on_the_command_line(capsys: Any) -> None:
+def test_on_the_command_line() -> None:
     for loop, adds in (("continue", 20), ("restart", 4)):
-        app(["inspect", "test_loops:Prelude", "--loop", loop], standalone_mode=False)
-        assert f"{adds} residual adds" in capsys.readouterr().out
+        result = CliRunner().invoke(app, ["inspect", "test_loops:Prelude", "--loop", loop])
+        assert f"{adds} residual adds" in result.output
