@@ -158,10 +158,7 @@ class Prelude(nn.Module):
             for _ in range(no_grad):
                 x = self.one_pass(x, e)
         for _ in range(passes):
-            if self.checkpointing:
-                x = checkpoint(self.one_pass, x, e, use_reentrant=False)
-            else:
-                x = self.one_pass(x, e)
+            x = checkpoint(self.one_pass, x, e, use_reentrant=False) if self.checkpointing else self.one_pass(x, e)
         for block in self.coda:
             x = block(x)
         return self.norm(x)

@@ -54,9 +54,7 @@ def inspect_command(
         loaded = load(model)
         inputs = known_inputs(loaded, patterns_for(loaded), None)
         if not rewire.connections(loaded):
-            loaded = rewire.compile(
-                loaded, topology, granularity=granularity, start="paper", loop=loop, validate=False
-            )
+            loaded = rewire.compile(loaded, topology, granularity=granularity, start="paper", loop=loop, validate=False)
         rewire.report(loaded, html, inputs)
     typer.echo(f"wrote {html}")
 

@@ -107,9 +107,7 @@ class Found:
 Method: TypeAlias = Literal["run", "meta", "trace"]
 
 
-def find(
-    prepared: Prepared, method: Method | None = None, everything: bool = False, restart: bool = False
-) -> Found:
+def find(prepared: Prepared, method: Method | None = None, everything: bool = False, restart: bool = False) -> Found:
     """The trunks of a model, which is not changed.
 
     Args:

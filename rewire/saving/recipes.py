@@ -22,8 +22,8 @@ from rewire.copies import outside_inference_mode
 from rewire.errors import RewireError, UnknownName, moved_trunk
 from rewire.passes.checks import check_model
 from rewire.passes.editing.connect import place
-from rewire.passes.find import Method, check_found, find
-from rewire.passes.prepare import prepare
+from rewire.passes.find import Found, Method, check_found, find
+from rewire.passes.prepare import Prepared, prepare
 from rewire.passes.rewrite import rewrite
 from rewire.runtime.connection import CONNECTIONS, Connection, recipe_of
 from rewire.runtime.layout import Layout
@@ -143,12 +143,7 @@ def rewired_by(
     check_model(model)
     prepared = prepare(model, example_inputs)
     everything = any(recipe["attention"] for recipe in recipes.values())
-    methods: list[Method | None] = [None] if prepared.inputs is None else [None, "run"]
-    for method, restart in itertools.product(methods, (False, True)):
-        looked_at = find(prepared, method, everything, restart)
-        found = looked_at if not restart or _fits(recipes, looked_at.trunks.values()) else found
-        if _fits(recipes, found.trunks.values()):
-            break
+    found = _found(prepared, recipes, everything)
     check_found(found, prepared)
     here = {place(trunk): trunk for trunk in found.trunks.values()}
     _check_sites(model, recipes, here)
@@ -158,6 +153,16 @@ def rewired_by(
             check_shapes(path, recipe, layout, start, saved)
         _check_made(path, recipe, layout, start)
     return rewrite(prepared, found, layouts, start)
+
+
+def _found(prepared: Prepared, recipes: dict[str, Any], everything: bool) -> Found:
+    """What is found in a model, in that way of looking at it, and at its loops, in which the recipes fit."""
+    methods: list[Method | None] = [None] if prepared.inputs is None else [None, "run"]
+    for method, restart in itertools.product(methods, (False, True)):
+        found = find(prepared, method, everything, restart)
+        if _fits(recipes, found.trunks.values()):
+            return found
+    return find(prepared, methods[-1], everything)
 
 
 def _check_made(path: str, recipe: Any, layout: Layout, start: Start) -> None:
