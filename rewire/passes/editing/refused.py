@@ -66,7 +66,7 @@ def check_add(found: Finding, add: Add) -> None:
     passes, name = {other.op for chain in found.again for other in chain.adds}, path or type(found.flow.model).__name__
     if others and passes.issuperset(others):
         raise EditError(
-            f"`{written}` at {where} runs {len(made)} times in one call of '{name}', in a loop in each pass of which the "
+            f"`{written}` at {where} runs {len(made)} times in one call of '{name}', in a loop in whose passes the "
             "stream begins anew: make what the loop runs a module or a method"
         )
     if others:
