@@ -160,7 +160,7 @@ def _frozen(connection: Connection, threshold: float) -> _Result:
         topology, channels = frozen(repr(old.topology), fold(pruned), (table.shape[0], table.shape[1]))
         most = most_held(old.topology, weights, old.dims)
     constants = {"table": table} | ({"channels": torch.stack(channels)} if channels else {})
-    layout = Layout(old.trunk, topology, old.units, old.dims.width, channel_dim=old.channel_dim, posts=old.posts)
+    layout = Layout(old.trunk, topology, old.units, old.dims.width, (), old.channel_dim, old.posts, old.loops)
     held = max(len(topology.held(t)) for t in range(old.dims.depth + 1))
     report = FrozenTrunk(old.trunk, repr(old.topology), (edges(program), edges(pruned)), (most, held), tuple(dropped))
     return _Result(layout, constants, report)

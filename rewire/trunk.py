@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 from rich import box
 from rich.console import Console
@@ -11,6 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from rewire.console import Shown
+
+#: Of blocks that run several times: whether one stream goes on through all passes, or begins anew in each.
+Loop: TypeAlias = Literal["continue", "restart"]
+#: See `Trunk.loops`.
+Loops: TypeAlias = tuple[tuple[int, int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +51,15 @@ class Trunk:
         sites: the residual adds; a block that is called several times has its adds here as often.
         units: for each site the number (from 1) of the block that it belongs to.
         owner: path of the module that the connection weights are registered on.
+        loops: those that the stream goes on through, by number of residual adds: before the loop, and of one pass; and
+            the number of passes.
     """
 
     name: str
     sites: tuple[Site, ...]
     units: tuple[int, ...]
     owner: str
+    loops: Loops = ()
 
     @property
     def post_norm(self) -> bool:
@@ -152,6 +161,7 @@ class Report(Shown):
     def _headline(trunk: Trunk) -> Text:
         width, norm = trunk.width or "unknown", "post-norm" if trunk.post_norm else "pre-norm"
         text = f"{trunk.name}: {len(trunk.sites)} residual adds in {trunk.blocks} blocks, width {width}, {norm}"
+        text += "".join(f", a loop of {passes} passes" for _, _, passes in trunk.loops)
         return Text(text, style="bold", overflow="fold")
 
     @staticmethod

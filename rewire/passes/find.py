@@ -19,7 +19,7 @@ from rewire.errors import BadExampleInputs, NoResidualAdds, RewireError
 from rewire.logs import find as log
 from rewire.passes.checks import on_meta
 from rewire.passes.finding.adds import CASTS, Add
-from rewire.passes.finding.chains import Chain, chains
+from rewire.passes.finding.chains import Chain, chains, loops_in
 from rewire.passes.finding.cuts import CUT, where_cut
 from rewire.passes.finding.flow import Flow, Op
 from rewire.passes.finding.follow import follow
@@ -107,7 +107,7 @@ class Found:
 Method: TypeAlias = Literal["run", "meta", "trace"]
 
 
-def find(prepared: Prepared, method: Method | None = None, everything: bool = False) -> Found:
+def find(prepared: Prepared, method: Method | None = None, everything: bool = False, restart: bool = False) -> Found:
     """The trunks of a model, which is not changed.
 
     Args:
@@ -117,23 +117,24 @@ def find(prepared: Prepared, method: Method | None = None, everything: bool = Fa
             copies are run as for ``"meta"`` where that leaves doubts. None: ``"run"`` on inputs of the caller's, else
             ``"trace"``.
         everything: look into all modules, not only into those that may hold residual adds.
+        restart: see `chains`.
 
     Raises:
         BadExampleInputs: the model does not run on the inputs.
     """
     with progress(f"looking at {prepared.name}"):
-        return _find(prepared, method or ("run" if prepared.given else "trace"), everything)
+        return _find(prepared, method or ("run" if prepared.given else "trace"), everything, restart)
 
 
-def _find(prepared: Prepared, method: Method, everything: bool) -> Found:
+def _find(prepared: Prepared, method: Method, everything: bool, restart: bool) -> Found:
     has_inputs = prepared.inputs is not None
     if has_inputs and method == "run" and not on_meta(prepared.model):
-        return _recorded(prepared)
+        return _recorded(prepared, restart=restart)
     if has_inputs and method != "trace":
-        recorded = _recorded_cheaply(prepared)
+        recorded = _recorded_cheaply(prepared, restart)
         if recorded:
             return recorded
-    finding = finding_in(follow(prepared.model, prepared.forwards, everything), prepared.patterns)
+    finding = finding_in(follow(prepared.model, prepared.forwards, everything), prepared.patterns, restart)
     if prepared.given:  # to pass inputs is no remedy
         finding.left = [dataclasses.replace(left, remedy="") for left in finding.left]
     log.info("%s was traced", prepared.name)
@@ -141,17 +142,17 @@ def _find(prepared: Prepared, method: Method, everything: bool) -> Found:
     if not has_inputs or (finding.trunks and not finding.flow.unread and not picked and not mixed):
         return Found(finding)
     log.info("the trace of %s leaves doubts: it is run, too", prepared.name)
-    recorded = _recorded_cheaply(prepared)
+    recorded = _recorded_cheaply(prepared, restart)
     certain = recorded is not None and (mixed or recorded.evaluation.adds >= finding.adds - picked)
     return recorded if recorded is not None and certain else Found(finding)
 
 
-def _recorded_cheaply(prepared: Prepared) -> Found | None:
+def _recorded_cheaply(prepared: Prepared, restart: bool) -> Found | None:
     """What runs on the meta device show, or else, of a model that is not there, real ones; None if none works."""
     found = None
     for device in ("meta",) if on_meta(prepared.model) else ("meta", None):
         try:
-            found = _recorded(prepared, device)
+            found = _recorded(prepared, device, restart)
         except BadExampleInputs as error:
             log.info("%s", error)
         if found and found.trunks:
@@ -192,7 +193,7 @@ def _picks(finding: Finding) -> bool:
     return any(op.name == "getitem" and op.inputs[0].leaf is not None for op in posts)
 
 
-def _recorded(prepared: Prepared, device: str | None = None) -> Found:
+def _recorded(prepared: Prepared, device: str | None = None, restart: bool = False) -> Found:
     """What runs in evaluation and in training mode show."""
     assert prepared.inputs is not None
     findings, forwards, cut = list[Finding](), prepared.forwards, dict[str, str]()
@@ -215,10 +216,12 @@ def _recorded(prepared: Prepared, device: str | None = None) -> Found:
             raise BadExampleInputs(
                 f"{prepared.name} does not run on {_of_whom(prepared)}: {type(error).__name__}: {error}"
             ) from error
-        findings.append(finding_in(flow, prepared.patterns))
         with seeded(0, looked_at):
-            where = {name: where_cut(flow, chain) for name, chain in findings[-1].chains.items()}
-        cut |= {name: place for name, place in where.items() if place}
+            finding = finding_in(flow, prepared.patterns, restart)
+            passes = [(name, chain) for name in finding.chains for chain in finding.passes(name)]
+            where = [(name, where_cut(flow, chain.adds)) for name, chain in passes]
+        findings.append(finding)
+        cut |= {name: place for name, place in where if place}
         flow.tensors = []
     modes = "evaluation and training mode" if len(findings) > 1 else "evaluation mode"
     log.info("%s was run in %s%s", prepared.name, modes, " on the meta device" if device else "")
@@ -295,10 +298,10 @@ def _agree(evaluation: Finding, training: Finding) -> None:
         evaluation.trunks[name] = dataclasses.replace(one, sites=tuple(agreed))
 
 
-def finding_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Finding:
-    """All residual streams of at least two adds, in the order of the model's modules."""
+def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = False) -> Finding:
+    """All residual streams of at least two adds, in the order of the model's modules; ``restart``: see `chains`."""
     log.debug("the graph:\n%s", flow)
-    linked, rejected = chains(flow)
+    linked, rejected = chains(flow, restart)
     left = list(flow.unread.values())
     left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op.place)) for add, why in rejected.items()]
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
@@ -381,7 +384,7 @@ def _trunk(flow: Flow, chain: Chain, sites: Sequence[Site], taken: Collection[st
     name = ".".join(prefix) or root
     while name in taken:
         name += "'"
-    return Trunk(name, tuple(sites), _units(chain, sites, len(above)), _owner(flow, chain, sites))
+    return Trunk(name, tuple(sites), _units(chain, sites, len(above)), _owner(flow, chain, sites), loops_in(chain.adds))
 
 
 def _units(chain: Chain, sites: Sequence[Site], depth: int) -> tuple[int, ...]:

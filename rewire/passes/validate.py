@@ -196,7 +196,8 @@ def with_plain_connections(rewired: nn.Module) -> nn.Module:
         old, sites = connection.layout, range(len(connection.layout.units))
         separate = [site + 1 for site in sites if old.reads_qkv(site)]
         units = [site + 1 for site in sites]
-        connection.become(Layout(old.trunk, Residual(), units, old.dims.width, separate, old.channel_dim, old.posts))
+        more = old.channel_dim, old.posts, old.loops
+        connection.become(Layout(old.trunk, Residual(), units, old.dims.width, separate, *more))
     return plain
 
 

@@ -310,7 +310,7 @@ class Stream(TensorLike):
                 f"{self.position} of its {len(self.layout.units)} residual adds: its learned connections would get "
                 "wrong gradients. Run all of its blocks with gradients or none of them: freeze blocks with "
                 "requires_grad_(False) in place of torch.no_grad(). Re-entrant checkpointing switches them off, too: "
-                f"{USE}, or leave the trunk out with trunks=[...].{where_reentrant()}"
+                f"{USE}, or leave the trunk out with trunks=[...].{where_reentrant()}{self.layout.advice}"
             )
 
     def write(self, *branches: Tensor) -> Stream:
@@ -387,7 +387,12 @@ class Stream(TensorLike):
             )
 
     def skipped(self, position: int) -> Stream:
-        """The stream before a later residual add: those between did not run, and add nothing."""
+        """The stream before a later residual add: those between did not run, and add nothing.
+
+        Raises:
+            OutOfOrder: they are a pass through a loop, or more.
+        """
+        self.layout.check_passes(self.position, position)
         stream = self
         while stream.position < position:
             stream, template = stream.settled(), stream.template
@@ -470,6 +475,8 @@ class Stream(TensorLike):
 
     def _fitted(self, branches: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """``branches`` in the stream's shape."""
+        if self.complete and self.layout.loops:
+            raise self.layout.other_passes()
         if self.complete:
             raise OutOfOrder(f"trunk '{self.layout.trunk}' is already complete: a block was called once too often.")
         if self.position == 0 and self.placement is None:

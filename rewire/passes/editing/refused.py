@@ -63,8 +63,13 @@ def check_add(found: Finding, add: Add) -> None:
     here = [op for op in found.flow if op.scope is add.op.scope and op.place == place is not None]
     made = [op for op in here if op.name == add.op.name]
     others = [op for op in made if op not in adds]
+    passes, name = {other.op for chain in found.again for other in chain.adds}, path or type(found.flow.model).__name__
+    if others and passes.issuperset(others):
+        raise EditError(
+            f"`{written}` at {where} runs {len(made)} times in one call of '{name}', in a loop in whose passes the "
+            "stream begins anew: make what the loop runs a module or a method"
+        )
     if others:
-        name = path or type(found.flow.model).__name__
         raise EditError(
             f"`{written}` at {where} runs {len(made)} times in one call of '{name}', and {len(others)} of these are no "
             "residual adds of the stream by themselves (they add the stream to itself, say, or several branches to one "

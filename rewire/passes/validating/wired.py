@@ -34,6 +34,7 @@ from rewire.patterns import Pattern
 from rewire.runtime.connection import connections
 from rewire.runtime.layout import Layout
 from rewire.runtime.nested import mapped
+from rewire.runtime.reentrant import where_reentrant
 from rewire.torch_internals import pytree, saved_tensor_hooks
 
 #: Of an operation or a call: where in the code it stands, and the number among those alike.
@@ -239,7 +240,7 @@ class _Wiring(Recorder):
         if self.probe is not None:
             return self.probe[1] if key == self.probe[0] else None
         steps = self.script.steps.get(key, ())
-        if steps and not torch.is_grad_enabled():  # what follows has other gradients than what is made here
+        if steps and not torch.is_grad_enabled() and where_reentrant():  # what follows has other gradients
             raise RuntimeError(f"'{op.name}' in module '{op.scope.path}' runs inside an autograd function")
         for number, what, operand in steps:
             wires, made = self.passes[number], self.made[op.index] if new is None else new
