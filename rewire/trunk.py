@@ -23,6 +23,7 @@ class Site:
         branch: the main module of the branch, below the block: ``self_attn``.
         kind: ``attention``, ``cross-attention``, ``ffn``, ``parallel``, ``conv`` or ``branch``.
         post: modules and operations between the add and the new state (post-norm, ``relu(x + f)``).
+        affine: whether these only scale the state and add to it (``l * x + m * x0`` between blocks).
         width: channels of the stream; None if the structure does not tell.
         channel_dim: dimension of the channels: -1 where they come last, -3 in an image.
     """
@@ -34,6 +35,7 @@ class Site:
     post: tuple[str, ...] = ()
     width: int | None = None
     channel_dim: int = -1
+    affine: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Trunk:
     @property
     def post_norm(self) -> bool:
         """Whether states pass a norm or an activation between the residual adds."""
-        return bool(self.posts)
+        return any(site.post and not site.affine for site in self.sites)
 
     @property
     def widths(self) -> set[int]:

@@ -287,11 +287,15 @@ def _agree(evaluation: Finding, training: Finding) -> None:
         if len(one.sites) != len(other.sites):
             continue
         posts = [mine.post or yours.post for mine, yours in sites]
+        affine = [all(site.affine for site in both if site.post) for both in sites]
         if bool(sites[-1][0].post) != bool(sites[-1][1].post):  # no state follows: they may stand behind the stream
             posts[-1] = ()
             for finding in (evaluation, training):
                 finding.chains[name].adds[-1].post = []
-        agreed = [dataclasses.replace(site, post=post) for (site, _), post in zip(sites, posts, strict=True)]
+        agreed = [
+            dataclasses.replace(site, post=post, affine=bool(post) and scales)
+            for (site, _), post, scales in zip(sites, posts, affine, strict=True)
+        ]
         evaluation.trunks[name] = dataclasses.replace(one, sites=tuple(agreed))
 
 
@@ -300,7 +304,9 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = ()) -> Finding:
     log.debug("the graph:\n%s", flow)
     linked, rejected = chains(flow)
     left = list(flow.unread.values())
-    left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op.place)) for add, why in rejected.items()]
+    between = {op for chain in linked for add in chain.adds for op in add.post}  # `l x + m x_0` makes a state
+    aside = {add: why for add, why in rejected.items() if add.op not in between}
+    left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op.place)) for add, why in aside.items()]
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
@@ -357,7 +363,7 @@ def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:
     branch, kind = named(add)
     name = f"{block}.{branch}" if block else branch
     post = tuple(dict.fromkeys(_called_in(op, block, len(scopes)) for op in add.post))
-    site = Site(name, block, branch, kind, post, *channels_of(add, list(_readers(flow, add.state))))
+    site = Site(name, block, branch, kind, post, *channels_of(add, list(_readers(flow, add.state))), add.affine)
     for pattern in reversed(patterns):
         site = dataclasses.replace(site, kind=pattern.kind(site))
     return site

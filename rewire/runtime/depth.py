@@ -504,7 +504,10 @@ class Depth(SeparateInputs):
     def _awaiting(self, trunk: int) -> Live | None:
         """The stream of the trunk of this number, if the next state is yet to be made of a sum."""
         live = self._of_trunk(self.entries[trunk].trunk)
-        return live if live is not None and live.stream.awaiting else None
+        if live is None or not live.stream.awaiting:
+            return None
+        self._check_unchanged(live)
+        return live
 
     def _entry(self, stream: Stream) -> Entry | None:
         """What the function knows of a stream's trunk."""

@@ -79,7 +79,8 @@ class Live:
         """Whether the value was written to in place, or cut off from its gradients, after it was read."""
         if any(had and not value.requires_grad for value, had in zip(self.values, self.recorded, strict=True)):
             return True
-        return not self.stream.awaiting and [*map(version, self.values)] != self.versions
+        making = self.stream.awaiting and self.stream.opened is None  # a state, of a sum that nobody else reads
+        return not making and [*map(version, self.values)] != self.versions
 
     def also(self, value: Tensor) -> None:
         """A cast or a clone of the value is the stream's value, too."""

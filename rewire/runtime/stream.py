@@ -86,9 +86,13 @@ class Awaiting:
 
     Attributes:
         sum: of the add.
+        reading: where the topology makes no state of it, but keeps streams or increments, or where a unit goes on: the
+            sum is what the next branch reads. It will read what is made of that, and the difference is a part of what
+            it writes.
     """
 
     sum: Tensor
+    reading: Reading | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,6 +148,12 @@ class Stream(TensorLike):
     def awaiting(self) -> bool:
         """Whether `push` is to bring the state that the model makes of the last add's sum."""
         return isinstance(self.held, Awaiting)
+
+    @property
+    def opened(self) -> Reading | None:
+        """What was read for the next branch, if anything."""
+        held = self.held
+        return held if isinstance(held, Reading) else held.reading if isinstance(held, Awaiting) else None
 
     @property
     def at_rest(self) -> bool:
@@ -330,11 +340,19 @@ class Stream(TensorLike):
         self._seen("write", branches)
         layout, site, reading = self.layout, self.position, self.held
         outputs = branches if reading.branch is None else (reading.branch, *branches)
-        if site in layout.posts:
+        if site in layout.posts and layout.makes_state(site):
             return self._with(self.states, Awaiting(self._merged(outputs)), adds=1)
         if layout.closes_unit(site):  # the topology adds them up: in the same pass as its states
-            return self._written(outputs)
-        return self._with(self.states, Reading((*reading.parts, *branches), total(outputs)), adds=1)
+            stream = self._written(outputs)
+        else:
+            stream = self._with(self.states, Reading((*reading.parts, *branches), total(outputs)), adds=1)
+        return stream._to_be_changed() if site in layout.posts else stream
+
+    def _to_be_changed(self) -> Stream:
+        """The stream where the model changes what the next branch reads."""
+        _, stream = self.read()
+        assert isinstance(stream.held, Reading)
+        return stream._with(stream.states, Awaiting(stream.held.parts[0], stream.held))
 
     def _written(self, branches: Sequence[Tensor]) -> Stream:
         """The stream after the last residual add of a unit, whose outputs are ``branches``."""
@@ -358,6 +376,8 @@ class Stream(TensorLike):
             UnsupportedCall: gradients do not pass from the one to the other.
         """
         self._check_passes(state)
+        if self.opened is not None:
+            return self._with(self.states, self.opened)._changed(state)
         return self._pushed(self.layout.channels_last(self._in(state)))
 
     def _pushed(self, state: Tensor) -> Stream:
@@ -372,7 +392,7 @@ class Stream(TensorLike):
     def carrying(self, value: Tensor) -> Stream:
         """The stream whose sum became ``value`` on the way to `push`."""
         self._check_passes(value)
-        return self._with(self.states, Awaiting(self._in(value)))
+        return self._with(self.states, Awaiting(self._in(value), self.opened))
 
     def _check_passes(self, state: Tensor) -> None:
         """Refuse what cuts gradients between two states: later blocks read earlier ones, too, which it does not cut.
@@ -409,8 +429,8 @@ class Stream(TensorLike):
                 "residual adds. Let the modules around the trunk work on plain tensors, and call rewire.parallelize."
             )
         self._seen("view", view)
-        topology, reading = self.layout.topology, isinstance(self.held, Reading)
-        states = topology.viewed(self.states if reading else topology.lasting(self.states), view)
+        topology = self.layout.topology
+        states = topology.viewed(topology.lasting(self.states) if self.opened is None else self.states, view)
         return self._with(states, pytree.tree_map(view, self.held))
 
     def finish(self) -> Tensor:

@@ -23,6 +23,8 @@ VIEWS = frozenset(
 )
 #: Sums with a branch on some rows, as of stochastic depth over a part of the batch; it is zero on the others.
 SCATTERED = frozenset({"index_add", "scatter_add"})
+#: Operations that only scale a state and add to it, where nothing else of theirs is made of it.
+_AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "dropout"}) | CASTS | VIEWS
 #: Why a weighted sum of the stream and a branch is no residual add.
 SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
 #: Why other operations with a state and a branch are none.
@@ -70,6 +72,16 @@ class Add:
     def result(self) -> Op:
         """The value that the stream has after this add."""
         return self.post[-1] if self.post else self.op
+
+    @property
+    def affine(self) -> bool:
+        """Whether what follows the add only scales its sum, and adds to it."""
+        made = {self.op, *self.post}
+        for op in self.post:
+            alone = op.name in ("add", "sub") or sum(source in made for source in op.inputs) == 1
+            if op.name not in _AFFINE or not alone or (op.name not in ("add", "sub", "mul") and op.inputs[0] not in made):
+                return False
+        return bool(self.post)
 
     def block(self) -> list[Scope]:
         """The calls of modules around the addition and all that its branches do with weights."""
