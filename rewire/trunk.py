@@ -127,10 +127,13 @@ class Report(Shown):
     Attributes:
         trunks: the residual streams that can be rewired.
         left: what was left alone.
+        dropped: branches that some runs in training mode left out, as layer dropping does. They are connected, and add
+            nothing where they do not run.
     """
 
     trunks: tuple[Trunk, ...]
     left: tuple[LeftAlone, ...] = ()
+    dropped: tuple[str, ...] = ()
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -143,6 +146,9 @@ class Report(Shown):
         for trunk in self.trunks:
             yield self._headline(trunk)
             yield self._table(trunk)
+        if self.dropped:
+            names = ", ".join(self.dropped)
+            yield Text(f"Layer dropping, in training mode: {names} did not run in each of two runs", overflow="fold")
         if self.left:
             yield Text("Left alone", style="bold")
             table = Table("module", "because", "where", box=box.SIMPLE_HEAD)

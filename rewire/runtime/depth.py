@@ -270,6 +270,7 @@ class Depth(SeparateInputs):
         alpha: float = 1,
         norm: nn.Module | None = None,
         site: int | None = None,
+        of: int = 1,
     ) -> Tensor:
         """A residual add, ``shortcut + sum(branches)`` in the original: the stream's new value.
 
@@ -281,6 +282,7 @@ class Depth(SeparateInputs):
             alpha: a factor of the branches.
             norm: what reads the new value first.
             site: how many adds of this call come before it, where some may be left out.
+            of: how many parallel branches a loop adds here, one by one; before the last, this is a `part`.
 
         Raises:
             OutOfOrder: ``shortcut`` is not the value of a stream of this function.
@@ -288,6 +290,8 @@ class Depth(SeparateInputs):
         """
         if self._is_outside():
             return _plain_sum(shortcut, branches, alpha)
+        if of > 1 and len(self._shortcut(shortcut)[1]) + 1 < of:
+            return self.part(shortcut, *branches, alpha=alpha)
         live = self._written(shortcut, branches, alpha, site)
         return live.read(norm)
 

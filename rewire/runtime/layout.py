@@ -31,8 +31,9 @@ class Layout:
         posts: those of which the stream has to know: where the topology makes no state of sums, what follows the last
             one is behind the stream.
         observe: called with what happens to streams, if somebody looks: ``"read"``, the position, and what is read;
-            ``"write"``, the site, and its branch outputs; ``"view"``, the position, and what gives other dimensions;
-            ``"finish"``, the number of sites, and the output. All as the model has hidden states.
+            ``"write"``, the site, and its branch outputs; ``"skip"``, a site that did not run, and None; ``"view"``,
+            the position, and what gives other dimensions; ``"finish"``, the number of sites, and the output. All as
+            the model has hidden states.
     """
 
     observe: Callable[[str, int, Any], None] | None = None

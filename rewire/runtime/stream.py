@@ -413,6 +413,7 @@ class Stream(TensorLike):
         """The stream before a later residual add: those between did not run, and add nothing."""
         stream = self
         while stream.position < position:
+            stream._seen("skip")
             stream, template = stream.settled(), stream.template
             stream = stream.write(stream._out(template.new_zeros(()).expand(template.shape))).settled()
         return stream
@@ -452,7 +453,7 @@ class Stream(TensorLike):
         self._seen("finish", output)
         return self._out(output)
 
-    def _seen(self, what: str, value: Any) -> None:
+    def _seen(self, what: str, value: Any = None) -> None:
         if self.layout.observe is not None:
             self.layout.observe(what, self.position, value)
 

@@ -235,7 +235,8 @@ class _Planner:
         check_add(self.found, add)
         parts, shortcut = [], add.shortcut
         for op in add.inner:
-            parts.append(Part(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut))
+            if op.place != add.op.place:
+                parts.append(Part(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut))
             shortcut = op
         inner = _operands(function.text, at, add.op.inputs[0] is shortcut, parts)
         for part in parts[: len(parts) - len(inner)]:
@@ -244,7 +245,8 @@ class _Planner:
         last = self._returned(add, add.op.scope, nodes)
         norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
         site = number - next(n for n, other in enumerate(self.adds) if add.op.scope.holds(other.op.scope))
-        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, last, norm, site))
+        branches = len(add.branches) if len(parts) < len(add.inner) else 1
+        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, last, norm, site, branches))
         self._states_after(number, add)
 
     def _states_after(self, number: int, add: Add) -> None:

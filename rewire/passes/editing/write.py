@@ -425,6 +425,7 @@ class _Editor:
 
     def _sum(self, edit: Sum) -> list[Change]:
         how = [*self._how(edit), *([f"site={edit.site}"] if edit.site is not None and self.conditional else [])]
+        how += [f"of={edit.branches}"] if edit.branches > 1 else []
         return self._added(edit, "write" if edit.last else "add", how, edit.inner)
 
     def _reached(self) -> list[Change]:
