@@ -369,7 +369,7 @@ def _of_one_mind(chain: Chain, sites: list[Site]) -> list[Site]:
 
     States of one shape have their channels in one dimension. Without shapes the sites stay as they are.
     """
-    shapes = [add.op.shape for add in chain.adds]
+    shapes = [add.shape for add in chain.adds]
     if len({site.width for site in sites if site.width}) < 2 or None in shapes:
         return sites
     widths = [site.width for site in sites if site.width]

@@ -121,7 +121,9 @@ def _run_by_chance(rewired: nn.Module, inputs: Inputs) -> list[tuple[str, int]]:
     bench, skipped = private(rewired).train(), list[tuple[str, int]]()
     for name, connection in connections(bench).items():
         connection.layout = copy.copy(connection.layout)
-        connection.layout.observe = lambda what, site, _, name=name: skipped.append((name, site)) if what == "skip" else None
+        connection.layout.observe = lambda what, site, _, name=name: (
+            skipped.append((name, site)) if what == "skip" else None
+        )
     try:
         with seeded(1, bench), torch.enable_grad():
             args, kwargs = own_inputs(inputs)

@@ -324,7 +324,10 @@ class Depth(SeparateInputs):
             shortcut: the stream's value.
             how: as for `add`.
         """
-        return self.add(shortcut, function(torch.zeros_like(shortcut)), **how)
+        branch, live = function(torch.zeros_like(shortcut)), self._holding(shortcut)
+        if live is not None and branch.shape != live.values[0].shape:  # rows of a state that was flattened for this
+            branch = branch.view_as(live.values[0])
+        return self.add(shortcut, branch, **how)
 
     def _is_outside(self) -> bool:
         """Whether this is one of the calls without a stream; a lost one is missed where the trunk ends."""

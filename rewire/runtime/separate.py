@@ -55,6 +55,7 @@ class SeparateInputs:
         Raises:
             OutOfOrder: there is no tensor among the values.
         """
+        values = tuple(map(self.qkv, values))  # a function inside a forward may get them as an argument
         known = next(filter(None, map(self._qkv, _tensors(values))), None)
         if known is None:
             if next(_tensors(values), None) is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -10,11 +9,11 @@ import pytest
 import torch
 from every_topology import EVERY, NOT_PRESERVING, PRE_NORM_ONLY, WITH_ATTENTION
 from mixing import learned, shaken
+from runtime.test_skipped import Block, Net, results, vectors
 from torch import Tensor, nn
 
 import rewire
 from rewire.passes.choose import layout_of
-from runtime.test_skipped import WIDTH, Block, Net, results, vectors
 
 
 class Scaling(Net):
@@ -98,3 +97,67 @@ def test_with_weights_that_mix_it_is_the_same_written_as_branches(key: str) -> N
     ours, theirs = results(rewired.double(), vectors().double()), results(twin.double(), vectors().double())
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class InPlace(Scaling):
+    """Written to in place: what the next branch was to read, or a copy of it."""
+
+    def forward(self, x: Tensor, copies: bool = False) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+            x = x.clone() if copies else x
+            x.mul_(0.5)
+        return self.norm(x)
+
+
+def test_what_is_written_to_in_place_is_refused_where_it_would_be_lost() -> None:
+    with pytest.raises(rewire.OutOfOrder, match="was written to in place"):
+        rewire.compile(InPlace(), "hc-static", example_inputs=(vectors(),))
+    rewired = rewire.compile(InPlace(), "hc-static", example_inputs=(vectors(),), validate=False)
+    with pytest.raises(rewire.OutOfOrder, match="was written to in place"):
+        rewired(vectors())
+    model = InPlace()
+    rewired = rewire.compile(model, "hc-static", example_inputs=(vectors(), True))
+    torch.testing.assert_close(rewired(vectors(), True), model(vectors(), True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["hc-dynamic", "grn-v1", "ancre-ingoing"])
+def test_compiled_and_in_the_backend(name: str) -> None:
+    model = Scaling()
+    rewired = shaken(rewire.compile(model, name, example_inputs=(vectors(),)), 0.2, seed=3)
+    torch.compiler.reset()
+    compiled = torch.compile(rewired, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(vectors()), rewired(vectors()), rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
+    flat = torch.compile(model, backend=rewire.Backend(name, inner="eager"))
+    torch.testing.assert_close(flat(vectors()), model(vectors()), rtol=1e-4, atol=1e-5)
+
+
+def test_of_what_no_program_can_name_nothing_is_frozen() -> None:
+    rewired = rewire.compile(Scaling(), "grn-v1", example_inputs=(vectors(),))
+    with pytest.raises(rewire.UnsupportedTopology, match="scales what is read"):
+        rewire.freeze(rewired)
+    rewire.freeze(rewire.compile(Scaling(), "denseformer", example_inputs=(vectors(),)))
+
+
+def test_it_is_no_post_norm() -> None:
+    (trunk,) = rewire.inspect(Scaling(), (vectors(),)).trunks
+    assert not trunk.post_norm and trunk.posts == (1, 3, 5)
+    assert layout_of(trunk, rewire.ANCRe(), "auto").units == (1, 1, 2, 2, 3, 3, 4, 4)
+    left = rewire.inspect(Scaling(), (vectors(),)).left
+    assert all(re.search(r"self\.l\[-1\]", one.written) for one in left)  # behind the trunk
+
+
+class Normed(Scaling):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x * (1 + x.mean()))
+        return self.norm(x)
+
+
+def test_what_is_multiplied_with_itself_is_not_only_scaled() -> None:
+    with pytest.raises(rewire.UnsupportedTopology, match="the state passes"):
+        rewire.compile(Normed(), "hc-static", example_inputs=(vectors(),))

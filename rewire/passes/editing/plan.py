@@ -284,6 +284,7 @@ class _Planner:
                     raise EditError("the residual stream is reshaped outside the functions that it runs through")
                 at = self.sources.span(scope, op)
                 same = op.name in CASTS and (op in casts or op.dtype == op.inputs[0].dtype)
+                same = same or (add.flattened and op in casts)
                 self.sources.plan(scope).put(("reshape", at), Reshape(at, same, op.name == UNSCALED))
 
     def _casts(self) -> None:

@@ -138,7 +138,7 @@ class _Script:
     def _adds(self, chain: Chain, number: int, layout: Layout) -> None:
         for site, (add, passage) in enumerate(zip(chain.adds, chain.passages, strict=True)):
             for op in (*(passage if site else ()), *casts_of(add)):
-                if op.name in VIEWS:
+                if op.name in VIEWS and not (add.flattened and op in casts_of(add)):
                     self._put(op, number, "view")
             shortcut = add.shortcut
             for op in (*add.inner, add.op):
@@ -256,11 +256,13 @@ class _Wiring(Recorder):
                     shortcut = self.made[op.inputs[0].index]
                     nothing = torch.zeros_like(shortcut)
                     branch = func(*_swapped(args, shortcut, nothing), **_swapped(kwargs, shortcut, nothing))
+                    branch = branch if wires.value is None else branch.view_as(wires.value)
                 branch = self.written[1] if branch is self.written[0] else branch
                 scaled = op.scale is not None and op.scale != 1
                 self.parts[number].append(branch * op.scale if scaled else branch)
                 if what == "add":
-                    new = wires.add(self.parts[number], made)
+                    scattered = op.name in SCATTERED and wires.value is not None
+                    new = wires.add(self.parts[number], made.view_as(wires.value) if scattered else made)
                     self.parts[number] = []
         return new
 
