@@ -31,7 +31,6 @@ from rich.table import Table
 
 import rewire
 
-
 #: Words of the errors that refuse nets for what they are, and what that is.
 DOES_NOT_FIT = {
     "gradients do not pass from the residual add": "gradients are cut between two adds",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
-from rewire.runtime.stream import Awaiting, Reading, Stream, version
+from rewire.runtime.stream import Post, Reading, Stream, version
 from rewire.topologies.base import QKVInputs
 
 
@@ -80,7 +80,7 @@ class Live:
         if any(had and not value.requires_grad for value, had in zip(self.values, self.recorded, strict=True)):
             return True
         held = self.stream.held
-        if isinstance(held, Awaiting):  # a sum that nobody else reads, or one that the next branch was to read
+        if isinstance(held, Post):  # a sum that nobody else reads, or one that the next branch was to read
             lent = held.reading is not None and held.sum is held.reading.parts[0]
             return lent and version(self.values[0]) != self.versions[0]
         return [*map(version, self.values)] != self.versions
@@ -91,7 +91,7 @@ class Live:
         self.versions.append(version(value))
         self.recorded.append(value.requires_grad)
 
-    def normed_by(self, norm: nn.Module, value: Tensor) -> Tensor | None:
+    def normed_by(self, norm: Any, value: Tensor) -> Tensor | None:
         """What ``norm`` makes of the value, if it was computed when that was read."""
         same = self.norm is norm and value is self.values[0] and version(value) == self.versions[0]
         return self.normed if same else None
@@ -99,7 +99,7 @@ class Live:
     def read(self, norm: nn.Module | None = None) -> Tensor:
         """The value; with a norm, what that makes of it is computed, too."""
         stream = self.unread = self.stream
-        if not stream.awaiting:  # a sum by itself, of which a statistic may be made without gradients
+        if not stream.in_post:  # a sum by itself, of which a statistic may be made without gradients
             stream.check_recorded()
         self.norm = self.normed = self.qkv = None
         self.parts = []
@@ -107,7 +107,7 @@ class Live:
             check_norm(norm, self.trunk)
         if stream.complete:
             value = stream.finish()
-        elif stream.awaiting:
+        elif stream.in_post:
             value = stream.value()
         elif norm is not None and not stream.layout.reads_qkv(stream.position):
             value, self.normed, self.stream = stream.read_normed(norm)

@@ -35,8 +35,8 @@ _LIKE_ADDS = {
     "lerp": "mixes the state and a branch with `lerp`: only sums are connected",
     "addcmul": "adds a branch with `addcmul`: only sums are connected, `x + a * f` say",
     "sum": "sums a stack of the state and a branch: only `x + f` is connected",
-    "setitem": "adds to a part of the state in place: write `x = torch.index_add(x, 0, rows, f)`, or `x + f` of an f that "
-    "is zero elsewhere",
+    "setitem": "adds to a part of the state in place: write `x = torch.index_add(x, 0, rows, f)`, or `x + f` of an f "
+    "that is zero elsewhere",
 }
 #: And sums with what was made of a state.
 _SHORTCUTS = {
