@@ -3,8 +3,8 @@
     PYTHONPATH=tests python -P benchmarks/fuzz.py [--nets 5000] [--jobs 2] [--seed 0] [--unvalidated] [--out FILE]
 
 Every net is run by itself first; those that do not run, and those with a single residual add, are not counted. Nets
-that are wrong are printed with the seed that makes them. Of those that are refused, some do not fit: what they do has no
-meaning with learned connections, or leaves no two adds that follow each other (`DOES_NOT_FIT`).
+that are wrong are printed with the seed that makes them. Of those that are refused, some do not fit: what they do has
+no meaning with learned connections, or leaves no two adds that follow each other (`DOES_NOT_FIT`).
 """
 
 from __future__ import annotations

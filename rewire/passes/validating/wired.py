@@ -261,8 +261,8 @@ class _Wiring(Recorder):
                 scaled = op.scale is not None and op.scale != 1
                 self.parts[number].append(branch * op.scale if scaled else branch)
                 if what == "add":
-                    scattered = op.name in SCATTERED and wires.value is not None
-                    new = wires.add(self.parts[number], made.view_as(wires.value) if scattered else made)
+                    rows = wires.value if op.name in SCATTERED else None
+                    new = wires.add(self.parts[number], made if rows is None else made.view_as(rows))
                     self.parts[number] = []
         return new
 
