@@ -146,6 +146,11 @@ class _Result:
 
 def _frozen(connection: Connection, threshold: float) -> _Result:
     old = connection.layout
+    if any(not old.makes_state(site) for site in old.posts):
+        raise UnsupportedTopology(
+            f"trunk '{old.trunk}' cannot be frozen: between its residual adds the model scales what is read, or adds "
+            f"to it, and topology '{old.topology.registered_name}' makes no state of that, which a program could name."
+        )
     with torch.no_grad():
         weights = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), connection.effective())
         try:

@@ -306,6 +306,7 @@ class Depth:
         site: int | None = None,
         more: bool = False,
         last: bool = False,
+        of: int = 1,
     ) -> Any:
         """A residual add, ``shortcut + sum(branches)`` in the original: the stream's new value.
 
@@ -320,15 +321,18 @@ class Depth:
             site: how many adds of this call come before it, where some may be left out.
             more: whether another `add` brings a parallel branch: then this is the sum so far, and no state.
             last: whether the function returns the result at once: the stream itself, for the next block to read.
+            of: how many parallel branches a loop adds here, one by one: there are more but behind the last.
 
         Raises:
             OutOfOrder: ``shortcut`` is not the value of a stream of this function.
             WidthMismatch: a branch has another shape than the stream.
         """
-        given = [_tensor_of(branch, shortcut) for branch in branches]
+        live = self._holding(shortcut)
+        value = shortcut if live is None else live.values[0]
+        given = [_tensor_of(branch, shortcut, value) for branch in branches]
         if not self.live and all(entry.outside and not entry.opens for entry in self.entries):
             return _plain_sum(shortcut, given, alpha)  # a call without a stream; a lost one is missed at its end
-        if more:
+        if more or (of > 1 and len(self._shortcut(shortcut)[1]) + len(given) < of):
             live, before = self._shortcut(shortcut)
             total = _plain_sum(shortcut, given, alpha)
             live.parts.append((total, (*before, *_scaled(given, alpha))))
@@ -407,6 +411,7 @@ class Depth:
         if live is None or not live.stream.in_post:
             self._goes_on(state, trunk)
             return state
+        self._check_unchanged(live)
 
         def pushed(part: Any) -> Tensor:
             live.stream = live.stream.push(self._tensor(part), more)
@@ -582,13 +587,16 @@ def _root(x: Tensor) -> Tensor:
     return x if base is None else base
 
 
-def _tensor_of(branch: Any, shortcut: Tensor) -> Tensor:
-    """What is added to a shortcut, as a tensor: a branch that is skipped may be the number 0."""
+def _tensor_of(branch: Any, shortcut: Tensor, value: Tensor) -> Tensor:
+    """What is added to a shortcut, as a tensor: a branch that is skipped may be the number 0.
+
+    The shortcut may be the stream's value in other dimensions, to which rows are added.
+    """
     if isinstance(branch, Tensor):
         return branch
     if callable(branch):
         rows: Tensor = branch(torch.zeros_like(shortcut))
-        return rows
+        return rows.view_as(value)
     return torch.as_tensor(branch, dtype=shortcut.dtype, device=shortcut.device)
 
 
