@@ -25,12 +25,11 @@ from triton.runtime.jit import create_function_from_signature
 from rewire.kernels import MixSpec, operators
 from rewire.kernels.handwritten import gates, hidden, projection, softmax, writes
 from rewire.kernels.kernel import Kernel, Launch, noted
-from rewire.mixes import traffic
 from rewire.topologies.registry import make_topology
 
 pytestmark = pytest.mark.slow
 
-passes = script("passes")
+passes, traffic = script("passes"), script("traffic")
 
 BF16, F32 = torch.bfloat16, torch.float32
 TARGETS = {
@@ -108,9 +107,9 @@ class Usage(NamedTuple):
 
 def launches(spec: MixSpec, width: int, dtype: torch.dtype) -> list[Launch]:
     """Forward's and backward's, one for each kernel."""
-    found = traffic.plan(spec, 8192, width, dtype)
+    found = traffic.launches_of(spec, 8192, width, dtype)
     if not spec.probe:
-        found += traffic.plan(spec, 8192, width, dtype, backward=True)
+        found += traffic.launches_of(spec, 8192, width, dtype, backward=True)
     return list({made_for(one): one for one in found if made_for(one)}.values())
 
 

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import script
 from torch import Tensor
 
 from rewire.kernels import switch
 from rewire.kernels.kernel import Kernel, Launch
 from rewire.kernels.sums import grid, launch
 from rewire.kernels.sums.spec import MixSpec
-from rewire.mixes import traffic
 from rewire.mixes.history import History, Table
+
+traffic = script("traffic")
 
 BF16 = torch.bfloat16
 ROWS, COLS = 8, 64
