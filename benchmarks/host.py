@@ -241,8 +241,8 @@ def mixes(rounds: int) -> list[dict[str, Any]]:
                 partial(operators.mix_backward, x, sources, weights, []),
                 launcher(MixSpec(n), x, backward=True),
             ),
-            "gather": (
-                partial(operators.gather, sources, [x], weights[None], [], []),
+            "mixes with a probe": (
+                partial(operators.mixes, sources, weights[None], [], [], [x], DTYPE),
                 launcher(MixSpec(n, probe=True), x),
             ),
         }

@@ -54,7 +54,7 @@ def launches_of(
             given = MixInputs(states, weights, scores, added, running, probes, norm_weight, norm_bias)
             if spec.attended:
                 means = empty(n, rows, dtype=torch.float32)
-                given = given._replace(means=means, scores=means.expand(o, n, rows).contiguous().movedim(-1, 0))
+                given = given._replace(means=means, scores=[means.expand(o, n, rows).contiguous().movedim(-1, 0)])
             mix_forward(spec, given, out or dtype)
     return launches
 

@@ -197,7 +197,7 @@ class Inputs:
         inputs = launch.MixInputs(*terms, self.accumulators, self.probes, self.gain, self.bias, self.means)
         if self.spec.attended:  # one tensor, each number of all rows in one piece
             table = torch.stack(self.scores).squeeze(-1).unflatten(0, (self.spec.outputs, -1))
-            inputs = inputs._replace(scores=table.movedim((0, 1), (-2, -1)))
+            inputs = inputs._replace(scores=[table.movedim((0, 1), (-2, -1))])
         return launch.mix_forward(spec, inputs, eps=EPS)
 
     def backward(self, found: launch.Mixed) -> launch.Gradients:

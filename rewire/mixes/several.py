@@ -74,8 +74,11 @@ class Several(torch.autograd.Function):
         ctx.by_kernels, ctx.stacked = by_kernels, stacked
         ctx.save_for_backward(weights, scores, *tensors)
         ctx.set_materialize_grads(False)
-        several = operators.several if by_kernels else native.several
-        done = several(*_apart(stacked, tensors), weights, scores, apart)
+        tables = () if scores is None else (scores,)
+        if by_kernels:
+            done = operators.mixes(tensors, weights, tables, (), (), None, stacked, apart)
+        else:
+            done = native.mixes(tensors, weights, scores, stacked, apart)
         ctx.shapes = [y.shape for y in done]
         return (*done, *[x.view_as(x) for x in tensors])
 
@@ -92,19 +95,17 @@ class Several(torch.autograd.Function):
             return (None, None, None, of_weights, of_scores, *map(_sum, of_tensors, carried))
         known = [x for x in carried if x is not None]
         joined = known if len(known) == len(carried) else []
-        backward = operators.several_backward if ctx.by_kernels else native.several_backward
-        found = backward(given, *_apart(ctx.stacked, tensors), weights, scores, joined)
+        if ctx.by_kernels:
+            tables = () if scores is None else (scores,)
+            found = operators.mixes_backward(given, tensors, weights, tables, joined, ctx.stacked)
+        else:
+            found = native.mixes_backward(given, tensors, weights, scores, joined, ctx.stacked)
         dots = iter(found[len(tensors) :])
         of_weights = None if weights is None else next(dots)
         of_scores = None if scores is None else next(dots)
         if not joined:
             return (None, None, None, of_weights, of_scores, *map(_sum, found, carried))
         return (None, None, None, of_weights, of_scores, *found[: len(tensors)])
-
-
-def _apart(stacked: bool, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:
-    """The streams, and the other sources."""
-    return (tensors[0], tensors[1:]) if stacked else (None, tensors)
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:

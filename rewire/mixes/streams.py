@@ -316,7 +316,7 @@ class _Written(torch.autograd.Function):
             if by_torch(total):
                 of_terms, _, of_table = differentiable([total], True, None, table, (streams, *branches))
             else:
-                *of_terms, of_table = operators.several_backward([total], streams, branches, None, table, [])
+                *of_terms, of_table = operators.mixes_backward([total], (streams, *branches), None, (table,), (), True)
             return None, of_weight, of_table, *of_terms
         *of_terms, of_table, of_weight = operators.write_and_project_backward(
             grad, carried, of_read, factors, written, products, inverse, streams, branches, table, weight

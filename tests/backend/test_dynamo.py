@@ -14,7 +14,7 @@ import pytest
 import torch
 import torchvision_stub  # noqa: F401
 from mixing import assert_same
-from models import DEPTH, WIDTH, Mlp, PreNorm, Residual, Stack, WithDropPath, images, token_ids, vectors
+from models import DEPTH, WIDTH, PreNorm, Residual, Stack, WithDropPath, images, token_ids, vectors
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 

@@ -33,8 +33,8 @@ class MixInputs(NamedTuple):
     Attributes:
         sources: [..., D], float32, bfloat16 or float16, of one shape; rows may be strided, each in its own way.
         weights: float32 [outputs, N] or [outputs, N, D]; the first dimension may be missing for one output.
-        scores: float32 [..., 1], outputs times N, those of the first output first; or [..., outputs] of each source,
-            or [..., N] of each probe; or in one tensor [..., outputs, N].
+        scores: float32, one tensor [..., outputs, N]; or [..., 1], outputs times N, those of the first output first; or
+            [..., outputs] of each source, or [..., N] of each probe.
         added: [..., D], outputs times ``spec.added``, those of the first output first.
         accumulators: float32 [..., D], one for each output.
         probes: [..., D], one for each output.
@@ -46,7 +46,7 @@ class MixInputs(NamedTuple):
 
     sources: Sequence[Tensor] = ()
     weights: Tensor | None = None
-    scores: Sequence[Tensor] | Tensor = ()
+    scores: Sequence[Tensor] = ()
     added: Sequence[Tensor] = ()
     accumulators: Sequence[Tensor] = ()
     probes: Sequence[Tensor] = ()
@@ -58,7 +58,7 @@ class MixInputs(NamedTuple):
     def groups(self) -> tuple[Sequence[Tensor], ...]:
         """Each field as a sequence."""
         weights, scale, bias = _maybe(self.weights), _maybe(self.norm_weight), _maybe(self.norm_bias)
-        terms = (self.sources, weights, _several(self.scores), self.added)
+        terms = (self.sources, weights, self.scores, self.added)
         return (*terms, self.accumulators, self.probes, scale, bias, _maybe(self.means))
 
 
@@ -104,7 +104,7 @@ class GradientInputs(NamedTuple):
     grads: Sequence[Tensor]
     sources: Sequence[Tensor] = ()
     weights: Tensor | None = None
-    scores: Sequence[Tensor] | Tensor = ()
+    scores: Sequence[Tensor] = ()
     mixes: Sequence[Tensor] = ()
     rstd: Tensor | None = None
     grad_mixes: Sequence[Tensor] = ()
@@ -116,7 +116,7 @@ class GradientInputs(NamedTuple):
         """Each field as a sequence."""
         weights, rstd, scale = _maybe(self.weights), _maybe(self.rstd), _maybe(self.norm_weight)
         of_norm = (self.mixes, rstd, self.grad_mixes, scale)
-        return (self.grads, self.sources, weights, _several(self.scores), *of_norm, self.carried)
+        return (self.grads, self.sources, weights, self.scores, *of_norm, self.carried)
 
 
 class Gradients(NamedTuple):
@@ -214,8 +214,7 @@ def _run(
         known = _plans.get(key)
         if known is None:
             by_field = {name: [layout(x) for x in group] for name, group in zip(inputs._fields, groups, strict=False)}
-            table = isinstance(inputs.scores, Tensor)
-            made = make(spec, plan.given(by_field, inputs.stacks, table, spec.probe), *options)
+            made = make(spec, plan.given(by_field, inputs.stacks, spec.probe), *options)
             known = _Known(made, _alike(tensors))
             _keep(key, known)
         if known is not last:
@@ -241,10 +240,6 @@ def _keep(key: Any, known: _Known) -> None:
         while len(_plans) >= MOST_PLANS:
             del _plans[next(iter(_plans))]
         _plans[key] = known
-
-
-def _several(x: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
-    return (x,) if isinstance(x, Tensor) else x
 
 
 def _maybe(x: Tensor | None) -> tuple[Tensor, ...]:

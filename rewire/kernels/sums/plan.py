@@ -141,19 +141,21 @@ def backward(spec: MixSpec, given: Given, stacked: int) -> Plan:
     return make.gradients(sources, make.converted(middle, given["grads"][0][0].dtype))
 
 
-def given(groups: Mapping[str, Sequence[Layout]], stacks: bool, table: bool, probed: bool) -> Given:
+def given(groups: Mapping[str, Sequence[Layout]], stacks: bool, probed: bool) -> Given:
     """Tensors in turn, by field.
 
     Args:
         stacks: whether the first of sources, grads and carried is a stack [..., n, D] of n.
-        table: whether scores are all in one tensor, [..., outputs, N].
-        probed: otherwise, whether they are [..., N] of each probe, not [..., outputs] of each source.
+        probed: whether scores, if not in one tensor [..., outputs, N], are [..., N] of each probe, not [..., outputs]
+            of each source.
     """
     found: dict[str, list[tuple[Layout, At]]] = {}
-    number = 0
+    like = next(layouts[0] for layouts in groups.values() if layouts)
+    lead, number = len(like.shape) - 1 - stacks, 0
     for name, layouts in groups.items():
         found[name] = []
         if name == "scores":
+            table = len(layouts) == 1 and len(layouts[0].shape) == lead + 2
             found[name] = _of_table(layouts[0], number) if table else _of_columns(layouts, number, probed)
             number += len(layouts)
             continue

@@ -266,7 +266,7 @@ class TestKernels:
         means, given = draw(sources, 2, 3) if attended else None, MixInputs(*inputs, probes=probes)
         if attended:  # one tensor, each number of all rows in one piece
             table = torch.stack(case.scores).view(outputs, sources, 2, 3).movedim((0, 1), (-2, -1))
-            given = given._replace(scores=table, means=means)
+            given = given._replace(scores=[table], means=means)
         found = launch.mix_forward(spec, given)
         for got, want in zip(found.mixes, reference.mixes(spec, *inputs), strict=True):
             rounded_once(got, want)
@@ -324,15 +324,15 @@ class TestKernels:
 
         streams = draw(2, 3, 1, width).expand(2, 3, n, width) if expanded else stack(n)
         table = draw(3, 2, 2, n + 1).transpose(0, 1) if uneven else draw(2, n + 1, 2, 3).permute(2, 3, 0, 1)
-        branch, grads, carried = draw(2, 3, width), stack(2), stack(n)
+        tables, branch, grads, carried = [table], draw(2, 3, width), stack(2), stack(n)
         spec, weights, scores = MixSpec(n + 1, "scalar", True, outputs=2), draw(2, n + 1), by_pair(table)
         apart = launch.mix_forward(spec, MixInputs([*streams.unbind(-2), branch], weights, scores))
-        given = MixInputs([streams, branch], weights, table, stacks=True)
+        given = MixInputs([streams, branch], weights, tables, stacks=True)
         assert all(map(torch.equal, apart.mixes, launch.mix_forward(spec, given).mixes))
         back = dataclasses.replace(spec, carried=True)
         terms = (list(grads.unbind(-2)), [*streams.unbind(-2), branch], weights, scores)
         by_part = launch.mix_backward(back, GradientInputs(*terms, carried=[*carried.unbind(-2), branch]), stacked=n)
-        in_one = GradientInputs([grads], [streams, branch], weights, table, carried=[carried, branch], stacks=True)
+        in_one = GradientInputs([grads], [streams, branch], weights, tables, carried=[carried, branch], stacks=True)
         found = launch.mix_backward(back, in_one, stacked=n)
         assert found.added is None and torch.equal(found.apart[0], by_part.apart[0])
         for name in ("stacked", "weights", "scores"):

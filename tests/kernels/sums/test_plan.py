@@ -131,7 +131,7 @@ def test_parts_of_stacks_and_tables_are_pointers(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):
         streams, branch = torch.zeros(2, 5, 4, 32, dtype=BF16)[..., 1:3, :], torch.zeros(2, 5, 32, dtype=BF16)
         table = torch.zeros(7, 2, 5, 8)[1:].unflatten(0, (2, 3)).movedim((0, 1), (-2, -1))[..., 4, :, :]
-        done = launch.mix_forward(spec, launch.MixInputs([streams, branch], None, table, stacks=True), stacked=2)
+        done = launch.mix_forward(spec, launch.MixInputs([streams, branch], None, [table], stacks=True), stacked=2)
     assert [way for way, _ in calls] == ["by Triton", "directly"] and done.stacked is not None
     sources, strides, scores, _, mixes, *_ = calls[-1][1]
     assert sources == tuple(x.data_ptr() for x in (*streams.unbind(-2), branch)) and strides == (4 * 32, 4 * 32, 32)
