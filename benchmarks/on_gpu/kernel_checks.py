@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rewire.kernels.sums import launch, reference
-from rewire.kernels.sums.spec import MixSpec, Norm, Weights
+from rewire.kernels.sums.spec import MixSpec, NormKind, Weights
 
 EPS = 0.1  # of the norms: bounds 1 / sqrt(variance + eps), which multiplies errors
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

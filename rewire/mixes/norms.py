@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rewire.kernels.sums.spec import NormKind
+
 #: What a norm computes; "rms+1" scales by one plus its weight (Gemma's).
 Kind = Literal["rms", "rms+1", "layer"]
 
@@ -28,7 +30,7 @@ class Norm(NamedTuple):
         eps: of the norm.
     """
 
-    kind: Literal["rms", "layer"]
+    kind: NormKind
     weight: Tensor
     bias: Tensor | None
     eps: float

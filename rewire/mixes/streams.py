@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators
-from rewire.kernels.sums.spec import Norm as NormKind
+from rewire.kernels.sums.spec import NormKind
 from rewire.mixes import tokens
 from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
 from rewire.mixes.claims import added_up, by_read, claim_on
