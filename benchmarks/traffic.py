@@ -1,6 +1,6 @@
 """What a mix would launch, and the bytes that it reads and writes: counted, without running anything.
 
-Of the kernels alone: a count of what is planned, no part of the run time.
+Of the kernels alone: a count of what routines start, no part of the run time.
 """
 
 from __future__ import annotations

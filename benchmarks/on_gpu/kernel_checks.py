@@ -23,7 +23,11 @@ KINDS: tuple[Weights, ...] = ("none", "scalar", "channel")
 #: How tensors [rows, width] lie in memory.
 Layout = Literal["contiguous", "in wider rows", "stacked", "one row for all", "not aligned", "transposed"]
 LAYOUTS: tuple[Layout, ...] = ("in wider rows", "stacked", "one row for all", "not aligned", "transposed")
-NORMS: tuple[tuple[Norm, bool], ...] = (("rms", False), ("rms", True), ("layer", True))  # and whether the mix is kept
+NORMS: tuple[tuple[NormKind, bool], ...] = (
+    ("rms", False),
+    ("rms", True),
+    ("layer", True),
+)  # and whether the mix is kept
 
 
 @dataclasses.dataclass(frozen=True)

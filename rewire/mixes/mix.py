@@ -115,6 +115,7 @@ class Mix:
         added = tuple([f if f.shape == shape else f.expand(shape) for f in added])
         scale = () if norm is None else (norm.weight,) if norm.bias is None else (norm.weight, norm.bias)
         kind = None if norm is None else (norm.kind, norm.eps)
+        assert self.weights is None or isinstance(self.weights, Tensor)  # numbers are left to autograd
         if len(self.claims) > 0:
             given = _Terms((), (), self.scores, added, self.claims, scale, self.tallies)
             fixed = _Fixed(kind, self.sources, self.weights, self.accumulator, self.attended)

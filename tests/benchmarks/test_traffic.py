@@ -47,7 +47,7 @@ STATE, FLOAT = ROWS * COLS * 2, ROWS * COLS * 4  # bytes of a bfloat16 state, an
 def test_bytes_are_counted(spec: MixSpec, backward: bool, floor: int, more: int) -> None:
     """``more``: what the kernels move beyond the floor."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_plans", {})  # others are for as many programs as usual
+        patch.setattr(launch, "_routines", {})  # others are for as many programs as usual
         patch.setattr(grid, "PROGRAMS", 1)
         assert traffic.bytes_floor(spec, ROWS, COLS, 2, backward) == floor
         assert traffic.bytes_moved(spec, ROWS, COLS, 2, backward) == floor + more

@@ -158,10 +158,10 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 
 
 @contextlib.contextmanager
-def planned_anew() -> Iterator[pytest.MonkeyPatch]:
-    """Plans of other launches mean nothing here, and those of here nothing later."""
+def made_anew() -> Iterator[pytest.MonkeyPatch]:
+    """Routines of other launches mean nothing here, and those of here nothing later."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_plans", {})
+        patch.setattr(launch, "_routines", {})
         yield patch
 
 
@@ -342,10 +342,10 @@ class TestKernels:
         """More rows than programs have at once, so that each loops; and more than one block of columns."""
         for kind in ("scalar", "channel"):
             case = Case.of(MixSpec(2, kind, True, outputs=2), 300, lead=(70,))
-            with planned_anew() as patch:
+            with made_anew() as patch:
                 patch.setattr(grid, "PROGRAMS", 8)
                 case.check()
-        with planned_anew() as patch:
+        with made_anew() as patch:
             patch.setattr(grid, "PROGRAMS", 3)
             Case.of(MixSpec(2, "scalar", True, norm="layer", keep_mix=True), 300, lead=(20,)).check()
 
@@ -360,7 +360,7 @@ class TestKernels:
     def test_a_chain_rounds_as_one_kernel_would(self) -> None:
         case = Case.of(MixSpec(12, "channel", True, added=1), 40)
         whole = case.forward(keep_mix=False).mixes[0]
-        with planned_anew() as patch:
+        with made_anew() as patch:
             patch.setattr("rewire.kernels.sums.spec.FAN_IN", 5)
             assert torch.equal(case.forward(keep_mix=False).mixes[0], whole)
 
