@@ -84,7 +84,7 @@ def bytes_of(launches: Iterable[Launch]) -> int:
         for name, argument in launch.arguments.items():
             made_for = launch.code.made_for
             if made_for is not None and name.endswith("_partials") and id(argument) not in by_kernels:
-                parts = made_for.grid.parts(name, made_for.spec)
+                parts = made_for.parts(name)
                 total += argument.nbytes + argument.nbytes // parts if parts > 1 else 0  # torch adds them up
     return total
 

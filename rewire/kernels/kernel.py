@@ -32,7 +32,7 @@ class Code(NamedTuple):
         jit: the decorated function; asked for when it is first started.
         programs: the grid.
         constants: arguments that are fixed when it is compiled, and options of the compiler.
-        made_for: of a generated one, what it was generated for: see `sums.grid.Generated`.
+        made_for: of a generated one, its `sums.grid.Grid`.
     """
 
     jit: Callable[[], Any]

@@ -56,7 +56,7 @@ def test_bytes_are_counted(spec: MixSpec, backward: bool, floor: int, more: int)
 def test_bytes_of_partial_sums() -> None:
     """32 rows of 64 bfloat16 columns are 4 programs, each with sums of 3 sources."""
     spec, states = MixSpec(3, "channel"), 7 * 32 * 64 * 2
-    assert grid.Grid.of(spec, 32, 64, 2, sums=True).row_programs == 4
+    assert grid.Grid.of(spec, True, 32, 64, 2).row_programs == 4
     partials = 4 * 3 * 64 * 4
     assert traffic.bytes_moved(spec, 32, 64, 2, backward=True) == states + 3 * 64 * 4 + 2 * partials + 3 * 64 * 4
 

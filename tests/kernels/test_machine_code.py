@@ -182,7 +182,7 @@ def test_sums_have_no_barriers(spec: MixSpec) -> None:
     (forward,) = (one for one in launches(spec, 4096, BF16) if not made_for(one).backward)
     text = compiled(forward, TARGETS["sm_90"]).asm["ptx"]
     assert "bar.sync" not in text
-    grid = made_for(forward).grid
+    grid = made_for(forward)
     elements = grid.block_rows * grid.block_cols // 128  # of a thread
     per_channel = elements // 4 * spec.pairs * (spec.weights == "channel")
     of_states = text.count("ld.global.v4") - per_channel if elements == 8 else text.count("ld.global.v2")
@@ -385,8 +385,8 @@ def main() -> None:
     for name, width, dtype in EVERYWHERE + MORE:
         for call in launches(SPECS[name], width, dtype):
             cells = [usage(compiled(call, target), target) for target in TARGETS.values()]
-            spec, backward, grid = made_for(call)
-            kernel = f"{'backward' if backward else 'forward'}, {spec.sources} sources"
+            grid = made_for(call)
+            kernel = f"{'backward' if grid.backward else 'forward'}, {grid.spec.sources} sources"
             tile = f"{grid.block_rows} x {grid.block_cols}, {grid.warps}"
             numbers = " | ".join(f"{x.registers}" + (f" ({x.spilled} B spilled)" if x.spilled else "") for x in cells)
             print(f"| {name} | {width} | {str(dtype)[6:]} | {kernel} | {tile} | {numbers} |", flush=True)

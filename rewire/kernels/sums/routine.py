@@ -19,7 +19,7 @@ from torch import Tensor
 from rewire.kernels.arguments import Metadata, row_stride
 from rewire.kernels.kernel import At, Kernel, Part, taken
 from rewire.kernels.sums.checks import check_backward, check_forward
-from rewire.kernels.sums.grid import Grid, generated
+from rewire.kernels.sums.grid import Grid
 from rewire.kernels.sums.spec import DOTS_FAN_IN, MAX_NORM_WIDTH, MixSpec
 
 if TYPE_CHECKING:
@@ -339,11 +339,10 @@ class _Builder:
         self, spec: MixSpec, backward: bool, arguments: Arguments, itemsize: int = 0, eps: float | None = None
     ) -> None:
         """A step that starts a kernel; with what it sums over rows, of which each program leaves a part."""
-        sums = backward or spec.probe
-        grid = Grid.of(spec, self.rows, self.cols, itemsize or self.itemsize, sums)
-        if sums:
+        grid = Grid.of(spec, backward, self.rows, self.cols, itemsize or self.itemsize)
+        if backward or spec.probe:
             for name, shape in self._sums(spec, backward).items():
-                parts = grid.parts(name, spec)
+                parts = grid.parts(name)
                 arguments[name] = place = self.floats(*(() if parts == 1 else (parts,)), *shape)
                 self.partials.setdefault(name, []).append(_Partial(place, parts, shape))
         strides = {
@@ -354,7 +353,7 @@ class _Builder:
         numbers: dict[str, Any] = {**strides, "rows": self.rows, "COLS": self.cols}
         numbers |= {"eps": float(eps)} if eps is not None and spec.norm else {}
         numbers |= {"weight_stride": self.spec.sources} if "weights" in arguments and spec.outputs > 1 else {}
-        self.steps.append(Kernel(generated(spec, backward, grid), self.device, arguments, numbers))
+        self.steps.append(Kernel(grid.code(), self.device, arguments, numbers))
 
     def _sums(self, spec: MixSpec, backward: bool) -> dict[str, tuple[int, ...]]:
         """Shapes of the float32 sums that a kernel makes, as `_dot_parameters` of the generator declares them."""
