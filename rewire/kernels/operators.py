@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels.kernel import WithoutMemory
-from rewire.kernels.sums.launch import GradientInputs, Gradients, Mixed, MixInputs
+from rewire.kernels.sums.launch import GradientInputs, Mixed, MixInputs
 from rewire.kernels.sums.launch import mix_backward as launch_backward
 from rewire.kernels.sums.launch import mix_forward as launch_forward
 from rewire.kernels.sums.spec import MAX_NORM_WIDTH, Weights, spec_of
@@ -125,24 +125,21 @@ def _forward(
 
 
 def _backward(inputs: GradientInputs, outputs: int = 0, norm: str | None = None, biased: bool = True) -> list[Tensor]:
-    """Start the kernels of their gradients; returned in the order in which operators do."""
-    sources, normed = _count(inputs), norm is not None
-    kinds = _kind(inputs.weights, outputs), len(inputs.scores) > 0
-    carried = len(inputs.carried) > 0
-    spec = spec_of(sources, *kinds, int(normed), outputs or 1, norm, normed, False, False, biased, carried)
+    """Start the kernels of their gradients.
+
+    Returns:
+        Gradients of what was added and of the norm, if there is one; of sources, weights and scores.
+    """
+    sources, normed, kind = _count(inputs), norm is not None, _kind(inputs.weights, outputs)
+    scored, carried = len(inputs.scores) > 0, len(inputs.carried) > 0
+    spec = spec_of(sources, kind, scored, int(normed), outputs or 1, norm, normed, False, False, biased, carried)
     found = launch_backward(spec, inputs, sources - len(inputs.sources) + 1 if inputs.stacks else 0)
-    return _in_turn(found, one=outputs == 0)
-
-
-def _in_turn(found: Gradients, one: bool) -> list[Tensor]:
-    """Of what was added and of the norm, if there is one; of sources, weights and scores."""
-    of_norm = [x for x in (found.norm_weight, found.norm_bias) if x is not None]
-    of_norm = [found.added, *of_norm] if of_norm and found.added is not None else []
-    stack = [] if found.stacked is None else [found.stacked]
-    of_terms = [
-        x if not one else x.squeeze(dim) for x, dim in ((found.weights, 0), (found.scores, -2)) if x is not None
-    ]
-    return [*of_norm, *stack, *found.apart, *of_terms]
+    weights, scores = found.weights, found.scores
+    if outputs == 0:
+        weights, scores = None if weights is None else weights[0], None if scores is None else scores.squeeze(-2)
+    of_norm = [found.added, found.norm_weight, found.norm_bias] if normed else ()
+    in_turn = (*of_norm, found.stacked, *found.apart, weights, scores)
+    return [x for x in in_turn if x is not None]
 
 
 def _kind(weights: Tensor | None, outputs: int) -> Weights:

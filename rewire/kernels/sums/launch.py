@@ -57,9 +57,18 @@ class MixInputs(NamedTuple):
 
     def groups(self) -> tuple[Sequence[Tensor], ...]:
         """Each field as a sequence."""
-        weights, scale, bias = _maybe(self.weights), _maybe(self.norm_weight), _maybe(self.norm_bias)
-        terms = (self.sources, weights, self.scores, self.added)
-        return (*terms, self.accumulators, self.probes, scale, bias, _maybe(self.means))
+        sources, weights, scores, added, accumulators, probes, scale, bias, means, _ = self
+        return (
+            sources,
+            () if weights is None else (weights,),
+            scores,
+            added,
+            accumulators,
+            probes,
+            () if scale is None else (scale,),
+            () if bias is None else (bias,),
+            () if means is None else (means,),
+        )
 
 
 class Mixed(NamedTuple):
@@ -114,9 +123,18 @@ class GradientInputs(NamedTuple):
 
     def groups(self) -> tuple[Sequence[Tensor], ...]:
         """Each field as a sequence."""
-        weights, rstd, scale = _maybe(self.weights), _maybe(self.rstd), _maybe(self.norm_weight)
-        of_norm = (self.mixes, rstd, self.grad_mixes, scale)
-        return (self.grads, self.sources, weights, self.scores, *of_norm, self.carried)
+        grads, sources, weights, scores, mixes, rstd, grad_mixes, scale, carried, _ = self
+        return (
+            grads,
+            sources,
+            () if weights is None else (weights,),
+            scores,
+            mixes,
+            () if rstd is None else (rstd,),
+            grad_mixes,
+            () if scale is None else (scale,),
+            carried,
+        )
 
 
 class Gradients(NamedTuple):
@@ -240,7 +258,3 @@ def _keep(key: Any, known: _Known) -> None:
         while len(_routines) >= MOST_KEPT:
             del _routines[next(iter(_routines))]
         _routines[key] = known
-
-
-def _maybe(x: Tensor | None) -> tuple[Tensor, ...]:
-    return () if x is None else (x,)
