@@ -258,7 +258,7 @@ class _Terms(NamedTuple):
     @classmethod
     def of(cls, counts: Sequence[int], tensors: Sequence[Tensor]) -> _Terms:
         """The tensors in turn, as many of each as ``counts`` says."""
-        return cls(*_groups(counts, tensors))
+        return cls(*_in_turn(counts, tensors))
 
 
 class _Fixed(NamedTuple):
@@ -315,7 +315,7 @@ class _Sum(torch.autograd.Function):
         n, w, s, added, claims, scale, tallies = ctx.counts
         given = grad if grad_normed is None else grad_normed
         kept, saved = ctx.weighted, _saved(ctx, given)
-        sources, weights, scores, rest = _groups((n * kept, w * kept, s * kept, len(saved)), saved)
+        sources, weights, scores, rest = _in_turn((n * kept, w * kept, s * kept, len(saved)), saved)
         if tallies:
             *rest, statistics = rest
             value = rest[-1 if ctx.norm is None else -2]
@@ -375,7 +375,7 @@ def _differentiable(
         return grad, of_norm, [None] * len(terms)
 
     def total_of(*terms: Tensor) -> Tensor:
-        xs, weights, by_token = _groups((len(sources), int(weight is not None), len(scores)), terms)
+        xs, weights, by_token = _in_turn((len(sources), int(weight is not None), len(scores)), terms)
         return _by_autograd(xs, weights[0] if weights else None, by_token, ())
 
     return grad, of_norm, gradients(total_of, terms, grad)
@@ -399,7 +399,7 @@ def through_norm(
     return back if grad is None else grad + back, of_norm
 
 
-def _groups(counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+def _in_turn(counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     """``tensors`` in turn: as many in each group as ``counts`` says, or as are left."""
     found, first = [], 0
     for count in counts:

@@ -13,6 +13,7 @@ from rewire.kernels import operators, switch
 from rewire.kernels.cpu import native
 from rewire.kernels.sums.spec import MAX_OUTPUTS
 from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
+from rewire.mixes.claims import added_up
 from rewire.mixes.mix import mix
 
 
@@ -92,7 +93,7 @@ class Several(torch.autograd.Function):
         given = [like.new_zeros(shape) if g is None else g for g, shape in zip(of_mixes, ctx.shapes, strict=True)]
         if by_torch(like):
             of_tensors, of_weights, of_scores = differentiable(given, ctx.stacked, weights, scores, tensors)
-            return (None, None, None, of_weights, of_scores, *map(_sum, of_tensors, carried))
+            return (None, None, None, of_weights, of_scores, *map(added_up, zip(of_tensors, carried, strict=True)))
         known = [x for x in carried if x is not None]
         joined = known if len(known) == len(carried) else []
         if ctx.by_kernels:
@@ -104,12 +105,8 @@ class Several(torch.autograd.Function):
         of_weights = None if weights is None else next(dots)
         of_scores = None if scores is None else next(dots)
         if not joined:
-            return (None, None, None, of_weights, of_scores, *map(_sum, found, carried))
+            return (None, None, None, of_weights, of_scores, *map(added_up, zip(found, carried, strict=False)))
         return (None, None, None, of_weights, of_scores, *found[: len(tensors)])
-
-
-def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return y if x is None else x if y is None else x + y
 
 
 def _sources(stacked: bool, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -255,7 +255,7 @@ class _Builder:
         left = {name: of for name, of in left.items() if names[name] not in found}
         if [len(of) for of in left.values()] == [1]:  # torch takes less time of the host
             ((name, (one,)),) = left.items()
-            return found | {names[name]: self._made(0, functools.partial(_sum, one.place))}
+            return found | {names[name]: self._made(0, functools.partial(_added_up, one.place))}
         together: list[Sums] = []
         for name, of in left.items():
             found[names[name]] = place = self.floats(*_side_by_side(name, [one.shape for one in of]))
@@ -438,7 +438,7 @@ def _to(place: int, dtype: torch.dtype, tensors: list[Tensor]) -> None:
     tensors.append(tensors[place].to(dtype))
 
 
-def _sum(place: int, tensors: list[Tensor]) -> None:
+def _added_up(place: int, tensors: list[Tensor]) -> None:
     tensors.append(tensors[place].sum(0))
 
 
