@@ -20,11 +20,7 @@ from rewire.kernels.kernel import MOST_KEPT
 from rewire.kernels.sums import routine
 from rewire.kernels.sums.routine import Routine
 from rewire.kernels.sums.spec import MixSpec
-
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # torch.compile's own, no part of torch's interface
-    TensorGuards = None  # type: ignore[assignment, misc]
+from rewire.torch_internals import tensor_guards
 
 
 class MixInputs(NamedTuple):
@@ -244,11 +240,7 @@ def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A test of tensors for the metadata of these: in C++, four times as fast as by a key. The answer may be no without
     need: where one tensor is given twice, or needs gradients where another did not.
     """
-    try:
-        check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    except TypeError:  # not as it is known here, or not there
-        return lambda *_: False
-    return check
+    return tensor_guards(tensors) or (lambda *_: False)
 
 
 def _keep(key: Any, known: _Known) -> None:
