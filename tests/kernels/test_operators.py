@@ -13,6 +13,7 @@ import pytest
 import torch
 from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from rewire.kernels import operators
 from rewire.mixes.mix import pending_mix
@@ -62,6 +63,34 @@ def scores_of(given: bool, lead: tuple[int, ...] = (2, 3)) -> list[Tensor]:
 
 WEIGHTED = [("scalar", False), ("scalar", True), ("channel", False), ("channel", True), ("none", True)]
 LEADS = [(2, 3), (5,), (0,), (2, 0)]
+
+
+def test_schemas_are_signatures() -> None:
+    schema = str(torch.ops.rewire.mixes.default._schema)
+    assert schema == (
+        "rewire::mixes(Tensor[] sources, Tensor? weights, Tensor[] scores, Tensor[] added, Tensor[] probes, "
+        "ScalarType? dtype, bool stacks=False, SymInt apart=0) -> Tensor[]"
+    )
+    assert str(torch.ops.rewire.gates.default._schema).endswith("float eps, float magnitude) -> (Tensor, Tensor)")
+
+
+@pytest.mark.parametrize(
+    ("stacks", "apart", "probed"), [(False, 0, False), (True, 0, False), (True, 2, False), (False, 0, True)]
+)
+@pytest.mark.parametrize("kind", ["scalar", "channel", "none"])
+def test_results_of_tensors_without_values(kind: str, stacks: bool, apart: int, probed: bool) -> None:
+    """Of two sources, or four streams and one, 3 mixes; with probes instead, dot products with them."""
+    lead, outputs, n = (2, 5), 3, 2 + 3 * stacks
+    with FakeTensorMode():
+        first = torch.empty(*lead, 4, WIDTH, dtype=BF16) if stacks else torch.empty(*lead, WIDTH, dtype=BF16)
+        sources, probes = [first, torch.empty(*lead, WIDTH)], [torch.empty(*lead, WIDTH)] * outputs * probed
+        weights = {"scalar": torch.empty(outputs, n), "channel": torch.empty(outputs, n, WIDTH), "none": None}[kind]
+        scores = [torch.empty(*lead, n)] * outputs if probed else [torch.empty(*lead, outputs, n)]
+        found = operators.mixes(sources, weights, scores, [], probes, None, stacks, apart)
+    assert {x.dtype for x in found} == {F32}
+    mixes = [(*lead, outputs - apart, WIDTH)] * stacks + [(*lead, WIDTH)] * (apart if stacks else outputs)
+    of_weights = [] if weights is None else [tuple(weights.shape)]
+    assert [tuple(x.shape) for x in found] == mixes + [*of_weights, (*lead, outputs, n)] * probed
 
 
 class TestOperators:
