@@ -295,4 +295,4 @@ class History:
     def _sums(self, mixes: range) -> dict[int, Any]:
         """What each of these mixes begins with: all states so far."""
         rows = torch.stack(self.table.begun[mixes.start : mixes.stop])
-        return dict(zip(mixes, operators.mixes(self.values, rows), strict=True))
+        return dict(zip(mixes, operators.mixes(self.values, rows, (), (), (), torch.float32), strict=True))

@@ -117,7 +117,7 @@ class ScoredHistory(History):
         states = len(self.values)
         rows = torch.stack([row[0, :states] for row in self.table.constants[mixes.start : mixes.stop]])
         of_states = [s.narrow(-1, mixes.start - i, len(mixes)) for i, s in enumerate(self.scores)]
-        return dict(zip(mixes, operators.mixes(self.values, rows, torch.stack(of_states, -1)), strict=True))
+        return dict(zip(mixes, operators.mixes(self.values, rows, of_states, (), (), torch.float32), strict=True))
 
     def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
         known = self.scores if self.claims is None else ()
@@ -142,7 +142,7 @@ class _Claiming(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.n = n
         ctx.set_materialize_grads(False)
-        return tuple(operators.ways(values, rows, scores))
+        return tuple(operators.mixes(values, rows, scores, (), (), None))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
