@@ -272,6 +272,8 @@ class Backend:
                 "model needs a Backend of its own; rewire.compile does not depend on graphs."
             )
         layout = connections(self._connections)[name].layout
+        if len(chain.adds) - 1 not in layout.posts:
+            chain.adds[-1].post = []
         adds = [number for number in range(len(chain.adds)) if layout.reads_qkv(number)]
         attentions = {n: find_attention(found.flow, chain.adds[n], trunk.sites[n]) for n in adds}
         norms = _norms(graph, chain, layout)

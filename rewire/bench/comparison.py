@@ -74,7 +74,7 @@ def _status(implementation: Implementation, compiled: bool) -> str:
 
 
 def _errors(workload: Workload, implementations: Mapping[str, Implementation]) -> dict[str, float | str]:
-    """By implementation, its largest relative error; or a status."""
+    """The largest relative error of each implementation, or a status that says why there is none."""
     small = dataclasses.replace(workload.sizes, batch=1, length=_CHECKED)
     inputs = workload.inputs(small)
     exact = [x.double() for x in inputs]

@@ -30,7 +30,7 @@ OURS, OURS_COMPILED, EAGER, COMPILED, RESIDUAL = "ours", "ours, compiled", "eage
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the states x_i of a workload: [batch, length, width].
+    """The shape of the states x_i of a workload: [batch, length, width].
 
     Attributes:
         dtype: of the states; weights and scores are float32.
@@ -127,7 +127,7 @@ def make_workloads(sizes: Sizes, small: bool) -> list[Workload]:
 
 
 def _only_eager(workload: Workload) -> Workload:
-    """Without what takes a CPU half a minute to compile; those implementations are listed as not run."""
+    """The workload without implementations that a CPU compiles for half a minute. They are listed as not run."""
     implementations = dict(workload.implementations)
     for name, one in implementations.items():
         if one.compiled:
@@ -385,7 +385,7 @@ def _streams(sizes: Sizes, n: int) -> list[Tensor]:
 
 
 def _stream_bytes(sizes: Sizes, n: int) -> Bytes:
-    """Of a read and a write, between which the branch runs: both need the streams, in both passes."""
+    """The bytes of a read and a write, between which the branch runs: both passes of both need the streams."""
     return Bytes((3 * n + 2) * sizes.state, (6 * n + 3) * sizes.state)
 
 
