@@ -16,7 +16,7 @@ from rewire.bench import peers
 from rewire.bench.peers import Implementation, Results
 from rewire.kernels.sums.spec import MixSpec
 from rewire.mixes.blocks import best_block
-from rewire.mixes.history import History, Table
+from rewire.mixes.history import Table
 from rewire.mixes.mix import mix, pending_mix
 from rewire.mixes.norms import mark
 from rewire.mixes.several import mixes
@@ -264,10 +264,11 @@ def trunk(sizes: Sizes, depth: int) -> Workload:
     def ours(*given: Tensor) -> Results:
         x, *branches, weights = given
         row, column = torch.tril_indices(depth, depth, device=weights.device)
-        history, states = History(Table(weights[row, column], depth)), [x]
-        for number, branch in enumerate(branches):
-            history = history.push(states[-1])
-            states.append(history.mix(number, (branch,)).value())
+        table, states = Table(weights[row, column], depth), [x]
+        history = table.history()
+        for t, branch in enumerate(branches, start=1):
+            history = history.read(t, states[-1])
+            states.append(materialize(history.mix(table[t], added=(branch,))))
         return tuple(states[1:])
 
     def plain(*given: Tensor) -> Results:

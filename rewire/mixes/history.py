@@ -24,12 +24,46 @@ from rewire.mixes.autograd import left_to_autograd, under_transforms
 from rewire.mixes.blocks import Blocks
 from rewire.mixes.by_state import ByState, parts
 from rewire.mixes.claims import Claims
-from rewire.mixes.mix import Mix
+from rewire.mixes.mix import Mix, pending_mix
+from rewire.mixes.several import mixes
+from rewire.mixes.tokens import read_off
 
 Scores = tuple[Tensor, ...]  #: Of a state, [..., K], or none
+_EPS = 1e-6  # of the norm of `History.project`
 
 
-class Table:
+class Row(NamedTuple):
+    """The weights of one read, as a table has them.
+
+    Attributes:
+        table: the table.
+        number: of the read in it, from 0.
+    """
+
+    table: Free
+    number: int
+
+
+class Free:
+    """The table of a history whose weights are not known before it is read with them.
+
+    Args:
+        group: reads until there is another state.
+    """
+
+    def __init__(self, group: int = 1) -> None:
+        self.blocks = Blocks(0, 1, 1, 1, group)
+
+    def __getitem__(self, t: int) -> Row:
+        """The weights of read t, which is of ``x_0 .. x_{t-1}``, for `History.mix`."""
+        return Row(self, t - self.blocks.first)
+
+    def history(self) -> History:
+        """The history before its first state."""
+        return History(self, claims=None)
+
+
+class Table(Free):
     """Weights of mixes in turn, each of all states so far.
 
     Args:
@@ -43,7 +77,6 @@ class Table:
         begun, rest: the same, detached: those of the states before its block of mixes, and of the others.
         by_state: the same, with gradients, for the claims.
         first: of each read the number of its first mix: here each is one mix.
-        queries, own: as in `scored.ScoredTable`: here weights are the same for all tokens.
     """
 
     def __init__(self, flat: Tensor, mixes: int, first: int = 1, block: int | None = None, group: int = 1) -> None:
@@ -55,7 +88,9 @@ class Table:
         self.begun, self.rest = halves[::2], halves[1::2]
         self.by_state = ByState.of(flat, blocks, [1] * mixes)
         self.first = range(mixes + 1)
-        self.queries = self.own = (None,) * max(mixes, blocks.states)
+
+    def history(self) -> History:
+        return History(self)
 
 
 def suffixes(x: Tensor, starts: Sequence[int]) -> tuple[Tensor, ...]:
@@ -100,14 +135,17 @@ class Claimed(NamedTuple):
 
 
 class History:
-    """The states of a trunk so far. Immutable.
+    """The states of a trunk so far.
 
     In blocks of B (see `Blocks`), kernels read all earlier states once for the next B mixes, and all later gradients
     once for several states: L^2 / 2 reads become about L^1.5.
 
-    In groups, a state is complete after several reads. Those before that have it as far as it has come (`joined`). The
-    mixes of a group, or of a span of it, claim all complete states together, which are handed on to the next ones: few
-    gradients wait at a time, as few states are held.
+    In groups, a state is complete after several reads. Those before that have it as far as it has come. The mixes of a
+    group, or of a span of it, claim all complete states together, which are handed on to the next ones: few gradients
+    wait at a time, as few states are held.
+
+    Each read has a history of its own, which `read` makes. What it mixes with weights that no table knew, or projects,
+    is replaced there by tensors of the same values: gradients of later reads come to these, and join its own.
 
     A plain class, not a dataclass: FSDP2 rebuilds every dataclass that it meets in a block's inputs.
 
@@ -117,15 +155,16 @@ class History:
             pass over the claims'.
         values: the same without their history of gradients.
         claims: of each state, or of several together; None if some state has no claims, as when a compiled block pushed
-            it: then all further mixes are left to autograd.
+            it, or if no table knows the weights: then all further mixes are left to autograd.
         scores: where weights are made of them, of each state those of the mixes that read it, [..., m]; in groups, of
             the present span.
         waiting: the states of the present block as later blocks of mixes see them, each with its scores for these:
             their gradients come together. In groups, of each state its scores for each span.
         begun: of each mix of the present block what it begins with: all states before that block.
+        before: of a read inside a group, the history without the newest state, which no other read has.
     """
 
-    __slots__ = ("begun", "claims", "scores", "states", "table", "values", "waiting")
+    __slots__ = ("before", "begun", "claims", "scores", "states", "table", "values", "waiting")
 
     #: Whether scores are constants to who reads, as claims get their gradients.
     constant_scores: ClassVar[bool] = True
@@ -141,7 +180,104 @@ class History:
         begun: dict[int, Any] | None = None,
     ) -> None:
         self.table, self.states, self.values, self.claims = table, states, values, claims
-        self.scores, self.waiting, self.begun = scores, waiting, begun or {}
+        self.scores, self.waiting, self.begun, self.before = scores, waiting, begun or {}, None
+
+    # -- reads ---------------------------------------------------------------------------------------------------------
+
+    def read(self, t: int, x: Tensor) -> Self:
+        """The history as read t has it: with ``x``, the newest state.
+
+        To be called by who reads the state, not by who makes it: the claims' backward needs the state, and under
+        activation checkpointing would have the block that made it recomputed before its turn.
+        """
+        number = t - self.table.blocks.first
+        return self._joined(number, x) if self.table.blocks.joined(number) else self.push(x)
+
+    @property
+    def kept(self) -> Self:
+        """What goes on to the next read: without a newest state inside a group."""
+        if self.before is None:
+            return self
+        return self._left(self.states[:-1], self.scores[:-1]) if self.claims is None else self.before
+
+    @property
+    def newest(self) -> Tensor:
+        """The newest state. May be set to a tensor of the same value, to which gradients of later reads are to come."""
+        return self.states[-1]
+
+    @newest.setter
+    def newest(self, x: Tensor) -> None:
+        self.states = (*self.states[:-1], x)
+
+    def project(self, weight: Tensor) -> Tensor:
+        """``weight . rmsnorm(newest)`` for each token, [..., n] for a weight [n, D]: in float32 at least."""
+        scores, self.newest = read_off(self.newest, weight.T, _EPS)
+        return scores
+
+    def mix(
+        self, weights: Row | Tensor | None, per_token: Tensor | None = None, added: Sequence[Tensor] = ()
+    ) -> Tensor | Mix:
+        """``sum_i (w_i + s_i) x_i`` over the n states, plus ``added``: perhaps to be computed when it is needed.
+
+        Args:
+            weights: w, float32, one for each state [n], or one for each channel of it [n, D]; or those that a table has
+                for this read, ``table[t]``.
+            per_token: s, float32 [..., n].
+            added: tensors that are added with weight 1, like the branches.
+
+        Raises:
+            ValueError: there are not as many weights as states.
+        """
+        if isinstance(weights, Row):
+            (value,) = self._of_table(weights)
+            if added and isinstance(value, Mix):
+                value.added = tuple(added)
+            return value if isinstance(value, Mix) or not added else Mix(added=(value, *added))
+        if per_token is None or added:
+            return pending_mix(self.states, weights, added, None if per_token is None else per_token.split(1, -1))
+        return self.mixes(None if weights is None else weights.unsqueeze(0), per_token.unsqueeze(-2))[0]
+
+    def mixes(self, weights: Row | Tensor | None, per_token: Tensor | None = None) -> Sequence[Tensor | Mix]:
+        """Several mixes of the states at once, as for queries, keys and values: M ways.
+
+        Args:
+            weights: as in `mix`, with a dimension for the ways in front: [M, n] or [M, n, D].
+            per_token: [..., M, n].
+
+        Raises:
+            ValueError: there are not as many weights as states.
+        """
+        if isinstance(weights, Row):
+            return self._of_table(weights)
+        for given, dim in ((weights, 1), (per_token, -1)):
+            if given is not None and given.shape[dim] != len(self.states):
+                raise ValueError(f"{len(self.states)} states are mixed, and there are {given.shape[dim]} weights.")
+        found, states = mixes(self.states, weights, per_token)
+        self.states = tuple(states)
+        return found
+
+    def _of_table(self, row: Row) -> Sequence[Tensor | Mix]:
+        """The ways of a read with the weights that the table has for it."""
+        if row.table is not self.table:
+            raise ValueError(
+                "the history began without these weights: `weights` of a rewire.Dense has to return the table itself."
+            )
+        return self._ways(row.number)
+
+    def _ways(self, number: int) -> Sequence[Tensor | Mix]:
+        """Here one: mix ``number`` of the table."""
+        if self.claims is None or (torch.compiler.is_compiling() and not switch.uses_kernels(self.states[0])):
+            row = self.table.rows[number]
+            return [Mix(self.states[: len(row)], row)]
+        claims = tuple([of.claims[number - of.first] for of in self._claims_of(number)])
+        weights, accumulator = self.table.rest[number], self.begun.get(number)
+        if accumulator is None and self.table.begun[number].shape[0]:
+            weights = torch.cat((self.table.begun[number], weights))
+        read = self.table.blocks.count(number)
+        values = self.values[read - weights.shape[0] : read]
+        return [Mix(values, weights if values else None, (), (), claims, accumulator)]
+
+    # -- states --------------------------------------------------------------------------------------------------------
 
     def after(self, states: Sequence[Tensor]) -> Self:
         """The history after further ``states``, of which earlier mixes were made elsewhere."""
@@ -151,10 +287,7 @@ class History:
         return history
 
     def push(self, x: Tensor, begin: bool = True) -> Self:
-        """The history with a further state.
-
-        To be called by who reads the state, not by who makes it: the claims' backward needs the state, and under
-        activation checkpointing would have the block that made it recomputed before its turn.
+        """The history with a further state, all of it.
 
         Args:
             x: the state.
@@ -166,12 +299,18 @@ class History:
             return self._with(x, None, self.claims, self.waiting)
         return self._next_group(x) if self.table.blocks.group > 1 else self._next(x)._begin(begin)
 
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
+        """The history in other dimensions; what was arranged for one pass over memory is left to autograd from here."""
+        history = self._left(())._without_claims(tuple(map(view, self.states)))
+        history.before = self.before
+        return history
+
     def _next(self, x: Tensor) -> Self:
         """The history with a state whose near mixes claim it by itself, and later ones with its block."""
         table, blocks, number, claims = self.table, self.table.blocks, len(self.states), self.claims
         read, waiting = blocks.first_mix(number), self.waiting
         first, end, stop = table.first[read], table.first[read + blocks.near(number)], table.first[-1]
-        scores, near, later, x = self._scored_apart(table.queries[number], end - first, x)
+        scores, near, later, x = self._scored_apart(number, end - first, x)
         again = x
         assert claims is not None
         if end > first:
@@ -191,7 +330,7 @@ class History:
         """The history with a further state, whose reads come until there is another."""
         table, number = self.table, len(self.states)
         blocks = table.blocks
-        scores, x = self._scored(table.queries[number], x)
+        scores, x = self._scored(number, x)
         spans = blocks.spans()[number * blocks.spans_of_group :]
         sizes = [table.first[reads.stop] - table.first[reads.start] for reads in spans]
         waiting = self.waiting if scores is None else (*self.waiting, scores.split(sizes, -1))
@@ -207,42 +346,22 @@ class History:
         claimed, states = self._claim(first, 1, table.by_state.spans[span], own, self.states)
         return type(self)(table, states, self.values, (claimed,), tuple(map(self._kept, own)), self.waiting)
 
-    def at(self, number: int) -> Self:
-        """The history as read ``number`` has it, inside a group: another span may begin with it."""
-        if self.claims is None or self._claims_of(self.table.first[number]):
-            return self
-        return self._next_span(number)
-
-    def joined(self, number: int, x: Tensor) -> tuple[Self, Tensor]:
-        """The history with one state more, which read ``number`` alone has; and that state, as who reads it next is to
-        take it.
-        """
-        scores, x = self._scored(self.table.own[number], x)
+    def _joined(self, number: int, x: Tensor) -> Self:
+        """The history with one state more, which read ``number`` alone has, inside a group."""
+        table, before = self.table, self
+        if self.claims is not None and not self._claims_of(table.first[number]):
+            before = self._next_span(number)
+        scores, x = self._scored(number, x, alone=True)
+        of_read = () if scores is None else (scores,)
         if self._left_to_autograd(x):
-            known = self if self.claims is None else self._without_claims(self.states)
-            of_states = known.scores if scores is None else (*known.scores, scores)
-            return type(self)(self.table, (*known.states, x), (), None, of_states), x
-        first, weights = self.table.first[number], self.table.by_state.joined[number]
-        claimed, (x,) = self._claim(first, 1, weights, () if scores is None else (scores,), (x,))
-        assert self.claims is not None
-        return self._with(x, scores, (*self.claims, claimed), self.waiting), x
-
-    def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
-        """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""
-        if self.claims is None or (torch.compiler.is_compiling() and not switch.uses_kernels(self.states[0])):
-            row = self.table.rows[number]
-            return Mix(self.states[: len(row)], row, (), tuple(added))
-        claims = tuple([of.claims[number - of.first] for of in self._claims_of(number)])
-        weights, accumulator = self.table.rest[number], self.begun.get(number)
-        if accumulator is None and self.table.begun[number].shape[0]:
-            weights = torch.cat((self.table.begun[number], weights))
-        read = self.table.blocks.count(number)
-        values = self.values[read - weights.shape[0] : read]
-        return Mix(values, weights if values else None, (), tuple(added), claims, accumulator)
-
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
-        """The history in other dimensions; what was arranged for one pass over memory is left to autograd from here."""
-        return type(self)(self.table, claims=None)._without_claims(tuple(map(view, self.states)))
+            known = before if before.claims is None else before._without_claims(before.states)
+            history = self._left((*known.states, x), (*known.scores, *of_read))
+        else:
+            claimed, (x,) = self._claim(table.first[number], 1, table.by_state.joined[number], of_read, (x,))
+            assert before.claims is not None
+            history = before._with(x, scores, (*before.claims, claimed), before.waiting)
+        history.before = before
+        return history
 
     def _left_to_autograd(self, x: Tensor) -> bool:
         """Whether mixes of a further state x are."""
@@ -251,13 +370,19 @@ class History:
 
     def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
         """The history of these states, whose mixes are left to autograd."""
-        return type(self)(self.table, states, (), None)
+        return self._left(states)
 
-    def _scored(self, queries: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The scores of a state for these queries, if there are any; and x as who reads it next is to take it."""
+    def _left(self, states: tuple[Tensor, ...], scores: Scores = ()) -> Self:
+        """The same; their scores are known."""
+        return type(self)(self.table, states, (), None, scores)
+
+    def _scored(self, number: int, x: Tensor, alone: bool = False) -> tuple[Tensor | None, Tensor]:
+        """The scores of state ``number``, or of the one that read ``number`` alone has, if weights are made of scores;
+        and x, as later readers are to take it.
+        """
         return None, x
 
-    def _scored_apart(self, queries: Any, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
+    def _scored_apart(self, number: int, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
         """The same; with those of the first ``near`` queries, and those of the others: see `tokens.read_off_apart`."""
         return None, (), (), x
 

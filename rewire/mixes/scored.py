@@ -21,13 +21,13 @@ from rewire.kernels import operators, switch
 from rewire.kernels.sums.spec import MAX_OUTPUTS
 from rewire.mixes.blocks import Blocks
 from rewire.mixes.by_state import ByState, first_mixes, parts
-from rewire.mixes.history import History, Scores, suffixes
+from rewire.mixes.history import Free, History, Scores, suffixes
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.several import mixes
 from rewire.mixes.tokens import read_off, read_off_apart
 
 
-class ScoredTable:
+class ScoredTable(Free):
     """Weights of reads in turn: read t = 1, 2, .. is of the t states so far, in one way or several.
 
     Args:
@@ -44,7 +44,7 @@ class ScoredTable:
         starts: of each state, the first mix that reads it.
         by_state: b, for the claims.
         queries: of each state, w of the mixes that read it, [m, D].
-        own: of each read, its own, [ways, D].
+        own: of each read, its own, [ways, D]; where it may have a state alone, in groups.
     """
 
     def __init__(self, flat: Tensor, queries: Tensor, ways: Sequence[int], group: int = 1) -> None:
@@ -61,6 +61,9 @@ class ScoredTable:
         self.queries = suffixes(queries, self.starts)
         self.own = parts(queries, list(ways)) if group > 1 else ()
 
+    def history(self) -> ScoredHistory:
+        return ScoredHistory(self)
+
 
 class ScoredHistory(History):
     """The states of a trunk so far, each with the scores of its later reads. Immutable."""
@@ -72,8 +75,7 @@ class ScoredHistory(History):
 
     table: ScoredTable
 
-    def read(self, number: int) -> Sequence[Tensor | Mix]:
-        """The mixes of read ``number``, from 0."""
+    def _ways(self, number: int) -> Sequence[Tensor | Mix]:
         table, first = self.table, self.table.first[number]
         rows, places = table.rows[number], self._places(number)
         ways = len(rows)
@@ -106,11 +108,13 @@ class ScoredHistory(History):
             places = [first - self.claims[0].first] * complete
         return [*places, 0] if joined else places
 
-    def _scored(self, queries: Any, x: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _scored(self, number: int, x: Tensor, alone: bool = False) -> tuple[Tensor | None, Tensor]:
+        queries = (self.table.own if alone else self.table.queries)[number]
         return read_off(x, queries.T, self.norm_eps, self.clamped)
 
-    def _scored_apart(self, queries: Any, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
-        (scores, first, others), x = read_off_apart(x, queries.T, near, self.norm_eps, self.clamped)
+    def _scored_apart(self, number: int, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
+        queries = self.table.queries[number].T
+        (scores, first, others), x = read_off_apart(x, queries, near, self.norm_eps, self.clamped)
         return scores, (first,), (others,), x
 
     def _sums(self, mixes: range) -> dict[int, Any]:  # each of one way
@@ -120,14 +124,12 @@ class ScoredHistory(History):
         return dict(zip(mixes, operators.mixes(self.values, rows, torch.stack(of_states, -1)), strict=True))
 
     def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
-        known = self.scores if self.claims is None else ()
-        queries = self.table.queries
-        scores = list(known)
-        for number in range(len(known), len(states)):
-            of_state, _ = self._scored(queries[number], states[number])
-            assert of_state is not None
-            scores.append(of_state)
-        return type(self)(self.table, states, (), None, tuple(scores))
+        scores = [*self.scores] if self.claims is None else []
+        known = [*states[: len(scores)]]
+        for number, x in enumerate(states[len(scores) :], start=len(scores)):
+            of_state, x = self._scored(number, x)
+            known, scores = [*known, x], [*scores, *([] if of_state is None else [of_state])]
+        return self._left(tuple(known), tuple(scores))
 
 
 class _Claiming(torch.autograd.Function):
