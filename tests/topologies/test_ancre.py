@@ -98,7 +98,7 @@ def test_sums(kind: str, start: str) -> None:
     topology, depth = ANCRe(kind), 7  # type: ignore[arg-type]
     torch.manual_seed(0)
     logits = torch.randn(28) if start == "random" else learned(topology.for_start("preserve"), depth, start)
-    p = topology.weights({"logits": logits}, Dims(depth)).matrix
+    p = topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth))
     torch.testing.assert_close(p.sum(1 if kind == "ingoing" else 0), torch.ones(depth))
     assert (p >= 0).all()
     assert (p.triu(1) == 0).all()
@@ -130,7 +130,7 @@ def test_preserving_start_is_exact(kind: str, temperature: float, depth: int, ca
     assert logits.dtype == torch.float32
     assert logits.shape == (depth * (depth + 1) // 2,)
     original = torch.eye(depth) if cascade == "replace" else torch.zeros(depth, depth)
-    assert torch.equal(topology.weights({"logits": logits}, Dims(depth)).matrix, original)
+    assert torch.equal(topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth)), original)
 
 
 class Relu(nn.Module):
@@ -164,7 +164,7 @@ def test_logits_have_the_gradients_of_the_paper_s_start(kind: str, depth: int) -
     for topology, start in ((preserving(kind), "preserve"), (ANCRe(kind), "paper")):  # type: ignore[arg-type]
         logits = learned(topology, depth, start)
         torch.manual_seed(0)
-        topology.weights({"logits": logits}, Dims(depth)).matrix.backward(torch.randn(depth, depth))
+        topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth)).backward(torch.randn(depth, depth))
         gradients.append(logits.grad)
     assert torch.equal(*gradients)
 
@@ -198,7 +198,7 @@ def test_gradients_near_one_hot_are_not_noise(kind: str, depth: int) -> None:
     logits = nn.Parameter(0.01 * math.log(depth / 1e-8) * (row == column))  # others have a weight of 1e-8 together
     torch.manual_seed(0)
     upstream = torch.randn(depth, depth)
-    topology.weights({"logits": logits}, Dims(depth)).matrix.backward(upstream)
+    topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth)).backward(upstream)
     exact = logits.detach().double().requires_grad_()
     table = torch.full((depth, depth), -math.inf, dtype=torch.float64).index_put((row, column), exact / 0.01)
     table.softmax(1 if kind == "ingoing" else 0).backward(upstream.double())
@@ -220,8 +220,8 @@ def test_learns_a_shortcut(kind: str) -> None:
     teacher = logits.detach().clone()
     teacher[shortcut] = teacher.max() + (0 if kind == "none" else 0.05)
     target = topology.weights({"logits": teacher}, Dims(depth))
-    assert target.matrix[-1, 0] > 0.6
-    start = topology.weights({"logits": logits}, Dims(depth)).matrix[-1, 0].item()
+    assert topology.matrix(target, Dims(depth))[-1, 0] > 0.6
+    start = topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth))[-1, 0].item()
     optimizer = torch.optim.Adam([logits], lr=1e-2 if kind == "none" else 1e-3)
     for _ in range(600):
         x = torch.randn(64, 8)
@@ -229,7 +229,7 @@ def test_learns_a_shortcut(kind: str) -> None:
         out = run(topology, topology.weights({"logits": logits}, Dims(depth)), x, blocks)
         nn.functional.mse_loss(out, run(topology, target, x, blocks)).backward()
         optimizer.step()
-    end = topology.weights({"logits": logits}, Dims(depth)).matrix
+    end = topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth))
     assert start == 0
     assert end[-1, 0] > 0.4
 
@@ -241,7 +241,7 @@ def test_bf16_states(kind: str) -> None:
     logits = learned(topology, depth)
     weights = topology.weights({"logits": logits}, Dims(depth))
     out = run(topology, weights, x, blocks)
-    assert {w.dtype for w in (weights.matrix, *weights.table.rows, *weights.table.by_state.near)} == {torch.float32}
+    assert {w.dtype for w in (*weights.rows, *weights.by_state.near)} == {torch.float32}
     assert out.dtype == torch.bfloat16
     out.float().square().mean().backward()
     assert logits.grad is not None
@@ -260,8 +260,8 @@ def test_autocast_leaves_the_weights_in_float32(kind: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = topology.weights({"logits": logits}, Dims(depth))
         out = run(topology, got, x, blocks)
-    assert {w.dtype for w in (got.matrix, *got.table.rows, *got.table.by_state.near)} == {torch.float32}
-    assert torch.equal(got.matrix, want.matrix)
+    assert {w.dtype for w in (*got.rows, *got.by_state.near)} == {torch.float32}
+    assert all(map(torch.equal, got.rows, want.rows))
     assert out.dtype == torch.float32  # as in the plain network: float32 stream + bfloat16 branch
 
 

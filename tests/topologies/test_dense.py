@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from toy_nets import WIDTH, net, plain, run
 
 from rewire.mixes.history import History
-from rewire.topologies import groups, make_topology
+from rewire.topologies import make_topology
 from rewire.topologies.base import Dims, Start
 
 DEPTH = 7  # no multiple of the sizes of groups
@@ -282,13 +282,13 @@ def test_matrix_tells_what_is_read(name: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("block", [None, 1, 2, 3, 10])
 def test_numbers_of_sources(block: int | None) -> None:
-    rows, columns = groups.entries(9, block)
-    assert len(rows) == sum(groups.count(t, block) for t in range(1, 10))
+    states, increments = make_topology("ancre-ingoing", {"block": block}), make_topology("grn-v1", {"block": block})
     for t in range(1, 10):
         numbers = states_read(t, block or 1)
-        assert groups.numbers(t, block) == numbers == columns[rows == t - 1].tolist()
-        assert {groups.group(i, block) for i in range(t)} == set(range(groups.count(t, block)))
-    assert groups.count(torch.arange(1, 5), 2).tolist() == [1, 2, 2, 3]
+        assert states.sources(t) == numbers and len(increments.sources(t)) == len(numbers)
+    parameters = states.parameters(Dims(9), "paper")
+    assert len(parameters["logits"]) == sum(len(states_read(t, block or 1)) for t in range(1, 10))
+    assert [len(row) for row in states.weights(parameters, Dims(9)).rows] == states.sizes(Dims(9))
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in DENSE}))
