@@ -295,7 +295,9 @@ class ScoredHistory(History):
 
     def _ways(self, number: int) -> Sequence[Tensor | Mix]:
         scores = [own.split(1, -1) for own in self._scores_of(number)]
-        return [Mix(self.states, row, tuple(own[way] for own in scores)) for way, row in enumerate(self.table.rows[number])]
+        return [
+            Mix(self.states, row, tuple(own[way] for own in scores)) for way, row in enumerate(self.table.rows[number])
+        ]
 
     def _scores_of(self, number: int) -> list[Tensor]:
         """Of a read, [..., ways] of each of its states."""

@@ -178,15 +178,14 @@ class Dense(_Dense[W], Recurrence[W]):
 
     def _program(self, static: Mapping[int, Sequence[Weight]], dims: Dims) -> Program:
         units, read = list[Unit](), "x0"
-        for t in range(1, dims.depth + 2):
-            terms = [Term(f"x{i}", w) for i, w in zip(self.sources(t), static.get(t, ()), strict=False)]
-            before, read = ((Line(f"r{t}", tuple(terms)),), f"r{t}") if terms else ((), f"x{t - 1}")
-            after = Line(f"x{t}", (Term(read, 1.0, fixed=True), Term(branch_of(t), 1.0)))
-            units.append(Unit(before, read, (after,)))
-        *units, output = units
-        columns = tuple(f"x{t}" for t in range(dims.depth + 1))
-        reads = [*(unit.read for unit in units), output.read][self.first - 1 :]
-        return Program(tuple(units), output.before, output.read, tuple(reads), columns)
+        for t in range(1, dims.depth + 1):
+            written = Line(f"x{t}", (Term(read, 1.0, fixed=True), Term(branch_of(t), 1.0)))
+            mixed = zip(self.sources(t + 1), static[t + 1], strict=True) if t + 1 in static else [(t, 1.0)]
+            following = Line(f"r{t + 1}", tuple(Term(f"x{i}", w) for i, w in mixed))
+            units.append(Unit((), read, (written, following)))
+            read = following.target
+        reads = tuple(f"r{t}" for t in self.reads(dims))
+        return Program(tuple(units), (), read, reads, tuple(f"x{t}" for t in range(dims.depth + 1)))
 
 
 class DenseIncrements(_Dense[W]):

@@ -109,10 +109,14 @@ def test_paper_starts() -> None:
         assert (ANCRe(kind).parameters(Dims(5), "paper")["logits"] == 0).all()  # type: ignore[arg-type]
     uniform = torch.tensor([[1, 0, 0], [1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3]])
     for topology in (ANCRe(), ANCRe("none"), ANCRe("none", cascade="keep")):
-        torch.testing.assert_close(topology.weights(topology.parameters(Dims(3), "paper"), Dims(3)).matrix, uniform)
+        torch.testing.assert_close(
+            topology.matrix(topology.weights(topology.parameters(Dims(3), "paper"), Dims(3)), Dims(3)), uniform
+        )
     outgoing = ANCRe("outgoing")
     want = torch.tensor([[1 / 3, 0, 0], [1 / 3, 1 / 2, 0], [1 / 3, 1 / 2, 1]])
-    torch.testing.assert_close(outgoing.weights(outgoing.parameters(Dims(3), "paper"), Dims(3)).matrix, want)
+    torch.testing.assert_close(
+        outgoing.matrix(outgoing.weights(outgoing.parameters(Dims(3), "paper"), Dims(3)), Dims(3)), want
+    )
 
 
 def preserving(kind: str, **options: Any) -> ANCRe:
@@ -164,7 +168,9 @@ def test_logits_have_the_gradients_of_the_paper_s_start(kind: str, depth: int) -
     for topology, start in ((preserving(kind), "preserve"), (ANCRe(kind), "paper")):  # type: ignore[arg-type]
         logits = learned(topology, depth, start)
         torch.manual_seed(0)
-        topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth)).backward(torch.randn(depth, depth))
+        topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth)).backward(
+            torch.randn(depth, depth)
+        )
         gradients.append(logits.grad)
     assert torch.equal(*gradients)
 
