@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from rewire.bench import peers
 from rewire.bench.peers import Implementation, Results
 from rewire.kernels.sums.spec import MixSpec
+from rewire.mixes.attended import AttendedTable
 from rewire.mixes.blocks import best_block
 from rewire.mixes.history import Table
-from rewire.mixes.mix import mix, pending_mix
+from rewire.mixes.mix import mix, pending_mix, softmax
 from rewire.mixes.norms import mark
 from rewire.mixes.several import mixes
 from rewire.mixes.traffic import bytes_moved, bytes_of_history
-from rewire.topologies.attnres import AttnRes
 from rewire.topologies.base import Dims, materialize
 from rewire.topologies.hyper import DynamicHyperConnections, ParallelStreams
 from rewire.topologies.mhc import ManifoldHyperConnections
@@ -310,9 +310,10 @@ def attention_residuals(sizes: Sizes, n: int) -> Workload:
 
     def ours(*given: Tensor) -> Results:
         *xs, query = given
-        dims = Dims(n - 1, len(query))
-        weights = AttnRes().weights({"queries": query.expand(n - 1, -1)}, dims)
-        return (AttnRes().finish(tuple(xs), weights._replace(table=None), dims),)  # of given states, not of a trunk's
+        table = AttendedTable(query.unsqueeze(0), ways=[*[0] * (n - 2), 1], only_scores=True)  # of read n alone
+        history = table.history().after(xs)
+        shares, _ = softmax(history.scores_of(table[n]), scaled=False)
+        return tuple(map(materialize, history.mixes(None, shares.movedim(0, -1))))
 
     def plain(*given: Tensor) -> Results:
         *xs, query = given

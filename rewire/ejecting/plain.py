@@ -117,7 +117,7 @@ class Free:
 
     def __getitem__(self, t: int) -> Row:
         """The weights of read t."""
-        return Row(self, t - self.blocks.first)
+        return Row(self, t - self.blocks.first)  # type: ignore[arg-type]
 
     def history(self) -> History:
         """The history before its first state."""

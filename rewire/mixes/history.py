@@ -180,7 +180,8 @@ class History:
         begun: dict[int, Any] | None = None,
     ) -> None:
         self.table, self.states, self.values, self.claims = table, states, values, claims
-        self.scores, self.waiting, self.begun, self.before = scores, waiting, begun or {}, None
+        self.scores, self.waiting, self.begun = scores, waiting, begun or {}
+        self.before: Self | None = None
 
     # -- reads ---------------------------------------------------------------------------------------------------------
 

@@ -19,12 +19,13 @@ from rewire.topologies.base import (
     Granularity,
     Start,
     States,
+    W,
     check_choice,
     check_count,
     no_preserving_start,
     one_hot_previous,
 )
-from rewire.topologies.dense import Dense, W, count
+from rewire.topologies.dense import Dense, count
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
 

@@ -160,8 +160,8 @@ class AttnRes(DenseIncrements[AttendedTable]):
         shares = self._shares(history.scores_of(weights[t]))  # [n, ..., rows]
         if self.normed:
             shares = shares * history.inverse_norms
-        ways = self._mixes(history, shares)
-        return ways[0] if len(ways) == 1 else QKVInputs(*ways, residual=ways[0])
+        q, *kv = self._mixes(history, shares)
+        return QKVInputs(q, *kv, residual=q) if kv else q
 
     def finish(self, states: States, weights: AttendedTable, dims: Dims) -> Tensor:
         if not self.additive:

@@ -26,8 +26,8 @@ class DenseFormer(Dense[Averages]):
 
     ``x_t = y_{t-1} + f_t`` and ``y_t = sum_i a_ti x_i`` over ``i <= t`` with ``i = t (mod dilation)``, if t
     is a multiple of period; otherwise ``y_t = x_t``. ``y_0 = x_0``. Unit t reads ``y_{t-1}``; the trunk's
-    output is ``y_T``: what is averaged after a unit is read by the next, read t being of ``x_0 .. x_{t-1}``. Both starts
-    are ``a_tt = 1`` and 0 elsewhere: the original network, exactly.
+    output is ``y_T``. So ``y_t`` is read t + 1, which is of ``x_0 .. x_t``. Both starts are ``a_tt = 1`` and 0
+    elsewhere: the original network, exactly.
 
     **Groups.** With ``block=S`` (ours; see `dense`) averages are over ``x_0, x_S, x_2S, ..`` and ``x_t``:
     ``y_t = sum_{i in K_{t+1}} a_ti x_i`` with ``K_{t+1} = {i <= t: i = 0 (mod S) or i = t}``. These
@@ -84,9 +84,10 @@ class DenseFormer(Dense[Averages]):
         if (t - 1) % self.period:
             x: Tensor = history.newest
             return x
-        if self.dilation > 1:
-            return mix([history.states[i] for i in self.sources(t)], weights[t])
-        average: Tensor | Mix = history.mix(weights[t])
+        row = weights[t]
+        if self.dilation > 1 and isinstance(row, Tensor):
+            return mix([history.states[i] for i in self.sources(t)], row)
+        average: Tensor | Mix = history.mix(row)
         return average
 
     def mixing(self, dims: Dims) -> range:

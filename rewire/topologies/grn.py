@@ -121,9 +121,10 @@ class GRN(DenseIncrements[Weights]):
         return dict(zip(self.mixing(dims), map(Read, rows, queries), strict=True))
 
     def mix(self, history: Any, weights: Weights, t: int) -> Tensor | Mix | QKVInputs:
-        if self.last is None:
-            return _seen(history.mixes(weights[t]))
-        stack, (b, w) = self._stack(history.states), weights[t]
+        row = weights[t]
+        if not isinstance(row, Read):
+            return _seen(history.mixes(row))
+        stack, (b, w) = self._stack(history.states), row
         # Not relu: the derivative of clamp is 1 at 0, where all scores start.
         scores = [] if w is None else [project(f, w).clamp(min=0) for f in stack]  # each [..., ways]
         if len(b) == 1:
