@@ -112,12 +112,10 @@ class Free:
         blocks: which of the reads are of which states.
     """
 
+    queries: Sequence[Tensor] = ()
+
     def __init__(self, group: int = 1) -> None:
         self.blocks = Blocks(0, 1, 1, 1, group)
-
-    def __getitem__(self, t: int) -> Row:
-        """The weights of read t."""
-        return Row(self, t - self.blocks.first)  # type: ignore[arg-type]
 
     def history(self) -> History:
         """The history before its first state."""
@@ -125,54 +123,42 @@ class Free:
 
 
 class Table(Free):
-    """Weights of several mixes in turn, each of all states so far.
-
-    Args:
-        flat: float32 [K] or [K, D]: for each mix in turn, one entry for each of its states, ascending.
-        mixes: how many.
-        first: states that the first mix reads; each further one reads one more.
-        group: mixes until there is another state.
-
-    Attributes:
-        rows: for each mix its weights, [n] or [n, D].
-    """
-
-    def __init__(self, flat: Tensor, mixes: int, first: int = 1, group: int = 1) -> None:
-        self.blocks = Blocks(mixes, first, mixes, mixes, group)
-        self.rows = parts(flat, [self.blocks.count(number) for number in range(mixes)])
-
-
-class ScoredTable(Free):
     """Weights of reads in turn, each of all states so far, in one way or several.
 
     Args:
         flat: b, float32 [K] or [K, D]: for each read in turn, for each of its ways, one entry for each of its states.
-        queries: w, float32 [S, D]: one row for each way of each read.
-        ways: of each read in turn.
+        ways: of each read in turn; or how many reads there are, of one way each.
+        first: states that the first read is of; each further one is of one more.
         group: reads until there is another state.
+        queries: w, float32 [S, D]: ``relu(w . x_i)`` is added to the weight of x_i; one row for each way of each read.
 
     Attributes:
         rows: of each read, [ways, n] or [ways, n, D].
         first: of each read, the number of its first query.
-        queries: of each state, those of the reads that have it, [m, D].
+        queries: of each state, those of the reads that have it, [m, D]; none.
         own: of each read, its own, [ways, D].
     """
 
-    def __init__(self, flat: Tensor, queries: Tensor, ways: Sequence[int], group: int = 1) -> None:
-        self._arrange(queries, ways, group)
+    def __init__(
+        self, flat: Tensor, ways: int | Sequence[int], first: int = 1, group: int = 1, queries: Tensor | None = None
+    ) -> None:
+        ways = [1] * ways if isinstance(ways, int) else ways
+        self._ask(queries, ways, first, group)
         rows = parts(flat, [way * self.blocks.count(number) for number, way in enumerate(ways)])
         self.rows = [row.unflatten(0, (way, -1)) for row, way in zip(rows, ways, strict=True)]
 
-    def _arrange(self, queries: Tensor, ways: Sequence[int], group: int) -> None:
-        self.blocks, self.first = Blocks(len(ways), 1, len(ways), len(ways), group), first_mixes(ways)
-        self.queries = [queries[self.first[self.blocks.first_mix(state)] :] for state in range(self.blocks.states)]
-        self.own = queries.split(list(ways))
+    def __getitem__(self, t: int) -> Row:
+        """The weights of read t."""
+        return Row(self, t - self.blocks.first)  # type: ignore[arg-type]
 
-    def history(self) -> ScoredHistory:
-        return ScoredHistory(self)
+    def _ask(self, queries: Tensor | None, ways: Sequence[int], first: int, group: int) -> None:
+        self.blocks, self.first = Blocks(len(ways), first, len(ways), len(ways), group), first_mixes(ways)
+        if queries is not None:
+            self.queries = [queries[self.first[self.blocks.first_mix(state)] :] for state in range(self.blocks.states)]
+            self.own = queries.split(list(ways))
 
 
-class AttendedTable(ScoredTable):
+class AttendedTable(Table):
     """Queries of reads in turn, each of all states so far; the first read is of one state, and has none.
 
     Args:
@@ -185,15 +171,9 @@ class AttendedTable(ScoredTable):
     """
 
     def __init__(
-        self,
-        queries: Tensor,
-        scaled: bool,
-        group: int,
-        ways: Sequence[int],
-        normed: bool,
-        only_scores: bool,
+        self, queries: Tensor, scaled: bool, group: int, ways: Sequence[int], normed: bool, only_scores: bool
     ) -> None:
-        self._arrange(queries, [0, *ways], group)
+        self._ask(queries, [0, *ways], 1, group)
         self.scaled, self.normed = scaled, normed
 
     def history(self) -> AttendedHistory:
@@ -215,21 +195,19 @@ class History:
     def read(self, t: int, x: Tensor) -> Self:
         """The history as read t has it, with the newest state."""
         number = t - self.table.blocks.first
-        joined = self.table.blocks.joined(number)
-        history = self.push(x, number if joined else None)
-        history.joined = joined
+        if not self.table.blocks.joined(number):
+            return self.push(x)
+        history = self._with(x, self.table.own[number] if self.table.queries else None)
+        history.joined = True
         return history
 
-    def push(self, x: Tensor, alone: int | None = None) -> Self:
-        """The history with a further state, which all later reads have, or one alone."""
-        return type(self)(self.table, (*self.states, x))
+    def push(self, x: Tensor) -> Self:
+        """The history with a further state, all of it."""
+        return self._with(x, self.table.queries[len(self.states)] if self.table.queries else None)
 
-    def after(self, states: Sequence[Tensor]) -> Self:
-        """The history after further states."""
-        history = self
-        for x in states:
-            history = history.push(x)
-        return history
+    def _with(self, x: Tensor, queries: Tensor | None) -> Self:
+        scores = () if queries is None else (self._scored(x, queries.T),)
+        return type(self)(self.table, (*self.states, x), (*self.scores, *scores))
 
     @property
     def kept(self) -> Self:
@@ -260,58 +238,39 @@ class History:
             added: tensors that are added with weight 1.
         """
         if isinstance(weights, Row):
-            (value,) = self.mixes(weights)
-            return Mix(value.sources, value.weights, value.scores, tuple(added)) if isinstance(value, Mix) else value
+            (value,) = self._ways(weights.number)
+            return dataclasses.replace(value, added=tuple(added)) if isinstance(value, Mix) else value
         return Mix(self.states, weights, () if per_token is None else per_token.split(1, -1), tuple(added))
 
     def mixes(self, weights: Row | Tensor | None, per_token: Tensor | None = None) -> Sequence[Tensor | Mix]:
         """Several mixes of the states: ``weights`` [M, n] or [M, n, D], ``per_token`` [..., M, n]."""
-        if isinstance(weights, Row):
-            return self._ways(weights.number)
-        return mixes(self.states, weights, per_token)[0]
-
-    def _ways(self, number: int) -> Sequence[Tensor | Mix]:
-        row = self.table.rows[number]
-        return [Mix(self.states[: len(row)], row)]
-
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
-        """The history in other dimensions."""
-        history = type(self)(self.table).after([view(x) for x in self.states])
-        history.joined = self.joined
-        return history
-
-
-class ScoredHistory(History):
-    """The states of a trunk so far, each with the scores of its later reads."""
-
-    __slots__ = ()
-
-    table: Any
-
-    def push(self, x: Tensor, alone: int | None = None) -> Self:
-        """The history with a further state, which all later reads have, or one alone."""
-        queries = self.table.queries[len(self.states)] if alone is None else self.table.own[alone]
-        return type(self)(self.table, (*self.states, x), (*self.scores, self._scored(x, queries.T)))
+        return self._ways(weights.number) if isinstance(weights, Row) else mixes(self.states, weights, per_token)[0]
 
     def _ways(self, number: int) -> Sequence[Tensor | Mix]:
         scores = [own.split(1, -1) for own in self._scores_of(number)]
-        return [
-            Mix(self.states, row, tuple(own[way] for own in scores)) for way, row in enumerate(self.table.rows[number])
-        ]
+        rows = enumerate(self.table.rows[number])
+        return [Mix(self.states[: len(row)], row, tuple(own[way] for own in scores)) for way, row in rows]
 
     def _scores_of(self, number: int) -> list[Tensor]:
-        """Of a read, [..., ways] of each of its states."""
+        """Of a read, [..., ways] of each of its states; none."""
         blocks, first = self.table.blocks, self.table.first
-        complete, ways = len(self.states) - blocks.joined(number), first[number + 1] - first[number]
-        places = [first[number] - first[blocks.first_mix(state)] for state in range(complete)]
-        places += [0] * (len(self.states) - complete)
-        return [scores.narrow(-1, place, ways) for scores, place in zip(self.scores, places, strict=True)]
+        complete, ways = len(self.states) - self.joined, first[number + 1] - first[number]
+        places = [first[number] - first[blocks.first_mix(state)] for state in range(complete)] + [0] * self.joined
+        return [scores.narrow(-1, place, ways) for scores, place in zip(self.scores, places, strict=False)]
 
     def _scored(self, x: Tensor, queries: Tensor) -> Tensor:
         return project(x, queries).clamp(min=0)  # not relu: the derivative of clamp is 1 at 0, where all scores start
 
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
+        """The history in other dimensions."""
+        history = type(self)(self.table)
+        for x in self.states:
+            history = history.push(view(x))
+        history.joined = self.joined
+        return history
 
-class AttendedHistory(ScoredHistory):
+
+class AttendedHistory(History):
     """The states of a trunk so far, each with the scores of its later reads."""
 
     __slots__ = ()

@@ -32,17 +32,16 @@ from torch import Tensor
 from rewire.kernels import operators, switch
 from rewire.mixes.autograd import by_torch
 from rewire.mixes.blocks import BLOCK, Blocks
-from rewire.mixes.by_state import ByState, first_mixes, parts
+from rewire.mixes.by_state import ByState, first_mixes
 from rewire.mixes.claims import gathered, joining, present, stand_ins, unclaimed
-from rewire.mixes.history import Claimed, Free, Row, suffixes
+from rewire.mixes.history import Claimed, History, Row, Table
 from rewire.mixes.mix import Attended, Mix, pending_mix, softmax
-from rewire.mixes.scored import ScoredHistory
 from rewire.mixes.tokens import inverse_rms
 
 EPS = 1e-6  # of the norm
 
 
-class AttendedTable(Free):
+class AttendedTable(Table):
     """Queries of reads in turn: read t = 1, 2, .. is of the t states so far, the first of one state, without a query.
 
     Args:
@@ -76,11 +75,9 @@ class AttendedTable(Free):
         only_scores: bool = False,
     ) -> None:
         of_reads = [0, *([1] * len(queries) if ways is None else ways)]
-        self.blocks = blocks = Blocks.of(queries, len(of_reads), 1, block, group)
+        self.blocks = Blocks.of(queries, len(of_reads), 1, block, group)
         self.first = first_mixes(of_reads)
-        self.starts = [self.first[blocks.first_mix(state)] for state in range(blocks.states)]
-        self.queries = suffixes(queries, self.starts)
-        self.own = parts(queries, of_reads) if group > 1 else ()
+        self._ask(queries, of_reads)
         self.by_state = ByState(*[(None,) * len(of_reads)] * 4)
         self.scaled, self.normed, self.only_scores = scaled, normed, only_scores
 
@@ -88,7 +85,7 @@ class AttendedTable(Free):
         return AttendedHistory(self, claims=None if self.only_scores else ())
 
 
-class AttendedHistory(ScoredHistory):
+class AttendedHistory(History):
     """The states of a trunk so far, each with the scores of its later reads.
 
     Attributes:
@@ -128,8 +125,7 @@ class AttendedHistory(ScoredHistory):
         return torch.stack([scores[..., -1:] for scores in self.scores])
 
     def _stacked(self, number: int) -> Tensor:
-        ways = self.table.first[number + 1] - self.table.first[number]
-        return torch.stack([s.narrow(-1, k, ways) for s, k in zip(self.scores, self._places(number), strict=True)])
+        return torch.stack(self._scores_of(number))
 
     def _scored(self, number: int, x: Tensor, alone: bool = False) -> tuple[Tensor | None, Tensor]:
         scores, x = super()._scored(number, x, alone)

@@ -13,6 +13,7 @@ checkpointing, ``retain_graph``, gradients of gradients, and whatever order forw
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -20,13 +21,14 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators, switch
+from rewire.kernels.sums.spec import MAX_OUTPUTS
 from rewire.mixes.autograd import left_to_autograd, under_transforms
 from rewire.mixes.blocks import Blocks
-from rewire.mixes.by_state import ByState, parts
-from rewire.mixes.claims import Claims
+from rewire.mixes.by_state import ByState, first_mixes, parts
+from rewire.mixes.claims import Claiming, Claims
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.several import mixes
-from rewire.mixes.tokens import read_off
+from rewire.mixes.tokens import read_off, read_off_apart
 
 Scores = tuple[Tensor, ...]  #: Of a state, [..., K], or none
 _EPS = 1e-6  # of the norm of `History.project`
@@ -40,7 +42,7 @@ class Row(NamedTuple):
         number: of the read in it, from 0.
     """
 
-    table: Free
+    table: Table
     number: int
 
 
@@ -51,12 +53,11 @@ class Free:
         group: reads until there is another state.
     """
 
+    queries: tuple[Tensor, ...] = ()
+    own: tuple[Tensor, ...] = ()
+
     def __init__(self, group: int = 1) -> None:
         self.blocks = Blocks(0, 1, 1, 1, group)
-
-    def __getitem__(self, t: int) -> Row:
-        """The weights of read t, which is of ``x_0 .. x_{t-1}``, for `History.mix`."""
-        return Row(self, t - self.blocks.first)
 
     def history(self) -> History:
         """The history before its first state."""
@@ -64,30 +65,65 @@ class Free:
 
 
 class Table(Free):
-    """Weights of mixes in turn, each of all states so far.
+    """Weights of reads in turn, each of all states so far, in one way or several. A *mix* is one way of a read.
+
+    With queries, ``relu(w . x_i)`` is added to the weight of state x_i, for each token (GRN-v3). All that these weights
+    depend on is known when the state is: it is projected once, for all reads to come.
 
     Args:
-        flat: float32 [K] or [K, D]: for each mix in turn, one entry for each of its states, ascending.
-        mixes, first, group: as in `Blocks`.
-        block: the same; by default what `best_block` says, and no blocks where there are no kernels.
+        flat: b, float32 [K] or [K, D]: for each read in turn, for each of its ways, one entry for each of its states.
+        ways: of each read in turn; or how many reads there are, of one way each.
+        first, group: as in `Blocks`.
+        block: the same; by default what `best_block` says, and no blocks where there are no kernels, or several ways.
+        queries: w, float32 [S, D]: one row for each way of each read.
 
     Attributes:
-        blocks: how they are arranged.
-        rows: for each mix its weights, [n] or [n, D].
-        begun, rest: the same, detached: those of the states before its block of mixes, and of the others.
+        blocks: how the reads are arranged.
+        first: of each read, the number of its first mix; and how many mixes there are.
+        rows: for each read its weights, [ways, n] or [ways, n, D].
+        begun, rest: the same, flat and detached: those of the states before its block of reads, and of the others.
         by_state: the same, with gradients, for the claims.
-        first: of each read the number of its first mix: here each is one mix.
+        starts: with queries, of each state the first mix that reads it.
+        queries: of each state, w of the mixes that read it, [m, D]; none.
+        own: of each read, its own, [ways, D]; where it may have a state alone, in groups.
     """
 
-    def __init__(self, flat: Tensor, mixes: int, first: int = 1, block: int | None = None, group: int = 1) -> None:
-        self.blocks = blocks = Blocks.of(flat, mixes, first, block, group)
-        counts = [blocks.count(s) for s in range(mixes)]
-        self.rows = parts(flat, counts)
-        before = [blocks.before(s) for s in range(mixes)]
-        halves = flat.detach().split([n for s in range(mixes) for n in (before[s], counts[s] - before[s])])
-        self.begun, self.rest = halves[::2], halves[1::2]
-        self.by_state = ByState.of(flat, blocks, [1] * mixes)
-        self.first = range(mixes + 1)
+    def __init__(
+        self,
+        flat: Tensor,
+        ways: int | Sequence[int],
+        first: int = 1,
+        block: int | None = None,
+        group: int = 1,
+        queries: Tensor | None = None,
+    ) -> None:
+        ways = [1] * ways if isinstance(ways, int) else ways
+        blocks = Blocks.of(flat, len(ways), first, block, group, max(ways))
+        if max(ways) > 1:  # what is begun would move more than it saves
+            blocks = blocks._replace(block=first + len(ways))
+        self.blocks, self.first = blocks, first_mixes(ways)
+        counts = [blocks.count(number) for number in range(len(ways))]
+        rows = parts(flat, [way * n for way, n in zip(ways, counts, strict=True)])
+        self.rows = [row.unflatten(0, (way, -1)) for row, way in zip(rows, ways, strict=True)]
+        before = [blocks.before(number) for number in range(len(ways))]
+        halves = [(way * n, way * (all_ - n)) for way, n, all_ in zip(ways, before, counts, strict=True)]
+        pieces = flat.detach().split([*itertools.chain.from_iterable(halves)])
+        self.begun, self.rest = pieces[::2], pieces[1::2]
+        self.by_state = ByState.of(flat, blocks, ways)
+        self._ask(queries, ways)
+
+    def __getitem__(self, t: int) -> Row:
+        """The weights of read t, which is of ``x_0 .. x_{t-1}``, for `History.mix`."""
+        return Row(self, t - self.blocks.first)
+
+    def _ask(self, queries: Tensor | None, ways: Sequence[int]) -> None:
+        """Take queries, if there are any, by the states that they are asked of."""
+        blocks = self.blocks
+        if queries is not None:
+            self.starts = [self.first[blocks.first_mix(state)] for state in range(blocks.states)]
+            self.queries = suffixes(queries, self.starts)
+            if blocks.group > 1:
+                self.own = parts(queries, list(ways))
 
     def history(self) -> History:
         return History(self)
@@ -166,8 +202,9 @@ class History:
 
     __slots__ = ("before", "begun", "claims", "scores", "states", "table", "values", "waiting")
 
-    #: Whether scores are constants to who reads, as claims get their gradients.
-    constant_scores: ClassVar[bool] = True
+    norm_eps: ClassVar[float | None] = None  #: Of a norm before states are projected.
+    clamped: ClassVar[bool] = True  #: Whether scores below 0 are 0.
+    constant_scores: ClassVar[bool] = True  #: Whether reads take scores as constants, as claims get their gradients.
 
     def __init__(
         self,
@@ -266,17 +303,46 @@ class History:
         return self._ways(row.number)
 
     def _ways(self, number: int) -> Sequence[Tensor | Mix]:
-        """Here one: mix ``number`` of the table."""
-        if self.claims is None or (torch.compiler.is_compiling() and not switch.uses_kernels(self.states[0])):
-            row = self.table.rows[number]
-            return [Mix(self.states[: len(row)], row)]
-        claims = tuple([of.claims[number - of.first] for of in self._claims_of(number)])
-        weights, accumulator = self.table.rest[number], self.begun.get(number)
-        if accumulator is None and self.table.begun[number].shape[0]:
-            weights = torch.cat((self.table.begun[number], weights))
-        read = self.table.blocks.count(number)
-        values = self.values[read - weights.shape[0] : read]
-        return [Mix(values, weights if values else None, (), (), claims, accumulator)]
+        """The mixes of read ``number`` of the table."""
+        table, first = self.table, self.table.first[number]
+        rows, scores = table.rows[number], self._scores_of(number)
+        ways, count = rows.shape[:2]
+        by_torch = not scores and torch.compiler.is_compiling() and not switch.uses_kernels(self.states[0])
+        if self.claims is None or by_torch:
+            if ways == 1:
+                return [Mix(self.states[:count], rows[0], scores)]
+            return mixes(self.states, rows, torch.stack(scores, -1) if scores else None)[0]
+        of_read = self._claims_of(first)
+        claims = [tuple([of.claims[first - of.first + way] for of in of_read]) for way in range(ways)]
+        weights, accumulator = table.rest[number], self.begun.get(number)
+        if ways == 1:
+            if accumulator is None and table.begun[number].shape[0]:
+                weights = torch.cat((table.begun[number], weights))
+            begun = count - weights.shape[0]
+            values = self.values[begun:count]
+            return [Mix(values, weights if values else None, scores[begun:], (), claims[0], accumulator)]
+        weights = weights.unflatten(0, (ways, -1))
+        if scores and ways <= MAX_OUTPUTS and switch.uses_kernels(self.values[0]):
+            return Claiming.apply(self.values, weights, scores, len(claims[0]), *itertools.chain.from_iterable(claims))
+        of_ways = zip(*[of_state.split(1, -1) for of_state in scores], strict=True) if scores else [()] * ways
+        return [Mix(self.values, row, own, (), of) for row, own, of in zip(weights, of_ways, claims, strict=True)]
+
+    def _scores_of(self, number: int) -> Scores:
+        """Of each state those of a read, [..., ways], if there are any."""
+        if not self.scores:
+            return ()
+        ways = self.table.first[number + 1] - self.table.first[number]
+        return tuple([s.narrow(-1, k, ways) for s, k in zip(self.scores, self._places(number), strict=True)])
+
+    def _places(self, number: int) -> list[int]:
+        """Where the scores of a read begin among those of each of its states."""
+        blocks, first, joined = self.table.blocks, self.table.first[number], self.table.blocks.joined(number)
+        complete = len(self.states) - joined
+        if self.claims is None or blocks.group == 1:
+            places = [first - start for start in self.table.starts[:complete]]
+        else:  # scores are those of the span, as its claims are, which come first
+            places = [first - self.claims[0].first] * complete
+        return [*places, 0] if joined else places
 
     # -- states --------------------------------------------------------------------------------------------------------
 
@@ -371,7 +437,12 @@ class History:
 
     def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
         """The history of these states, whose mixes are left to autograd."""
-        return self._left(states)
+        known = self.scores if self.claims is None else ()
+        history = self._left(states[: len(known)] if self._asks else states, known)
+        for number in range(len(history.states), len(states)):
+            scores, x = self._scored(number, states[number])
+            history = self._left((*history.states, x), history.scores if scores is None else (*history.scores, scores))
+        return history
 
     def _left(self, states: tuple[Tensor, ...], scores: Scores = ()) -> Self:
         """The same; their scores are known."""
@@ -381,11 +452,23 @@ class History:
         """The scores of state ``number``, or of the one that read ``number`` alone has, if weights are made of scores;
         and x, as later readers are to take it.
         """
-        return None, x
+        if not self._asks:
+            return None, x
+        queries = (self.table.own if alone else self.table.queries)[number]
+        return read_off(x, queries.T, self.norm_eps, self.clamped)
 
     def _scored_apart(self, number: int, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
         """The same; with those of the first ``near`` queries, and those of the others: see `tokens.read_off_apart`."""
-        return None, (), (), x
+        if not self._asks:
+            return None, (), (), x
+        queries = self.table.queries[number].T
+        (scores, first, others), x = read_off_apart(x, queries, near, self.norm_eps, self.clamped)
+        return scores, (first,), (others,), x
+
+    @property
+    def _asks(self) -> bool:
+        """Whether weights are made of scores."""
+        return len(self.table.queries) > 0
 
     def _claim(
         self, first: int, through: int, weights: Any, scores: Sequence[Tensor], states: Sequence[Tensor]
@@ -418,7 +501,10 @@ class History:
                 self.begun = self._sums(mixes)
         return self
 
-    def _sums(self, mixes: range) -> dict[int, Any]:
-        """What each of these mixes begins with: all states so far."""
-        rows = torch.stack(self.table.begun[mixes.start : mixes.stop])
-        return dict(zip(mixes, operators.mixes(self.values, rows), strict=True))
+    def _sums(self, reads: range) -> dict[int, Any]:
+        """What each of these reads, of one way, begins with: all states so far."""
+        rows, scores = torch.stack(self.table.begun[reads.start : reads.stop]), None
+        if self.scores:
+            of_states = zip(self.scores, self._places(reads.start), strict=True)
+            scores = torch.stack([s.narrow(-1, k, len(reads)) for s, k in of_states], -1)
+        return dict(zip(reads, operators.mixes(self.values, rows, scores), strict=True))

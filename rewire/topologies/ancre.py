@@ -173,10 +173,10 @@ class ANCRe(Destinations[Table]):
         if self.normalize == "none" or self.form == "difference":
             return ()
         if self.normalize == "ingoing":
-            return weights.rows
+            return [row[0] for row in weights.rows]
         out_of: list[list[Tensor]] = [[] for _ in range(dims.depth)]
         for t, row in enumerate(weights.rows, start=1):
-            for i, p in zip(self.sources(t), row, strict=True):
+            for i, p in zip(self.sources(t), row[0], strict=True):
                 out_of[i].append(p)
         return [torch.stack(column) for column in out_of]
 

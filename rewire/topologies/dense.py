@@ -57,9 +57,9 @@ class _Dense(Topology[W]):
         """
 
     def static(self, weights: W, t: int) -> Tensor:
-        """The part of read t's weights that does not depend on the input, [n] or [n, D]: for pictures."""
+        """The part of read t's weights that does not depend on the input, [n] or [n, D]: the mean of its ways."""
         if isinstance(weights, Table):
-            return weights.rows[t - weights.blocks.first]
+            return weights.rows[t - weights.blocks.first].mean(0)
         raise NotImplementedError(f"{type(self).__name__} has weights of its own, and no method `static` to show them.")
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class _Dense(Topology[W]):
 
     def is_static(self, weights: W) -> bool:
         """Whether no weight depends on the input."""
-        return isinstance(weights, Table)
+        return isinstance(weights, Table) and not weights.queries
 
     @abstractmethod
     def _program(self, static: Mapping[int, Sequence[Weight]], dims: Dims) -> Program:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rewire.mixes.history import Free, Table
 from rewire.mixes.mix import Mix, pending_mix
-from rewire.mixes.scored import ScoredTable
 from rewire.mixes.several import mixes
 from rewire.mixes.tokens import project
 from rewire.topologies.base import (
@@ -47,7 +46,7 @@ class Read(NamedTuple):
 
 
 #: By t, where the stack is not read as it is.
-Weights = Table | ScoredTable | Mapping[int, Read]
+Weights = Table | Mapping[int, Read]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +113,7 @@ class GRN(DenseIncrements[Weights]):
         b, ways = parameters["b"].float(), self._ways(dims)
         w = parameters["w"].float() if self.input_dependent else None
         if self.last is None:
-            return self.table(dims, b) if w is None else ScoredTable(b, w, ways, self.block or 1)
+            return Table(b, ways, group=self.block or 1, queries=w)
         flat = b.split([m * n for m, n in zip(ways, self.sizes(dims), strict=True)])
         rows = [part.unflatten(0, (m, -1)) for part, m in zip(flat, ways, strict=True)]
         queries = [None] * len(rows) if w is None else [row.T for row in w.split(ways)]
@@ -156,9 +155,7 @@ class GRN(DenseIncrements[Weights]):
 
     def _b(self, weights: Weights, t: int) -> Tensor:
         """[ways, N] or [ways, N, D]."""
-        if isinstance(weights, Table):
-            return weights.rows[t - 1].unsqueeze(0)
-        return weights.rows[t - 1] if isinstance(weights, ScoredTable) else weights[t].b
+        return weights.rows[t - 1] if isinstance(weights, Table) else weights[t].b
 
     def _stack(self, states: States) -> States:
         """``G_t``: with ``last``, increments that wait for the middle sum are added to it."""

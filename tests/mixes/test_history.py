@@ -101,15 +101,15 @@ def test_rows_are_mixes_and_columns_are_states(mixes: int, first: int, channels:
     table = Table(flat, mixes, first, block)
     size = table.blocks.gathered
     assert size == (block or first + mixes)
-    assert [len(row) for row in table.rows] == [first + s for s in range(mixes)]
-    assert torch.equal(torch.cat(list(table.rows)), flat)
+    assert [row.shape[1] for row in table.rows] == [first + s for s in range(mixes)]
+    assert torch.equal(torch.cat([row[0] for row in table.rows]), flat)
     near, later = table.by_state.near, table.by_state.later
     assert len(near) == first + mixes - 1  # the last mix's result is no state of the table
     for i, own in enumerate(near):
-        column = torch.stack([row[i] for row in table.rows if i < len(row)])
+        column = torch.stack([row[0, i] for row in table.rows if i < row.shape[1]])
         of_block = later[i // size].unflatten(0, (size, -1))[i % size] if i // size < len(later) else own[:0]
         assert torch.equal(torch.cat([own, of_block]), column)
-        assert len(own) == len([row for row in table.rows if i < len(row) < (i // size + 1) * size])
+        assert len(own) == len([row for row in table.rows if i < row.shape[1] < (i // size + 1) * size])
 
 
 # -- values and gradients ----------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_only_some_outputs_are_used(used: list[int], channels: bool) -> None:
         return mixed(history, s)
 
     def by_sum(s: int, states: list[Tensor]) -> Tensor:
-        return sum(w * x for w, x in zip(table.rows[s], states, strict=True))  # type: ignore[return-value]
+        return sum(w * x for w, x in zip(table.rows[s][0], states, strict=True))  # type: ignore[return-value]
 
     table, leaves = Table(flat, 5), (flat, *first, *added)
     got, want = (

@@ -288,7 +288,7 @@ def test_numbers_of_sources(block: int | None) -> None:
         assert states.sources(t) == numbers and len(increments.sources(t)) == len(numbers)
     parameters = states.parameters(Dims(9), "paper")
     assert len(parameters["logits"]) == sum(len(states_read(t, block or 1)) for t in range(1, 10))
-    assert [len(row) for row in states.weights(parameters, Dims(9)).rows] == states.sizes(Dims(9))
+    assert [row.shape[1] for row in states.weights(parameters, Dims(9)).rows] == states.sizes(Dims(9))
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in DENSE}))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rewire.kernels import switch
 from rewire.mixes import history
-from rewire.mixes.scored import ScoredTable
+from rewire.mixes.history import Table
 from rewire.topologies.base import materialize
 
 WIDTH = 6
@@ -33,7 +33,7 @@ def leaves(ways: list[int], channels: bool, dtype: torch.dtype, group: int = 1) 
 
 def chain(x: Tensor, flat: Tensor, queries: Tensor, ways: list[int], ignored: int | None, group: int) -> Tensor:
     """The last of reads in turn; a branch sees the sum of a read's ways. In groups, branches are summed."""
-    table = ScoredTable(flat, queries, ways, group)
+    table = Table(flat, ways, group=group, queries=queries)
     history, state = table.history(), x
     for number in range(len(ways)):
         history = history.read(number + 1, state)
@@ -106,7 +106,7 @@ class TestKernels:
     @pytest.mark.parametrize("ways", [*WAYS, [1] * 10, [3, 1] * 5 + [1]], ids=len)
     def test_formula(self, ways: list[int], channels: bool, ignored: int | None) -> None:
         """From 9 states on, reads of one way begin in blocks of four, and gradients are gathered in blocks."""
-        blocks, deep = ScoredTable(*leaves(ways, channels, torch.float32)[1:], ways).blocks, len(ways) > 8
+        blocks, deep = Table(leaves(ways, channels, torch.float32)[1], ways).blocks, len(ways) > 8
         assert blocks.block == (4 if deep and max(ways) == 1 else len(ways) + 1)
         assert blocks.gathered == (4 if deep else len(ways) + 1)
         wanted = gradients(written_out, leaves(ways, channels, torch.float64), ways, ignored)
