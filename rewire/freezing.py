@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from rewire.console import Shown
 from rewire.copies import outside_inference_mode, shared
@@ -28,6 +27,7 @@ from rewire.topologies import Topology
 from rewire.topologies.base import Dims, States
 from rewire.topologies.frozen import frozen
 from rewire.topologies.program import Edge, edges, fold, matrix, prune
+from rewire.torch_internals import pytree
 
 _SHOWN = 12  # dropped edges of a trunk in a printed report
 

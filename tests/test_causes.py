@@ -1465,7 +1465,7 @@ class ProcessedWithAdd(PreNorm):
 
 def test_adds_in_methods_of_plain_objects() -> None:
     rewired = assert_connected(Stack(ProcessedWithAdd), {"layers": 2 * DEPTH}, vectors())
-    assert "return depth.leave(depth.write(residual, self.factor * x))" in rewire.source(rewired, "layers.0")
+    assert "return depth.leave(depth.add(residual, self.factor * x, last=True))" in rewire.source(rewired, "layers.0")
     before = rewired(vectors())
     for layer in rewired.layers:
         layer.processor = AddingProcessor(0.5)  # another of the same class: what runs is its own

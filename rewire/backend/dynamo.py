@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
+from rewire.attributes import CONNECTIONS
 from rewire.backend.captured import check_captured, copied
 from rewire.backend.flat import rewrite_chain
 from rewire.backend.flat_attention import find_attention
@@ -30,10 +30,19 @@ from rewire.passes.editing.fusions import Fusion
 from rewire.passes.find import Finding, finding_in
 from rewire.passes.finding.chains import Chain
 from rewire.passes.finding.graphs import flow_of, tensor_of
-from rewire.runtime.connection import CONNECTIONS, Connection, connections
+from rewire.runtime.connection import Connection, connections
 from rewire.runtime.layout import Layout
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
+from rewire.torch_internals import (
+    compiled_by,
+    compiled_frame,
+    declare_parameters,
+    options_of_mode,
+    propagate,
+    pytree,
+    recompile_limit,
+)
 from rewire.trunk import Report, Trunk
 
 log = logging.getLogger("rewire")
@@ -158,12 +167,8 @@ class Backend:
         """
         rewired = self._rewrite(graph, example_inputs)
         kept = self._kept_with_room() if rewired else weakref.WeakSet()
-        _declare_parameters(graph)
-        compiled: Callable[..., Any]
-        if self.inner == "inductor":
-            compiled = torch._inductor.compile(graph, list(example_inputs), self.inner_options)
-        else:
-            compiled = torch._dynamo.lookup_backend(self.inner)(graph, example_inputs)  # type: ignore[arg-type]
+        declare_parameters(graph)
+        compiled = compiled_by(self.inner, graph, example_inputs, self.inner_options)
         run = self._for_one_model(compiled, rewired, example_inputs)
         kept.add(run)
         return run
@@ -181,12 +186,12 @@ class Backend:
         given: Sequence[Any] = inputs
         if isinstance(program, torch.export.ExportedProgram):
             graph: Any = program.module()
-            given = tree_leaves(program.example_inputs or ())
+            given = pytree.tree_leaves(program.example_inputs or ())
         else:
             memo = {id(tensor): tensor for tensor in (*program.parameters(), *program.buffers())}
             graph = copy.deepcopy(program, memo)
         if inputs:
-            _propagate(graph, inputs)
+            propagate(graph, inputs)
         self._rewrite(graph, given)
         return graph
 
@@ -324,11 +329,11 @@ class Backend:
         Raises:
             UnsupportedCall: it is: Dynamo would run further kinds of inputs as Python code, without the connections.
         """
-        compilation = torch._guards.CompileContext.current_compile_id()
-        if compilation is None or compilation.frame_id is None:  # not Dynamo's
+        frame = compiled_frame()
+        if frame is None:  # not Dynamo's
             return weakref.WeakSet()
-        kept = self._kept.setdefault(compilation.frame_id, weakref.WeakSet())
-        limit = torch._dynamo.config.recompile_limit
+        kept = self._kept.setdefault(frame, weakref.WeakSet())
+        limit = recompile_limit()
         if len(kept) + 1 >= limit:
             raise UnsupportedCall(
                 f"this is graph {len(kept) + 1} of the same code, and torch._dynamo.config.recompile_limit is {limit}: "
@@ -402,7 +407,7 @@ def by_name(
         ValueError: a ``mode`` was given; ``options`` say the same.
     """
     if mode is not None:
-        same = torch._inductor.list_mode_options(mode)
+        same = options_of_mode(mode)
         raise ValueError(f"mode={mode!r} is not for the backend 'rewire': pass options={same}.")
     return (Backend() if options is None else Backend.of(options))(graph, example_inputs)
 
@@ -436,25 +441,6 @@ def _norms(graph: fx.GraphModule, chain: Chain, layout: Layout) -> dict[int, tup
 def _both(first: Iterable[_Item], second: Iterable[_Item]) -> tuple[_Item, ...]:
     """The items of both, each once."""
     return tuple(dict.fromkeys((*first, *second)))
-
-
-def _declare_parameters(graph: fx.GraphModule) -> None:
-    """Tell AOTAutograd where parameters come from that Dynamo did not put into its graph."""
-    sources = getattr(graph, "_param_name_to_source", None)
-    if sources is not None:
-        from torch._dynamo.source import ConstantSource
-
-        names = [name for name, _ in (*graph.named_parameters(), *graph.named_buffers())]
-        sources.update({name: ConstantSource(name) for name in names if name not in sources})
-
-
-def _propagate(graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Let the nodes of a graph know their shapes."""
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
-    with torch.no_grad():
-        FakeTensorProp(graph, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
 
 
 def _device(graph: fx.GraphModule) -> torch.device | None:

@@ -58,7 +58,7 @@ def run(workloads: Iterable[Workload], rounds: int, compiled: bool = True) -> It
         The rows of each workload, in the order of its implementations.
     """
     for workload in workloads:
-        torch._dynamo.reset()  # the functions of many workloads share one code, whose compilations are limited
+        torch.compiler.reset()  # the functions of many workloads share one code, whose compilations are limited
         statuses = {name: _status(one, compiled) for name, one in workload.implementations.items()}
         todo = {name: one for name, one in workload.implementations.items() if not statuses[name]}
         errors = _errors(workload, todo)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from rewire.files import whole
 from rewire.passes.validating.tensors import tensors_in
+from rewire.torch_internals import keep_busy
 
 #: Bytes that are written before a pass is timed: they push its inputs out of the caches.
 _FLUSH = {"cuda": 1 << 30, "cpu": 1 << 26}
@@ -189,7 +190,7 @@ class _Events:
     def time(self, function: Callable[[], Any]) -> Any:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(self.device)
-        torch.cuda._sleep(int(self.busy * _CYCLES_PER_SECOND))
+        keep_busy(int(self.busy * _CYCLES_PER_SECOND))
         begin.record(stream)
         start = time.perf_counter()
         result = function()

@@ -10,6 +10,7 @@ from torch import nn
 from rewire.code.edited import is_edited
 from rewire.errors import AlreadyRewired, RewireError, WrappedModel
 from rewire.runtime.connection import Connection
+from rewire.torch_internals import children_of
 from rewire.trunk import Trunk
 
 
@@ -78,7 +79,7 @@ def check_not_cut(model: nn.Module, trunks: Iterable[Trunk]) -> None:
     """
     for trunk in trunks:
         owner = model.get_submodule(trunk.owner)
-        gone = [name for name, child in owner._modules.items() if child is None]
+        gone = [name for name, child in children_of(owner).items() if child is None]
         if gone:
             raise RewireError(
                 f"module '{gone[0]}' beside trunk '{trunk.name}' was set to None, as in one stage of a pipeline. "

@@ -10,7 +10,6 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from rewire.code.functions import define
 from rewire.code.text import written_at
@@ -28,10 +27,11 @@ from rewire.passes.finding.names import channels_of, named
 from rewire.passes.finding.record import record
 from rewire.passes.prepare import Prepared
 from rewire.patterns import Pattern
+from rewire.torch_internals import CHILDREN, backward_hooks, pytree
 from rewire.trunk import LeftAlone, Report, Site, Trunk, told
 
 _SHOWN = 12  # reasons in an error
-_CHILDREN = frozenset({"children", "named_children", "_modules"})
+_CHILDREN = frozenset({"children", "named_children", CHILDREN})
 NOT_RUN = "it did not run, as the blocks beside it did: it is not connected, and refused in the middle of the trunk"
 SINGLE = "a single residual add: there is nothing to connect it with"
 
@@ -199,7 +199,7 @@ def _recorded(prepared: Prepared, device: str | None = None) -> Found:
     for training in (False, True):
         looked_at = private(prepared.model, device).train(training)
         for module in looked_at.modules():
-            for hooks in (module._backward_hooks, module._backward_pre_hooks):
+            for hooks in backward_hooks(module):
                 hooks.clear()  # torch puts views around modules that have some: no operations of the model's
             if type(module) in forwards:
                 define(module, forwards[type(module)])
@@ -251,7 +251,7 @@ def _of_whom(prepared: Prepared) -> str:
     """The example inputs, in words, and what is to be known of them if they are the caller's."""
     if not prepared.given:
         return "the inputs that the pattern registry makes for it (pass example_inputs that it takes)"
-    spread = any(isinstance(t, Tensor) and not t.is_contiguous() for t in tree_leaves(prepared.inputs))
+    spread = any(isinstance(t, Tensor) and not t.is_contiguous() for t in pytree.tree_leaves(prepared.inputs))
     return f"the example inputs{', of which some are not contiguous in memory' * spread}"
 
 

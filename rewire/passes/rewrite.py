@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from rewire.attributes import CONNECTIONS
 from rewire.code.edited import is_edited
 from rewire.copies import outside_inference_mode, shared
 from rewire.errors import EditError
@@ -21,9 +22,10 @@ from rewire.passes.editing.write import edited
 from rewire.passes.find import Found
 from rewire.passes.finding.projections import find_projections
 from rewire.passes.prepare import Prepared
-from rewire.runtime.connection import CONNECTIONS, Connection, learned_connections
+from rewire.runtime.connection import Connection, learned_connections
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
+from rewire.torch_internals import children_of, forward_hooks
 
 #: What the errors of calls that take another way say more, where no run on inputs of the caller's has shown the way.
 _ADVICE = " It was rewired without example_inputs: pass some that take this way."
@@ -153,7 +155,8 @@ def restore(model: nn.Module) -> nn.Module:
     plain = shared(model)
     for module in plain.modules():
         undo(module)
-        module._modules.pop(CONNECTIONS, None)
-        for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, StreamsToTensors)]:
-            del module._forward_hooks[key]
+        children_of(module).pop(CONNECTIONS, None)
+        hooks = forward_hooks(module)
+        for key in [k for k, hook in hooks.items() if isinstance(hook, StreamsToTensors)]:
+            del hooks[key]
     return plain

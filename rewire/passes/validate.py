@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from rewire.console import progress
 from rewire.copies import ByPlace, Inputs, own_inputs, private, seeded, shared
@@ -31,6 +30,7 @@ from rewire.runtime.connection import connections
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual
+from rewire.torch_internals import pytree
 
 #: Where the same rewrite with plain connections in it has to be the original.
 SETTINGS = (
@@ -142,7 +142,7 @@ def compare_moved(
     else:
         try:
             if any(p.dtype in _LOW for p in original.parameters()):  # whose rounding hides more, or decides
-                exact = private(original).float(), private(rewired).float(), tree_map(_float, inputs)
+                exact = private(original).float(), private(rewired).float(), pytree.tree_map(_float, inputs)
                 _compare_in(MOVED, *exact, done)
             if not done.settings:
                 _compare_in(MOVED, original, rewired, inputs, done)
@@ -330,7 +330,7 @@ def _is_noise(
             return True
         try:
             original64, rewired64 = private(original).double(), private(rewired).double()
-            inputs64, noise64 = tree_map(_exact, inputs), tree_map(_exact, noise)
+            inputs64, noise64 = pytree.tree_map(_exact, inputs), pytree.tree_map(_exact, noise)
             if not setting.moved and not _problem(strict, expected, original64, inputs64, noise64):
                 return False
             if not _problem(setting, run(setting, original64, inputs64, noise64), rewired64, inputs64, noise64):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from rewire.attributes import NO_WEIGHT_DECAY
 from rewire.errors import RewireError
 from rewire.mixes.history import History
 from rewire.mixes.tokens import outside_autocast
@@ -22,18 +23,16 @@ from rewire.ranks.watch import Watched
 from rewire.runtime.hooks import show_tensors_to_global_hooks
 from rewire.runtime.layout import Layout
 from rewire.runtime.optimizers import known
-from rewire.runtime.stream import Settled, Stream, Weights
+from rewire.runtime.stream import Stream, Weights
 from rewire.topologies.base import Start, States
 from rewire.topologies.names import topology_in
 from rewire.topologies.registry import name_and_options
+from rewire.torch_internals import buffers_of, drop_parameters, parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from rewire.trunk import Trunk
-
-#: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
-CONNECTIONS = "depth_connections"
 
 _NUMBERS = itertools.count()
 _LARGEST_RECIPE = 1 << 24  # bytes: thousands of trunks
@@ -85,15 +84,16 @@ class Connection(Watched):
         self.stored_in = {name: scales.get(name, 1.0) for name in learned}
         for name, value in learned.items():
             stored = (value / self.stored_in[name]).to(device=device, dtype=torch.float32)
-            self.register_parameter(name, nn.Parameter(stored))
-            self._parameters[name]._no_weight_decay = True  # type: ignore[union-attr]  # as S4's and Mamba's, for rules
+            parameter = nn.Parameter(stored)
+            setattr(parameter, NO_WEIGHT_DECAY, True)
+            self.register_parameter(name, parameter)
         for name, value in layout.topology.constants(layout.dims).items():
             self.register_buffer(name, value.to(device=device, dtype=torch.float32))
 
     def become(self, layout: Layout) -> None:
         """Take another layout, with weights at its preserving start, in place of this one."""
         device = next((p.device for p in (*self.parameters(), *self.buffers())), None)
-        for name in [*self._parameters, *self._buffers]:
+        for name in [*parameters_of(self), *buffers_of(self)]:
             delattr(self, name)
         self._connect(layout, "preserve", device)
 
@@ -101,13 +101,13 @@ class Connection(Watched):
         """Set the start values, and constants, again (after ``to_empty``, say)."""
         topology, dims = self.layout.topology, self.layout.dims
         start = topology.parameters(dims, self.start) | topology.constants(dims)
-        held = {*self._parameters, *self._buffers}  # on a later pipeline stage there are no learned weights
+        held = {*parameters_of(self), *buffers_of(self)}  # on a later pipeline stage there are no learned weights
         self.set_values({name: value for name, value in start.items() if name in held})
 
     @torch.no_grad()
     def set_values(self, values: Mapping[str, Tensor]) -> None:
         """Set weights, by name, to values as the formulas have them, in whatever unit they are stored."""
-        stored = {**self._parameters, **self._buffers}
+        stored = {**parameters_of(self), **buffers_of(self)}
         for name, value in values.items():
             _set(stored[name], value / self.stored_in.get(name, 1.0))
 
@@ -165,7 +165,7 @@ class Connection(Watched):
     def receiving(self) -> Connection:
         """One like this, whose learned weights come with the stream, from an earlier pipeline stage."""
         other = copy.copy(self)
-        other._parameters = {}
+        drop_parameters(other)
         return other
 
     def resume(
@@ -183,7 +183,7 @@ class Connection(Watched):
         token = layout.channels_last(layout.token(states[0].device))
         histories = iter([s for s in layout.topology.start(token, weights) if isinstance(s, History)])
         states = tuple(next(histories).after(s) if isinstance(s, tuple) else s for s in states)
-        return Stream(states, Settled(), Weights(weights, learned), layout, position, placement)
+        return Stream(states, None, Weights(weights, learned), layout, position, placement)
 
     def effective(self) -> Any:
         """The weights that the topology's formulas use, from the learned ones, in float32.
@@ -195,7 +195,7 @@ class Connection(Watched):
 
     def _learned(self, placement: Placement | None = None) -> dict[str, Tensor]:
         """The learned weights, whole, for use on hidden states of this placement."""
-        if len(self._parameters) < len(self.learned_names):
+        if len(parameters_of(self)) < len(self.learned_names):
             raise RewireError(
                 f"the connection weights of trunk '{self.layout.trunk}' are on the pipeline stage on which it starts."
             )

@@ -79,7 +79,7 @@ class Live:
         """Whether the value was written to in place, or cut off from its gradients, after it was read."""
         if any(had and not value.requires_grad for value, had in zip(self.values, self.recorded, strict=True)):
             return True
-        return not self.stream.awaiting and [*map(version, self.values)] != self.versions
+        return not self.stream.in_post and [*map(version, self.values)] != self.versions
 
     def also(self, value: Tensor) -> None:
         """A cast or a clone of the value is the stream's value, too."""
@@ -87,7 +87,7 @@ class Live:
         self.versions.append(version(value))
         self.recorded.append(value.requires_grad)
 
-    def normed_by(self, norm: nn.Module, value: Tensor) -> Tensor | None:
+    def normed_by(self, norm: Any, value: Tensor) -> Tensor | None:
         """What ``norm`` makes of the value, if it was computed when that was read."""
         same = self.norm is norm and value is self.values[0] and version(value) == self.versions[0]
         return self.normed if same else None
@@ -95,7 +95,7 @@ class Live:
     def read(self, norm: nn.Module | None = None) -> Tensor:
         """The value; with a norm, what that makes of it is computed, too."""
         stream = self.unread = self.stream
-        if not stream.awaiting:  # a sum by itself, of which a statistic may be made without gradients
+        if not stream.in_post:  # a sum by itself, of which a statistic may be made without gradients
             stream.check_recorded()
         self.norm = self.normed = self.qkv = None
         self.parts = []
@@ -103,7 +103,7 @@ class Live:
             check_norm(norm, self.trunk)
         if stream.complete:
             value = stream.finish()
-        elif stream.awaiting:
+        elif stream.in_post:
             value = stream.value()
         elif norm is not None and not stream.layout.reads_qkv(stream.position):
             value, self.normed, self.stream = stream.read_normed(norm)

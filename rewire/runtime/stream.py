@@ -8,12 +8,12 @@ disturb each other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
 from rewire.kernels.switch import uses_kernels
@@ -24,6 +24,7 @@ from rewire.runtime.layout import Layout
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.tensorlike import TensorLike
 from rewire.topologies.base import QKVInputs, States, as_recurrence, materialize, total
+from rewire.torch_internals import pytree, saved_tensor_hooks, writes_to
 
 
 class Weights:
@@ -47,11 +48,6 @@ class Weights:
         self.value, self.learned, self.recorded = value, learned or {}, torch.is_grad_enabled()
         self.loans: list[tuple[Tensor, int]] = []
         self.ended = False
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Settled:
-    """A stream holds nothing but its states: the last unit is written, and the next one has not read."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,11 +77,11 @@ class Unsummed:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Awaiting:
-    """The model makes the next state of the last add's sum (post-norm blocks), and `Stream.push` is to bring it.
+class Post:
+    """The model makes the next state of the last add's sum, as in post-norm blocks, and `Stream.push` is to bring it.
 
     Attributes:
-        sum: of the add.
+        sum: of the add, or what its post has made of it so far.
     """
 
     sum: Tensor
@@ -97,7 +93,7 @@ class Stream(TensorLike):
 
     Attributes:
         states: the tensors of the topology.
-        held: what there is beside them, by its type.
+        held: what there is beside them: None if the last unit is written, and the next one has not read.
         weights: effective connection weights, computed once per forward when the stream was opened.
         layout: what is fixed about the trunk.
         position: number of residual adds written so far.
@@ -106,7 +102,7 @@ class Stream(TensorLike):
     """
 
     states: States
-    held: Settled | Reading | Unsummed | Awaiting
+    held: Reading | Unsummed | Post | None
     weights: Weights
     layout: Layout
     position: int = 0
@@ -133,22 +129,22 @@ class Stream(TensorLike):
                 f"shape {tuple(x.shape)}. Use a topology with one weight per state, or trunks=[...] to leave it out."
             )
         states = layout.topology.start(layout.channels_last(x), weights)
-        return cls(states, Settled(), Weights(weights, learned), layout, placement=placement)
+        return cls(states, None, Weights(weights, learned), layout, placement=placement)
 
     @property
     def complete(self) -> bool:
         """Whether every residual add of the trunk has been written."""
-        return self.position == len(self.layout.units) and not self.awaiting
+        return self.position == len(self.layout.units) and not self.in_post
 
     @property
-    def awaiting(self) -> bool:
+    def in_post(self) -> bool:
         """Whether `push` is to bring the state that the model makes of the last add's sum."""
-        return isinstance(self.held, Awaiting)
+        return isinstance(self.held, Post)
 
     @property
     def at_rest(self) -> bool:
         """Whether the stream consists of its states, and nothing has been read or waits."""
-        return isinstance(self.held, Settled)
+        return self.held is None
 
     @property
     def template(self) -> Tensor:
@@ -209,7 +205,7 @@ class Stream(TensorLike):
         if not isinstance(read, tuple):
             raise TypeError(f"{type(layout.topology).__name__}.read has to return what a unit sees, and the states.")
         value, states = read
-        stream = self._with(states, Settled())
+        stream = self._with(states)
         if isinstance(value, QKVInputs):
             return QKVInputs(*map(layout.restored, (value.q, value.k, value.v, value.residual))), stream
         return value if layout.channel_dim == -1 else layout.restored(materialize(value)), stream
@@ -227,7 +223,7 @@ class Stream(TensorLike):
 
         Left to autograd: a part of their gradients goes where only one read has a place.
         """
-        if isinstance(self.held, Awaiting):
+        if isinstance(self.held, Post):
             return self._out(self.held.sum)
         lasting = self.layout.topology.lasting(self.states)
         states = tuple([s if isinstance(s, Tensor) else s.viewed(lambda x: x) for s in lasting])
@@ -262,8 +258,8 @@ class Stream(TensorLike):
         the other one, and their difference is part of what it writes, as if a branch of it had returned that.
         """
         stream = self.summed()
-        if isinstance(stream.held, Awaiting):
-            return self._out(stream.held.sum), stream.carrying
+        if isinstance(stream.held, Post):
+            return self._out(stream.held.sum), functools.partial(stream.push, more=True)
         places = stream._newest()
         if places:
             return self._out(self.layout.restored(stream.states[places[-1]])), stream._replaced
@@ -272,7 +268,7 @@ class Stream(TensorLike):
 
     def _newest(self) -> tuple[int, ...]:
         """Numbers of the newest state among the states, if the next read is of it as it is."""
-        if not isinstance(self.held, Settled):
+        if not self.at_rest:
             return ()
         return self.layout.topology.newest(self.states, self.weights.value, self.layout.units[self.position])
 
@@ -281,7 +277,7 @@ class Stream(TensorLike):
         states, state = [*self.states], self.layout.channels_last(self._in(state))
         for place in self._newest():
             states[place] = state
-        return self._with(tuple(states), Settled())
+        return self._with(tuple(states))
 
     def _changed(self, value: Tensor) -> Stream:
         """The stream with another value than what was read."""
@@ -331,7 +327,7 @@ class Stream(TensorLike):
         layout, site, reading = self.layout, self.position, self.held
         outputs = branches if reading.branch is None else (reading.branch, *branches)
         if site in layout.posts:
-            return self._with(self.states, Awaiting(self._merged(outputs)), adds=1)
+            return self._with(self.states, Post(self._merged(outputs)), adds=1)
         if layout.closes_unit(site):  # the topology adds them up: in the same pass as its states
             return self._written(outputs)
         return self._with(self.states, Reading((*reading.parts, *branches), total(outputs)), adds=1)
@@ -343,7 +339,7 @@ class Stream(TensorLike):
         recurrence = as_recurrence(layout.topology)
         if recurrence is not None and recurrence.reads_newest and _may_wait(moved[0]):
             return self._with(self.states, Unsummed(moved), adds=1)
-        return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), Settled(), adds=1)
+        return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), adds=1)
 
     def _merged(self, branches: Sequence[Tensor]) -> Tensor:
         """The sum of the last residual add of a unit, from which `push` gets the new state."""
@@ -351,28 +347,29 @@ class Stream(TensorLike):
         moved = map(layout.channels_last, branches)
         return layout.restored(materialize(layout.recurrence.merge(self.states, self.weights.value, unit, *moved)))
 
-    def push(self, state: Tensor) -> Stream:
+    def push(self, state: Tensor, more: bool = False) -> Stream:
         """The stream after the operations behind a residual add made ``state`` of its sum (post-norm blocks).
+
+        Args:
+            state: what they made.
+            more: whether others may follow.
 
         Raises:
             UnsupportedCall: gradients do not pass from the one to the other.
         """
         self._check_passes(state)
+        if more:
+            return self._with(self.states, Post(self._in(state)))
         return self._pushed(self.layout.channels_last(self._in(state)))
 
     def _pushed(self, state: Tensor) -> Stream:
         layout = self.layout
         states = layout.recurrence.push(self.states, self.weights.value, layout.units[self.position - 1], state)
-        return self._with(states, Settled())
+        return self._with(states)
 
     def settled(self) -> Stream:
-        """The stream, where nothing is made of the sum that is `Awaiting` it: then that is the state."""
-        return self.push(self.held.sum) if isinstance(self.held, Awaiting) else self
-
-    def carrying(self, value: Tensor) -> Stream:
-        """The stream whose sum became ``value`` on the way to `push`."""
-        self._check_passes(value)
-        return self._with(self.states, Awaiting(self._in(value)))
+        """The stream, where no operation of the post ran: then the sum is the state."""
+        return self.push(self.held.sum) if isinstance(self.held, Post) else self
 
     def _check_passes(self, state: Tensor) -> None:
         """Refuse what cuts gradients between two states: later blocks read earlier ones, too, which it does not cut.
@@ -380,7 +377,7 @@ class Stream(TensorLike):
         Raises:
             UnsupportedCall: it does.
         """
-        assert isinstance(self.held, Awaiting)
+        assert isinstance(self.held, Post)
         if not passes(self.held.sum, state):
             raise UnsupportedCall(
                 f"trunk '{self.layout.trunk}': gradients do not pass from residual add {self.position} to the next "
@@ -411,7 +408,7 @@ class Stream(TensorLike):
         self._seen("view", view)
         topology, reading = self.layout.topology, isinstance(self.held, Reading)
         states = topology.viewed(self.states if reading else topology.lasting(self.states), view)
-        return self._with(states, pytree.tree_map(view, self.held))
+        return self._with(states, None if self.held is None else pytree.tree_map(view, self.held))
 
     def finish(self) -> Tensor:
         """The trunk's output.
@@ -444,7 +441,7 @@ class Stream(TensorLike):
         assert not isinstance(due, QKVInputs)
         return stream._pushed(materialize(due))
 
-    def _with(self, states: States, held: Settled | Reading | Unsummed | Awaiting, adds: int = 0) -> Stream:
+    def _with(self, states: States, held: Reading | Unsummed | Post | None = None, adds: int = 0) -> Stream:
         return Stream(states, held, self.weights, self.layout, self.position + adds, self.placement)
 
     @property
@@ -495,7 +492,7 @@ def version(value: Tensor) -> int:
     """How often a tensor was written to; always 0 where it is not counted."""
     if torch.compiler.is_compiling() or value.is_inference():
         return 0
-    return value._version
+    return writes_to(value)
 
 
 def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:
@@ -513,17 +510,19 @@ def _may_wait(x: Tensor) -> bool:
     """
     if not uses_kernels(x):
         return False
-    return torch.compiler.is_compiling() or not torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.compiler.is_compiling() or saved_tensor_hooks() is None
 
 
 def _flatten(stream: Stream) -> tuple[list[Any], Any]:
-    return [stream.states, stream.held], (stream.weights, stream.layout, stream.position, stream.placement)
+    held = [] if stream.held is None else [stream.held]
+    return [stream.states, *held], (stream.weights, stream.layout, stream.position, stream.placement)
 
 
 def _unflatten(leaves: Any, context: Any) -> Stream:
-    return Stream(*leaves, *context)
+    states, *held = leaves
+    return Stream(states, held[0] if held else None, *context)
 
 
 pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name=f"{__name__}.Stream")
-for _held in (Settled, Reading, Unsummed, Awaiting, QKVInputs):
+for _held in (Reading, Unsummed, Post, QKVInputs):
     pytree.register_dataclass(_held, serialized_type_name=f"{__name__}.{_held.__name__}")

@@ -20,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rewire.attributes import CONNECTIONS
 from rewire.errors import RewireError, WrappedModel
 from rewire.files import make_folder, staged, token_of, tokens
-from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms, learned_connections, parsed
+from rewire.runtime.connection import Connection, SeparateNorms, learned_connections, parsed
 from rewire.saving.recipes import described, difference, first_line, is_recipe, rewired_by
 
 RECIPE = "rewire.json"

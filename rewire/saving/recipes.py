@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from rewire.attributes import CONNECTIONS
 from rewire.copies import outside_inference_mode
 from rewire.errors import RewireError, UnknownName, moved_trunk
 from rewire.passes.checks import check_model
@@ -24,7 +25,7 @@ from rewire.passes.editing.connect import place
 from rewire.passes.find import check_found, find
 from rewire.passes.prepare import prepare
 from rewire.passes.rewrite import rewrite
-from rewire.runtime.connection import CONNECTIONS, Connection, recipe_of
+from rewire.runtime.connection import Connection, recipe_of
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start, Topology, as_recurrence
 from rewire.topologies.names import named_topology, topology_in

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
+from rewire.attributes import REGISTERED_NAME
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.mix import Mix
 
@@ -113,7 +114,7 @@ class Topology(ABC, Generic[W]):
         `register_topology` notes it on the class, not for its subclasses, `make_topology` on what a function made.
         """
         cls = type(self)
-        name: str | None = vars(self).get("_registered_name") or vars(cls).get("_registered_name")
+        name: str | None = vars(self).get(REGISTERED_NAME) or vars(cls).get(REGISTERED_NAME)
         return name or f"{cls.__module__}.{cls.__qualname__}"
 
     def for_start(self, start: Start) -> Topology[W]:

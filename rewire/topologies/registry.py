@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from rewire.attributes import REGISTERED_NAME
 from rewire.registry import Factories
 from rewire.topologies.base import Start, Topology
 
@@ -38,7 +39,7 @@ def register_topology(name: str) -> Callable[[T], T]:
     def registered(factory: T) -> T:
         _FACTORIES.add(name, factory)
         if isinstance(factory, type):
-            factory._registered_name = name  # type: ignore[attr-defined]
+            setattr(factory, REGISTERED_NAME, name)
         return factory
 
     return registered
@@ -71,7 +72,7 @@ def make_topology(topology: str | Topology, options: dict[str, Any], start: Star
 def _note(topology: Topology, name: str) -> None:
     """Let what a function made know the function's name."""
     if topology.registered_name != name:
-        vars(topology)["_registered_name"] = name
+        vars(topology)[REGISTERED_NAME] = name
 
 
 def name_and_options(topology: Topology) -> tuple[str, dict[str, Any]]:

@@ -20,11 +20,7 @@ from rewire.kernels.kernel import MOST_PLANS
 from rewire.kernels.sums import plan
 from rewire.kernels.sums.plan import Plan
 from rewire.kernels.sums.spec import MixSpec
-
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # torch.compile's own, no part of torch's interface
-    TensorGuards = None  # type: ignore[assignment, misc]
+from rewire.torch_internals import tensor_guards
 
 
 class MixInputs(NamedTuple):
@@ -227,11 +223,7 @@ def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Whether tensors have the layouts of these: in C++, four times as fast as by a key. It says no more often than it
     has to: where one tensor is given twice, or needs gradients where another did not.
     """
-    try:
-        check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    except TypeError:  # not as it is known here, or not there
-        return lambda *_: False
-    return check
+    return tensor_guards(tensors) or (lambda *_: False)
 
 
 def _keep(key: Any, known: _Known) -> None:

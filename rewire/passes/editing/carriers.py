@@ -29,7 +29,7 @@ class Carriers:
     Attributes:
         stage: for values of the stream, the number of adds before.
         on_way: operations of the stream's own way.
-        unfinished: those of which the next state is yet to be made.
+        in_post: those of which the next state is yet to be made.
         begin: the call in which the stream starts.
         first: the block with which it starts, where that is another one: called by itself, it begins a stream, too.
         scopes: the calls, outermost first.
@@ -42,7 +42,7 @@ class Carriers:
         self.adds = self.chain.adds
         self.stage: dict[Op, int] = {}
         self.on_way: set[Op] = set()
-        self.unfinished: set[Op] = set()
+        self.in_post: set[Op] = set()
         self._values()
         self.begin = self.first = self._beginning()
         self.scopes = dict.fromkeys(self._carriers())  # in order, and quickly looked up
@@ -56,7 +56,7 @@ class Carriers:
             self.on_way.update(casts, passage if number else ())
             self.stage[add.op] = self.stage[add.result] = number + 1
             self.on_way.update((add.op, *add.inner, *add.post))
-            self.unfinished.update((add.op, *add.post[:-1]) if add.post else ())
+            self.in_post.update((add.op, *add.post[:-1]) if add.post else ())
             self.stage.update(dict.fromkeys(add.post, number + 1))
 
     def _beginning(self) -> Scope:

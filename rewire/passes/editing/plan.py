@@ -16,19 +16,17 @@ from rewire.passes.editing.additions import addition_at
 from rewire.passes.editing.attention import plan_attention
 from rewire.passes.editing.carriers import Carriers, casts_of
 from rewire.passes.editing.edits import (
-    Carry,
-    Ended,
+    Apply,
     FunctionPlan,
     Key,
-    Normed,
+    Open,
     Parameter,
-    Part,
     Plans,
     Push,
-    Reshape,
+    Reach,
     Sum,
     Through,
-    Value,
+    View,
     Written,
 )
 from rewire.passes.editing.refused import check_add, check_in_place, check_returns
@@ -133,13 +131,13 @@ class _Planner:
             return  # another place comes after it
         sums = {add.op for add in self.adds}
         for name in sorted(names, key=lambda name: sums.isdisjoint(scope.arguments[name])):  # the stream itself first
-            awaiting = not self.carriers.unfinished.isdisjoint(scope.arguments[name])
-            norm = None if awaiting else self._norm(scope, start, value)
+            post = not self.carriers.in_post.isdisjoint(scope.arguments[name])
+            norm = None if post else self._norm(scope, start, value)
             brought = scope.arguments[name]
             item = brought.index(value) if value in brought and len(brought) > 1 else None
             if value is not None:
                 self._check_start(scope, name, item)
-            function.put(("parameter", name, number), Parameter(name, number, norm, awaiting=awaiting, item=item))
+            function.put(("parameter", name, number), Parameter(name, number, norm, post=post, item=item))
         if not names:
             if value is None or not scope.holds(value.scope):
                 raise EditError(
@@ -154,7 +152,7 @@ class _Planner:
                     "between two residual adds"
                 )
             norm = self._norm(scope, start, value)
-            function.put(("value", at), Value(at, number, norm, self._number_made(value, scope)))
+            function.put(("open", at), Open(at, number, norm, self._number_made(value, scope)))
 
     def _check_start(self, scope: Scope, name: str, item: int | None) -> None:
         """Refuse a trunk that starts where another one does, or may: nothing would tell them apart.
@@ -214,7 +212,7 @@ class _Planner:
             )
         function.opens[self.name] = later
         if later == place:
-            function.edits.pop(("value", earlier), None)
+            function.edits.pop(("open", earlier), None)
         return later == place or isinstance(earlier[0], str)
 
     def _through(self, scope: Scope, child: Scope) -> None:
@@ -222,12 +220,12 @@ class _Planner:
         callee = self.sources.callee(child, call)
         after = max((n for n, add in enumerate(self.adds) if child.holds(add.op.scope)), default=-1) + 1
         at, last = span_of(call), self._returned(self.adds[after - 1], scope, [call])
-        post = self.adds[after - 1].post if after else []
-        awaiting = bool(post) and not child.holds(post[-1].scope)
-        norm = None if last or awaiting else self._norm(scope, after, None)
+        behind = self.adds[after - 1].post if after else []
+        post = bool(behind) and not child.holds(behind[-1].scope)
+        norm = None if last or post else self._norm(scope, after, None)
         trunk = function.trunks.index(self.name)
         kept = frozenset((trunk, n) for n, op in enumerate(child.results) if self.carriers.stage.get(op, after) < after)
-        function.put(("through", at), Through(at, callee, norm, last, awaiting, kept))
+        function.put(("through", at), Through(at, callee, norm, last, post, kept))
 
     def _add(self, number: int, add: Add) -> None:
         function = self.sources.plan(add.op.scope)
@@ -235,7 +233,7 @@ class _Planner:
         check_add(self.found, add)
         parts, shortcut = [], add.shortcut
         for op in add.inner:
-            parts.append(Part(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut))
+            parts.append(Sum(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut, more=True))
             shortcut = op
         inner = _operands(function.text, at, add.op.inputs[0] is shortcut, parts)
         for part in parts[: len(parts) - len(inner)]:
@@ -244,7 +242,7 @@ class _Planner:
         last = self._returned(add, add.op.scope, nodes)
         norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
         site = number - next(n for n, other in enumerate(self.adds) if add.op.scope.holds(other.op.scope))
-        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, last, norm, site))
+        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, False, last, norm, site))
         self._states_after(number, add)
 
     def _states_after(self, number: int, add: Add) -> None:
@@ -261,11 +259,11 @@ class _Planner:
             inside = any(other is scope and within(at, span) for other, span in made if span != at)
             unseen = item is None and bool(_among_results(op, scope))  # by the function: the call keeps it to itself
             if op.name in VIEWS and op.scope is scope:
-                function.put(("reshape", at), Reshape(at, False))
+                function.put(("view", at), View(at, False))
             elif op is add.post[-1]:
                 function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None), item))
             elif same_size(op, add.op) and not inside and not unseen:
-                function.put(("push", at), Carry(at, trunk, item=item))
+                function.put(("push", at), Push(at, trunk, item=item, more=True))
 
     def _returned(self, add: Add, scope: Scope, nodes: Sequence[ast.AST]) -> bool:
         """Whether a function does nothing with the value of an add, that of these expressions, but return it."""
@@ -282,7 +280,7 @@ class _Planner:
                     raise EditError("the residual stream is reshaped outside the functions that it runs through")
                 at = self.sources.span(scope, op)
                 same = op.name in CASTS and (op in casts or op.dtype == op.inputs[0].dtype)
-                self.sources.plan(scope).put(("reshape", at), Reshape(at, same, op.name == UNSCALED))
+                self.sources.plan(scope).put(("view", at), View(at, same, op.name == UNSCALED))
 
     def _casts(self) -> None:
         """Casts that changed nothing: in another precision they make a new tensor, which is the stream's value, too."""
@@ -291,7 +289,7 @@ class _Planner:
                 nodes = self.sources.text(scope).at(*place)
                 if any(isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) for node in nodes):
                     at = place_of(*place)
-                    self.sources.plan(scope).edits.setdefault(("reshape", at), Reshape(at, True))
+                    self.sources.plan(scope).edits.setdefault(("view", at), View(at, True))
 
     def _end(self, opened: Sequence[Scope]) -> None:
         """Let the function that calls the blocks look behind them whether the stream has ended."""
@@ -311,7 +309,7 @@ class _Planner:
             return  # they all run
         if last is not None:
             function.adds.setdefault(self.name, {})
-            function.put(("ended", last[0]), Ended(*last, (function.trunks.index(self.name),)))
+            function.put(("reach", last[0]), Reach(*last, (function.trunks.index(self.name),)))
 
     def _norm(self, scope: Scope, stage: int, value: Op | None) -> Written | None:
         """The norm that reads the stream's value first in ``scope``, if a kernel may compute both together."""
@@ -336,13 +334,13 @@ class _Planner:
             written = _chain(call.func, function.text)
             if function.norms[path] is None and written and len(call.args) == 1 and not call.keywords:
                 at = span_of(call)
-                function.put(("normed", at), Normed(at))
+                function.put(("apply", at), Apply(at, norm=True))
                 return written
             return None
         return None
 
 
-def _operands(text: Text, at: Span, first: bool, parts: Sequence[Part]) -> tuple[tuple[Span, bool], ...]:
+def _operands(text: Text, at: Span, first: bool, parts: Sequence[Sum]) -> tuple[tuple[Span, bool], ...]:
     """Those of the sums before an addition, the last ones, that are written as operands: ``(x + f) + g``."""
     inner: list[tuple[Span, bool]] = []
     for part in reversed(parts):

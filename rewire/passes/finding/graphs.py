@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from rewire.conventions import is_matrix, matrices
 from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Scope, kind_of, plain_name
+from rewire.torch_internals import is_parameter_input
 
 #: How Dynamo writes the module that it compiles: a local or a global variable.
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
@@ -123,7 +124,7 @@ def _is_weight(node: fx.Node, root: nn.Module) -> bool:
     """Whether ``node`` is a parameter or a buffer."""
     if node.op == "get_attr":
         return isinstance(attribute_at(root, str(node.target)), torch.Tensor)
-    return node.op == "placeholder" and "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+    return is_parameter_input(node)
 
 
 def tensor_of(node: fx.Node, root: nn.Module) -> torch.Tensor | None:

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from rewire.copies import shared
 from rewire.errors import ValidationMismatch
@@ -35,6 +34,7 @@ from rewire.patterns import Pattern
 from rewire.runtime.connection import connections
 from rewire.runtime.layout import Layout
 from rewire.runtime.nested import mapped
+from rewire.torch_internals import pytree, saved_tensor_hooks
 
 #: Of an operation or a call: where in the code it stands, and the number among those alike.
 _Key: TypeAlias = tuple[Any, ...]
@@ -266,14 +266,14 @@ class _Wiring(Recorder):
 
     def _in_place_of(self, op: Op, new: Tensor, result: Any, given: Any) -> Any:
         own = self.made[op.index]
-        if any(own is tensor for tensor in tree_leaves(given)):  # which was written to
+        if any(own is tensor for tensor in pytree.tree_leaves(given)):  # which was written to
             own.copy_(new)
             for wires in self.passes:
                 wires.value = own if wires.value is new else wires.value
             return result
         self.replaced.append(own)  # so that its id is not used again
         self.made[op.index], self.known[id(new)] = new, op
-        return tree_map(lambda item: new if item is own else item, result)
+        return pytree.tree_map(lambda item: new if item is own else item, result)
 
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         super()._entered(module, args, kwargs)
@@ -303,7 +303,7 @@ class _Wiring(Recorder):
 
     def _keep_activations(self) -> None:
         """Undo activation checkpointing: what it would run again, in backward, is not wired there."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = saved_tensor_hooks()
         if hooks is not None and hooks[0] is not _same:
             self.open.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
 
@@ -357,4 +357,4 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _swapped(value: Any, old: Tensor, new: Tensor) -> Any:
-    return tree_map(lambda item: new if item is old else item, value)
+    return pytree.tree_map(lambda item: new if item is old else item, value)
