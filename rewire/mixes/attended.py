@@ -99,7 +99,7 @@ class AttendedHistory(History):
     norm_eps, clamped = EPS, False
     constant_scores = False  # where gradients will be differentiated, the tallies depend on them
 
-    table: AttendedTable  # type: ignore[assignment]
+    table: AttendedTable
 
     def _ways(self, number: int) -> Sequence[Tensor | Mix]:
         if number == 0:

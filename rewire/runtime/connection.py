@@ -25,8 +25,7 @@ from rewire.runtime.layout import Layout
 from rewire.runtime.optimizers import known
 from rewire.runtime.stream import Stream, Weights
 from rewire.topologies.base import Start, States
-from rewire.topologies.names import topology_in
-from rewire.topologies.registry import name_and_options
+from rewire.topologies.registry import name_and_options, topology_in
 from rewire.torch_internals import buffers_of, drop_parameters, parameters_of
 
 if TYPE_CHECKING:

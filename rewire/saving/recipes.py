@@ -28,7 +28,7 @@ from rewire.passes.rewrite import rewrite
 from rewire.runtime.connection import Connection, recipe_of
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start, Topology, as_recurrence
-from rewire.topologies.names import named_topology, topology_in
+from rewire.topologies.registry import named_topology, topology_in
 from rewire.trunk import Trunk
 
 #: How the entry of a state dict ends that holds a recipe.

@@ -37,6 +37,8 @@ Form = Literal["softmax", "difference"]
 class Destinations(Dense[W]):
     """What ANCRe and its ablations share: unit t reads ``x_{t-1}``, and all states are mixed into ``x_t``."""
 
+    cascade: Cascade = "replace"
+
     granularity: ClassVar[Granularity] = "block"  # Section 4.2, Table 1
     reads_newest: ClassVar[bool] = True
     first: ClassVar[int] = 1
@@ -48,6 +50,25 @@ class Destinations(Dense[W]):
     def mix(self, history: Any, weights: W, t: int) -> Tensor:
         x: Tensor = history.newest
         return x
+
+    def row(self, weights: Any, t: int, x: Tensor) -> Any:
+        """The weights with which the states are mixed into ``x_t``: x is one of them."""
+        return weights[t]
+
+    def merge(self, states: States, weights: W, t: int, *branches: Tensor) -> Tensor | Mix:
+        x, history = states
+        kept = (x,) if self.cascade == "keep" else ()
+        mixed: Tensor | Mix = history.mix(self.row(weights, t, x), added=(*kept, *branches))
+        return mixed
+
+    def program(self, weights: W, dims: Dims) -> Program:
+        """The shortcut ``x_{t-1}`` that is kept stands in front."""
+        rows = []
+        for t in range(1, dims.depth + 1):
+            terms = zip(self.sources(t), self.static(weights, t).tolist(), strict=True)
+            kept = [Term(f"x{t - 1}", 1.0, fixed=True)] if self.cascade == "keep" else []
+            rows.append([*kept, *(Term(f"x{i}", p) for i, p in terms)])
+        return recurrence(rows)
 
     def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
         return (0,)
@@ -159,15 +180,6 @@ class ANCRe(Destinations[Table]):
         """P of the original network."""
         return one_hot_previous(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
 
-    def merge(self, states: States, weights: Table, t: int, *branches: Tensor) -> Tensor | Mix:
-        x, history = states
-        kept = (x,) if self.cascade == "keep" else ()
-        mixed: Tensor | Mix = history.mix(weights[t], added=(*kept, *branches))
-        return mixed
-
-    def program(self, weights: Table, dims: Dims) -> Program:
-        return recurrence(_with_kept(self.cascade, _shortcuts(self, weights, dims)))
-
     def distributions(self, weights: Table, dims: Dims) -> Sequence[Tensor]:
         """The weights into each state (ingoing), or out of each (outgoing); those of a difference are none."""
         if self.normalize == "none" or self.form == "difference":
@@ -250,19 +262,12 @@ class ANCReConstant(Destinations[None]):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> None:
         return None
 
-    def merge(self, states: States, weights: None, t: int, *branches: Tensor) -> Tensor | Mix:
-        x, history = states
-        kept = (x,) if self.cascade == "keep" else ()
-        # Moved to where the states are: without parameters, `weights` does not know the device.
-        mixed: Tensor | Mix = history.mix(self.static(weights, t).to(x.device), added=(*kept, *branches))
-        return mixed
+    def row(self, weights: None, t: int, x: Tensor) -> Tensor:
+        n = count(t, self.block)
+        return x.new_full((n,), 1 / n, dtype=torch.float32)  # without parameters, `weights` does not know the device
 
     def static(self, weights: None, t: int) -> Tensor:
-        n = count(t, self.block)
-        return torch.full((n,), 1 / n)
-
-    def program(self, weights: None, dims: Dims) -> Program:
-        return recurrence(_with_kept(self.cascade, _shortcuts(self, weights, dims)))
+        return self.row(weights, t, torch.empty(()))
 
 
 @register_topology("ancre-cascaded")
@@ -309,8 +314,11 @@ class ANCReCascaded(FirstOrder[Tensor]):
         return torch.diag(weights)
 
     def program(self, weights: Tensor, dims: Dims) -> Program:
-        rows = [[Term(f"x{i}", scale)] for i, scale in enumerate(weights.tolist())]
-        return recurrence(_with_kept(self.cascade, rows))
+        rows = []
+        for i, scale in enumerate(weights.tolist()):
+            kept = [Term(f"x{i}", 1.0, fixed=True)] if self.cascade == "keep" else []
+            rows.append([*kept, Term(f"x{i}", scale)])
+        return recurrence(rows)
 
 
 def _entries(depth: int, block: int | None, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -323,21 +331,6 @@ def _entries(depth: int, block: int | None, device: torch.device | None = None) 
     row = torch.repeat_interleave(torch.arange(depth, device=device), counts, output_size=size)
     number = torch.arange(size, device=device) - (counts.cumsum(0) - counts)[row]  # of the source among those of x_t
     return row, torch.minimum(number * block, row)
-
-
-def _shortcuts(topology: Destinations, weights: Any, dims: Dims) -> list[list[Term]]:
-    """For t = 1..T in turn, the terms ``p_it x_i``."""
-    return [
-        [Term(f"x{i}", p) for i, p in zip(topology.sources(t), topology.static(weights, t).tolist(), strict=True)]
-        for t in range(1, dims.depth + 1)
-    ]
-
-
-def _with_kept(cascade: Cascade, rows: list[list[Term]]) -> list[list[Term]]:
-    """``rows``, with the shortcut ``x_{t-1}`` in front where it is kept."""
-    if cascade == "replace":
-        return rows
-    return [[Term(f"x{i}", 1.0, fixed=True), *row] for i, row in enumerate(rows)]
 
 
 def _softmax(table: Tensor, dim: int) -> Tensor:

@@ -161,7 +161,7 @@ class AttnRes(DenseIncrements[AttendedTable]):
         if self.normed:
             shares = shares * history.inverse_norms
         q, *kv = self._mixes(history, shares)
-        return QKVInputs(q, *kv, residual=q) if kv else q
+        return QKVInputs(q, *kv, q) if kv else q
 
     def finish(self, states: States, weights: AttendedTable, dims: Dims) -> Tensor:
         if not self.additive:
