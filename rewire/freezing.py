@@ -176,7 +176,7 @@ def _check_program(topology: Topology, weights: Any, dims: Dims, program: Progra
     table = matrix(program)
     made, channels = frozen(repr(topology), fold(program), (table.shape[0], table.shape[1]))
     constants = Constants(table, torch.stack(channels) if channels else None)
-    wanted, found = (_run(*given, dims) for given in ((topology, weights), (made, constants)))
+    wanted, found = _run(topology, weights, dims), _run(made, constants, dims)
     if not torch.allclose(wanted, found, rtol=1e-3, atol=1e-3 * float(wanted.abs().max())):
         raise UnsupportedTopology(
             f"topology '{topology.registered_name}' does not compute what its method `program` says, which may be that "

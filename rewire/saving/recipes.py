@@ -97,7 +97,7 @@ def check_shapes(path: str, recipe: Any, layout: Layout, start: Start, saved: Ma
     """
     try:
         with torch.device("meta"), _OnMeta():
-            made = layout.topology.parameters(layout.dims, start) | layout.topology.constants(layout.dims)
+            made = layout.topology.parameters(layout.dims, start)
     except Exception:  # what cannot be made is refused where it is made; other people's may need values
         return
     for name, value in made.items():

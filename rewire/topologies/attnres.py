@@ -160,8 +160,11 @@ class AttnRes(DenseIncrements[AttendedTable]):
         shares = self._shares(history.scores_of(weights[t]))  # [n, ..., rows]
         if self.normed:
             shares = shares * history.inverse_norms
-        q, *kv = self._mixes(history, shares)
-        return QKVInputs(q, *kv, q) if kv else q
+        ways = self._mixes(history, shares)
+        if len(ways) == 1:
+            return ways[0]
+        q, k, v = ways
+        return QKVInputs(q, k, v, residual=q)
 
     def finish(self, states: States, weights: AttendedTable, dims: Dims) -> Tensor:
         if not self.additive:

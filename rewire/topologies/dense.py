@@ -149,8 +149,7 @@ class Dense(_Dense[W], Recurrence[W]):
     ``x_0``; mixes are those of units 2..T and the output, read T + 1. Post-norm blocks norm ``r_t + f_t``.
 
     Example:
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class Averages(rewire.Dense):
+        >>> class Averages(rewire.Dense):
         ...     'Each unit reads a learned weighted sum of all states.'
         ...     def parameters(self, dims, start):
         ...         return {"a": torch.cat([torch.eye(n)[-1] for n in self.sizes(dims)])}
@@ -193,6 +192,17 @@ class DenseIncrements(_Dense[W]):
 
     As `Dense`; mixes are those of units 1..T and the output, and with all weights 1 it is the original network. It
     connects no post-norm blocks.
+
+    Example:
+        >>> class Sums(rewire.DenseIncrements):
+        ...     'Each unit reads a learned weighted sum of all increments.'
+        ...     def parameters(self, dims, start):
+        ...         return {"b": torch.ones(sum(self.sizes(dims)))}
+        ...     def weights(self, parameters, dims):
+        ...         return self.table(dims, parameters["b"])
+        ...     def mix(self, history, weights, t):
+        ...         return history.mix(weights[t])
+        >>> summed = rewire.compile(model, Sums(), example_inputs=(x,))
     """
 
     def read(self, states: States, weights: W, t: int) -> tuple[Tensor | Mix | QKVInputs, States]:
