@@ -260,7 +260,7 @@ class History:
         Args:
             weights: w, float32, one for each state [n], or one for each channel of it [n, D]; or those that a table has
                 for this read, ``table[t]``.
-            per_token: s, float32 [..., n].
+            per_token: s, [..., n]; summed in float32 at least.
             added: tensors that are added with weight 1, like the branches.
 
         Raises:
@@ -271,8 +271,10 @@ class History:
             if added and isinstance(value, Mix):
                 value.added = tuple(added)
             return value if isinstance(value, Mix) or not added else Mix(added=(value, *added))
-        if per_token is None or added:
-            return pending_mix(self.states, weights, added, None if per_token is None else per_token.split(1, -1))
+        if per_token is None:
+            return pending_mix(self.states, weights, added)
+        if added:
+            return pending_mix(self.states, weights, added, _precise(per_token).split(1, -1))
         return self.mixes(None if weights is None else weights.unsqueeze(0), per_token.unsqueeze(-2))[0]
 
     def mixes(self, weights: Row | Tensor | None, per_token: Tensor | None = None) -> Sequence[Tensor | Mix]:
@@ -290,7 +292,7 @@ class History:
         for given, dim in ((weights, 1), (per_token, -1)):
             if given is not None and given.shape[dim] != len(self.states):
                 raise ValueError(f"{len(self.states)} states are mixed, and there are {given.shape[dim]} weights.")
-        found, states = mixes(self.states, weights, per_token)
+        found, states = mixes(self.states, weights, None if per_token is None else _precise(per_token))
         self.states = tuple(states)
         return found
 
@@ -508,3 +510,8 @@ class History:
             of_states = zip(self.scores, self._places(reads.start), strict=True)
             scores = torch.stack([s.narrow(-1, k, len(reads)) for s, k in of_states], -1)
         return dict(zip(reads, operators.mixes(self.values, rows, scores), strict=True))
+
+
+def _precise(scores: Tensor) -> Tensor:
+    """In float32 at least, as sums take them: what was computed under autocast is not."""
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
