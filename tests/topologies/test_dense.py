@@ -238,14 +238,19 @@ def test_what_is_held_is_few(name: str, options: dict[str, Any], size: int) -> N
     depth = WIDTH  # no state of scores of later reads has as many columns as a hidden state
     topology, dims = make_topology(name, {**options, "block": size}), dims_of(name, depth)
     weights = topology.weights({k: v.float() for k, v in drawn(topology, dims).items()}, dims)
-    seen = []
+    seen, inside = [], []
 
     def check(t: int, read: Any, opened: Any, written: Any) -> None:
+        inside.append(len(opened[1].states))
         held = [x for state in written for x in (state.states if isinstance(state, History) else (state,))]
         seen.append(sum(x.shape == (3, WIDTH) for x in held))
 
     run(topology, weights, torch.randn(3, WIDTH).double(), blocks_of(name, depth), dims, check)
     assert seen == [1 + math.ceil(t / size) for t in range(1, depth + 1)]
+    # While a branch runs, a newest state inside a group is held only where it was read as it is.
+    for t, states in enumerate(inside, start=1):
+        as_it_is = name.startswith("ancre") or (t - 1) % options.get("period", 1) > 0
+        assert states == 1 + (math.ceil((t - 1) / size) if as_it_is else (t - 1) // size)
 
 
 @pytest.mark.parametrize("size", [2, 3, 50])
