@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import traffic
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from rewire.kernels import switch
 from rewire.kernels.kernel import Launch, noted
-from rewire.mixes import gating, history, mix, several, streams, tokens, traffic
+from rewire.mixes import gating, history, mix, several, streams, tokens
 from rewire.topologies.base import Dims, QKVInputs, Topology, materialize
 from rewire.topologies.registry import make_topology
 

@@ -145,6 +145,11 @@ class _Result:
 
 def _frozen(connection: Connection, threshold: float) -> _Result:
     old = connection.layout
+    if any(not old.makes_state(site) for site in old.posts):
+        raise UnsupportedTopology(
+            f"trunk '{old.trunk}' cannot be frozen: between its residual adds the model scales what is read, or adds "
+            f"to it, and topology '{old.topology.registered_name}' makes no state of that, which a program could name."
+        )
     with torch.no_grad():
         values = {**connection.values(), **dict(connection.named_buffers())}
         weights = old.topology.weights({name: x.detach().cpu() for name, x in values.items()}, old.dims)
@@ -161,7 +166,7 @@ def _frozen(connection: Connection, threshold: float) -> _Result:
         topology, channels = frozen(repr(old.topology), fold(pruned), (table.shape[0], table.shape[1]))
         most = most_held(old.topology, weights, old.dims)
     constants = {"table": table} | ({"channels": torch.stack(channels)} if channels else {})
-    layout = Layout(old.trunk, topology, old.units, old.dims.width, channel_dim=old.channel_dim, posts=old.posts)
+    layout = Layout(old.trunk, topology, old.units, old.dims.width, (), old.channel_dim, old.posts, old.loops)
     held = max(len(topology.held(t)) for t in range(old.dims.depth + 1))
     report = FrozenTrunk(old.trunk, repr(old.topology), (edges(program), edges(pruned)), (most, held), tuple(dropped))
     return _Result(layout, constants, report)

@@ -254,6 +254,7 @@ def connected(model: {base}) -> {self.root}:
             "attention": tuple(sorted(layout.dims.attention)),
             "channel_dim": layout.channel_dim,
             "posts": tuple(sorted(layout.posts)),
+            "loops": layout.loops,
         }
         rest = "".join(f"        {name}={value!r},\n" for name, value in given.items())
         return f"Layout(\n        {layout.trunk!r},\n        {topology},\n{rest}    )"

@@ -148,7 +148,7 @@ class AttendedHistory(History):
         first = self._places(mixes.start)
         of_states = [s.narrow(-1, k, len(mixes)).movedim(-1, 0) for s, k in zip(self.scores, first, strict=True)]
         numerators, statistics = operators.softmax(of_states, None, 0)  # [n, B, ...], [2, B, ...]
-        totals = operators.mixes(self.values, None, numerators.movedim((1, 0), (-2, -1)))
+        totals = operators.mixes(self.values, None, (numerators.movedim((1, 0), (-2, -1)),), (), (), torch.float32)
         return dict(zip(mixes, zip(totals, statistics.unbind(1), strict=True), strict=True))
 
     def _claim(

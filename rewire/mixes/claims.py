@@ -60,7 +60,7 @@ class Claiming(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.n = n
         ctx.set_materialize_grads(False)
-        return tuple(operators.ways(values, rows, scores))
+        return tuple(operators.mixes(values, rows, scores, (), (), None))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -159,7 +159,9 @@ def _by_kernels(
     for first in range(0, len(states), most):
         some = slice(first, first + most)
         n, theirs = len(states[some]), added if len(states) == 1 else added[some]
-        found = operators.gather(grads, states[some], None if weights is None else weights[some], theirs, scores[some])
+        found = operators.mixes(
+            grads, None if weights is None else weights[some], scores[some], theirs, states[some], states[0].dtype
+        )
         dx += found[:n]
         of_weights += [] if weights is None else [found[n]]
         of_scores += found[-1].unbind(-2) if scores else []

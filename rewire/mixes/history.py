@@ -505,11 +505,10 @@ class History:
 
     def _sums(self, reads: range) -> dict[int, Any]:
         """What each of these reads, of one way, begins with: all states so far."""
-        rows, scores = torch.stack(self.table.begun[reads.start : reads.stop]), None
-        if self.scores:
-            of_states = zip(self.scores, self._places(reads.start), strict=True)
-            scores = torch.stack([s.narrow(-1, k, len(reads)) for s, k in of_states], -1)
-        return dict(zip(reads, operators.mixes(self.values, rows, scores), strict=True))
+        rows = torch.stack(self.table.begun[reads.start : reads.stop])
+        of_states = zip(self.scores, self._places(reads.start), strict=True) if self.scores else ()
+        scores = [s.narrow(-1, k, len(reads)) for s, k in of_states]
+        return dict(zip(reads, operators.mixes(self.values, rows, scores, (), (), torch.float32), strict=True))
 
 
 def _precise(scores: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from rewire.torch_internals import buffers_of, drop_parameters, parameters_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from rewire.trunk import Trunk
+    from rewire.trunk import Report, Trunk
 
 _NUMBERS = itertools.count()
 _LARGEST_RECIPE = 1 << 24  # bytes: thousands of trunks
@@ -51,6 +51,7 @@ class Connection(Watched):
         trunk: what was found; None for those of a flat graph.
 
     Attributes:
+        report: what `rewire.compile` found in the model; None where it was loaded.
         placement: where hidden states that are plain tensors lie on a device mesh, if `parallelize` said so.
         stored_in: the units in which learned weights are stored, by name (`Topology.natural_scales`).
         learned_names: of the learned weights. On a pipeline stage that goes on with a trunk they are no parameters of
@@ -61,6 +62,7 @@ class Connection(Watched):
     #: Hooks on all modules pass it over.
     is_rewires_own = True
     placement: Placement | None = None
+    report: Report | None = None
     learned_names: tuple[str, ...] = ()
 
     def __init__(

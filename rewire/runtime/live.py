@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
-from rewire.runtime.stream import Reading, Stream, version
+from rewire.runtime.stream import Post, Reading, Stream, version
 from rewire.topologies.base import QKVInputs
 
 
@@ -79,7 +79,11 @@ class Live:
         """Whether the value was written to in place, or cut off from its gradients, after it was read."""
         if any(had and not value.requires_grad for value, had in zip(self.values, self.recorded, strict=True)):
             return True
-        return not self.stream.in_post and [*map(version, self.values)] != self.versions
+        held = self.stream.held
+        if isinstance(held, Post):  # a sum that nobody else reads, or one that the next branch was to read
+            lent = held.reading is not None and held.sum is held.reading.parts[0]
+            return lent and version(self.values[0]) != self.versions[0]
+        return [*map(version, self.values)] != self.versions
 
     def also(self, value: Tensor) -> None:
         """A cast or a clone of the value is the stream's value, too."""

@@ -336,8 +336,8 @@ def viewed(values: Tensor, channels: int, view: Callable[[Tensor], Tensor], dims
     """
     of_token = values.flatten(-dims)
     size = of_token.shape[-1]
-    if size % channels:
-        of_token = nn.functional.pad(of_token, (0, -size % channels))
+    if size % channels or not size:  # a view that says its sizes takes no empty tensor
+        of_token = nn.functional.pad(of_token, (0, -size % channels or channels))
     parts = [view(part) for part in of_token.split(channels, -1)]
     if size == channels == values.shape[-1]:
         return parts[0]

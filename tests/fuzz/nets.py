@@ -429,8 +429,8 @@ class Net:
         torch winds neither back: gradients depend on the order in which blocks are run again, and statistics on
         whether they are.
         """
-        repeated = {part for parts in self.forwards for part in parts}
-        return self.body == "checkpoint" and bool(repeated & {"python's random", "numpy's random", "statistic"})
+        effects = {"python's random", "numpy's random", "random scale", "statistic"}
+        return self.body == "checkpoint" and not effects.isdisjoint(part for parts in self.forwards for part in parts)
 
     def _written(self, forms: dict[str, str], plain: dict[str, str], name: str) -> str:
         return plain.get(name, forms[name]) if self.twin else forms[name]

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from formulas import by_reference, unpacked
 from torch import Tensor, nn
 from toy_nets import begin, net, opened, plain, run
 
+from rewire.conformance import reference
+from rewire.conformance.references import ancre as formulas
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import ANCRe, Topology, list_topologies, make_topology
 from rewire.topologies.ancre import ANCReCascaded, ANCReConstant, Cascade
@@ -18,26 +21,11 @@ NORMALIZED = ["ingoing", "outgoing"]
 KINDS = [*NORMALIZED, "none"]
 
 
-def naive_p(logits: Tensor, depth: int, kind: str, tau: float) -> dict[tuple[int, int], float]:
-    """Section 4.1 as written: p[i, j] for 0 <= i < j <= K."""
-    c, pairs = {}, [(i, j) for j in range(1, depth + 1) for i in range(j)]
-    for value, pair in zip(logits.double().tolist(), pairs, strict=True):
-        c[pair] = value
-    if kind == "none":
-        return c
-    e = {pair: math.exp(value / tau) for pair, value in c.items()}
-    side = 1 if kind == "ingoing" else 0
-    return {pair: e[pair] / sum(e[other] for other in pairs if other[side] == pair[side]) for pair in pairs}
-
-
-def naive_run(x: Tensor, blocks: list[nn.Module], p: dict[tuple[int, int], float], keep: bool) -> list[Tensor]:
-    xs = [x]
-    for j, block in enumerate(blocks, start=1):
-        new = block(xs[j - 1])
-        for i in range(j):
-            new = new + p[i, j] * xs[i]
-        xs.append(new + xs[j - 1] if keep else new)
-    return xs
+def shares(logits: Tensor, depth: int, kind: str, tau: float) -> dict[tuple[int, int], float]:
+    """p[i, j] for 0 <= i < j <= T."""
+    name, pairs = f"ancre-{kind}", [(i, j) for j in range(1, depth + 1) for i in range(j)]
+    c = unpacked(name, {"logits": logits}, Dims(depth), reference(name).with_options({}))["c"]
+    return {pair: float(p) for pair, p in formulas.shortcuts(c, pairs, kind, tau).items()}
 
 
 def learned(topology: Topology, depth: int, start: str = "preserve") -> nn.Parameter:
@@ -59,7 +47,7 @@ def test_formulas(kind: str, cascade: str, depth: int) -> None:
     torch.manual_seed(0)
     topology = ANCRe(kind, temperature=0.3, cascade=cascade)  # type: ignore[arg-type]
     logits = torch.randn(depth * (depth + 1) // 2)
-    p = naive_p(logits, depth, kind, 0.3)
+    p = shares(logits, depth, kind, 0.3)
     weights = topology.weights({"logits": logits}, Dims(depth))
     table = topology.matrix(weights, Dims(depth))
     assert table.dtype == torch.float32
@@ -69,8 +57,8 @@ def test_formulas(kind: str, cascade: str, depth: int) -> None:
             want = p.get((i, row + 1), 0.0)
             assert float(table[row, i]) == pytest.approx(want, rel=1e-5, abs=0)
     x, blocks = torch.randn(2, 3, 8, dtype=torch.float64), net(depth, torch.float64)
-    xs = naive_run(x, blocks, p, cascade == "keep")
-    torch.testing.assert_close(run(topology, weights, x, blocks), xs[-1], rtol=1e-5, atol=1e-5)
+    want, _ = by_reference(topology, {"logits": logits}, x, blocks)
+    torch.testing.assert_close(run(topology, weights, x, blocks), want, rtol=1e-5, atol=1e-5)
 
 
 def test_states_are_all_x() -> None:
@@ -78,7 +66,7 @@ def test_states_are_all_x() -> None:
     blocks, x = net(depth), torch.randn(3, 8)
     logits = torch.randn(10)
     weights = topology.weights({"logits": logits}, Dims(depth))
-    xs = naive_run(x, blocks, naive_p(logits, depth, "ingoing", 0.3), False)
+    output, reads = by_reference(topology, {"logits": logits}, x, blocks)
     states = begin(topology, x, weights)
     for t, block in enumerate(blocks, start=1):
         newest, opened = topology.read(states, weights, t)
@@ -88,7 +76,7 @@ def test_states_are_all_x() -> None:
     newest, history = states
     assert torch.equal(history.states[0], x)
     assert topology.finish(states, weights, Dims(depth)) is newest
-    for got, want in zip((*history.states, newest), xs, strict=True):
+    for got, want in zip((*history.states, newest), (*reads, output), strict=True):
         torch.testing.assert_close(got, want)
 
 
@@ -351,7 +339,7 @@ def test_constant(cascade: Cascade) -> None:
     x, blocks = torch.randn(4, 8, dtype=torch.float64), net(depth, torch.float64)
     assert topology.parameters(Dims(depth), "paper") == {}
     weights = topology.weights({}, Dims(depth))
-    want = naive_run(x, blocks, p, cascade == "keep")[-1]
+    want, _ = by_reference(topology, {}, x, blocks)
     torch.testing.assert_close(run(topology, weights, x, blocks), want, rtol=1e-6, atol=1e-6)
     table = topology.matrix(weights, Dims(depth))
     for row in range(depth):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import toy_nets
+from formulas import by_reference
 from torch import Tensor, nn
 from toy_nets import WIDTH, opened, plain
 
@@ -35,30 +36,6 @@ class Block(nn.Module):
 net = functools.partial(toy_nets.net, branch=Block)
 
 
-def naive(x: Tensor, blocks: list[nn.Module], dims: Dims, parameters: dict[str, Tensor]) -> Tensor:
-    """Equations 3 and 5 to 8 as written, with weights taken from the flat parameters one read after the other."""
-    static, w1, w2 = (parameters[name].double() for name in ("static", "w1", "w2"))
-    read_static = read_w1 = read_w2 = 0
-    xs, means = [x], [x] * 4  # x_0; what the next block reads: q, k, v, residual
-    for i, block in enumerate(blocks, start=1):
-        xs.append(means[3] + block(*means))
-        ways = 4 if i + 1 in dims.attention else 1
-        size = ways * (i + 1)
-        a = static[read_static : read_static + size]
-        first, second = w1[read_w1 : read_w1 + size], w2[read_w2 : read_w2 + size**2].reshape(size, size)
-        read_static, read_w1, read_w2 = read_static + size, read_w1 + size, read_w2 + size**2
-        normed = xs[i] / (xs[i].square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        hidden = torch.einsum("kd,...d->...k", first, normed)
-        hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
-        dense = torch.einsum("kl,...k->...l", second, hidden) + a
-        means = []
-        for way in range(ways):
-            means.append(sum(dense[..., way * (i + 1) + j, None] * xs[j] for j in range(i + 1)))
-        means *= 4 // ways
-    assert (read_static, read_w1, read_w2) == (len(static), len(w1), len(w2))
-    return means[0]
-
-
 def run(weights: object, x: Tensor, blocks: list[nn.Module], dims: Dims) -> Tensor:
     def check(t: int, read: Any, opened: States, written: States) -> None:
         assert len(opened[1].states) == len(written[1].states) == t
@@ -78,7 +55,7 @@ def test_formulas(dims: Dims) -> None:
     parameters, blocks = drawn(dims), net(dims.depth, torch.float64)
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     got = run(MUDD.weights(parameters, dims), x, blocks, dims)
-    want = naive(x, blocks, dims, parameters)
+    want = by_reference(MUDD, parameters, x, blocks, dims)[0]
     torch.testing.assert_close(got, want)
     inputs, upstream = (x, *parameters.values(), *nn.ModuleList(blocks).parameters()), torch.randn_like(x)
     torch.testing.assert_close(*[torch.autograd.grad(out, inputs, upstream) for out in (got, want)])

@@ -102,6 +102,8 @@ class Carriers:
             self.begin = home
         if not_run([self.flow], self.trunk):
             opened.add(home)  # one that runs later will not return the stream, and is noticed there
+        if self.trunk.loops and not _is_container(home):
+            opened.add(home)  # which notices that more passes run
         for scope in self.scopes:
             if (scope.path, scope.code) in self.others or (scope not in opened and not self._hands_on(scope)):
                 opened.add(scope)
@@ -127,7 +129,7 @@ class Carriers:
 
     def _hands_on(self, scope: Scope) -> bool:
         """Whether a function does nothing with the stream but hand it from block to block."""
-        if scope.module is None or type(scope.module).__module__.startswith("torch.nn.modules.container"):
+        if _is_container(scope):
             return True
         try:
             text = self.sources.text(scope)
@@ -151,6 +153,10 @@ class Carriers:
         while scope is not None and scope not in self.scopes:
             scope = scope.parent
         return scope
+
+
+def _is_container(scope: Scope) -> bool:
+    return scope.module is None or type(scope.module).__module__.startswith("torch.nn.modules.container")
 
 
 def casts_of(add: Add) -> list[Op]:

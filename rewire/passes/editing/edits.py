@@ -78,6 +78,7 @@ class Sum:
         last: whether its value is returned at once.
         norm: what reads the value first.
         site: how many of the function's adds come before it; None if that differs from call to call, as in a loop.
+        branches: where a loop adds parallel branches one by one, how many; the last one completes the residual add.
     """
 
     at: Span
@@ -87,6 +88,7 @@ class Sum:
     last: bool = False
     norm: Written | None = None
     site: int | None = None
+    branches: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -233,7 +233,8 @@ class _Planner:
         check_add(self.found, add)
         parts, shortcut = [], add.shortcut
         for op in add.inner:
-            parts.append(Sum(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut, more=True))
+            if op.place != add.op.place:
+                parts.append(Sum(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut, more=True))
             shortcut = op
         inner = _operands(function.text, at, add.op.inputs[0] is shortcut, parts)
         for part in parts[: len(parts) - len(inner)]:
@@ -242,7 +243,8 @@ class _Planner:
         last = self._returned(add, add.op.scope, nodes)
         norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
         site = number - next(n for n, other in enumerate(self.adds) if add.op.scope.holds(other.op.scope))
-        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, False, last, norm, site))
+        branches = len(add.branches) if len(parts) < len(add.inner) else 1
+        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, False, last, norm, site, branches))
         self._states_after(number, add)
 
     def _states_after(self, number: int, add: Add) -> None:
@@ -280,6 +282,7 @@ class _Planner:
                     raise EditError("the residual stream is reshaped outside the functions that it runs through")
                 at = self.sources.span(scope, op)
                 same = op.name in CASTS and (op in casts or op.dtype == op.inputs[0].dtype)
+                same = same or (add.flattened and op in casts)
                 self.sources.plan(scope).put(("view", at), View(at, same, op.name == UNSCALED))
 
     def _casts(self) -> None:

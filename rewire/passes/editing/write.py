@@ -399,6 +399,7 @@ class _Editor:
             branches.insert(0, branch)
         how = [self.text.text[slice(*self.text.span(option))] for option in addition.options] + self._how(edit)
         how += [f"site={edit.site}"] if edit.site is not None and self.conditional else []
+        how += [f"of={edit.branches}"] if edit.branches > 1 else []
 
         def write(render: Render) -> str:
             (start, end), (first, last) = self.text.span(addition.node), self.text.span(shortcut)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from flows import CODE, Written
 from written_nets import assert_right, written_net
+
+from rewire.passes.finding.chains import chains
 
 COLLECTED = "states = []\nfor block in self.blocks:\n    x = block(x)\n    states.append(x)\n"
 
@@ -33,3 +36,26 @@ def test_skips_in_one_forward() -> None:
 
 def test_skips_into_blocks_are_adds_of_the_stream() -> None:
     assert_right(written_net(body=COLLECTED + "for block in self.blocks:\n    x = block(x) + states.pop()"), adds=12)
+
+
+@pytest.mark.parametrize("last", ["relu", "layer_norm", ""])
+def test_what_follows_the_last_add_belongs_to_it_if_it_follows_the_others(last: str) -> None:
+    """All adds stand in one forward: the network's final norm does, too."""
+    net = Written()
+    x = net.op("input")
+    for number, name in enumerate(["relu", "relu", last]):
+        x = net.op("add", x, net.linear(x, f"layers.{number}"), place=(CODE, 0))
+        x = net.op(name, x) if name else x
+    (chain,), _ = chains(net.flow())
+    assert [[op.name for op in add.post] for add in chain.adds] == [["relu"], ["relu"], ["relu"] * (last == "relu")]
+
+
+def test_what_a_block_does_behind_its_add_belongs_to_the_last_one_too() -> None:
+    net = Written()
+    x = net.op("input")
+    for block in "012":
+        x = net.op("add", x, net.linear(x, f"{block}.f"), at=block)
+        x = net.op("layer_norm", x, at=f"{block}.norm")
+    net.op("layer_norm", x, at="norm")
+    (chain,), _ = chains(net.flow())
+    assert [[op.scope.path for op in add.post] for add in chain.adds] == [["0.norm"], ["1.norm"], ["2.norm"]]
