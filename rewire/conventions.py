@@ -13,6 +13,10 @@ from torch import nn
 
 from rewire.mixes.norms import recognise
 
+#: Convolutions whose weight is [in, out / groups, ..].
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
+
 # What branches are.
 
 #: Kind of a branch -> paths and classes of the modules in it. The first that fits counts.
@@ -106,7 +110,7 @@ def is_adaptive_norm(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` is a linear map or a convolution: its ``weight`` is [out, in, ..] or a transpose of that."""
-    return isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or is_conv1d(module)
+    return isinstance(module, (nn.Linear, *CONVOLUTIONS)) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -16,11 +16,10 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from rewire.code.functions import clone, contents
 from rewire.errors import RewireError
+from rewire.torch_internals import TorchDispatchMode, pytree, same_memory, writes_to_argument
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,7 +93,7 @@ def _is_special(parameter: nn.Parameter) -> bool:
 
 def _same_kind(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter around the same memory, with attributes of its own: some change when a layer is first called."""
-    made = torch.Tensor._make_subclass(type(parameter), parameter.data, parameter.requires_grad)
+    made = same_memory(parameter)
     for name, value in vars(parameter).items():
         vars(made)[name] = value if isinstance(value, (Tensor, nn.Module)) else copy.copy(value)
     return made
@@ -105,7 +104,7 @@ def _kept(model: nn.Module) -> dict[int, Any]:
     memo: dict[int, Any] = {}
     for module in model.modules():
         own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-        for tensor in tree_leaves(own):
+        for tensor in pytree.tree_leaves(own):
             if isinstance(tensor, Tensor) and not tensor.is_leaf:
                 memo[id(tensor)] = tensor.detach().clone()
     return memo
@@ -160,7 +159,7 @@ def own_inputs(inputs: Inputs, device: str | None = None) -> Inputs:
             return copied.requires_grad_(value.requires_grad)
         return copy.deepcopy(value)
 
-    args, kwargs = tree_map(own, inputs)
+    args, kwargs = pytree.tree_map(own, inputs)
     return args, kwargs
 
 
@@ -203,4 +202,4 @@ class ByPlace(TorchDispatchMode):
             return func(*args, **kwargs)
         ordered = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args]
         drawn = func(*ordered, **kwargs)
-        return args[0].copy_(drawn) if func._schema.is_mutable else drawn
+        return args[0].copy_(drawn) if writes_to_argument(func) else drawn

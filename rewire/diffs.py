@@ -65,8 +65,8 @@ def source(model: nn.Module, path: str) -> str:
         def forward(self, x: Tensor) -> Tensor:
             depth = self._depth.enter()
             x = depth.open(x, norm=self.ln_1)
-            x = depth.add(x, self.attn(depth.normed(self.ln_1, x)), norm=self.ln_2)
-            x = depth.write(x, self.mlp(depth.normed(self.ln_2, x)))
+            x = depth.add(x, self.attn(depth.apply(self.ln_1, x)), norm=self.ln_2)
+            x = depth.add(x, self.mlp(depth.apply(self.ln_2, x)), last=True)
             return depth.leave(x)
         <BLANKLINE>
     """

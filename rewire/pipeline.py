@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from rewire.errors import RewireError, UnsupportedCall, check_type
 from rewire.mixes.history import History
@@ -29,6 +28,7 @@ from rewire.runtime.connection import Connection
 from rewire.runtime.gate import Gate
 from rewire.runtime.live import Entry
 from rewire.runtime.stream import Stream
+from rewire.torch_internals import children_of, forward_hooks, forward_pre_hooks, pytree
 
 H = TypeVar("H")
 
@@ -112,8 +112,8 @@ def pipeline_cache(parts: Sequence[nn.Module], group: dist.ProcessGroup | None =
         check_type("each of the parts", part, nn.Module)
     if group is not None:
         check_type("group", group, dist.ProcessGroup)
-    enters = [_hook(part._forward_pre_hooks.values(), _Enters) for part in parts]
-    leaves = [_hook(part._forward_hooks.values(), _Leaves) for part in parts]
+    enters = [_hook(forward_pre_hooks(part).values(), _Enters) for part in parts]
+    leaves = [_hook(forward_hooks(part).values(), _Leaves) for part in parts]
     turns = list(zip(leaves[:-1], enters[1:], strict=True))
     mine = [(a.place, b.place) for a, b in turns if a is not None and b is not None and a.place[0] == b.place[0]]
     trunks = {hook.boundary.name: hook.boundary.connection for hook in (*enters, *leaves) if hook is not None}
@@ -180,9 +180,9 @@ def _placed(stage: nn.Module, part: Part) -> Connection:
     """The connection that the stage holds, with the learned weights if the trunk starts here."""
     connection = part.connection if part.first == 0 else part.connection.receiving()
     for module in stage.modules():
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             if child is part.connection:
-                module._modules[name] = connection
+                children_of(module)[name] = connection
                 return connection
     if part.first == 0 and any(is_dtensor(parameter) for parameter in stage.parameters()):
         raise RewireError(
@@ -342,7 +342,7 @@ def outline(connection: Connection, positions: Sequence[int]) -> list[Stream]:
     A state that stays the same is the same tensor.
     """
     layout = connection.layout
-    tensors = layout.topology.parameters(layout.dims, connection.start) | layout.topology.constants(layout.dims)
+    tensors = layout.topology.parameters(layout.dims, connection.start)
     on_meta = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
     token = layout.token("meta")
     stream, found = Stream.begin(token, layout.topology.weights(on_meta, layout.dims), layout), []

@@ -149,7 +149,7 @@ def check_norm(norm: nn.Module, trunk: str) -> None:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    weights: list[Any] = [p for p in norm._parameters.values() if is_dtensor(p)]
+    weights: list[Any] = [p for p in norm.parameters(recurse=False) if is_dtensor(p)]
     if weights and not any(_sharded(weight.placements) for weight in weights):
         raise _undeclared(trunk, "its first norm has the weights of SequenceParallel")
 

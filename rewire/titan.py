@@ -35,12 +35,14 @@ try:
 except ImportError as error:
     raise ImportError("rewire.titan needs torchtitan 0.3: pip install 'rewire[titan]'") from error
 
+from rewire.attributes import CONNECTIONS
 from rewire.compiler import compile
 from rewire.errors import UnsupportedCall
 from rewire.pipeline import entries_of, pipeline_cache, pipeline_stage
 from rewire.ranks.meeting import agree, facts_of
-from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms, connections, parallelize
+from rewire.runtime.connection import Connection, SeparateNorms, connections, parallelize
 from rewire.topologies import Topology
+from rewire.torch_internals import children_of
 
 if TYPE_CHECKING:
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -102,9 +104,9 @@ class TitanNorms(SeparateNorms, Module):
 def _adopt(model: nn.Module) -> None:
     """Make torchtitan's modules of those that rewiring has added."""
     for module in list(model.modules()):
-        held = module._modules.get(CONNECTIONS)
+        held = children_of(module).get(CONNECTIONS)
         if isinstance(held, nn.ModuleDict):
-            module._modules[CONNECTIONS] = ModuleDict(held.items())
+            children_of(module)[CONNECTIONS] = ModuleDict(held.items())
             for connection in held.values():
                 connection.__class__ = TitanConnection
         elif isinstance(held, SeparateNorms):
@@ -135,10 +137,10 @@ def _parallelized(
     if parallel_dims.pp_enabled:
         pipeline_stage(model)
     given = {"parallel_dims": parallel_dims, "training": training, "parallelism": parallelism}
-    held = {module: module._modules.pop(CONNECTIONS) for module in _owners(model)}
+    held = {module: children_of(module).pop(CONNECTIONS) for module in _owners(model)}
     model = parallelize_fn(model, **given, compile_config=compile_config, **others)
     for module, connections_of in held.items():
-        module._modules[CONNECTIONS] = connections_of
+        children_of(module)[CONNECTIONS] = connections_of
     sequence = parallelism.enable_sequence_parallel
     if parallel_dims.tp_enabled and parallelism.spmd_backend == "spmd_types":  # hidden states are plain tensors
         parallelize(model, parallel_dims.get_mesh("tp"), sequence=sequence)
@@ -146,14 +148,14 @@ def _parallelized(
         _shard(connection, **given)
     if compile_config.enable and "model" in compile_config.components:
         for block in model.layers.children():  # type: ignore[union-attr]
-            if any(entry.opens for module in block.modules() for entry in entries_of(module)):
+            if any(entry.begins for module in block.modules() for entry in entries_of(module)):
                 # It calls the connection, and FSDP's hooks on that break graphs: not the fullgraph=True of the others.
                 block.compile(backend=compile_config.backend)
     return model
 
 
 def _owners(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module._modules.get(CONNECTIONS), nn.ModuleDict)]
+    return [module for module in model.modules() if isinstance(children_of(module).get(CONNECTIONS), nn.ModuleDict)]
 
 
 def _shard(

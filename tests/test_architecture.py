@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import networkx as nx
 import pytest
 
 import rewire
+from rewire import attributes
 
 ROOT = Path(rewire.__file__).parent
 
@@ -61,6 +63,23 @@ def test_no_folder_imports_itself_by_others(depth: int) -> None:
     assert [sorted(circle) for circle in nx.strongly_connected_components(folders) if len(circle) > 1] == []
 
 
+def test_what_is_put_on_objects_of_others_is_in_one_place() -> None:
+    (rows,) = re.findall(
+        r"## What is put on your objects\n(.*?)\n## ", (ROOT.parent / "docs/architecture.md").read_text(), re.S
+    )
+    named = set(
+        re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in rows.splitlines() if row.startswith("| `")))
+    )
+    assert named == {value for name, value in vars(attributes).items() if name.isupper()}
+    for name, path in modules().items():
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        texts += [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+        texts += [node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg]
+        written = [text for text in texts if text in named or re.match(r"_rewire_|_depth(_|$)", text)]
+        assert name == "rewire.attributes" or not {*written} - {"takes_streams"}, name
+
+
 def test_no_module_of_the_root_has_the_name_of_something_public() -> None:
     root = {name.removeprefix("rewire.") for name in modules() if name.count(".") == 1}
     assert not root & set(rewire.__all__)
@@ -69,7 +88,16 @@ def test_no_module_of_the_root_has_the_name_of_something_public() -> None:
 
 #: What a newcomer sees first.
 ROOMS = {
-    *("__init__.py", "__main__.py", "compiler.py", "console.py", "conventions.py", "copies.py", "diffs.py"),
+    *(
+        "__init__.py",
+        "__main__.py",
+        "attributes.py",
+        "compiler.py",
+        "console.py",
+        "conventions.py",
+        "copies.py",
+        "diffs.py",
+    ),
     *(
         "errors.py",
         "files.py",
@@ -79,6 +107,7 @@ ROOMS = {
         "placement.py",
         "registry.py",
         "titan.py",
+        "torch_internals.py",
         "training.py",
         "trunk.py",
     ),

@@ -115,7 +115,7 @@ def test_source(run: Run) -> None:
     result = run("source", "user_net:Net", "1")
     assert result.exit_code == 0
     assert result.output.startswith("def forward(self, x):\n")
-    assert "depth.write(x, self.linear(x))" in result.output
+    assert "depth.add(x, self.linear(x), last=True)" in result.output
     compile(result.output, "forward", "exec")
 
 
@@ -236,7 +236,8 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
 
 
 def test_a_transformers_model(run: Run) -> None:
-    assert "hidden_states = depth.write(residual, hidden_states)" in run("source", "hf:llama", "model.layers.0").output
+    written = "hidden_states = depth.add(residual, hidden_states, last=True)"
+    assert written in run("source", "hf:llama", "model.layers.0").output
     assert "'llama'" in failed(run("inspect", "hf:lama"))
 
 
@@ -342,4 +343,4 @@ def test_inspect_as_a_page(run: Run, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.output.endswith("wrote net.html\n")
     page = (tmp_path / "net.html").read_text()
-    assert "DenseFormer(" in page and "depth.write(" in page
+    assert "DenseFormer(" in page and "last=True)" in page

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensor
 
 from rewire.copies import Inputs, shared
 from rewire.errors import BadExampleInputs, ValidationMismatch
@@ -16,6 +15,7 @@ from rewire.passes.validate import compare_both
 from rewire.passes.validating.runs import Setting
 from rewire.runtime.connection import connections
 from rewire.topologies.base import Start
+from rewire.torch_internals import EXPORT_GUARDS, is_fake
 
 #: A captured graph is for one mode, and runs in that.
 _FIRST, _PERTURBED = "the inputs of the first call", "the inputs of the first call, perturbed weights"
@@ -39,14 +39,15 @@ class CapturedGraph(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         others = iter(inputs)
-        return self.graph(*(self._parameters[n] if n in self._parameters else next(others) for n in self.names))
+        own = dict(self.named_parameters(recurse=False, remove_duplicate=False))
+        return self.graph(*(own[n] if n in own else next(others) for n in self.names))
 
 
 def copied(graph: fx.GraphModule) -> fx.GraphModule:
     """A module with a copy of the graph, around the same tensors and modules, that takes and returns plain tuples."""
     own = fx.Graph()
     own.output(own.graph_copy(graph.graph, {}))
-    for guards in own.find_nodes(op="call_module", target="_guards_fn"):  # of torch.export; they cannot be copied
+    for guards in own.find_nodes(op="call_module", target=EXPORT_GUARDS):  # of torch.export; they cannot be copied
         own.erase_node(guards)
     return fx.GraphModule(graph, own)
 
@@ -84,4 +85,4 @@ def check_captured(original: fx.GraphModule, rewritten: fx.GraphModule, inputs: 
 
 
 def _has_no_values(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor))
+    return isinstance(value, Tensor) and (value.is_meta or is_fake(value))

@@ -17,10 +17,10 @@ from torch import fx, nn
 from rewire.mixes.norms import Inlined, Kind, kind_of
 from rewire.passes.editing.fusions import Fusion
 from rewire.passes.finding.flow import Op
+from rewire.torch_internals import is_assertion
 
 #: Where a rewritten graph has the operations of its norms.
 _MODULES = "depth_norms"
-_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 #: Names of operations that write to a tensor, or change how those behind them run; ``and_`` is an operator of Python's.
 _EFFECT = re.compile(
     r"(?!(and|or|not|is)_$).*[^_]_|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)|setitem"
@@ -87,7 +87,7 @@ class FlatNorm:
         """Let ``node`` take the place of the result."""
         self.operations.result.replace_all_uses_with(node)
         for op in reversed(self.operations.steps):
-            for user in [user for user in op.node.users if user.target is _ASSERTION]:
+            for user in [user for user in op.node.users if is_assertion(user.target)]:
                 graph.erase_node(user)  # or an exported program would go on computing what is asserted of
             if not op.node.users:
                 graph.erase_node(op.node)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from rewire.files import whole
 from rewire.passes.validating.tensors import tensors_in
+from rewire.torch_internals import keep_busy
 
 #: Bytes that are written before a pass is timed: they push its inputs out of the caches.
 _FLUSH = {"cuda": 1 << 30, "cpu": 1 << 26}
@@ -67,7 +68,7 @@ class Timing:
         return statistics.median(self.ratios(other))
 
     def ratios(self, other: Timing) -> list[float]:
-        """In each round, this one's time over that of ``other``."""
+        """The time of this one over that of ``other``, for each round."""
         return [a / b for a, b in zip(self.seconds, other.seconds, strict=True)]
 
 
@@ -170,7 +171,7 @@ class _Clock:
         return result
 
     def timing(self, warmup: int, peak: int | None) -> Timing:
-        """Of the rounds after ``warmup``."""
+        """The times of the rounds after ``warmup``."""
         return Timing(tuple(self.seconds[warmup:]), peak)
 
 
@@ -189,7 +190,7 @@ class _Events:
     def time(self, function: Callable[[], Any]) -> Any:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(self.device)
-        torch.cuda._sleep(int(self.busy * _CYCLES_PER_SECOND))
+        keep_busy(int(self.busy * _CYCLES_PER_SECOND))
         begin.record(stream)
         start = time.perf_counter()
         result = function()
@@ -201,7 +202,7 @@ class _Events:
         return result
 
     def timing(self, warmup: int, peak: int | None) -> Timing:
-        """Of the rounds after ``warmup``; the device has been waited for."""
+        """The times of the rounds after ``warmup``, once the device is done."""
         seconds = tuple(begin.elapsed_time(end) / 1e3 for begin, end in self.events[warmup:])
         return Timing(seconds, peak, sum(self.late[warmup:]))
 

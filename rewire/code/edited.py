@@ -8,10 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from rewire.attributes import EDITED
 from rewire.code.functions import Decorated, undecorated
-
-#: Attribute of generated classes that holds what was edited: name -> `Edited`.
-EDITED = "_rewire_edited"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from rewire.console import Shown, progress
 from rewire.copies import Inputs, seeded
@@ -27,6 +26,7 @@ from rewire.passes.inputs import inputs_for
 from rewire.passes.validating.tensors import tensors_in
 from rewire.patterns import patterns_for
 from rewire.topologies.base import total
+from rewire.torch_internals import pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,13 +142,13 @@ def _inputs(model: nn.Module, batch: Any) -> Inputs:
 def _own_buffers(copy: nn.Module) -> None:
     """Let what the copy's modules count be their own."""
     for module in copy.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.clone()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(module, name, buffer.clone())
 
 
 def _called(copy: nn.Module, inputs: Inputs, seed: int) -> Any:
     torch.manual_seed(seed)
-    args, kwargs = tree_map(_own, inputs)
+    args, kwargs = pytree.tree_map(_own, inputs)
     try:
         return copy(*args, **kwargs)
     except RewireError:
@@ -228,7 +228,7 @@ def _chi(copy: nn.Module, inputs: Inputs, record: Record, probes: int, seed: int
         record.given, record.runs = x, []
         torch.manual_seed(seed)
         counters = {name: buffer.clone() for name, buffer in buffers.items()}
-        torch.func.functional_call(copy, constants | counters, *tree_map(_own, inputs))
+        torch.func.functional_call(copy, constants | counters, *pytree.tree_map(_own, inputs))
         output = record.runs[0].output
         assert output is not None
         return output

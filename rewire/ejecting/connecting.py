@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from rewire.attributes import CONNECTIONS
 from rewire.errors import RewireError
 from rewire.passes.editing.connect import StreamsToTensors
 from rewire.placement import is_dtensor
-from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms
+from rewire.runtime.connection import Connection, SeparateNorms
 from rewire.runtime.gate import Gate
 from rewire.runtime.hooks import registering, show_tensors
 from rewire.runtime.layout import Layout
 from rewire.runtime.live import Entry
+from rewire.torch_internals import children_of, forward_hooks, forward_pre_hooks
 
 CONFIG = "rewire_ejected"  # the entry of a config with what follows
 #: `rewire.eject` puts the digest of what it writes in its place: here, and where it writes this.
@@ -82,7 +84,7 @@ def connect(
     for path, layout in trunks.items():
         holder, _, name = path.rpartition(".")
         owner = _found(model, holder.removesuffix(CONNECTIONS).rstrip("."))
-        if CONNECTIONS not in owner._modules:
+        if CONNECTIONS not in children_of(owner):
             owner.add_module(CONNECTIONS, nn.ModuleDict())
         connections[layout.trunk] = Ejected(layout, "paper")
         owner.get_submodule(CONNECTIONS).add_module(name, connections[layout.trunk])
@@ -101,7 +103,7 @@ def connect(
             module.__class__ = edited
             for name, method in registering(base).items():
                 setattr(edited, name, method)
-            show_tensors(module._forward_pre_hooks, module._forward_hooks)
+            show_tensors(forward_pre_hooks(module), forward_hooks(module))
             _remember_outputs(module)
         gates = {
             name: Gate(path, function.where, [_entry(given, connections) for given in function.trunks], function.helper)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from rewire.attributes import CONNECTIONS, gate_of
 from rewire.code.edited import Edited, edits_of, is_edited, original_class
 from rewire.code.functions import undecorated
 from rewire.ejecting.connecting import EJECTED
@@ -24,11 +25,12 @@ from rewire.errors import EditError
 from rewire.passes.editing.connect import StreamsToTensors
 from rewire.passes.editing.helper_gate import HelperGate
 from rewire.patterns import is_pretrained
-from rewire.runtime.connection import CONNECTIONS, SeparateNorms, connections
+from rewire.runtime.connection import SeparateNorms, connections
 from rewire.runtime.gate import Gate
 from rewire.runtime.layout import Layout
 from rewire.runtime.live import Entry
 from rewire.topologies.registry import options_of
+from rewire.torch_internals import forward_hooks
 
 RUNTIME = "rewire_runtime"
 _IMPORTED = ("Function", "Layout", "connect")
@@ -138,7 +140,7 @@ def connected(model: {base}) -> {self.root}:
         for node in ast.walk(tree):
             if isinstance(node, ast.Global):
                 raise EditError(f"{function.__qualname__} assigns to names of its module, which another file cannot")
-            if isinstance(node, ast.Attribute) and node.attr == "of" and "_depth_" in ast.unparse(node.value):
+            if isinstance(node, ast.Attribute) and node.attr == "of" and gate_of("") in ast.unparse(node.value):
                 raise _not_importable(f"a function that {function.__qualname__} is given and calls", module)
             if isinstance(node, (ast.Attribute, ast.Name)):
                 _check_mangling(node, function, cls)
@@ -224,7 +226,7 @@ def connected(model: {base}) -> {self.root}:
         collecting = {
             path: sorted(hook.trunks)
             for path, module in self.model.named_modules()
-            for hook in module._forward_hooks.values()
+            for hook in forward_hooks(module).values()
             if isinstance(hook, StreamsToTensors)
         }
         norms = [
@@ -252,6 +254,7 @@ def connected(model: {base}) -> {self.root}:
             "attention": tuple(sorted(layout.dims.attention)),
             "channel_dim": layout.channel_dim,
             "posts": tuple(sorted(layout.posts)),
+            "loops": layout.loops,
         }
         rest = "".join(f"        {name}={value!r},\n" for name, value in given.items())
         return f"Layout(\n        {layout.trunk!r},\n        {topology},\n{rest}    )"
@@ -289,7 +292,7 @@ def _gates(model: nn.Module) -> Iterator[tuple[str, str, Gate]]:
 
 
 def _entry(entry: Entry) -> str:
-    given = {"trunk": entry.trunk, "opens": entry.opens, "adds": entry.adds}
+    given = {"trunk": entry.trunk, "begins": entry.begins, "adds": entry.adds}
     given |= {name: True for name in ("ordered", "outside") if getattr(entry, name)}
     return f"dict({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 

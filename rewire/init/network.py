@@ -8,7 +8,16 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from rewire.conventions import EMBEDDING_TABLE, EXPERTS, LINEAR_CLASS, OUTPUT_LAYER, is_conv1d, is_linear, is_norm
+from rewire.conventions import (
+    EMBEDDING_TABLE,
+    EXPERTS,
+    LINEAR_CLASS,
+    OUTPUT_LAYER,
+    TRANSPOSED,
+    is_conv1d,
+    is_linear,
+    is_norm,
+)
 from rewire.errors import UnsupportedTopology
 from rewire.init.last_layers import depth_of, last_layers_of, parameters_of
 from rewire.init.layout import Layout
@@ -120,7 +129,7 @@ class Network:
         if not parameter.is_floating_point():
             return None
         if leaf == "weight" and is_linear(owner):
-            if isinstance(owner, nn.modules.conv._ConvTransposeNd):
+            if isinstance(owner, TRANSPOSED):
                 return Layout(transposed=True, groups=owner.groups)
             return Layout(transposed=is_conv1d(owner))
         if isinstance(owner, nn.MultiheadAttention) and leaf.endswith("proj_weight"):
@@ -223,7 +232,7 @@ def _parts(paths: tuple[str, ...], fused: Fused | None, block: nn.Module) -> Ite
     """Names, below ``block``, of the parameters of projections, with their parts."""
     module = block.get_submodule(paths[0])
     if isinstance(module, nn.MultiheadAttention):
-        if module._qkv_same_embed_dim:
+        if module.kdim == module.vdim == module.embed_dim:  # one matrix
             size = module.embed_dim
             rows = [(role, Layout(rows=(1, n * size, size))) for n, role in enumerate("qkv")]
             yield f"{paths[0]}.in_proj_weight", rows

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from rewire.attributes import CONNECTIONS
 from rewire.code.functions import forward_of
 from rewire.conventions import EMBEDDING_TABLE, EXPERTS, FUSED_GATE, MODULATION, QKV, ROUTER, is_adaptive_norm, is_norm
 from rewire.init.last_layers import matrix_of
@@ -18,7 +19,7 @@ from rewire.init.network import Branch, Network
 from rewire.init.table import Roles, Weight
 from rewire.passes.finding.flow import Op
 from rewire.passes.rewrite import restore
-from rewire.runtime.connection import CONNECTIONS, connections
+from rewire.runtime.connection import connections
 
 
 def roles(model: nn.Module) -> Roles:

@@ -7,6 +7,8 @@ import os
 import torch
 from torch import Tensor
 
+from rewire.torch_internals import in_dispatch_mode
+
 #: ``REWIRE_KERNELS=off`` leaves every mix to plain PyTorch.
 ON = os.environ.get("REWIRE_KERNELS", "on").lower() not in ("off", "0", "false")
 #: Triton's interpreter runs kernels on a CPU: for tests.
@@ -27,4 +29,4 @@ def listened() -> bool:
     Fake tensors are such a mode, and so is selective checkpointing. That keeps results of some operations, to hand them
     out again in place of running these: they may not be written to.
     """
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or in_dispatch_mode()

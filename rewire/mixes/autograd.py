@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rewire.kernels import switch
 from rewire.kernels.cpu import plain
+from rewire.torch_internals import in_forward_mode, is_batch_of_gradients, under_functorch
 
 _THREAD = threading.local()
 
@@ -29,7 +30,7 @@ def left_to_autograd(x: Tensor, sources: float) -> bool:
         type(x) not in (Tensor, nn.Parameter)  # tensors that stand for others
         or not (x.is_cuda or x.is_cpu)
         or under_transforms()
-        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
         or (sources * x.numel() < plain.WORTHWHILE and not switch.uses_kernels(x))
     )
 
@@ -50,8 +51,7 @@ def plainly() -> Iterator[None]:
 
 
 def _transforms() -> bool:
-    looked_at = torch._C._functorch.peek_interpreter_stack() is not None
-    return looked_at or torch.autograd.forward_ad._current_level >= 0 or getattr(_THREAD, "plainly", False)
+    return under_functorch() or in_forward_mode() or getattr(_THREAD, "plainly", False)
 
 
 def by_torch(grad: Tensor | None) -> bool:
@@ -62,7 +62,7 @@ def by_torch(grad: Tensor | None) -> bool:
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return torch.is_grad_enabled()
-    return _transforms() or (grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad))
+    return _transforms() or (grad is not None and is_batch_of_gradients(grad))
 
 
 def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Any]:

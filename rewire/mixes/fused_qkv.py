@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rewire.torch_internals import has_global_hooks, has_hooks
+
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
@@ -81,9 +83,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _plain_weight(projection: Any) -> Tensor | None:
     """Weight [out, in] of a plain linear map; None for anything else."""
-    forward = (projection._forward_hooks, projection._forward_pre_hooks)
-    backward = (projection._backward_hooks, projection._backward_pre_hooks)
-    if any((*forward, *backward)) or nn.modules.module._has_any_global_hook():
+    if has_hooks(projection) or has_global_hooks():
         return None
     cls = type(projection)
     if cls is nn.Linear or (cls.__name__ == "FalconLinear" and cls.__module__.startswith("transformers.")):

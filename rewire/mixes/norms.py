@@ -9,13 +9,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rewire.attributes import NORM
+from rewire.kernels.sums.spec import NormKind
+from rewire.torch_internals import has_global_hooks, has_hooks, parameters_of
+
 #: What a norm computes; "rms+1" scales by one plus its weight (Gemma's).
 Kind = Literal["rms", "rms+1", "layer"]
 
 #: The parameters that a norm may have.
 _PARAMETERS = ("weight", "bias")
-#: Attribute of modules that were found to be norms; modules that take their place later do not have it.
-_MARK = "_rewire_norm"
 
 
 class Norm(NamedTuple):
@@ -28,7 +30,7 @@ class Norm(NamedTuple):
         eps: of the norm.
     """
 
-    kind: Literal["rms", "layer"]
+    kind: NormKind
     weight: Tensor
     bias: Tensor | None
     eps: float
@@ -64,7 +66,7 @@ def mark(module: nn.Module) -> str | None:
     """
     kind, why_not = recognise(module)
     if kind is not None:
-        module.__dict__[_MARK] = kind
+        module.__dict__[NORM] = kind
     return why_not
 
 
@@ -137,28 +139,28 @@ class _Forward(nn.Module):
 
 def copy_mark(source: nn.Module, target: nn.Module) -> None:
     """Let ``target``, a copy of ``source``, be what `mark` found ``source`` to be."""
-    if _MARK in source.__dict__:
-        target.__dict__[_MARK] = source.__dict__[_MARK]
+    if NORM in source.__dict__:
+        target.__dict__[NORM] = source.__dict__[NORM]
 
 
 def unmark(module: nn.Module) -> None:
     """Forget what `mark` found."""
-    module.__dict__.pop(_MARK, None)
+    module.__dict__.pop(NORM, None)
 
 
 def obstacle(module: nn.Module) -> str | None:
     """Why a norm cannot be left to a kernel at present; None if it can."""
-    if _MARK not in module.__dict__:
+    if NORM not in module.__dict__:
         return "it was not found to be a norm when the model was rewired"
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if has_hooks(module):
         return "it has hooks"
-    if nn.modules.module._has_any_global_hook():
+    if has_global_hooks():
         return "there are hooks on all modules"
     if "forward" in module.__dict__:
         return "its forward was replaced"
     if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
         return "it is an FSDP module of its own"
-    if type(module._parameters.get("weight")) is not nn.Parameter:
+    if type(parameters_of(module).get("weight")) is not nn.Parameter:
         return "its weight is no plain parameter"
     return None
 
@@ -173,7 +175,7 @@ def norm_of(module: Callable[[Tensor], Tensor], x: Tensor) -> Norm | None:
     elif not isinstance(module, nn.Module) or obstacle(module) is not None:
         return None
     else:
-        kind = module.__dict__[_MARK]
+        kind = module.__dict__[NORM]
     weight, bias, eps = module.weight, getattr(module, "bias", None), _eps(module)
     assert isinstance(weight, Tensor)
     assert eps is not None

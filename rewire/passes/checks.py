@@ -10,6 +10,7 @@ from torch import nn
 from rewire.code.edited import is_edited
 from rewire.errors import AlreadyRewired, RewireError, WrappedModel
 from rewire.runtime.connection import Connection
+from rewire.torch_internals import children_of
 from rewire.trunk import Trunk
 
 
@@ -18,6 +19,11 @@ def check_choices(granularity: str, start: str) -> None:
         raise ValueError(f"granularity must be 'auto', 'block' or 'sublayer', not {granularity!r}.")
     if start not in ("preserve", "paper"):
         raise ValueError(f"start must be 'preserve' or 'paper', not {start!r}.")
+
+
+def check_loop(loop: str) -> None:
+    if loop not in ("continue", "restart"):
+        raise ValueError(f"loop must be 'continue' or 'restart', not {loop!r}.")
 
 
 def check_model(model: nn.Module) -> None:
@@ -78,7 +84,7 @@ def check_not_cut(model: nn.Module, trunks: Iterable[Trunk]) -> None:
     """
     for trunk in trunks:
         owner = model.get_submodule(trunk.owner)
-        gone = [name for name, child in owner._modules.items() if child is None]
+        gone = [name for name, child in children_of(owner).items() if child is None]
         if gone:
             raise RewireError(
                 f"module '{gone[0]}' beside trunk '{trunk.name}' was set to None, as in one stage of a pipeline. "

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from rewire.attributes import CONNECTIONS
 from rewire.code.edited import is_edited
 from rewire.copies import outside_inference_mode, shared
 from rewire.errors import EditError
@@ -21,9 +22,10 @@ from rewire.passes.editing.write import edited
 from rewire.passes.find import Found
 from rewire.passes.finding.projections import find_projections
 from rewire.passes.prepare import Prepared
-from rewire.runtime.connection import CONNECTIONS, Connection, learned_connections
+from rewire.runtime.connection import Connection, learned_connections
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
+from rewire.torch_internals import children_of, forward_hooks
 
 #: What the errors of calls that take another way say more, where no run on inputs of the caller's has shown the way.
 _ADVICE = " It was rewired without example_inputs: pass some that take this way."
@@ -43,23 +45,14 @@ def rewrite(
         found: its trunks.
         layouts: of the trunks to rewire.
         start: of the connections.
-        all_of_them: whether a trunk that cannot be edited is an error; else it is left as it is, with a warning, if
-            others can.
+        all_of_them: whether a trunk that cannot be edited is an error; else what was found leaves it, with a warning,
+            if others can.
 
     Raises:
         EditError: a trunk cannot be edited.
     """
-    rewired, trunks, chosen = prepared.model, found.trunks, {layout.trunk: layout for layout in layouts}
-    while True:
-        try:
-            plans = _plans(prepared, found, chosen)
-            texts = _texts(plans, next(reversed(chosen), ""))
-            break
-        except _CannotEdit as failed:
-            if all_of_them or len(chosen) == 1:
-                raise EditError(f"trunk '{failed.trunk}' cannot be edited: {failed.why}") from failed.why
-            log.warning("trunk '%s' was left as it is: %s", failed.trunk, failed.why)
-            del chosen[failed.trunk]
+    rewired, trunks = prepared.model, found.trunks
+    plans, texts, chosen = edits(prepared, found, layouts, all_of_them)
     made = {}
     for name, layout in chosen.items():
         trunk = trunks[name]
@@ -75,6 +68,27 @@ def rewrite(
         install(rewired, {}, shared=True)  # so that it names the connection weights, too
     copy_norms(rewired, set().union(*(function.copied for function in plans.values())))
     return rewired
+
+
+def edits(
+    prepared: Prepared, found: Found, layouts: Sequence[Layout], all_of_them: bool = False
+) -> tuple[Plans, dict[Key, str], dict[str, Layout]]:
+    """What changes in which function, the new texts, and which trunks that is for; arguments as for `rewrite`.
+
+    Raises:
+        EditError: see there. What was found leaves that trunk, too.
+    """
+    chosen = {layout.trunk: layout for layout in layouts}
+    while True:
+        try:
+            plans = _plans(prepared, found, chosen)
+            return plans, _texts(plans, next(reversed(chosen), "")), chosen
+        except _CannotEdit as failed:
+            found.leave(failed.trunk, f"it cannot be edited: {failed.why}")
+            if all_of_them or len(chosen) == 1:
+                raise EditError(f"trunk '{failed.trunk}' cannot be edited: {failed.why}") from failed.why
+            log.warning("trunk '%s' was left as it is: %s", failed.trunk, failed.why)
+            del chosen[failed.trunk]
 
 
 class _CannotEdit(Exception):
@@ -95,20 +109,20 @@ def _editing(trunk: str) -> Iterator[None]:
 
 def _plans(prepared: Prepared, found: Found, chosen: Mapping[str, Layout]) -> Plans:
     """What changes in which function, for all trunks together."""
-    opened: set[Key] = set()
+    entered: set[Key] = set()
     while True:
         plans: Plans = {}
         handed: set[Key] = set()
         for name, layout in chosen.items():
             with _editing(name):
-                handed |= _plan(prepared, found, layout, plans, opened)
-        missed = {key for key in handed & plans.keys() if plans[key].opened}
+                handed |= _plan(prepared, found, layout, plans, entered)
+        missed = {key for key in handed & plans.keys() if plans[key].entered}
         if not missed:
             return plans
-        opened |= missed  # one trunk is only handed through, and another one makes it hold tensors
+        entered |= missed  # one trunk is only handed through, and another one makes it hold tensors
 
 
-def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, opened: set[Key]) -> set[Key]:
+def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, entered: set[Key]) -> set[Key]:
     """Plan what changes for a trunk, in evaluation and in training mode; which functions only hand it on."""
     trunk, handed = found.trunks[layout.trunk], set[Key]()
     separate = [number for number in range(len(trunk.sites)) if layout.reads_qkv(number)]
@@ -120,7 +134,7 @@ def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, opened
         adds = finding.chains[trunk.name].adds
         projections = {n: find_projections(finding.flow, trunk.sites[n], prepared.patterns, adds[n]) for n in separate}
         norms = layout.topology.separate_norms
-        handed |= plan(finding, trunk.name, plans, prepared.forwards, projections, opened, norms)
+        handed |= plan(finding, trunk.name, plans, prepared.forwards, projections, entered, norms)
     return handed
 
 
@@ -153,7 +167,8 @@ def restore(model: nn.Module) -> nn.Module:
     plain = shared(model)
     for module in plain.modules():
         undo(module)
-        module._modules.pop(CONNECTIONS, None)
-        for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, StreamsToTensors)]:
-            del module._forward_hooks[key]
+        children_of(module).pop(CONNECTIONS, None)
+        hooks = forward_hooks(module)
+        for key in [k for k, hook in hooks.items() if isinstance(hook, StreamsToTensors)]:
+            del hooks[key]
     return plain

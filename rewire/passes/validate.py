@@ -7,13 +7,13 @@ that neither model changes.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from rewire.console import progress
 from rewire.copies import ByPlace, Inputs, own_inputs, private, seeded, shared
@@ -31,6 +31,7 @@ from rewire.runtime.connection import connections
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual
+from rewire.torch_internals import pytree
 
 #: Where the same rewrite with plain connections in it has to be the original.
 SETTINGS = (
@@ -104,26 +105,36 @@ def check(
     drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
     compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else (), found.flows)
     compare_moved(name, found, rewired, inputs, patterns)
-    _run_by_chance(rewired, inputs)
+    for trunk, site in _run_by_chance(rewired, inputs):
+        found.drop([found.trunks[trunk].sites[site]])
 
 
-def _run_by_chance(rewired: nn.Module, inputs: Inputs) -> None:
+def _run_by_chance(rewired: nn.Module, inputs: Inputs) -> list[tuple[str, int]]:
     """Run the rewritten model in training mode with other random numbers, by which it may leave out other blocks.
 
+    Returns:
+        The residual adds that it left out: trunk, and number of the site.
+
     Raises:
-        OutOfOrder: then other residual adds run, and nothing tells which.
+        OutOfOrder: other residual adds run, and nothing tells which.
     """
-    bench = private(rewired).train()
+    bench, skipped = private(rewired).train(), list[tuple[str, int]]()
+    for name, connection in connections(bench).items():
+        connection.layout = copy.copy(connection.layout)
+        connection.layout.observe = lambda what, site, _, name=name: (
+            skipped.append((name, site)) if what == "skip" else None
+        )
     try:
         with seeded(1, bench), torch.enable_grad():
             args, kwargs = own_inputs(inputs)
             bench(*args, **kwargs)
     except OutOfOrder as error:
-        raise OutOfOrder(f"in training mode blocks are left out by chance, and {error}") from error
+        raise OutOfOrder(f"in training mode the model takes another way by chance: {error}") from error
     except RewireError:
         raise
     except Exception as error:  # not every model trains
         log.debug("%s in training mode: %s", type(rewired).__name__, error)
+    return skipped
 
 
 def compare_moved(
@@ -142,7 +153,7 @@ def compare_moved(
     else:
         try:
             if any(p.dtype in _LOW for p in original.parameters()):  # whose rounding hides more, or decides
-                exact = private(original).float(), private(rewired).float(), tree_map(_float, inputs)
+                exact = private(original).float(), private(rewired).float(), pytree.tree_map(_float, inputs)
                 _compare_in(MOVED, *exact, done)
             if not done.settings:
                 _compare_in(MOVED, original, rewired, inputs, done)
@@ -196,7 +207,8 @@ def with_plain_connections(rewired: nn.Module) -> nn.Module:
         old, sites = connection.layout, range(len(connection.layout.units))
         separate = [site + 1 for site in sites if old.reads_qkv(site)]
         units = [site + 1 for site in sites]
-        connection.become(Layout(old.trunk, Residual(), units, old.dims.width, separate, old.channel_dim, old.posts))
+        more = old.channel_dim, old.posts, old.loops
+        connection.become(Layout(old.trunk, Residual(), units, old.dims.width, separate, *more))
     return plain
 
 
@@ -330,7 +342,7 @@ def _is_noise(
             return True
         try:
             original64, rewired64 = private(original).double(), private(rewired).double()
-            inputs64, noise64 = tree_map(_exact, inputs), tree_map(_exact, noise)
+            inputs64, noise64 = pytree.tree_map(_exact, inputs), pytree.tree_map(_exact, noise)
             if not setting.moved and not _problem(strict, expected, original64, inputs64, noise64):
                 return False
             if not _problem(setting, run(setting, original64, inputs64, noise64), rewired64, inputs64, noise64):

@@ -8,12 +8,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rewire.placement import is_dtensor
 from rewire.ranks.meeting import PATIENCE, Meeting, alone
 from rewire.ranks.watch import Watched, watch_values
+from rewire.torch_internals import is_fake, running_ddp, under_functorch, without_dispatch_modes
 
 #: Meetings of connections with their groups; None: all have come.
 _MEETINGS: WeakKeyDictionary[nn.Module, dict[Any, Meeting | None]] = WeakKeyDictionary()
@@ -32,12 +31,12 @@ def compare(connection: Watched, x: Tensor, mesh: Any) -> None:
     """
     if alone() or not (torch.is_grad_enabled() and any(weight.requires_grad for weight in connection.parameters())):
         return
-    if x.is_meta or type(x).__name__ == "FakeTensor" or torch._C._are_functorch_transforms_active():
+    if x.is_meta or is_fake(x) or under_functorch():
         return  # there are no numbers
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     sharding = _sharding(connection)
-    ddp = DistributedDataParallel._get_active_ddp_module()
+    ddp = running_ddp()
     watch_values(connection, x)
     for group in (sharding, mesh, None if ddp is None else ddp.process_group):
         if group is not None:
@@ -82,7 +81,7 @@ def _ranks(group: Any) -> list[int]:
 
 def _sums(connection: nn.Module) -> dict[str, str]:
     """What tells apart weights of the same recipe: replicas begin with the same."""
-    with _disable_current_modes():  # see Watch.step
+    with without_dispatch_modes():  # see Watch.step
         weights: list[Tensor] = [parameter.detach().double() for parameter in connection.parameters()]
         total = sum(float(weight.sum()) for weight in weights)
         squares = sum(float(weight.square().sum()) for weight in weights)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from rewire.errors import RewireError
+from rewire.torch_internals import default_store
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -42,9 +43,9 @@ def alone() -> bool:
 
 def store_of(name: str) -> Store:
     """The store of the default process group, from which nobody else reads under this name."""
-    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+    from torch.distributed.distributed_c10d import PrefixStore
 
-    return PrefixStore(f"rewire/{name}", _get_default_store())
+    return PrefixStore(f"rewire/{name}", default_store())
 
 
 def facts_of(trunks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

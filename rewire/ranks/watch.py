@@ -30,12 +30,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rewire.errors import RewireError
 from rewire.placement import FURTHEST
 from rewire.ranks.meeting import alone, store_of
 from rewire.ranks.sketch import Sketch, cell, chosen, furthest, local, part, told
+from rewire.torch_internals import without_dispatch_modes, writes_to
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -94,7 +94,7 @@ def watch_values(connection: Watched, x: Tensor) -> None:
     if connection not in _WATCHES:
         _WATCHES[connection] = Watch("values")
     weights = [local(parameter) for parameter in connection.parameters()]
-    watch, version = _WATCHES[connection], sum(0 if weight.is_inference() else weight._version for weight in weights)
+    watch, version = _WATCHES[connection], sum(0 if weight.is_inference() else writes_to(weight) for weight in weights)
     if version != watch.version and connection not in _STEPPED:
         watch.version = version
         watch.step(lambda: _values(connection, x))
@@ -135,7 +135,7 @@ class Watch:
                 self._hear(store_of("watch"))
             if due:
                 # Modes may count the operations of a block, and would miss these when it is computed again.
-                with torch.no_grad(), _disable_current_modes():
+                with torch.no_grad(), without_dispatch_modes():
                     self._compare(*look())
         except RuntimeError as error:
             # The rank that has the store has ended, as it may after a job's last step; or numbers cannot be looked at.

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from rewire.bench.harness import Timing, kept_for_backward, side_by_side, training_step
 from rewire.freezing import most_held
@@ -17,6 +16,7 @@ from rewire.passes.inputs import normalise_inputs
 from rewire.passes.rewrite import restore
 from rewire.passes.validating.tensors import tensors_in
 from rewire.runtime.connection import Connection
+from rewire.torch_internals import pytree
 
 _ROUNDS = 7
 

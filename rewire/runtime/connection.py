@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from rewire.attributes import NO_WEIGHT_DECAY
 from rewire.errors import RewireError
 from rewire.mixes.history import History
 from rewire.mixes.tokens import outside_autocast
@@ -22,18 +23,15 @@ from rewire.ranks.watch import Watched
 from rewire.runtime.hooks import show_tensors_to_global_hooks
 from rewire.runtime.layout import Layout
 from rewire.runtime.optimizers import known
-from rewire.runtime.stream import Settled, Stream, Weights
+from rewire.runtime.stream import Stream, Weights
 from rewire.topologies.base import Start, States
-from rewire.topologies.names import topology_in
-from rewire.topologies.registry import name_and_options
+from rewire.topologies.registry import name_and_options, topology_in
+from rewire.torch_internals import buffers_of, drop_parameters, parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from rewire.trunk import Trunk
-
-#: Name of the child, on the module that owns a trunk, that holds the connections of its trunks.
-CONNECTIONS = "depth_connections"
+    from rewire.trunk import Report, Trunk
 
 _NUMBERS = itertools.count()
 _LARGEST_RECIPE = 1 << 24  # bytes: thousands of trunks
@@ -41,7 +39,7 @@ _DEEPEST_RECIPE = 32  # lists and objects in each other
 
 
 class Connection(Watched):
-    """Connection weights of one trunk; calling it opens the trunk's stream.
+    """Connection weights of one trunk; calling it begins the trunk's stream.
 
     Being called once per forward, it can have an FSDP group of its own. Its parameters are plain float32 ones and stay
     float32 under ``model.bfloat16()``; so do the constants of a frozen topology, its buffers.
@@ -53,6 +51,7 @@ class Connection(Watched):
         trunk: what was found; None for those of a flat graph.
 
     Attributes:
+        report: what `rewire.compile` found in the model; None where it was loaded.
         placement: where hidden states that are plain tensors lie on a device mesh, if `parallelize` said so.
         stored_in: the units in which learned weights are stored, by name (`Topology.natural_scales`).
         learned_names: of the learned weights. On a pipeline stage that goes on with a trunk they are no parameters of
@@ -63,6 +62,7 @@ class Connection(Watched):
     #: Hooks on all modules pass it over.
     is_rewires_own = True
     placement: Placement | None = None
+    report: Report | None = None
     learned_names: tuple[str, ...] = ()
 
     def __init__(
@@ -79,35 +79,37 @@ class Connection(Watched):
 
     def _connect(self, layout: Layout, start: Start, device: torch.device | str | None) -> None:
         self.layout, self.start = layout, start
-        learned = layout.topology.parameters(layout.dims, start)
+        given = layout.topology.parameters(layout.dims, start)
+        fixed = {name: value for name, value in given.items() if isinstance(value, nn.Buffer)}
+        learned = {name: value for name, value in given.items() if name not in fixed}
         self.learned_names = tuple(learned)
         scales = layout.topology.natural_scales(layout.dims)
         self.stored_in = {name: scales.get(name, 1.0) for name in learned}
         for name, value in learned.items():
             stored = (value / self.stored_in[name]).to(device=device, dtype=torch.float32)
-            self.register_parameter(name, nn.Parameter(stored))
-            self._parameters[name]._no_weight_decay = True  # type: ignore[union-attr]  # as S4's and Mamba's, for rules
-        for name, value in layout.topology.constants(layout.dims).items():
+            parameter = nn.Parameter(stored)
+            setattr(parameter, NO_WEIGHT_DECAY, True)
+            self.register_parameter(name, parameter)
+        for name, value in fixed.items():
             self.register_buffer(name, value.to(device=device, dtype=torch.float32))
 
     def become(self, layout: Layout) -> None:
         """Take another layout, with weights at its preserving start, in place of this one."""
         device = next((p.device for p in (*self.parameters(), *self.buffers())), None)
-        for name in [*self._parameters, *self._buffers]:
+        for name in [*parameters_of(self), *buffers_of(self)]:
             delattr(self, name)
         self._connect(layout, "preserve", device)
 
     def reset_parameters(self) -> None:
         """Set the start values, and constants, again (after ``to_empty``, say)."""
-        topology, dims = self.layout.topology, self.layout.dims
-        start = topology.parameters(dims, self.start) | topology.constants(dims)
-        held = {*self._parameters, *self._buffers}  # on a later pipeline stage there are no learned weights
+        start = self.layout.topology.parameters(self.layout.dims, self.start)
+        held = {*parameters_of(self), *buffers_of(self)}  # on a later pipeline stage there are no learned weights
         self.set_values({name: value for name, value in start.items() if name in held})
 
     @torch.no_grad()
     def set_values(self, values: Mapping[str, Tensor]) -> None:
         """Set weights, by name, to values as the formulas have them, in whatever unit they are stored."""
-        stored = {**self._parameters, **self._buffers}
+        stored = {**parameters_of(self), **buffers_of(self)}
         for name, value in values.items():
             _set(stored[name], value / self.stored_in.get(name, 1.0))
 
@@ -165,7 +167,7 @@ class Connection(Watched):
     def receiving(self) -> Connection:
         """One like this, whose learned weights come with the stream, from an earlier pipeline stage."""
         other = copy.copy(self)
-        other._parameters = {}
+        drop_parameters(other)
         return other
 
     def resume(
@@ -183,7 +185,7 @@ class Connection(Watched):
         token = layout.channels_last(layout.token(states[0].device))
         histories = iter([s for s in layout.topology.start(token, weights) if isinstance(s, History)])
         states = tuple(next(histories).after(s) if isinstance(s, tuple) else s for s in states)
-        return Stream(states, Settled(), Weights(weights, learned), layout, position, placement)
+        return Stream(states, None, Weights(weights, learned), layout, position, placement)
 
     def effective(self) -> Any:
         """The weights that the topology's formulas use, from the learned ones, in float32.
@@ -195,7 +197,7 @@ class Connection(Watched):
 
     def _learned(self, placement: Placement | None = None) -> dict[str, Tensor]:
         """The learned weights, whole, for use on hidden states of this placement."""
-        if len(self._parameters) < len(self.learned_names):
+        if len(parameters_of(self)) < len(self.learned_names):
             raise RewireError(
                 f"the connection weights of trunk '{self.layout.trunk}' are on the pipeline stage on which it starts."
             )

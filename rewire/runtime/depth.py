@@ -29,6 +29,7 @@ from rewire.runtime.nested import mapped, tensors_and_streams, with_item
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
 from rewire.runtime.stream import Stream
+from rewire.torch_internals import viewed
 
 _CLAMPED = (
     " Some models (T5, Whisper) clamp their states in float16 between the adds, and in no other precision: use "
@@ -36,7 +37,7 @@ _CLAMPED = (
 )
 
 
-class Depth(SeparateInputs):
+class Depth:
     """The residual streams of one call of an edited forward.
 
     Args:
@@ -44,9 +45,11 @@ class Depth(SeparateInputs):
     """
 
     def __init__(self, block: str, where: str, entries: Sequence[Entry], advice: str = "") -> None:
-        super().__init__()
         self.block, self.where, self.entries, self.advice = block, where, entries, advice
+        self.live: list[Live] = []
+        self.separate = SeparateInputs(block, where, self.live)
         self.dicts: list[dict[Any, Any]] = []
+        self.outputs: list[tuple[Any, Live]] = []  # of streams that ended in functions that were called
         self.left = False
 
     def open(
@@ -54,9 +57,11 @@ class Depth(SeparateInputs):
         value: Any,
         norm: nn.Module | None = None,
         trunk: int = 0,
-        awaiting: bool = False,
+        post: bool = False,
         begin: bool = True,
         item: int | None = None,
+        qkv: bool = False,
+        width: int | None = None,
     ) -> Any:
         """The tensor behind an argument, or behind what an expression made.
 
@@ -65,31 +70,33 @@ class Depth(SeparateInputs):
                 changes in place, and gets the stream back when the function returns (`leave`).
             norm: what reads the value first, to be computed with it.
             trunk: which of the function's trunks starts here, if one does.
-            awaiting: whether the next state is yet to be made (`push`) of what comes in. Otherwise what comes in is it:
+            post: whether the next state is yet to be made (`push`) of what comes in. Otherwise what comes in is it:
                 operations that the model skips in this call (without a mask, in evaluation mode) change nothing.
             begin: whether the trunk starts with a tensor that comes in.
             item: if it starts with one of several in a container: with the tensor of this number.
+            qkv: whether ``value`` is what a projection of queries, keys or values reads, rather than a stream.
+            width: in that case, channels of each, if they are known.
 
         Raises:
             OutOfOrder: the function is called outside the order of its trunk.
             UnsupportedCall: with gradients switched on or off since the stream began, as re-entrant checkpointing does.
         """
+        if qkv:
+            return self.separate.open(value, width)
         if not isinstance(value, (Tensor, Stream)):
             parts, number = tensors_and_streams(value), itertools.count()
-            begin = begin and (self.entries[trunk].opens or not any(isinstance(part, Stream) for part in parts))
+            begin = begin and (self.entries[trunk].begins or not any(isinstance(part, Stream) for part in parts))
             self.dicts += [value] * isinstance(value, dict)
-            return mapped(
-                value, lambda part: self.open(part, norm, trunk, awaiting, next(number) == (item or 0) and begin)
-            )
+            return mapped(value, lambda part: self.open(part, norm, trunk, post, next(number) == (item or 0) and begin))
         known = next((live for live in self.live if live.source is value), None)
         if known is not None:  # the same argument twice
             return known.values[0]
-        if isinstance(value, Tensor) and self._holding(value) is not None:  # of another trunk, opened before
+        if isinstance(value, Tensor) and self._holding(value) is not None:  # of another trunk, read before
             return value
         if isinstance(value, Stream):
-            return self._enter(value if awaiting else value.settled(), norm)
+            return self._enter(value if post else value.settled(), norm)
         entry = self.entries[trunk]
-        if (entry.outside and not entry.opens) or (awaiting and self._of_trunk(entry.trunk) is not None):
+        if (entry.outside and not entry.begins) or (post and self._of_trunk(entry.trunk) is not None):
             return value  # in the second case something that was made of the sum
         if isinstance(value, Tensor) and begin and not any(live.entry is entry and live.start for live in self.live):
             return self._begin(value, norm, entry)
@@ -100,6 +107,8 @@ class Depth(SeparateInputs):
         stream.check_loans()
         entry = self._entry(stream)
         later = [] if entry is None else [position for position in entry.adds if position >= stream.position]
+        if entry is not None and not later and stream.layout.loops:
+            raise stream.layout.other_passes()
         if entry is None or not later:
             places = [f"{' or '.join(map(str, e.adds))} of trunk '{e.trunk}'" for e in self.entries]
             raise OutOfOrder(
@@ -110,9 +119,11 @@ class Depth(SeparateInputs):
 
     def _begin(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
         """The value of a stream that starts here, with a plain tensor."""
-        if not entry.opens and value.dtype == torch.float16:
+        if not entry.begins and value.dtype == torch.float16:
             raise UnsupportedCall(f"block '{self.block}' was given a plain tensor where a stream belongs.{_CLAMPED}")
-        if not entry.opens:
+        if not entry.begins and entry.connection.layout.loops:
+            raise entry.connection.layout.other_passes()
+        if not entry.begins:
             raise OutOfOrder(
                 f"block '{self.block}' was given a plain tensor, but it belongs after residual add "
                 f"{next(iter(entry.adds))} of trunk '{entry.trunk}' and needs the stream that the block before it "
@@ -122,12 +133,13 @@ class Depth(SeparateInputs):
                 "rewire.pipeline_stage on every stage."
                 f"{self.advice}"
             )
-        if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
+        cut = value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf
+        if cut and (where := where_reentrant()):
             raise UnsupportedCall(
                 f"block '{self.block}' runs with gradients switched off on hidden states that have some. Re-entrant "
                 f"activation checkpointing does that, and loses the gradients of the residual stream: {USE}, or leave "
                 "the trunk out with trunks=[...]. In place of torch.no_grad(), freeze blocks with "
-                f"requires_grad_(False).{where_reentrant()}"
+                f"requires_grad_(False).{where}"
             )
         entry.connection.check_ranks(value)
         # torch.distributed.pipelining.pipeline unflattens exported modules, and no block has this one below it
@@ -142,10 +154,11 @@ class Depth(SeparateInputs):
         self,
         function: Callable[..., Any],
         norm: nn.Module | None = None,
-        awaiting: bool = False,
+        post: bool = False,
         kept: Sequence[tuple[int, int]] = (),
         last: bool = False,
         otherwise: str = "",
+        qkv: bool = False,
     ) -> Callable[..., Any]:
         """``function``, for a call that streams may go through: of blocks, of helpers that add, of ``checkpoint``.
 
@@ -154,20 +167,28 @@ class Depth(SeparateInputs):
 
         Args:
             function: what is called.
-            norm, awaiting: as for `open`, of what comes back.
+            norm, post: as for `open`, of what comes back.
             kept: what is an earlier state, not the stream: number of the trunk, and of the tensor in the result.
             last: whether the result is returned at once: streams stay, for the next block to read.
             otherwise: what a call is that does not return the stream, where a loop calls blocks and others at one
                 place: ``"view"``: other dimensions of all states; ``"push"``: what makes the next state of a sum.
+            qkv: whether it holds projections of an attention: what these read goes in, in place of a stream.
         """
+        if qkv:
+            return self.separate.through(function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            ended = self._ended(args, kwargs)
             result = function(*mapped(args, self._stream_of), **mapped(kwargs, self._stream_of))
-            result = self._handed_on(result) if last else self._taken_up(result, norm, awaiting, kept)
+            for item in tensors_and_streams(result) if ended else ():
+                if isinstance(item, Stream) and item.layout.trunk in ended:
+                    raise item.layout.other_passes()
+            result = self._handed_on(result) if last else self._taken_up(result, norm, post, kept)
             for live in [live for live in self.live if live.given]:
                 if not otherwise or live.stream.weights.ended:
                     self._check_ended(live, function)
                     self.live.remove(live)
+                    self.outputs += [(x, live) for x in tensors_and_streams(result)]
                     continue
                 live.given = False
                 if otherwise == "view":
@@ -178,6 +199,19 @@ class Depth(SeparateInputs):
             return result
 
         return call
+
+    def _goes_on(self, value: Any, trunk: int) -> None:
+        """Note what operations behind an add have made of a trunk's output: in a loop, another pass may get it."""
+        ended = [*(live for _, live in self.outputs), *(live for live in self.live if live.stream.complete)]
+        for live in [live for live in ended if live.trunk == self.entries[trunk].trunk][-1:]:
+            self.outputs += [(x, live) for x in tensors_and_streams(value) if live.stream.layout.loops]
+
+    def _ended(self, *given: Any) -> list[str]:
+        """The trunks that go on through loops, and whose outputs are given to a function."""
+        outputs = [*self.outputs, *((x, live) for live in self.live if live.stream.complete for x in live.values)]
+        outputs = [(x, live) for x, live in outputs if live.stream.layout.loops]
+        parts = tensors_and_streams(given) if outputs else []
+        return [live.trunk for x, live in outputs if any(x is part for part in parts)]
 
     def _check_ended(self, live: Live, function: Callable[..., Any]) -> None:
         """Refuse to go on without a stream that went into a function, did not come back, and did not end there."""
@@ -201,7 +235,7 @@ class Depth(SeparateInputs):
         self,
         result: Any,
         norm: nn.Module | None = None,
-        awaiting: bool = False,
+        post: bool = False,
         kept: Sequence[tuple[int, int]] = (),
     ) -> Any:
         """What a function returned, with tensors in place of streams."""
@@ -214,7 +248,7 @@ class Depth(SeparateInputs):
                 return item
             if (item.layout.trunk, n) in earlier:
                 return item.value()
-            item = item if awaiting else item.settled()
+            item = item if post else item.settled()
             live = self._of_trunk(item.layout.trunk)
             if live is None:
                 live = Live(item, self._entry(item))
@@ -230,7 +264,7 @@ class Depth(SeparateInputs):
 
         def value_of(item: Any) -> Any:
             live = self._of_trunk(item.layout.trunk)
-            if live is None or item.complete or item.awaiting:
+            if live is None or item.complete or item.in_post:
                 return self._taken_up(item)
             live.stream = item
             self.live.remove(live)
@@ -266,65 +300,49 @@ class Depth(SeparateInputs):
     def add(
         self,
         shortcut: Tensor,
-        *branches: Tensor,
+        *branches: Tensor | Callable[[Tensor], Tensor],
         alpha: float = 1,
         norm: nn.Module | None = None,
         site: int | None = None,
-    ) -> Tensor:
+        more: bool = False,
+        last: bool = False,
+        of: int = 1,
+    ) -> Any:
         """A residual add, ``shortcut + sum(branches)`` in the original: the stream's new value.
 
         Where a norm or another operation follows before the state is complete (`push`), that is the sum by itself.
 
         Args:
             shortcut: the stream's value.
-            branches: what is added to it.
+            branches: what is added to it; or, where that is added to some of its rows alone, what adds it:
+                ``lambda x: torch.index_add(x, 0, rows, f)``. Such a branch is zero on the other rows.
             alpha: a factor of the branches.
             norm: what reads the new value first.
             site: how many adds of this call come before it, where some may be left out.
+            more: whether another `add` brings a parallel branch: then this is the sum so far, and no state.
+            last: whether the function returns the result at once: the stream itself, for the next block to read.
+            of: how many parallel branches a loop adds here, one by one: there are more but behind the last.
 
         Raises:
             OutOfOrder: ``shortcut`` is not the value of a stream of this function.
             WidthMismatch: a branch has another shape than the stream.
         """
-        if self._is_outside():
-            return _plain_sum(shortcut, branches, alpha)
-        live = self._written(shortcut, branches, alpha, site)
-        return live.read(norm)
-
-    def write(self, shortcut: Tensor, *branches: Tensor, alpha: float = 1, site: int | None = None) -> Any:
-        """`add`, where the function returns the result at once: the stream itself, for the next block to read."""
-        if self._is_outside():
-            return _plain_sum(shortcut, branches, alpha)
-        live = self._written(shortcut, branches, alpha, site)
-        if live.stream.complete or live.stream.awaiting:
-            return live.read()
+        live = self._holding(shortcut)
+        value = shortcut if live is None else live.values[0]
+        given = [_tensor_of(branch, shortcut, value) for branch in branches]
+        if not self.live and all(entry.outside and not entry.begins for entry in self.entries):
+            return _plain_sum(shortcut, given, alpha)  # a call without a stream; a lost one is missed at its end
+        if more or (of > 1 and len(self._shortcut(shortcut)[1]) + len(given) < of):
+            live, before = self._shortcut(shortcut)
+            total = _plain_sum(shortcut, given, alpha)
+            live.parts.append((total, (*before, *_scaled(given, alpha))))
+            return total
+        live = self._written(shortcut, given, alpha, site)
+        if not last or live.stream.complete or live.stream.in_post:
+            return live.read(norm)
         self.live.remove(live)
         self._check_count(live, True)
         return live.stream
-
-    def part(self, shortcut: Tensor, branch: Tensor, alpha: float = 1) -> Tensor:
-        """The sum of the shortcut and one of several parallel branches, of which `add` gets another."""
-        if self._is_outside():
-            return torch.add(shortcut, branch, alpha=alpha)
-        live, before = self._shortcut(shortcut)
-        (branch,) = _tensors([branch], shortcut)
-        total = torch.add(shortcut, branch, alpha=alpha)
-        live.parts.append((total, (*before, branch * alpha if alpha != 1 else branch)))
-        return total
-
-    def scattered(self, function: Callable[[Tensor], Tensor], shortcut: Tensor, **how: Any) -> Tensor:
-        """A residual add that ``function`` makes to some rows of the shortcut: a branch that is zero on the others.
-
-        Args:
-            function: ``lambda x: torch.index_add(x, 0, rows, f)``.
-            shortcut: the stream's value.
-            how: as for `add`.
-        """
-        return self.add(shortcut, function(torch.zeros_like(shortcut)), **how)
-
-    def _is_outside(self) -> bool:
-        """Whether this is one of the calls without a stream; a lost one is missed where the trunk ends."""
-        return not self.live and all(entry.outside and not entry.opens for entry in self.entries)
 
     def _shortcut(self, shortcut: Tensor) -> tuple[Live, tuple[Tensor, ...]]:
         """The stream whose value a shortcut is, and the branches that were added to it already."""
@@ -348,7 +366,7 @@ class Depth(SeparateInputs):
             )
         return live, before
 
-    def _written(self, shortcut: Tensor, branches: Sequence[Tensor], alpha: float, site: int | None) -> Live:
+    def _written(self, shortcut: Tensor, branches: list[Tensor], alpha: float, site: int | None) -> Live:
         """The stream of a shortcut, after the residual add."""
         live, before = self._shortcut(shortcut)
         self._check_unchanged(live)
@@ -358,44 +376,49 @@ class Depth(SeparateInputs):
                 f"stream is at {live.stream.position - live.first}: one before it was left out, or runs again, in a "
                 f"way that rewire does not see. Let an `if` around it change the same variable.{self.advice}"
             )
-        if live.stream.awaiting:
+        if live.stream.in_post:
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) reads the sum of residual add {live.stream.position} "
                 f"of trunk '{live.trunk}' as it is, where other operations followed when the model was "
                 f"rewired: this call takes another way through the code.{self.advice}"
             )
         if live.qkv is not None and not live.apart:
-            raise self._lost("adds the output of an attention that did not get what was read for it")
-        branches = _tensors(branches, shortcut)
-        if alpha != 1:
-            branches = [branch * alpha for branch in branches]
+            raise self.separate.lost("adds the output of an attention that did not get what was read for it")
+        branches = _scaled(branches, alpha)
         if shortcut.dtype != live.values[0].dtype:  # a shortcut in another precision
             branches = [branch.to(torch.promote_types(branch.dtype, shortcut.dtype)) for branch in branches]
         live.stream = live.stream.write(*before, *branches)
         return live
 
-    def carry(self, value: Any, trunk: int = 0, item: int | None = None) -> Any:
-        """A value on the way from the sum to `push`: what the stream goes on with, if nothing more is made of it."""
-        live = self._awaiting(trunk)
+    def push(
+        self,
+        state: Any,
+        norm: nn.Module | None = None,
+        trunk: int = 0,
+        item: int | None = None,
+        more: bool = False,
+    ) -> Any:
+        """The state that the operations behind an add, its *post*, have made of its sum.
 
-        def carried(part: Any) -> Any:
-            assert live is not None
-            live.stream = live.stream.carrying(self._tensor(part))
-            live.read()
-            return part
-
-        return value if live is None else with_item(value, item, carried)
-
-    def push(self, state: Any, norm: nn.Module | None = None, trunk: int = 0, item: int | None = None) -> Any:
-        """The state that the operations behind an add have made of its sum; ``item``: which of a tuple's tensors."""
-        live = self._awaiting(trunk)
+        Args:
+            state: that, or a tuple with it.
+            norm: what reads it first.
+            trunk: number of the trunk among the function's.
+            item: which of a tuple's tensors it is.
+            more: whether other operations may follow: it is the state if none does.
+        """
+        live = self._of_trunk(self.entries[trunk].trunk)
+        if live is None or not live.stream.in_post:
+            self._goes_on(state, trunk)
+            return state
+        self._check_unchanged(live)
 
         def pushed(part: Any) -> Tensor:
-            assert live is not None
-            live.stream = live.stream.push(self._tensor(part))
-            return live.read(norm)
+            live.stream = live.stream.push(self._tensor(part), more)
+            value = live.read(norm)
+            return part if more else value
 
-        return state if live is None else with_item(state, item, pushed)
+        return with_item(state, item, pushed)
 
     def _tensor(self, state: Any) -> Tensor:
         if not isinstance(state, Tensor):
@@ -405,60 +428,35 @@ class Depth(SeparateInputs):
             )
         return state
 
-    def start(self, value: Any, trunk: int = 0) -> Any:
-        """The value at which a trunk starts, behind an ``if`` on one way of which it was made."""
-        entry = self.entries[trunk]
-        if self._of_trunk(entry.trunk) is not None or not entry.opens or not isinstance(value, Tensor):
-            return value
-        return self._begin(value, None, entry)
+    def reach(self, value: Any, to: int | None = None, *trunks: int) -> Any:
+        """What a variable holds behind an ``if`` or a loop in which adds and posts, or blocks, may not have run.
 
-    def settle(self, value: Any, trunk: int = 0) -> Any:
-        """The next state, behind an ``if`` on one way of which it was made: on the others it is the sum as it was."""
-        live = self._holding(value) if isinstance(value, Tensor) else None
-        ours = live is not None and live.trunk == self.entries[trunk].trunk
-        return self.push(value, trunk=trunk) if ours else value
+        Adds that did not run add nothing. Without those of a post, the sum is the state.
 
-    def reach(self, value: Any, site: int) -> Any:
-        """The state after that many adds of this call, behind an ``if``: those that did not run add nothing."""
-        live = self._holding(value) if isinstance(value, Tensor) else None
-        if live is None or live.stream.position >= live.first + site:
-            return value
-        live.stream = live.stream.skipped(live.first + site)
-        return live.read()
-
-    def ended(self, value: Any, *trunks: int) -> Any:
-        """What a variable holds behind the calls of the blocks, of which some may not have run: the trunk's output."""
-        live = self._holding(value) if isinstance(value, Tensor) else None
-        ended = [self.entries[number] for number in trunks or (0,)]
-        entry = next((e for e in ended if live is not None and e.trunk == live.trunk), None)
-        if live is None or entry is None or live.stream.complete or live.stream.position == entry.cut_at:
-            return value
-        live.stream = live.stream.skipped(len(live.stream.layout.units)).settled()
-        return live.read()
-
-    def copy(self, function: Callable[..., Tensor], *values: Any) -> Tensor:
-        """``function(*values)``, a cast or a clone: of a stream's value it is the stream's value, too."""
-        result, (live, _) = function(*values), self._held(values)
-        if live is not None and self._holding(result) is not live:
-            live.stream.check_recorded()
-            live.also(result)
-        return result
-
-    def unscaled(self, function: Callable[..., Any], *values: Any) -> Any:
-        """`copy`, for a product of a stream's value with a factor that was 1 when the model was rewired.
-
-        Raises:
-            OutOfOrder: it is another one now.
+        Args:
+            value: of the variable.
+            to: how many adds of this call come before; without it, a post was all that may not have run. -1: all adds
+                of the trunk.
+            trunks: for -1, the function's trunks that end here; else the first.
         """
-        live, held = self._held(values)
-        if live is not None:
-            factor = function(*(1.0 if value is held else value for value in values))
-            if isinstance(factor, Tensor) or factor != 1:
-                raise OutOfOrder(
-                    f"block '{self.block}' ({self.where}) multiplies the residual stream by {factor}, and did by 1 "
-                    f"when it was rewired: connections would have to learn the factor.{self.advice}"
-                )
-        return self.copy(function, *values)
+        live = self._holding(value) if isinstance(value, Tensor) else None
+        entry = None if live is None else self._entry(live.stream)
+        if live is None or entry is None or live.stream.complete:
+            return value
+        if to == -1:
+            ends = any(entry is self.entries[number] for number in trunks or (0,))
+            if not ends or live.stream.position == entry.cut_at:
+                return value
+            live.stream = live.stream.skipped(len(live.stream.layout.units)).settled()
+        elif to is not None:
+            if live.stream.position >= live.first + to:
+                return value
+            live.stream = live.stream.skipped(live.first + to)
+        elif live.stream.in_post:
+            live.stream = live.stream.push(self._tensor(value))
+        else:
+            return value
+        return live.read()
 
     def view(self, function: Callable[..., Tensor], *values: Any) -> Tensor:
         """``function(*values)``, other dimensions of the numbers of one of them: the stream goes on in these."""
@@ -467,6 +465,55 @@ class Depth(SeparateInputs):
             return function(*values)
         live.stream = live.stream.viewed(lambda x: function(*(x if value is held else value for value in values)))
         return live.read()
+
+    def copy(self, function: Callable[..., Any], *values: Any, factor: bool = False) -> Any:
+        """``function(*values)``, a cast or a clone: of a stream's value it is the stream's value, too.
+
+        Args:
+            function, values: what is computed.
+            factor: whether it is a product with a factor that was 1 when the model was rewired.
+
+        Raises:
+            OutOfOrder: the factor is another one now.
+        """
+        result, (live, held) = function(*values), self._held(values)
+        if live is not None and factor:
+            self._check_factor(function(*(1.0 if value is held else value for value in values)))
+        if live is not None and self._holding(result) is not live:
+            live.stream.check_recorded()
+            live.also(result)
+        return result
+
+    def _check_factor(self, factor: Any) -> None:
+        if isinstance(factor, Tensor) or factor != 1:
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) multiplies the residual stream by {factor}, and did by 1 "
+                f"when it was rewired: connections would have to learn the factor.{self.advice}"
+            )
+
+    def apply(self, function: Callable[..., Any], *values: Any) -> Any:
+        """``function(*values)``, on the way from what was read to a branch.
+
+        A norm was perhaps computed together with the read. Where queries, keys and values read the stream apart, it
+        is computed for each of them.
+        """
+        live, held = self._held(values)
+        if live is not None and len(values) == 1:
+            known = live.normed_by(function, held)
+            if known is not None:
+                return known
+        return self.separate.apply(function, *values)
+
+    def project(self, projection: Callable[..., Any], what: Any) -> Callable[..., Any]:
+        """``projection`` of an attention's queries, keys or values, which gets what these read.
+
+        Args:
+            projection: what is called.
+            what: ``"q"``, ``"k"`` or ``"v"``; ``"qkv"`` for a torch.nn.MultiheadAttention; groups and
+                sizes (`Fused`) of one that makes all three; or, where one call is of several projections, what each of
+                them is.
+        """
+        return self.separate.project(projection, what)
 
     def data(self, x: Any, *new: Any) -> Any:
         """``x.data``, or ``x.data = new``; of a stream's value what shares its version counter, unlike that."""
@@ -482,13 +529,6 @@ class Depth(SeparateInputs):
         held = ((self._holding(value), value) for value in values if isinstance(value, Tensor))
         return next((found for found in held if found[0] is not None), (None, None))
 
-    def normed(self, norm: nn.Module, value: Tensor) -> Tensor:
-        """``norm(value)``; computed with the value, if that is a stream's and was read for this norm."""
-        live = self._holding(value)
-        known = None if live is None else live.normed_by(norm, value)
-        normed: Tensor = norm(value) if known is None else known
-        return normed
-
     def _holding(self, value: Tensor) -> Live | None:
         """The stream whose value is this very tensor."""
         for live in self.live:
@@ -500,11 +540,6 @@ class Depth(SeparateInputs):
     def _of_trunk(self, trunk: str) -> Live | None:
         """The stream of a trunk."""
         return next((live for live in self.live if live.trunk == trunk), None)
-
-    def _awaiting(self, trunk: int) -> Live | None:
-        """The stream of the trunk of this number, if the next state is yet to be made of a sum."""
-        live = self._of_trunk(self.entries[trunk].trunk)
-        return live if live is not None and live.stream.awaiting else None
 
     def _entry(self, stream: Stream) -> Entry | None:
         """What the function knows of a stream's trunk."""
@@ -520,9 +555,11 @@ class Depth(SeparateInputs):
             )
 
     def _check_count(self, live: Live, leaves: bool) -> None:
-        entry, stream = live.entry, live.stream
+        entry, stream, layout = live.entry, live.stream, live.stream.layout
         ran = stream.position - live.start
         expected = ran if entry is None else entry.adds.get(live.start, ran)
+        if not leaves and not stream.complete:
+            layout.check_passes(stream.position, len(layout.units))
         if entry is not None and (ran > expected or (ran < expected and not entry.ordered)):
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
@@ -534,7 +571,7 @@ class Depth(SeparateInputs):
             clamped = _CLAMPED if stream.dtype == torch.float16 else ""
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) returned without the value of trunk "
-                f"'{stream.layout.trunk}' after {stream.position} of its {len(stream.layout.units)} residual adds."
+                f"'{layout.trunk}' after {stream.position} of its {len(layout.units)} residual adds."
                 f"{clamped}{self.advice}"
             )
 
@@ -546,13 +583,25 @@ def _with(args: Sequence[Any], live: Live, x: Tensor) -> list[Any]:
 
 def _root(x: Tensor) -> Tensor:
     """What a view is a view of."""
-    return x if x._base is None else x._base
+    base = viewed(x)
+    return x if base is None else base
 
 
-def _tensors(branches: Sequence[Any], shortcut: Tensor) -> list[Tensor]:
-    """What is added to a shortcut, as tensors: a branch that is skipped may be the number 0."""
-    dtype, device = shortcut.dtype, shortcut.device
-    return [b if isinstance(b, Tensor) else torch.as_tensor(b, dtype=dtype, device=device) for b in branches]
+def _tensor_of(branch: Any, shortcut: Tensor, value: Tensor) -> Tensor:
+    """What is added to a shortcut, as a tensor: a branch that is skipped may be the number 0.
+
+    The shortcut may be the stream's value in other dimensions, to which rows are added.
+    """
+    if isinstance(branch, Tensor):
+        return branch
+    if callable(branch):
+        rows: Tensor = branch(torch.zeros_like(shortcut))
+        return rows.view_as(value)
+    return torch.as_tensor(branch, dtype=shortcut.dtype, device=shortcut.device)
+
+
+def _scaled(branches: list[Tensor], alpha: float) -> list[Tensor]:
+    return branches if alpha == 1 else [branch * alpha for branch in branches]
 
 
 def _plain_sum(shortcut: Tensor, branches: Sequence[Tensor], alpha: float) -> Tensor:

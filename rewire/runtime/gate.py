@@ -57,16 +57,17 @@ class Gate:
     def passes_stream(self) -> bool:
         """Whether a stream comes in or goes out in place of hidden states."""
         return any(
-            not entry.opens or adds < len(entry.connection.layout.units)
+            not entry.begins or adds < len(entry.connection.layout.units)
             for entry in self.entries
             for adds in entry.adds.values()
         )
 
-    def ended(self, value: Any, *trunks: int) -> Any:
-        """What a variable holds behind the calls of the blocks, of which some may not have run: the trunk's output.
+    def reach(self, value: Any, to: int, *trunks: int) -> Any:
+        """`Depth.reach`, of a function that holds streams, not their values: the output of the trunks that end there.
 
         Args:
-            value: of the variable.
+            value: of a variable.
+            to: -1, the end.
             trunks: which of the function's trunks end here; else the first. Where the model was cut, streams go on.
 
         Raises:

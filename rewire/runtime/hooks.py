@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
+from rewire.attributes import TAKES_STREAMS
 from rewire.errors import UnsupportedCall
 from rewire.runtime.nested import along
 from rewire.runtime.stream import Stream
 from rewire.topologies.base import QKVInputs
+from rewire.torch_internals import forward_hooks, forward_pre_hooks, global_forward_hooks
 
 #: Packages whose hooks get streams. FSDP2 and checkpointing take them apart as pytrees; what transformers collects
 #: becomes tensors when the model returns it.
@@ -110,7 +111,7 @@ def seeing_tensors(hook: Callable[..., Any], before: bool) -> Callable[..., Any]
     while isinstance(inner, functools.partial):
         inner = inner.func
     package = (getattr(inner, "__module__", None) or "").partition(".")[0]
-    known = package in _KNOW_STREAMS or getattr(inner, "takes_streams", False)
+    known = package in _KNOW_STREAMS or getattr(inner, TAKES_STREAMS, False)
     return hook if known else SeeingTensors(hook, before)
 
 
@@ -139,7 +140,7 @@ def show_tensors(pre_hooks: Any, hooks: Any) -> None:
 
 def as_registered(module: nn.Module) -> None:
     """Give a module its hooks back as users registered them."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+    for hooks in (forward_pre_hooks(module), forward_hooks(module)):
         for key, hook in [*hooks.items()]:
             if isinstance(hook, SeeingTensors):
                 hooks[key] = hook.hook
@@ -151,7 +152,7 @@ def show_tensors_to_global_hooks() -> None:
     Raises:
         UnsupportedCall: torch.compile is tracing, and there are some that were not there when the model ran before.
     """
-    pre_hooks, hooks = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    pre_hooks, hooks = global_forward_hooks()
     if not torch.compiler.is_compiling():
         show_tensors(pre_hooks, hooks)
     elif any(seeing_tensors(hook, True) is not hook for hook in (*pre_hooks.values(), *hooks.values())):

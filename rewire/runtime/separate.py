@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewire.attributes import CONNECTIONS
 from rewire.errors import OutOfOrder
-from rewire.mixes.fused_qkv import project_fused
-from rewire.runtime.connection import CONNECTIONS, SeparateNorms
+from rewire.mixes.fused_qkv import Fused, project_fused
+from rewire.runtime.connection import SeparateNorms
 from rewire.runtime.live import Live
 from rewire.runtime.nested import like, mapped
 from rewire.topologies.base import QKVInputs
@@ -21,26 +22,18 @@ _WAYS = ("q", "k", "v", "residual")
 class SeparateInputs:
     """What a function reads by `QKVInputs`, behind the tensors that stand for them.
 
-    Attributes:
-        live: the streams of the function.
+    Args:
         block, where: of the function, for messages.
+        live: its streams.
     """
 
-    block: str
-    where: str
-
-    def __init__(self) -> None:
-        self.live: list[Live] = []
+    def __init__(self, block: str, where: str, live: list[Live]) -> None:
+        self.block, self.where, self.live = block, where, live
         self._known: list[tuple[Tensor, QKVInputs]] = []  # the tensor that stands for them, and they
         self._side_by_side = False  # whether such values came in as one tensor
 
-    def qkv(self, value: Any, width: int | None = None) -> Any:
-        """The tensor that stands for the values of queries, keys and values in a function that projects them.
-
-        Args:
-            value: what came in: for all three; or the same for all.
-            width: channels of each.
-        """
+    def open(self, value: Any, width: int | None) -> Any:
+        """`Depth.open` of what came in for all three: the tensor that stands for them."""
         if isinstance(value, Tensor) and width is not None and value.shape[-1] == 3 * width:
             q, k, v = value.chunk(3, -1)
             value, self._side_by_side = QKVInputs(q, k, v, residual=q), True
@@ -49,16 +42,17 @@ class SeparateInputs:
         self._known.append((value.q, value))
         return value.q
 
-    def each(self, function: Callable[..., Any], *values: Any) -> Any:
-        """``function(*values)``, computed for queries, keys and values each; a norm may have copies for the latter.
+    def apply(self, function: Callable[..., Any], *values: Any) -> Any:
+        """`Depth.apply`: ``function(*values)``, for queries, keys and values each; a norm may have copies for these.
 
         Raises:
             OutOfOrder: there is no tensor among the values.
         """
+        values = tuple(self.open(value, None) for value in values)  # those of a function inside a forward
         known = next(filter(None, map(self._qkv, _tensors(values))), None)
         if known is None:
             if next(_tensors(values), None) is None:
-                raise self._lost(f"computes what an attention reads of {_told(values)}, and not of a tensor")
+                raise self.lost(f"computes what an attention reads of {_told(values)}, and not of a tensor")
             return function(*values)
         apart = getattr(function, CONNECTIONS, None)
         k, v = (apart.k, apart.v) if isinstance(apart, SeparateNorms) else (function, function)
@@ -85,8 +79,8 @@ class SeparateInputs:
         qkv = self._qkv(value) if isinstance(value, Tensor) else None
         return value if qkv is None else getattr(qkv, way)
 
-    def separate(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, which holds projections of an attention: what stands for all three values goes in as these.
+    def through(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`Depth.through`, of what holds projections: what stands for all three values goes in as these.
 
         On the ranks of a mesh as one tensor, side by side: parallel styles gather the arguments of an attention, which
         have to be tensors, and one call then gathers all three.
@@ -101,35 +95,39 @@ class SeparateInputs:
 
         return lambda *args, **kwargs: function(*mapped(args, apart), **mapped(kwargs, apart))
 
-    def q(self, value: Tensor) -> Tensor:
-        """What queries are projected from."""
+    def project(
+        self, projection: Callable[..., Any], what: str | tuple[int, Any] | Mapping[Any, str]
+    ) -> Callable[..., Any]:
+        """`Depth.project`."""
+        if isinstance(what, Mapping):
+            if projection not in what:
+                return projection
+            what = what[projection]
+        if isinstance(what, tuple):
+            return lambda value: self._fused(projection, Fused(*what), value)
+        by_position = what if what == "qkv" else what[:1]
+        by_name = {"query": "q", "key": "k", "value": "v"} if what == "qkv" else None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = [self._input(value, way) for value, way in zip(args, by_position, strict=False)]
+            ways = dict.fromkeys(kwargs, what) if by_name is None else by_name
+            named = {name: self._input(kwargs[name], ways[name]) for name in kwargs.keys() & ways.keys()}
+            return projection(*given, *args[len(given) :], **{**kwargs, **named})
+
+        return call
+
+    def _input(self, value: Any, way: str) -> Any:
+        """What queries, keys or values are projected from."""
         qkv = self._projected(value)
-        return value if qkv is None else qkv.q
+        return value if qkv is None else getattr(qkv, way)
 
-    def k(self, value: Tensor) -> Tensor:
-        """What keys are projected from."""
-        qkv = self._projected(value)
-        return value if qkv is None else qkv.k
-
-    def v(self, value: Tensor) -> Tensor:
-        """What values are projected from."""
-        qkv = self._projected(value)
-        return value if qkv is None else qkv.v
-
-    def projecting(self, projection: Callable[..., Any], ways: Mapping[Any, str]) -> Callable[..., Any]:
-        """``projection``, where one call is of several: of the queries, the keys or the values, as ``ways`` say."""
-        way = ways.get(projection)
-        if way is None:
-            return projection
-        return lambda value: projection(getattr(self, way)(value))
-
-    def fused(self, projection: nn.Module, groups: int, sizes: tuple[int, int, int], value: Tensor) -> Tensor:
-        """``projection(value)``, with the features of each of the three from its own value; layout: see `Fused`."""
+    def _fused(self, projection: Callable[..., Any], layout: Fused, value: Any) -> Any:
+        """``projection(value)``, with the features of each of the three from its own value."""
         qkv = self._projected(value)
         if qkv is None:
-            projected: Tensor = projection(value)
-            return projected
-        return project_fused(projection, groups, sizes, qkv.q, qkv.k, qkv.v)
+            return projection(value)
+        assert isinstance(projection, nn.Module)
+        return project_fused(projection, layout.groups, layout.sizes, qkv.q, qkv.k, qkv.v)
 
     def _projected(self, value: Any) -> QKVInputs | None:
         """What a projection is to read for a tensor that it is given, if there are separate inputs in this call.
@@ -139,9 +137,7 @@ class SeparateInputs:
         """
         qkv = self._taken(value)
         if qkv is None and (self._known or any(live.qkv is not None for live in self.live)):
-            raise self._lost(
-                "projects queries, keys or values from a tensor that was not made of what it read for them"
-            )
+            raise self.lost("projects queries, keys or values from a tensor that was not made of what it read for them")
         return qkv
 
     def _taken(self, value: Any) -> QKVInputs | None:
@@ -151,7 +147,7 @@ class SeparateInputs:
             live.apart = True
         return qkv
 
-    def _lost(self, what: str) -> OutOfOrder:
+    def lost(self, what: str) -> OutOfOrder:
         return OutOfOrder(
             f"block '{self.block}' ({self.where}) {what}: the separate inputs of its queries, keys and values are lost "
             "on this way through its code. Pass example_inputs that take the same way, or use a topology that reads "

@@ -8,12 +8,12 @@ disturb each other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from rewire.errors import OutOfOrder, UnsupportedCall, WidthMismatch
 from rewire.kernels.switch import uses_kernels
@@ -24,6 +24,7 @@ from rewire.runtime.layout import Layout
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.tensorlike import TensorLike
 from rewire.topologies.base import QKVInputs, States, as_recurrence, materialize, total
+from rewire.torch_internals import pytree, saved_tensor_hooks, writes_to
 
 
 class Weights:
@@ -47,11 +48,6 @@ class Weights:
         self.value, self.learned, self.recorded = value, learned or {}, torch.is_grad_enabled()
         self.loans: list[tuple[Tensor, int]] = []
         self.ended = False
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Settled:
-    """A stream holds nothing but its states: the last unit is written, and the next one has not read."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,14 +77,18 @@ class Unsummed:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Awaiting:
-    """The model makes the next state of the last add's sum (post-norm blocks), and `Stream.push` is to bring it.
+class Post:
+    """The model makes the next state of the last add's sum, as in post-norm blocks, and `Stream.push` is to bring it.
 
     Attributes:
-        sum: of the add.
+        sum: of the add, or what its post has made of it so far.
+        reading: where the topology makes no state of it, but keeps streams or increments, or where a unit goes on: the
+            sum is what the next branch reads. It will read what is made of that, and the difference is a part of what
+            it writes.
     """
 
     sum: Tensor
+    reading: Reading | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,8 +97,8 @@ class Stream(TensorLike):
 
     Attributes:
         states: the tensors of the topology.
-        held: what there is beside them, by its type.
-        weights: effective connection weights, computed once per forward when the stream was opened.
+        held: what there is beside them: None if the last unit is written, and the next one has not read.
+        weights: effective connection weights, computed once per forward when the stream began.
         layout: what is fixed about the trunk.
         position: number of residual adds written so far.
         placement: where the model's hidden states lie on a device mesh, if anything is known. All tensors that the
@@ -106,7 +106,7 @@ class Stream(TensorLike):
     """
 
     states: States
-    held: Settled | Reading | Unsummed | Awaiting
+    held: Reading | Unsummed | Post | None
     weights: Weights
     layout: Layout
     position: int = 0
@@ -133,22 +133,28 @@ class Stream(TensorLike):
                 f"shape {tuple(x.shape)}. Use a topology with one weight per state, or trunks=[...] to leave it out."
             )
         states = layout.topology.start(layout.channels_last(x), weights)
-        return cls(states, Settled(), Weights(weights, learned), layout, placement=placement)
+        return cls(states, None, Weights(weights, learned), layout, placement=placement)
 
     @property
     def complete(self) -> bool:
         """Whether every residual add of the trunk has been written."""
-        return self.position == len(self.layout.units) and not self.awaiting
+        return self.position == len(self.layout.units) and not self.in_post
 
     @property
-    def awaiting(self) -> bool:
+    def in_post(self) -> bool:
         """Whether `push` is to bring the state that the model makes of the last add's sum."""
-        return isinstance(self.held, Awaiting)
+        return isinstance(self.held, Post)
+
+    @property
+    def reading(self) -> Reading | None:
+        """What was read for the next branch, if anything."""
+        held = self.held
+        return held if isinstance(held, Reading) else held.reading if isinstance(held, Post) else None
 
     @property
     def at_rest(self) -> bool:
         """Whether the stream consists of its states, and nothing has been read or waits."""
-        return isinstance(self.held, Settled)
+        return self.held is None
 
     @property
     def template(self) -> Tensor:
@@ -179,9 +185,9 @@ class Stream(TensorLike):
         if not isinstance(value, QKVInputs):
             value = materialize(value)
             if not self.layout.reads_qkv(self.position):
-                return self._out(value), stream._opened(value)
+                return self._out(value), stream._read_as(value)
             value = QKVInputs(value, value, value, value)
-        return self._out(value), stream._opened(value.residual, value)
+        return self._out(value), stream._read_as(value.residual, value)
 
     def read_normed(self, norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Stream]:
         """`read`, and what ``norm`` makes of the value: by one kernel, if the value is a sum yet to be computed.
@@ -193,12 +199,12 @@ class Stream(TensorLike):
         if self.wraps:  # the norm is called on what the model's other modules see
             local = materialize(due)
             value = self._out(local)
-            return value, norm(value), stream._opened(local)
+            return value, norm(value), stream._read_as(local)
         value, normed = due.normed(norm) if isinstance(due, Mix) else (due, norm(due))
-        return value, normed, stream._opened(value)
+        return value, normed, stream._read_as(value)
 
     def _due(self) -> tuple[Tensor | Mix | QKVInputs, Stream]:
-        """What the next branch reads, perhaps yet to be computed, and the stream that `_opened` completes."""
+        """What the next branch reads, perhaps yet to be computed, and the stream that `_read_as` completes."""
         layout, held = self.layout, self.held
         if isinstance(held, Unsummed):
             unit = layout.units[self.position - 1]
@@ -209,15 +215,15 @@ class Stream(TensorLike):
         if not isinstance(read, tuple):
             raise TypeError(f"{type(layout.topology).__name__}.read has to return what a unit sees, and the states.")
         value, states = read
-        stream = self._with(states, Settled())
+        stream = self._with(states)
         if isinstance(value, QKVInputs):
             return QKVInputs(*map(layout.restored, (value.q, value.k, value.v, value.residual))), stream
         return value if layout.channel_dim == -1 else layout.restored(materialize(value)), stream
 
-    def _opened(self, value: Tensor, qkv: QKVInputs | None = None) -> Stream:
+    def _read_as(self, value: Tensor, qkv: QKVInputs | None = None) -> Stream:
         """The stream of `_due` when ``value`` has been read."""
         if isinstance(self.held, Unsummed):
-            return self._pushed(value)._due()[1]._opened(value, qkv)
+            return self._pushed(value)._due()[1]._read_as(value, qkv)
         self._seen("read", value)
         branch = self.held.branch if isinstance(self.held, Reading) else None
         return self._with(self.states, Reading((value,), branch, qkv))
@@ -227,7 +233,7 @@ class Stream(TensorLike):
 
         Left to autograd: a part of their gradients goes where only one read has a place.
         """
-        if isinstance(self.held, Awaiting):
+        if isinstance(self.held, Post):
             return self._out(self.held.sum)
         lasting = self.layout.topology.lasting(self.states)
         states = tuple([s if isinstance(s, Tensor) else s.viewed(lambda x: x) for s in lasting])
@@ -262,8 +268,8 @@ class Stream(TensorLike):
         the other one, and their difference is part of what it writes, as if a branch of it had returned that.
         """
         stream = self.summed()
-        if isinstance(stream.held, Awaiting):
-            return self._out(stream.held.sum), stream.carrying
+        if isinstance(stream.held, Post):
+            return self._out(stream.held.sum), functools.partial(stream.push, more=True)
         places = stream._newest()
         if places:
             return self._out(self.layout.restored(stream.states[places[-1]])), stream._replaced
@@ -272,7 +278,7 @@ class Stream(TensorLike):
 
     def _newest(self) -> tuple[int, ...]:
         """Numbers of the newest state among the states, if the next read is of it as it is."""
-        if not isinstance(self.held, Settled):
+        if not self.at_rest:
             return ()
         return self.layout.topology.newest(self.states, self.weights.value, self.layout.units[self.position])
 
@@ -281,7 +287,7 @@ class Stream(TensorLike):
         states, state = [*self.states], self.layout.channels_last(self._in(state))
         for place in self._newest():
             states[place] = state
-        return self._with(tuple(states), Settled())
+        return self._with(tuple(states))
 
     def _changed(self, value: Tensor) -> Stream:
         """The stream with another value than what was read."""
@@ -314,7 +320,7 @@ class Stream(TensorLike):
                 f"{self.position} of its {len(self.layout.units)} residual adds: its learned connections would get "
                 "wrong gradients. Run all of its blocks with gradients or none of them: freeze blocks with "
                 "requires_grad_(False) in place of torch.no_grad(). Re-entrant checkpointing switches them off, too: "
-                f"{USE}, or leave the trunk out with trunks=[...].{where_reentrant()}"
+                f"{USE}, or leave the trunk out with trunks=[...].{where_reentrant()}{self.layout.advice}"
             )
 
     def write(self, *branches: Tensor) -> Stream:
@@ -330,11 +336,19 @@ class Stream(TensorLike):
         self._seen("write", branches)
         layout, site, reading = self.layout, self.position, self.held
         outputs = branches if reading.branch is None else (reading.branch, *branches)
-        if site in layout.posts:
-            return self._with(self.states, Awaiting(self._merged(outputs)), adds=1)
+        if site in layout.posts and layout.makes_state(site):
+            return self._with(self.states, Post(self._merged(outputs)), adds=1)
         if layout.closes_unit(site):  # the topology adds them up: in the same pass as its states
-            return self._written(outputs)
-        return self._with(self.states, Reading((*reading.parts, *branches), total(outputs)), adds=1)
+            stream = self._written(outputs)
+        else:
+            stream = self._with(self.states, Reading((*reading.parts, *branches), total(outputs)), adds=1)
+        return stream._to_be_changed() if site in layout.posts else stream
+
+    def _to_be_changed(self) -> Stream:
+        """The stream where the model changes what the next branch reads."""
+        _, stream = self.read()
+        assert isinstance(stream.held, Reading)
+        return stream._with(stream.states, Post(stream.held.parts[0], stream.held))
 
     def _written(self, branches: Sequence[Tensor]) -> Stream:
         """The stream after the last residual add of a unit, whose outputs are ``branches``."""
@@ -343,7 +357,7 @@ class Stream(TensorLike):
         recurrence = as_recurrence(layout.topology)
         if recurrence is not None and recurrence.reads_newest and _may_wait(moved[0]):
             return self._with(self.states, Unsummed(moved), adds=1)
-        return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), Settled(), adds=1)
+        return self._with(layout.topology.write(self.states, self.weights.value, unit, *moved), adds=1)
 
     def _merged(self, branches: Sequence[Tensor]) -> Tensor:
         """The sum of the last residual add of a unit, from which `push` gets the new state."""
@@ -351,28 +365,31 @@ class Stream(TensorLike):
         moved = map(layout.channels_last, branches)
         return layout.restored(materialize(layout.recurrence.merge(self.states, self.weights.value, unit, *moved)))
 
-    def push(self, state: Tensor) -> Stream:
+    def push(self, state: Tensor, more: bool = False) -> Stream:
         """The stream after the operations behind a residual add made ``state`` of its sum (post-norm blocks).
+
+        Args:
+            state: what they made.
+            more: whether others may follow.
 
         Raises:
             UnsupportedCall: gradients do not pass from the one to the other.
         """
         self._check_passes(state)
+        if more:
+            return self._with(self.states, Post(self._in(state), self.reading))
+        if self.reading is not None:
+            return self._with(self.states, self.reading)._changed(state)
         return self._pushed(self.layout.channels_last(self._in(state)))
 
     def _pushed(self, state: Tensor) -> Stream:
         layout = self.layout
         states = layout.recurrence.push(self.states, self.weights.value, layout.units[self.position - 1], state)
-        return self._with(states, Settled())
+        return self._with(states)
 
     def settled(self) -> Stream:
-        """The stream, where nothing is made of the sum that is `Awaiting` it: then that is the state."""
-        return self.push(self.held.sum) if isinstance(self.held, Awaiting) else self
-
-    def carrying(self, value: Tensor) -> Stream:
-        """The stream whose sum became ``value`` on the way to `push`."""
-        self._check_passes(value)
-        return self._with(self.states, Awaiting(self._in(value)))
+        """The stream, where no operation of the post ran: then the sum is the state."""
+        return self.push(self.held.sum) if isinstance(self.held, Post) else self
 
     def _check_passes(self, state: Tensor) -> None:
         """Refuse what cuts gradients between two states: later blocks read earlier ones, too, which it does not cut.
@@ -380,7 +397,7 @@ class Stream(TensorLike):
         Raises:
             UnsupportedCall: it does.
         """
-        assert isinstance(self.held, Awaiting)
+        assert isinstance(self.held, Post)
         if not passes(self.held.sum, state):
             raise UnsupportedCall(
                 f"trunk '{self.layout.trunk}': gradients do not pass from residual add {self.position} to the next "
@@ -390,9 +407,15 @@ class Stream(TensorLike):
             )
 
     def skipped(self, position: int) -> Stream:
-        """The stream before a later residual add: those between did not run, and add nothing."""
+        """The stream before a later residual add: those between did not run, and add nothing.
+
+        Raises:
+            OutOfOrder: they are a pass through a loop, or more.
+        """
+        self.layout.check_passes(self.position, position)
         stream = self
         while stream.position < position:
+            stream._seen("skip")
             stream, template = stream.settled(), stream.template
             stream = stream.write(stream._out(template.new_zeros(()).expand(template.shape))).settled()
         return stream
@@ -409,9 +432,9 @@ class Stream(TensorLike):
                 "residual adds. Let the modules around the trunk work on plain tensors, and call rewire.parallelize."
             )
         self._seen("view", view)
-        topology, reading = self.layout.topology, isinstance(self.held, Reading)
-        states = topology.viewed(self.states if reading else topology.lasting(self.states), view)
-        return self._with(states, pytree.tree_map(view, self.held))
+        topology = self.layout.topology
+        states = topology.viewed(topology.lasting(self.states) if self.reading is None else self.states, view)
+        return self._with(states, None if self.held is None else pytree.tree_map(view, self.held))
 
     def finish(self) -> Tensor:
         """The trunk's output.
@@ -432,7 +455,7 @@ class Stream(TensorLike):
         self._seen("finish", output)
         return self._out(output)
 
-    def _seen(self, what: str, value: Any) -> None:
+    def _seen(self, what: str, value: Any = None) -> None:
         if self.layout.observe is not None:
             self.layout.observe(what, self.position, value)
 
@@ -444,7 +467,7 @@ class Stream(TensorLike):
         assert not isinstance(due, QKVInputs)
         return stream._pushed(materialize(due))
 
-    def _with(self, states: States, held: Settled | Reading | Unsummed | Awaiting, adds: int = 0) -> Stream:
+    def _with(self, states: States, held: Reading | Unsummed | Post | None = None, adds: int = 0) -> Stream:
         return Stream(states, held, self.weights, self.layout, self.position + adds, self.placement)
 
     @property
@@ -473,6 +496,8 @@ class Stream(TensorLike):
 
     def _fitted(self, branches: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """``branches`` in the stream's shape."""
+        if self.complete and self.layout.loops:
+            raise self.layout.other_passes()
         if self.complete:
             raise OutOfOrder(f"trunk '{self.layout.trunk}' is already complete: a block was called once too often.")
         if self.position == 0 and self.placement is None:
@@ -495,7 +520,7 @@ def version(value: Tensor) -> int:
     """How often a tensor was written to; always 0 where it is not counted."""
     if torch.compiler.is_compiling() or value.is_inference():
         return 0
-    return value._version
+    return writes_to(value)
 
 
 def _broadcasts(shape: torch.Size, expected: torch.Size) -> bool:
@@ -513,17 +538,19 @@ def _may_wait(x: Tensor) -> bool:
     """
     if not uses_kernels(x):
         return False
-    return torch.compiler.is_compiling() or not torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.compiler.is_compiling() or saved_tensor_hooks() is None
 
 
 def _flatten(stream: Stream) -> tuple[list[Any], Any]:
-    return [stream.states, stream.held], (stream.weights, stream.layout, stream.position, stream.placement)
+    held = [] if stream.held is None else [stream.held]
+    return [stream.states, *held], (stream.weights, stream.layout, stream.position, stream.placement)
 
 
 def _unflatten(leaves: Any, context: Any) -> Stream:
-    return Stream(*leaves, *context)
+    states, *held = leaves
+    return Stream(states, held[0] if held else None, *context)
 
 
 pytree.register_pytree_node(Stream, _flatten, _unflatten, serialized_type_name=f"{__name__}.Stream")
-for _held in (Settled, Reading, Unsummed, Awaiting, QKVInputs):
+for _held in (Reading, Unsummed, Post, QKVInputs):
     pytree.register_dataclass(_held, serialized_type_name=f"{__name__}.{_held.__name__}")

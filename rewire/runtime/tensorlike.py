@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from rewire.torch_internals import C_FUNCTIONS, HIGHER_ORDER, WithoutTorchFunction, pytree
 
 #: Functions that write to their argument. A tuple: torch.compile follows a look-up in one, but not in their names.
 _IN_PLACE = tuple(
     getattr(namespace, name)
-    for namespace in (torch, torch.nn.functional, torch.nn.init, torch._C._nn)
+    for namespace in (torch, torch.nn.functional, torch.nn.init, C_FUNCTIONS)
     for name in dir(namespace)
     if name.endswith("_") and not name.endswith("__")
 )
@@ -45,8 +46,8 @@ class TensorLike:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile's form of activation checkpointing
-            with torch._C.DisableTorchFunctionSubclass():
+        if isinstance(func, HIGHER_ORDER):  # torch.compile's form of activation checkpointing
+            with WithoutTorchFunction():
                 return func(*args, **kwargs)
         if func in _IN_PLACE or kwargs.get("inplace") or "out" in kwargs:
             leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_like)

@@ -12,8 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rewire.attributes import CONNECTIONS
 from rewire.errors import RewireError
-from rewire.runtime.connection import CONNECTIONS, Connection, read_recipe
+from rewire.runtime.connection import Connection, read_recipe
 from rewire.saving.folder import RECIPE, with_recipe
 from rewire.saving.recipes import EXTRA_STATE, check_shapes, first_line, is_recipe, layout_of, misfit
 

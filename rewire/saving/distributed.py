@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
+from rewire.attributes import CONNECTIONS
 from rewire.errors import RewireError
-from rewire.runtime.connection import CONNECTIONS
 from rewire.saving.recipes import EXTRA_STATE, difference
 
 logger = logging.getLogger("rewire.saving")

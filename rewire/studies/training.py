@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from rewire.bench.harness import kept_for_backward, side_by_side
 from rewire.errors import RewireError
 from rewire.runtime.connection import connections
 from rewire.studies.contenders import Contender, Scales
 from rewire.studies.task import Budget, Task
+from rewire.torch_internals import pytree
 from rewire.training import parameter_groups
 
 #: Evaluations of a run, after the one at its start.

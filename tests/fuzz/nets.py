@@ -422,6 +422,16 @@ class Net:
         blocks = [sum(2 if part == "loop" else part in ADDS for part in self.forwards[kind]) for kind in self.order]
         return sum(blocks) + blocks[-1] * (self.body == "last twice")
 
+    @property
+    def repeats_effects(self) -> bool:
+        """Whether checkpoints run again, in training mode, what draws from Python's or numpy's generators, or counts.
+
+        torch winds neither back: gradients depend on the order in which blocks are run again, and statistics on
+        whether they are.
+        """
+        effects = {"python's random", "numpy's random", "random scale", "statistic"}
+        return self.body == "checkpoint" and not effects.isdisjoint(part for parts in self.forwards for part in parts)
+
     def _written(self, forms: dict[str, str], plain: dict[str, str], name: str) -> str:
         return plain.get(name, forms[name]) if self.twin else forms[name]
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from rewire.attributes import NORMS
 from rewire.code.edited import Edited, is_edited
 from rewire.errors import EditError
 from rewire.mixes.norms import copy_mark, unmark
 from rewire.passes.editing.backward_hooks import check_hooks
 from rewire.passes.editing.edits import FunctionPlan
-from rewire.passes.editing.fusions import NORMS
 from rewire.passes.editing.helper_gate import HelperGate
 from rewire.passes.editing.install import install, uninstall
 from rewire.runtime.connection import Connection
@@ -80,7 +80,7 @@ def above(path: str) -> list[str]:
 
 def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection], advice: str) -> Gate:
     entries = [
-        Entry(trunk, connections[trunk], trunk in plan.opens, adds, plan.ordered, plan.outside.get(trunk, False))
+        Entry(trunk, connections[trunk], trunk in plan.begins, adds, plan.ordered, plan.outside.get(trunk, False))
         for trunk, adds in plan.adds.items()
     ]
     if plan.method:

@@ -7,7 +7,7 @@ from torch import nn
 from rewire.code.text import is_call_of_one, span_of
 from rewire.errors import EditError, UnsupportedTopology
 from rewire.passes.editing.carriers import Carriers
-from rewire.passes.editing.edits import Each, FunctionPlan, Parameter, Projected, Separate
+from rewire.passes.editing.edits import Apply, FunctionPlan, Parameter, Project, Through
 from rewire.passes.finding.adds import between
 from rewire.passes.finding.flow import Op, Scope, common
 from rewire.passes.finding.projections import Projections
@@ -60,8 +60,10 @@ class _Attention:
         for op in sorted(way, key=lambda op: op.index):
             scope = next(scope for scope in reversed(op.scope.chain()) if scope in functions)
             function, at = self.sources.plan(scope), self.sources.span(scope, op)
-            function.edits.pop(("normed", at), None)
-            function.put(("each", at), Each(at, scope is not op.scope))
+            known = function.edits.get(("apply", at))
+            if isinstance(known, Apply) and known.norm:
+                del function.edits["apply", at]
+            function.put(("apply", at), Apply(at, calls=scope is not op.scope))
             copied += separate_norms and self._copy(function, scope, op)
         return copied
 
@@ -118,18 +120,18 @@ class _Attention:
                 function.put(("parameter", name), Parameter(name, qkv=True, width=self.width))
             above, call = self.sources.plan(scope.parent), self.sources.call(scope)
             at = span_of(call)
-            above.put(("separate", at), Separate(at, self.sources.callee(scope, call)))
+            above.put(("qkv", at), Through(at, self.sources.callee(scope, call), qkv=True))
             scope = scope.parent
 
     def _project(self, scope: Scope) -> None:
         assert scope.parent is not None
         function, at = self.sources.plan(scope.parent), span_of(self.sources.call(scope))
         if isinstance(scope.module, nn.MultiheadAttention):
-            edit = Projected(at, "multihead")
+            edit = Project(at, "qkv")
         elif self.projections.fused is not None:
-            edit = Projected(at, "fused", self.projections.fused.groups, self.projections.fused.sizes)
+            edit = Project(at, "fused", self.projections.fused.groups, self.projections.fused.sizes)
         else:
             below = scope.path.removeprefix(scope.parent.path).lstrip(".").split(".")
             written = "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in below)
-            edit = Projected(at, self.projections.ways[scope.path], module=f"{function.text.receiver}{written}")
-        function.put(("projected", at), edit)
+            edit = Project(at, self.projections.ways[scope.path], module=f"{function.text.receiver}{written}")
+        function.put(("project", at), edit)

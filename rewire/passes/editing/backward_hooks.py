@@ -10,6 +10,7 @@ from torch import nn
 from rewire.code.edited import original_class
 from rewire.errors import EditError, UnsupportedCall
 from rewire.runtime.gate import Gate
+from rewire.torch_internals import backward_hooks
 
 _WHY = (
     "a residual stream passes it in place of tensors, and torch would not call them. Register them on its norms and "
@@ -24,7 +25,7 @@ def check_hooks(module: nn.Module) -> None:
         EditError: it has.
     """
     gate = _passed(module)
-    if gate is not None and (module._backward_hooks or module._backward_pre_hooks):
+    if gate is not None and any(backward_hooks(module)):
         raise EditError(f"'{gate.block}' ({gate.where}) has backward hooks: {_WHY}")
 
 

@@ -7,18 +7,20 @@ from typing import Any
 
 from torch import nn
 
+from rewire.attributes import CONNECTIONS
 from rewire.errors import RewireError
 from rewire.patterns import is_pretrained
-from rewire.runtime.connection import CONNECTIONS, Connection, SeparateNorms
+from rewire.runtime.connection import Connection, SeparateNorms
 from rewire.runtime.nested import mapped
 from rewire.runtime.stream import Stream
+from rewire.torch_internals import children_of, forward_hooks
 from rewire.trunk import Trunk
 
 
 def register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
     """Make ``connection`` a child of the module that owns ``trunk``."""
     owner, name = model.get_submodule(trunk.owner), place(trunk).rpartition(".")[2]
-    if CONNECTIONS not in owner._modules:
+    if CONNECTIONS not in children_of(owner):
         if hasattr(owner, CONNECTIONS):
             raise RewireError(f"'{trunk.owner}' already has an attribute '{CONNECTIONS}'.")
         owner.add_module(CONNECTIONS, nn.ModuleDict())
@@ -38,8 +40,8 @@ def copy_norms(model: nn.Module, paths: Collection[str]) -> None:
 def drop_copies(model: nn.Module) -> None:
     """Let one norm serve queries, keys and values again."""
     for module in model.modules():
-        if isinstance(module._modules.get(CONNECTIONS), SeparateNorms):
-            del module._modules[CONNECTIONS]
+        if isinstance(children_of(module).get(CONNECTIONS), SeparateNorms):
+            del children_of(module)[CONNECTIONS]
 
 
 def place(trunk: Trunk) -> str:
@@ -76,7 +78,7 @@ def convert_collected(model: nn.Module, trunk: Trunk) -> None:
     for module in {above[0]: None, collecting: None}:
         if any(module is model.get_submodule(site.block) for site in trunk.sites):
             continue
-        hook = next((h for h in module._forward_hooks.values() if isinstance(h, StreamsToTensors)), None)
+        hook = next((h for h in forward_hooks(module).values() if isinstance(h, StreamsToTensors)), None)
         if hook is None:
             hook = StreamsToTensors()
             module.register_forward_hook(hook)

@@ -6,6 +6,7 @@ import dataclasses
 from types import CodeType
 from typing import Any, TypeAlias
 
+from rewire.attributes import gate_of
 from rewire.code.functions import Decorated
 from rewire.code.text import Span, Text
 from rewire.errors import EditError
@@ -24,7 +25,7 @@ class Parameter:
         norm: what reads it first.
         qkv: whether it brings values for queries, keys and values, rather than the stream.
         width: in that case, channels of each, if they are known.
-        awaiting: whether the next state is yet to be made of what it brings.
+        post: whether the next state is yet to be made of what it brings.
         item: of a tuple of tensors, the number of the one at which the trunk starts.
     """
 
@@ -33,13 +34,13 @@ class Parameter:
     norm: Written | None = None
     qkv: bool = False
     width: int | None = None
-    awaiting: bool = False
+    post: bool = False
     item: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
-    """An expression that makes a value of the stream, other than a residual add.
+class Open:
+    """An expression that makes the value with which a trunk starts.
 
     Attributes:
         at: the expression.
@@ -54,16 +55,15 @@ class Made:
     item: int | None = None
 
 
-class Value(Made):
-    """The value is where the stream starts."""
+@dataclasses.dataclass(frozen=True)
+class Push(Open):
+    """An expression that makes the state that follows from the last add.
 
+    Attributes:
+        more: whether it may be on the way to that state only: other operations may follow, or not.
+    """
 
-class Push(Made):
-    """The value is the state that follows from the last add."""
-
-
-class Carry(Made):
-    """The value is on the way from a sum to the state that is made of it: other operations may follow, or not."""
+    more: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,34 +74,25 @@ class Sum:
         at: the addition.
         first: whether its first operand is the shortcut.
         inner: an addition inside it that adds a parallel branch, and whether its first operand is the shortcut; ...
+        more: whether another statement adds a parallel branch to it: then it is no residual add by itself.
         last: whether its value is returned at once.
         norm: what reads the value first.
         site: how many of the function's adds come before it; None if that differs from call to call, as in a loop.
+        branches: where a loop adds parallel branches one by one, how many; the last one completes the residual add.
     """
 
     at: Span
     first: bool
     inner: tuple[tuple[Span, bool], ...] = ()
+    more: bool = False
     last: bool = False
     norm: Written | None = None
     site: int | None = None
+    branches: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A sum to which another statement adds a parallel branch: no residual add by itself.
-
-    Attributes:
-        at: the addition.
-        first: whether its first operand is the shortcut.
-    """
-
-    at: Span
-    first: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Reshape:
+class View:
     """A view or a cast of the stream's value; or a product of it with a factor that was 1."""
 
     at: Span
@@ -133,53 +124,43 @@ class Through:
         callee: what takes the place of a helper that is called there, or handed to what is called; None: nothing does.
         norm: what reads the stream's value first, afterwards.
         last: whether the function does nothing with what is returned but return it.
-        awaiting: whether the next state is yet to be made of what is returned.
+        post: whether the next state is yet to be made of what is returned.
         kept: tensors among what is returned that are earlier states (U-nets): number of the trunk, and of the tensor.
+        qkv: whether the function holds projections of an attention, and gets what these read.
     """
 
     at: Span
     callee: Callee | None = None
     norm: Written | None = None
     last: bool = False
-    awaiting: bool = False
+    post: bool = False
     kept: frozenset[tuple[int, int]] = frozenset()
+    qkv: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Normed:
-    """A call of a norm on the stream's value."""
-
-    at: Span
-
-
-@dataclasses.dataclass(frozen=True)
-class Each:
-    """An expression on the way to an attention's projections, computed for each of the three.
+class Apply:
+    """An expression on the way from what was read to a branch.
 
     Attributes:
         at: where it stands.
+        norm: whether it is the call of a norm, which may be computed with the read; else it is computed for queries,
+            keys and values each.
         calls: whether it calls a function or a module of the user's, rather than a method of a tensor.
     """
 
     at: Span
+    norm: bool = False
     calls: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Separate:
-    """A call of what holds projections; ``callee``: see `Through`."""
-
-    at: Span
-    callee: Callee | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Projected:
+class Project:
     """A call of a projection.
 
     Attributes:
         at: the call.
-        way: ``q``, ``k`` or ``v``; ``fused``, or ``multihead`` for a torch.nn.MultiheadAttention.
+        way: ``q``, ``k`` or ``v``; ``fused``, or ``qkv`` for a torch.nn.MultiheadAttention.
         groups, sizes: of a fused one.
         module: how the projection is written in the function's module: ``self.q_proj``.
         others: where one call is of several projections, the others and their ways.
@@ -194,7 +175,7 @@ class Projected:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class Reach:
     """A statement behind which trunks have ended: a stream that is left in these variables has not.
 
     Attributes:
@@ -207,9 +188,7 @@ class Ended:
     trunks: tuple[int, ...]
 
 
-Edit: TypeAlias = (
-    Carry | Ended | Part | Parameter | Value | Sum | Push | Reshape | Through | Normed | Each | Separate | Projected
-)
+Edit: TypeAlias = Parameter | Open | Push | Sum | View | Through | Apply | Project | Reach
 
 
 @dataclasses.dataclass(eq=False)
@@ -225,7 +204,7 @@ class FunctionPlan:
         substituted: whether it takes the place of the class's own method (see `Pattern.forwards`).
         edits: by where they are.
         adds: for each trunk, position of the stream when the function is called -> adds that it makes.
-        opens: the trunks that start in it, and where: the names of parameters, or the place of an expression.
+        begins: the trunks that begin in it, and where: the names of parameters, or the place of an expression.
         norms: paths, below the module, of norms that are computed with a read, and what stands in the way.
         outside: for each trunk, whether some calls have no stream, in all ways of looking at the model.
         ran: expressions that ran when the model was looked at.
@@ -240,7 +219,7 @@ class FunctionPlan:
     substituted: bool = False
     edits: dict[Any, Edit] = dataclasses.field(default_factory=dict)
     adds: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
-    opens: dict[str, Any] = dataclasses.field(default_factory=dict)
+    begins: dict[str, Any] = dataclasses.field(default_factory=dict)
     norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     outside: dict[str, bool] = dataclasses.field(default_factory=dict)
     ran: set[Span] = dataclasses.field(default_factory=set)
@@ -251,19 +230,19 @@ class FunctionPlan:
         return list(self.adds)
 
     @property
-    def opened(self) -> bool:
+    def entered(self) -> bool:
         """Whether its variables hold tensors where streams run."""
-        return any(not isinstance(edit, Ended) for edit in self.edits.values())
+        return any(not isinstance(edit, Reach) for edit in self.edits.values())
 
     @property
     def ordered(self) -> bool:
         """Whether each of its adds has one place among them: then the stream tells which one a call left out."""
-        return all(edit.site is not None for edit in self.edits.values() if isinstance(edit, Sum))
+        return all(edit.site is not None for edit in self.edits.values() if isinstance(edit, Sum) and not edit.more)
 
     @property
     def gate(self) -> str:
         """Attribute of the module that holds the gate of this function."""
-        return "_depth" if self.name == "forward" else f"_depth_{self.name}"
+        return gate_of(self.name)
 
     @property
     def parameter(self) -> str:
@@ -305,14 +284,14 @@ class FunctionPlan:
 
 def _merged(a: Any, b: Any) -> Any:
     """One edit that serves for both; None if there is none."""
-    if {type(a), type(b)} == {Push, Carry} and a.trunk == b.trunk:  # in one of two calls another function goes on
-        return a if isinstance(a, Carry) else b
+    if isinstance(a, Push) and isinstance(b, Push) and a.more != b.more and a.trunk == b.trunk:
+        return a if a.more else b  # in one of two calls another function goes on
     if type(a) is not type(b):
         return None
-    if isinstance(a, Ended):  # several trunks end there
+    if isinstance(a, Reach):  # several trunks end there
         names, trunks = {*a.names, *b.names}, {*a.trunks, *b.trunks}
-        return Ended(a.at, tuple(sorted(names)), tuple(sorted(trunks)))
-    if isinstance(a, Projected) and a.way in "qkv" and b.way in "qkv":
+        return Reach(a.at, tuple(sorted(names)), tuple(sorted(trunks)))
+    if isinstance(a, Project) and a.way in "qkv" and b.way in "qkv":
         ways = dict([(a.module, a.way), *a.others, (b.module, b.way), *b.others])
         return dataclasses.replace(a, others=tuple((m, way) for m, way in ways.items() if m != a.module))
     if isinstance(a, Through):
@@ -321,7 +300,7 @@ def _merged(a: Any, b: Any) -> Any:
     if isinstance(a, Parameter) and None in (a.item, b.item):  # the trunk starts in one of two calls
         item = a.item if b.item is None else b.item
         a, b = dataclasses.replace(a, item=item), dataclasses.replace(b, item=item)
-    loose = {"norm": None, "last": False, "awaiting": True, "calls": False, "site": None}
+    loose = {"norm": None, "last": False, "post": True, "calls": False, "site": None}
     if getattr(a, "site", None) == getattr(b, "site", None):
         del loose["site"]
     loose = {name: value for name, value in loose.items() if hasattr(a, name)}

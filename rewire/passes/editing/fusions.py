@@ -6,10 +6,8 @@ import dataclasses
 
 from torch import nn
 
+from rewire.attributes import NORMS
 from rewire.mixes.norms import obstacle
-
-#: Attribute of rewritten modules: paths of norms below them that follow a read, and why one cannot be fused.
-NORMS = "_depth_norms"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,15 +17,14 @@ from typing import Any
 
 from torch import nn
 
-from rewire.code.edited import EDITED, Edited, edits_of, original_class
+from rewire.attributes import CONNECTIONS, EDITED, SHARED
+from rewire.code.edited import Edited, edits_of, original_class
 from rewire.code.functions import clone, redecorated
 from rewire.code.text import compiled, shown
 from rewire.errors import EditError
 from rewire.passes.editing.backward_hooks import REFUSING
-from rewire.runtime.connection import CONNECTIONS
 from rewire.runtime.hooks import as_registered, registering, show_tensors
-
-_IS_SHARED = "_rewire_shared"
+from rewire.torch_internals import forward_hooks, forward_pre_hooks
 
 
 def install(module: nn.Module, methods: dict[str, Edited], shared: bool = False) -> None:
@@ -40,7 +39,7 @@ def install(module: nn.Module, methods: dict[str, Edited], shared: bool = False)
         EditError: the class cannot be derived from.
     """
     module.__class__ = _class(type(module), tuple(methods.values()), shared)
-    show_tensors(module._forward_pre_hooks, module._forward_hooks)
+    show_tensors(forward_pre_hooks(module), forward_hooks(module))
 
 
 def uninstall(module: nn.Module) -> None:
@@ -105,7 +104,7 @@ def _generated(base: type, methods: tuple[Edited, ...], shared: bool) -> type:
         "no_weight_decay": no_weight_decay,
         **REFUSING,
         EDITED: {edited.name: edited for edited in methods},
-        _IS_SHARED: shared,
+        SHARED: shared,
     }
     metaclass: Any = type(base)
     try:
@@ -132,7 +131,7 @@ def _own_code(cls: type) -> None:
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """Pickle and copy by making the class anew: a generated class cannot be imported."""
     state = self.__getstate__()  # without what `self.compile()` made: it calls this module, not the copy
-    return _rebuild, (original_class(self), tuple(edits_of(self).values()), getattr(type(self), _IS_SHARED)), state
+    return _rebuild, (original_class(self), tuple(edits_of(self).values()), getattr(type(self), SHARED)), state
 
 
 def _rebuild(base: type, methods: tuple[Edited, ...], shared: bool) -> nn.Module:

@@ -16,19 +16,17 @@ from rewire.passes.editing.additions import addition_at
 from rewire.passes.editing.attention import plan_attention
 from rewire.passes.editing.carriers import Carriers, casts_of
 from rewire.passes.editing.edits import (
-    Carry,
-    Ended,
+    Apply,
     FunctionPlan,
     Key,
-    Normed,
+    Open,
     Parameter,
-    Part,
     Plans,
     Push,
-    Reshape,
+    Reach,
     Sum,
     Through,
-    Value,
+    View,
     Written,
 )
 from rewire.passes.editing.refused import check_add, check_in_place, check_returns
@@ -47,7 +45,7 @@ def plan(
     plans: Plans,
     definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}),
     separate: Mapping[int, Projections] = MappingProxyType({}),
-    opened: Collection[Key] = (),
+    entered: Collection[Key] = (),
     separate_norms: bool = False,
 ) -> set[Key]:
     """Add what changes for one trunk of one flow to ``plans``.
@@ -58,7 +56,7 @@ def plan(
         plans: by path of a module and code of a function.
         definitions: functions that take the place of the forwards of modules of these classes.
         separate: for residual adds whose attention has separate q/k/v inputs: where it projects them.
-        opened: functions that hold tensors where streams run, because of other trunks.
+        entered: functions that hold tensors where streams run, because of other trunks.
         separate_norms: whether the norms before such attentions get copies for keys and values.
 
     Returns:
@@ -69,7 +67,7 @@ def plan(
         UnsupportedTopology: q, k and v of an attention cannot be taken apart.
     """
     sources = Sources(definitions, plans)
-    carriers = Carriers(found, name, sources, opened)
+    carriers = Carriers(found, name, sources, entered)
     handed = _Planner(found, name, carriers, separate).run()
     for number, projections in separate.items():
         plan_attention(carriers, number, found.trunks[name].sites[number].width, projections, separate_norms)
@@ -84,16 +82,16 @@ class _Planner:
 
     def run(self) -> set[Key]:
         """Plan all edits but those of attentions; the functions that only hand the stream on."""
-        carriers, opened = self.carriers, self.carriers.opened
+        carriers, entered = self.carriers, self.carriers.entered
         check_in_place(carriers)
-        closed = [scope for scope in carriers.scopes if scope not in opened]
+        closed = [scope for scope in carriers.scopes if scope not in entered]
         handed = {(scope.path, scope.code) for scope in closed if scope.code is not None}
         # a function that only hands a stream on would not notice that it lost it: then none may run without one
         outside = set() if handed else _outside(self.found)
-        for scope in opened:
+        for scope in entered:
             known = self.sources.plan(scope).outside
             known[self.name] = known.get(self.name, True) and (scope.path, scope.code) in outside
-        for scope in opened:
+        for scope in entered:
             self._entry(scope)
             for child in carriers.scopes:
                 if child.parent is scope:
@@ -102,13 +100,13 @@ class _Planner:
             self._add(number, add)
         self._passages()
         self._casts()
-        self._end(opened)
+        self._end(entered)
         self._ran()
         return handed
 
     def _ran(self) -> None:
-        """Note which expressions of opened functions ran: calls that did not may be one of blocks, too."""
-        plans = {scope: self.sources.plan(scope) for scope in self.carriers.opened}
+        """Note which expressions of entered functions ran: calls that did not may be one of blocks, too."""
+        plans = {scope: self.sources.plan(scope) for scope in self.carriers.entered}
         for op in self.flow:
             place = op.place
             for scope in reversed(op.scope.chain()):
@@ -117,7 +115,7 @@ class _Planner:
                 place = scope.call
 
     def _entry(self, scope: Scope) -> None:
-        """How the stream gets into an opened function, and how many adds it makes."""
+        """How the stream gets into an entered function, and how many adds it makes."""
         function = self.sources.plan(scope)
         inside = [number for number, add in enumerate(self.adds) if scope.holds(add.op.scope)]
         start = inside[0] if inside else self._adds_before(scope)
@@ -133,13 +131,13 @@ class _Planner:
             return  # another place comes after it
         sums = {add.op for add in self.adds}
         for name in sorted(names, key=lambda name: sums.isdisjoint(scope.arguments[name])):  # the stream itself first
-            awaiting = not self.carriers.unfinished.isdisjoint(scope.arguments[name])
-            norm = None if awaiting else self._norm(scope, start, value)
+            post = not self.carriers.in_post.isdisjoint(scope.arguments[name])
+            norm = None if post else self._norm(scope, start, value)
             brought = scope.arguments[name]
             item = brought.index(value) if value in brought and len(brought) > 1 else None
             if value is not None:
                 self._check_start(scope, name, item)
-            function.put(("parameter", name, number), Parameter(name, number, norm, awaiting=awaiting, item=item))
+            function.put(("parameter", name, number), Parameter(name, number, norm, post=post, item=item))
         if not names:
             if value is None or not scope.holds(value.scope):
                 raise EditError(
@@ -154,7 +152,7 @@ class _Planner:
                     "between two residual adds"
                 )
             norm = self._norm(scope, start, value)
-            function.put(("value", at), Value(at, number, norm, self._number_made(value, scope)))
+            function.put(("open", at), Open(at, number, norm, self._number_made(value, scope)))
 
     def _check_start(self, scope: Scope, name: str, item: int | None) -> None:
         """Refuse a trunk that starts where another one does, or may: nothing would tell them apart.
@@ -167,7 +165,7 @@ class _Planner:
         function = self.sources.plan(scope)
         for number, trunk in enumerate(function.trunks):
             other = function.edits.get(("parameter", name, number))
-            starts = trunk != self.name and function.opens.get(trunk) == (name,)
+            starts = trunk != self.name and function.begins.get(trunk) == (name,)
             if starts and isinstance(other, Parameter) and other.item == item:
                 raise EditError(f"'{name}' at {function.text.where()} is where another trunk starts, too: '{trunk}'")
         for trunk, chain in self.found.chains.items():
@@ -201,7 +199,7 @@ class _Planner:
         Raises:
             EditError: the later one does not take up what the earlier one has made.
         """
-        known = function.opens.setdefault(self.name, place)
+        known = function.begins.setdefault(self.name, place)
         if known == place or known is None or place is None:
             return True
         text = function.text
@@ -212,9 +210,9 @@ class _Planner:
                 f"the residual stream starts in different places of {text.where()}, in evaluation and in training "
                 "mode or in two calls"
             )
-        function.opens[self.name] = later
+        function.begins[self.name] = later
         if later == place:
-            function.edits.pop(("value", earlier), None)
+            function.edits.pop(("open", earlier), None)
         return later == place or isinstance(earlier[0], str)
 
     def _through(self, scope: Scope, child: Scope) -> None:
@@ -222,12 +220,12 @@ class _Planner:
         callee = self.sources.callee(child, call)
         after = max((n for n, add in enumerate(self.adds) if child.holds(add.op.scope)), default=-1) + 1
         at, last = span_of(call), self._returned(self.adds[after - 1], scope, [call])
-        post = self.adds[after - 1].post if after else []
-        awaiting = bool(post) and not child.holds(post[-1].scope)
-        norm = None if last or awaiting else self._norm(scope, after, None)
+        behind = self.adds[after - 1].post if after else []
+        post = bool(behind) and not child.holds(behind[-1].scope)
+        norm = None if last or post else self._norm(scope, after, None)
         trunk = function.trunks.index(self.name)
         kept = frozenset((trunk, n) for n, op in enumerate(child.results) if self.carriers.stage.get(op, after) < after)
-        function.put(("through", at), Through(at, callee, norm, last, awaiting, kept))
+        function.put(("through", at), Through(at, callee, norm, last, post, kept))
 
     def _add(self, number: int, add: Add) -> None:
         function = self.sources.plan(add.op.scope)
@@ -235,7 +233,8 @@ class _Planner:
         check_add(self.found, add)
         parts, shortcut = [], add.shortcut
         for op in add.inner:
-            parts.append(Part(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut))
+            if op.place != add.op.place:
+                parts.append(Sum(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut, more=True))
             shortcut = op
         inner = _operands(function.text, at, add.op.inputs[0] is shortcut, parts)
         for part in parts[: len(parts) - len(inner)]:
@@ -244,7 +243,8 @@ class _Planner:
         last = self._returned(add, add.op.scope, nodes)
         norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
         site = number - next(n for n, other in enumerate(self.adds) if add.op.scope.holds(other.op.scope))
-        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, last, norm, site))
+        branches = len(add.branches) if len(parts) < len(add.inner) else 1
+        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, False, last, norm, site, branches))
         self._states_after(number, add)
 
     def _states_after(self, number: int, add: Add) -> None:
@@ -261,11 +261,11 @@ class _Planner:
             inside = any(other is scope and within(at, span) for other, span in made if span != at)
             unseen = item is None and bool(_among_results(op, scope))  # by the function: the call keeps it to itself
             if op.name in VIEWS and op.scope is scope:
-                function.put(("reshape", at), Reshape(at, False))
+                function.put(("view", at), View(at, False))
             elif op is add.post[-1]:
                 function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None), item))
             elif same_size(op, add.op) and not inside and not unseen:
-                function.put(("push", at), Carry(at, trunk, item=item))
+                function.put(("push", at), Push(at, trunk, item=item, more=True))
 
     def _returned(self, add: Add, scope: Scope, nodes: Sequence[ast.AST]) -> bool:
         """Whether a function does nothing with the value of an add, that of these expressions, but return it."""
@@ -282,18 +282,19 @@ class _Planner:
                     raise EditError("the residual stream is reshaped outside the functions that it runs through")
                 at = self.sources.span(scope, op)
                 same = op.name in CASTS and (op in casts or op.dtype == op.inputs[0].dtype)
-                self.sources.plan(scope).put(("reshape", at), Reshape(at, same, op.name == UNSCALED))
+                same = same or (add.flattened and op in casts)
+                self.sources.plan(scope).put(("view", at), View(at, same, op.name == UNSCALED))
 
     def _casts(self) -> None:
         """Casts that changed nothing: in another precision they make a new tensor, which is the stream's value, too."""
         for scope, place, op in self.flow.casts:
-            if scope in self.carriers.opened and self.carriers.stage.get(op, len(self.adds)) < len(self.adds):
+            if scope in self.carriers.entered and self.carriers.stage.get(op, len(self.adds)) < len(self.adds):
                 nodes = self.sources.text(scope).at(*place)
                 if any(isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) for node in nodes):
                     at = place_of(*place)
-                    self.sources.plan(scope).edits.setdefault(("reshape", at), Reshape(at, True))
+                    self.sources.plan(scope).edits.setdefault(("view", at), View(at, True))
 
-    def _end(self, opened: Sequence[Scope]) -> None:
+    def _end(self, entered: Sequence[Scope]) -> None:
         """Let the function that calls the blocks look behind them whether the stream has ended."""
         around = [scope for scope in self.carriers.scopes if self.carriers.hold_all(scope)]
         if not around or any(add.op.scope is around[-1] for add in self.adds):
@@ -307,11 +308,11 @@ class _Planner:
         except EditError:
             return
         last = behind(function.text, calls)
-        if last is not None and home in opened and not is_conditional(function.text, calls):
+        if last is not None and home in entered and not is_conditional(function.text, calls):
             return  # they all run
         if last is not None:
             function.adds.setdefault(self.name, {})
-            function.put(("ended", last[0]), Ended(*last, (function.trunks.index(self.name),)))
+            function.put(("reach", last[0]), Reach(*last, (function.trunks.index(self.name),)))
 
     def _norm(self, scope: Scope, stage: int, value: Op | None) -> Written | None:
         """The norm that reads the stream's value first in ``scope``, if a kernel may compute both together."""
@@ -336,13 +337,13 @@ class _Planner:
             written = _chain(call.func, function.text)
             if function.norms[path] is None and written and len(call.args) == 1 and not call.keywords:
                 at = span_of(call)
-                function.put(("normed", at), Normed(at))
+                function.put(("apply", at), Apply(at, norm=True))
                 return written
             return None
         return None
 
 
-def _operands(text: Text, at: Span, first: bool, parts: Sequence[Part]) -> tuple[tuple[Span, bool], ...]:
+def _operands(text: Text, at: Span, first: bool, parts: Sequence[Sum]) -> tuple[tuple[Span, bool], ...]:
     """Those of the sums before an addition, the last ones, that are written as operands: ``(x + f) + g``."""
     inner: list[tuple[Span, bool]] = []
     for part in reversed(parts):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -14,22 +14,18 @@ from rewire.errors import EditError
 from rewire.passes.editing.additions import Addition, addition_at
 from rewire.passes.editing.changes import Change, Render, rendered
 from rewire.passes.editing.edits import (
+    Apply,
     Callee,
-    Carry,
-    Each,
-    Ended,
+    Edit,
     FunctionPlan,
-    Made,
-    Normed,
+    Open,
     Parameter,
-    Part,
-    Projected,
+    Project,
     Push,
-    Reshape,
-    Separate,
+    Reach,
     Sum,
     Through,
-    Value,
+    View,
 )
 from rewire.passes.editing.variables import assigned, calls_like, is_conditional, on_one_way, only_returned
 
@@ -59,11 +55,11 @@ class _Editor:
         self.parents = self.text.parents
         self.edits = [*plan.edits.values()]
         self.edits += self._on_other_ways()
-        self.conditional = is_conditional(self.text, [edit.at for edit in self.edits if isinstance(edit, Sum)])
+        self.conditional = is_conditional(self.text, [e.at for e in self.edits if isinstance(e, Sum) and not e.more])
 
     def run(self) -> str:
-        changes = [self._entry()] if self.plan.opened else []
-        if self.plan.opened and self.plan.adds:
+        changes = [self._entry()] if self.plan.entered else []
+        if self.plan.entered and self.plan.adds:
             changes += [self._leave(node) for node in ast.walk(self.text.tree) if self._is_own_return(node)]
         # Of several changes of one expression, the outermost first: those of an argument, then the kinds in turn.
         own = [
@@ -74,14 +70,14 @@ class _Editor:
             for change in writer(self, edit)
         ]
         changes += sorted([*own, *self._reached()], key=lambda change: (not change.argument, -change.indent))
-        changes += self._data() if self.plan.opened and self.plan.adds else []
+        changes += self._data() if self.plan.entered and self.plan.adds else []
         if not self.plan.method:
             changes += [self._gate_parameter(), *self._supers()]
         return rendered(self.text.text, changes)
 
     def _on_other_ways(self) -> list[Through]:
         """Calls that did not run when the model was looked at, of what streams were seen to go through."""
-        seen = {edit.at: edit for edit in self.edits if isinstance(edit, Through)}
+        seen = {edit.at: edit for edit in self.edits if isinstance(edit, Through) and not edit.qkv}
         found: dict[Span, Through] = {}
         for edit in seen.values():
             call = self._call(edit.at)
@@ -112,10 +108,9 @@ class _Editor:
         lines = [f"{self.depth} = {self._gate}.enter()"]
         for edit in self.edits:
             if isinstance(edit, Parameter):
-                method = "qkv" if edit.qkv else "open"
-                how = [edit.name, *[str(edit.width)] * bool(edit.width), *self._how(edit)]
-                how += ["begin=False"] * self._begins_later(edit)
-                lines.append(f"{edit.name} = {self.depth}.{method}({', '.join(how)})")
+                how = [edit.name, *self._how(edit), *["begin=False"] * self._begins_later(edit)]
+                how += [f"width={edit.width}"] if edit.qkv and edit.width else []
+                lines.append(f"{edit.name} = {self.depth}.open({', '.join(how)})")
         body = tree.body[1:] if ast.get_docstring(tree, clean=False) is not None and len(tree.body) > 1 else tree.body
         start, _ = self.text.span(body[0])
         line = text.rfind("\n", 0, start) + 1
@@ -126,14 +121,13 @@ class _Editor:
 
     def _begins_later(self, edit: Parameter) -> bool:
         """Whether the trunk of a parameter, if it starts in this call, starts with an expression."""
-        values = [other for other in self.edits if isinstance(other, Value)]
-        return any(value.trunk == edit.trunk for value in values)
+        return any(type(other) is Open and other.trunk == edit.trunk for other in self.edits)
 
-    def _how(self, edit: Parameter | Made | Sum | Through) -> list[str]:
-        """Keyword arguments of a read."""
+    def _how(self, edit: Parameter | Open | Sum | Through) -> list[str]:
+        """Keyword arguments of a method of `Depth`."""
         norm = getattr(edit, "norm", None)
         how = [] if norm is None else [f"norm={norm}"]
-        how += ["awaiting=True"] * getattr(edit, "awaiting", False)
+        how += [f"{name}=True" for name in ("post", "more", "last", "qkv") if getattr(edit, name, False)]
         item = getattr(edit, "item", None)
         how += [] if item is None else [f"item={item}"]
         trunk = getattr(edit, "trunk", 0)
@@ -193,37 +187,34 @@ class _Editor:
             return False
         return self.text.text[start] != "(" or self.text.span(node.elts[0])[0] == start
 
-    def _ended(self, edit: Ended) -> list[Change]:
+    def _reach(self, edit: Reach) -> list[Change]:
         """A line behind a statement."""
         statement = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.stmt))
-        trunks = "" if edit.trunks == (0,) else "".join(f", {number}" for number in edit.trunks)
-        of = self.depth if self.plan.opened else self._gate
-        return self._line_behind(statement, *(f"{name} = {of}.ended({name}{trunks})" for name in edit.names))
+        to = "-1" if edit.trunks == (0,) else ", ".join(map(str, (-1, *edit.trunks)))
+        of = self.depth if self.plan.entered else self._gate
+        return self._line_behind(statement, *(f"{name} = {of}.reach({name}, {to})" for name in edit.names))
 
-    def _value(self, edit: Value) -> list[Change]:
-        return [*self._made("open", edit), *self._settled(edit)]
+    def _open(self, edit: Open) -> list[Change]:
+        return [*self._made("open", edit), *self._behind_if(edit)]
 
     def _push(self, edit: Push) -> list[Change]:
-        if ("through", edit.at) in self.plan.edits:
-            return self._settled(edit)
-        return [*self._made("push", edit), *self._settled(edit)]
+        crossed = ("through", edit.at) in self.plan.edits and not edit.more
+        made = [] if crossed else self._made("push", edit)
+        return made if edit.more else [*made, *self._behind_if(edit)]
 
-    def _carry(self, edit: Carry) -> list[Change]:
-        return self._made("carry", edit)
-
-    def _settled(self, edit: Made) -> list[Change]:
+    def _behind_if(self, edit: Open) -> list[Change]:
         """A line behind an ``if`` in which the state is made: on the other ways it is what it was before."""
         node = next(iter(self.text.nodes.get(edit.at, [])), None)
         name = None if node is None else assigned(self.text, node)
-        others = [e.at for e in self.edits if isinstance(e, (Sum, Part, Through))]
+        others = [e.at for e in self.edits if _moves(e)]
         around = None if node is None else on_one_way(self.text, node, others)
         if name is None or around is None:
             return []
-        trunk = [f"trunk={edit.trunk}"] if edit.trunk else []
-        method = "start" if isinstance(edit, Value) else "settle"
-        return self._line_behind(around, f"{name} = {self.depth}.{method}({', '.join([name, *trunk])})")
+        trunk = f", trunk={edit.trunk}" if edit.trunk else ""
+        call = f"reach({name})" if isinstance(edit, Push) else f"open({name}{trunk})"
+        return self._line_behind(around, f"{name} = {self.depth}.{call}")
 
-    def _made(self, method: str, edit: Made) -> list[Change]:
+    def _made(self, method: str, edit: Open) -> list[Change]:
         """A method of `Depth` around an expression; what an in-place operation has changed gets its result."""
         nodes = self.text.nodes.get(edit.at, [])
         element = next((node for node in nodes if _is_stored(node)), None)
@@ -232,11 +223,11 @@ class _Editor:
         assignment = next((node for node in nodes if isinstance(node, ast.AugAssign)), None)
         if assignment is None:
             node = self._expression(edit.at)
-            while isinstance(self.parents[node], ast.IfExp) and not isinstance(edit, Carry):  # on both ways
+            while isinstance(self.parents[node], ast.IfExp) and not getattr(edit, "more", False):  # on both ways
                 node = self.parents[node]  # type: ignore[assignment]
             if edit.item is None:
                 self._check_one_value(node)
-            inner = isinstance(edit, Value) and ("push", edit.at) in self.plan.edits  # what is around it is assigned
+            inner = type(edit) is Open and ("push", edit.at) in self.plan.edits  # what is around it is assigned
             return [self._wrapped(node, method, self._how(edit), "" if inner else self._written_to(node))]
         how = "".join(f", {argument}" for argument in self._how(edit))
 
@@ -279,13 +270,11 @@ class _Editor:
         return [Change(end, end, lambda _: "".join(f"{indent}{line}\n" for line in lines), indent=len(indent))]
 
     def _through(self, edit: Through) -> list[Change]:
-        how = [*self._how(edit), *([f"kept={sorted(edit.kept)}"] if edit.kept else ["last=True"] * edit.last)]
-        how += [f'otherwise="{method}"' for kind, method in _OTHERWISE.items() if (kind, edit.at) in self.plan.edits]
-        return self._called(edit, "through", how)
-
-    def _called(self, edit: Through | Separate, method: str, how: Sequence[str] = ()) -> list[Change]:
-        """A method of `Depth` around what is called; and the gate of a helper in its place."""
-        around = self._wrapped(self._call(edit.at).func, method, how)
+        how = self._how(dataclasses.replace(edit, last=False) if edit.kept else edit)
+        how += [f"kept={sorted(edit.kept)}"] if edit.kept else []
+        ways = [method for method in ("view", "push") if not edit.qkv and (method, edit.at) in self.plan.edits]
+        how += [f'otherwise="{method}"' for method in ways]
+        around = self._wrapped(self._call(edit.at).func, "through", how)
         return [around] if edit.callee is None else [around, self._gated(edit.callee)]
 
     def _gated(self, callee: Callee) -> Change:
@@ -298,39 +287,30 @@ class _Editor:
 
         return Change(start, end, write)
 
-    def _arguments(self, call: ast.Call, methods: dict[Any, str]) -> list[Change]:
-        """Arguments handed to a method of `Depth` first; by position or keyword."""
-        arguments: list[tuple[Any, ast.expr]] = [*enumerate(call.args), *((k.arg, k.value) for k in call.keywords)]
-        wrapped = [
-            self._wrapped(node.value if isinstance(node, ast.Starred) else node, methods[key])
-            for key, node in arguments
-            if key in methods
-        ]
-        return [dataclasses.replace(change, argument=True) for change in wrapped]
-
     def _call(self, at: Span) -> ast.Call:
         node = self._expression(at)
         if not isinstance(node, ast.Call):
             raise EditError(f"it is not a call that stands at {self.text.where(node)}")
         return node
 
-    def _each(self, edit: Each) -> list[Change]:
+    def _apply(self, edit: Apply) -> list[Change]:
         node = self._expression(edit.at)
-        if not (isinstance(node, ast.Call) and is_call_of_one(node) and self._operands(node, edit.calls) == node.args):
-            return [self._as_function(edit.at, "each", edit.calls)]
-        function, argument = self.text.span(node.func), self.text.span(node.args[0])
-        span = self.text.span(node)
-        return [Change(*span, lambda render: f"{self.depth}.each({render(*function)}, {render(*argument)})")]
+        if edit.norm:
+            return [self._function_first(self._call(edit.at), "apply")]
+        if isinstance(node, ast.Call) and is_call_of_one(node) and self._operands(node, edit.calls) == node.args:
+            return [self._function_first(node, "apply")]
+        return [self._as_function(edit.at, "apply", edit.calls)]
 
-    def _reshape(self, edit: Reshape) -> list[Change]:
+    def _view(self, edit: View) -> list[Change]:
         if edit.factor:  # a product inside a call is one of all states, as a view is
-            of_a_number = isinstance(self._expression(edit.at), ast.BinOp)
-            return [self._as_function(edit.at, "unscaled" if of_a_number else "view")]
+            if isinstance(self._expression(edit.at), ast.BinOp):
+                return [self._as_function(edit.at, "copy", more=", factor=True")]
+            return [self._as_function(edit.at, "view")]
         if ("through", edit.at) in self.plan.edits:
             return []
         return [self._as_function(edit.at, "copy" if edit.cast else "view")]
 
-    def _as_function(self, at: Span, method: str, calls: bool = False) -> Change:
+    def _as_function(self, at: Span, method: str, calls: bool = False, more: str = "") -> Change:
         """``depth.view(lambda value: value.flatten(2), x)`` for ``x.flatten(2)``."""
         node = self._expression(at)
         (start, end), spans = self.text.span(node), [*map(self.text.span, self._operands(node, calls))]
@@ -341,34 +321,21 @@ class _Editor:
             for name, (first, last) in zip(names, spans, strict=True):
                 body, at = f"{body}{render(at, first)}{name}", last
             operands = ", ".join(render(*span) for span in spans)
-            return f"{self.depth}.{method}(lambda {', '.join(names)}: {body}{render(at, end)}, {operands})"
+            return f"{self.depth}.{method}(lambda {', '.join(names)}: {body}{render(at, end)}, {operands}{more})"
 
         return Change(start, end, write)
 
-    def _separate(self, edit: Separate) -> list[Change]:
-        return self._called(edit, "separate")
-
-    def _projected(self, edit: Projected) -> list[Change]:
-        call = self._call(edit.at)
-        if edit.way == "multihead":
-            methods = {0: "q", 1: "k", 2: "v", "query": "q", "key": "k", "value": "v"}
-            return self._arguments(call, methods)
+    def _project(self, edit: Project) -> list[Change]:
+        what = repr((edit.groups, edit.sizes)) if edit.way == "fused" else f'"{edit.way}"'
         if edit.others:
-            ways = ", ".join(f"{module}: {way!r}" for module, way in ((edit.module, edit.way), *edit.others))
-            return [self._wrapped(call.func, "projecting", [f"{{{ways}}}"])]
-        if edit.way != "fused":
-            return self._arguments(call, dict.fromkeys((0, *(k.arg for k in call.keywords)), edit.way))
-        return [self._function_first(call, "fused", f", {edit.groups}, {edit.sizes}, ")]
+            ways = ((edit.module, edit.way), *edit.others)
+            what = "{" + ", ".join(f'{module}: "{way}"' for module, way in ways) + "}"
+        return [self._wrapped(self._call(edit.at).func, "project", [what])]
 
-    def _function_first(self, call: ast.Call, method: str, between: str) -> Change:
-        """A method of `Depth` in place of a call: of the function that is called, ``between``, and its argument."""
+    def _function_first(self, call: ast.Call, method: str) -> Change:
+        """A method of `Depth` in place of a call: of the function that is called, and its argument."""
         (start, end), function, (argument, _) = map(self.text.span, (call, call.func, call.args[0]))
-        return Change(
-            start, end, lambda render: f"{self.depth}.{method}({render(*function)}{between}{render(argument, end)}"
-        )
-
-    def _normed(self, edit: Normed) -> list[Change]:
-        return [self._function_first(self._call(edit.at), "normed", ", ")]
+        return Change(start, end, lambda render: f"{self.depth}.{method}({render(*function)}, {render(argument, end)}")
 
     def _operands(self, node: ast.expr, calls: bool = False) -> list[ast.expr]:
         """What an operation may work on: ``x`` of ``x.flatten(2)``, ``torch.flatten(x, 2)``, ``x.T``.
@@ -424,15 +391,33 @@ class _Editor:
         return nodes[0]
 
     def _sum(self, edit: Sum) -> list[Change]:
-        how = [*self._how(edit), *([f"site={edit.site}"] if edit.site is not None and self.conditional else [])]
-        return self._added(edit, "write" if edit.last else "add", how, edit.inner)
+        """A method of `Depth` in place of an addition, and of those inside it that add parallel branches."""
+        addition = addition_at(self.text, edit.at)
+        shortcut, *branches = addition.operands(edit.first)
+        for at, first in reversed(edit.inner):
+            shortcut, branch = addition_at(self.text, at).operands(first)
+            branches.insert(0, branch)
+        how = [self.text.text[slice(*self.text.span(option))] for option in addition.options] + self._how(edit)
+        how += [f"site={edit.site}"] if edit.site is not None and self.conditional else []
+        how += [f"of={edit.branches}"] if edit.branches > 1 else []
+
+        def write(render: Render) -> str:
+            (start, end), (first, last) = self.text.span(addition.node), self.text.span(shortcut)
+            operands = [render(*self.text.span(branch)) for branch in branches]
+            if addition.scattered:
+                value = self.text.unused("value")
+                operands = [f"lambda {value}: {render(start, first)}{value}{render(last, end)}"]
+            call = f"{self.depth}.add({', '.join([render(first, last), *operands, *how])})"
+            return self._assigned(addition, call, render)
+
+        return [Change(*self.text.span(addition.node), write)]
 
     def _reached(self) -> list[Change]:
         """Behind an ``if`` in which there are adds: on the other ways the stream passes them, too."""
         found: dict[tuple[Span, str], int] = {}
         ways: dict[Span, int] = {}
         sums = [(edit, edit.site) for edit in self.edits if isinstance(edit, Sum) and edit.site is not None]
-        others = [edit.at for edit in self.edits if isinstance(edit, (Sum, Part, Through))]
+        others = [edit.at for edit in self.edits if _moves(edit)]
         for edit, site in sums if self.conditional else ():
             node, way = self.text.nodes[edit.at][0], self._way(edit.at)
             if way is not None:
@@ -455,32 +440,6 @@ class _Editor:
             parent = self.parents.get(node)
         return found
 
-    def _part(self, edit: Part) -> list[Change]:
-        return self._added(edit, "part")
-
-    def _added(
-        self, edit: Sum | Part, method: str, how: Sequence[str] = (), inner: Sequence[tuple[Span, bool]] = ()
-    ) -> list[Change]:
-        """A method of `Depth` in place of an addition, and of those inside it that add parallel branches."""
-        addition = addition_at(self.text, edit.at)
-        shortcut, *branches = addition.operands(edit.first)
-        for at, first in reversed(inner):
-            shortcut, branch = addition_at(self.text, at).operands(first)
-            branches.insert(0, branch)
-        options = [self.text.text[slice(*self.text.span(option))] for option in addition.options]
-
-        def write(render: Render) -> str:
-            if addition.scattered:
-                (start, end), (first, last) = self.text.span(addition.node), self.text.span(shortcut)
-                value = self.text.unused("value")
-                function = f"lambda {value}: {render(start, first)}{value}{render(last, end)}"
-                return f"{self.depth}.scattered({', '.join([function, render(first, last), *how])})"
-            operands = [render(*self.text.span(operand)) for operand in (shortcut, *branches)]
-            call = f"{self.depth}.{method}({', '.join([*operands, *options, *how])})"
-            return self._assigned(addition, call, render)
-
-        return [Change(*self.text.span(addition.node), write)]
-
     def _assigned(self, addition: Addition, call: str, render: Render) -> str:
         """The call in place of an addition; what that changed in place gets its result."""
         target = addition.target
@@ -491,23 +450,22 @@ class _Editor:
         return f"({target.id} := {call})" if isinstance(target, ast.Name) else call
 
 
-#: Edits of an expression that also calls blocks, by their keys: what `Depth.through` does in their place.
-_OTHERWISE = {"reshape": "view", "push": "push"}
 #: How each kind of edit is written.
 _WRITERS: dict[type, Callable[..., list[Change]]] = {
-    Ended: _Editor._ended,
+    Reach: _Editor._reach,
     Push: _Editor._push,
-    Carry: _Editor._carry,
-    Value: _Editor._value,
-    Reshape: _Editor._reshape,
+    Open: _Editor._open,
+    View: _Editor._view,
     Through: _Editor._through,
-    Each: _Editor._each,
-    Separate: _Editor._separate,
-    Projected: _Editor._projected,
-    Normed: _Editor._normed,
+    Apply: _Editor._apply,
+    Project: _Editor._project,
     Sum: _Editor._sum,
-    Part: _Editor._part,
 }
+
+
+def _moves(edit: Edit) -> TypeGuard[Sum | Through]:
+    """Whether the stream goes on there, by an add or in what is called."""
+    return isinstance(edit, Sum) or (isinstance(edit, Through) and not edit.qkv)
 
 
 def _is_stored(node: ast.AST) -> bool:

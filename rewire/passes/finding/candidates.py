@@ -45,10 +45,10 @@ class Candidates:
         key = module, what
         if key not in self._known:
             self._known[key] = False
-            parameters = [p for p in module._parameters.values() if p is not None]
+            parameters = module.parameters(recurse=False)
             cls: Any = type(module)
             own = _adds(cls) if what == "adds" else any(is_matrix(p.shape) for p in parameters)
-            self._known[key] = own or any(self._below(c, what) for c in module._modules.values() if c is not None)
+            self._known[key] = own or any(self._below(c, what) for c in module.children())
         return self._known[key]
 
 

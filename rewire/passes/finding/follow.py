@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rewire.attributes import MODULE
 from rewire.code.functions import forward_of
 from rewire.code.text import text_of, written_at
 from rewire.errors import EditError, TraceError
@@ -31,6 +32,7 @@ from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.graphs import flow_of
 from rewire.passes.finding.standins import SIZES, Globals, Proxy, Weight, with_globals
 from rewire.passes.finding.views import Views
+from rewire.torch_internals import children_of
 from rewire.trunk import LeftAlone
 
 _ATTEMPTS = 12  # at tracing one forward
@@ -86,7 +88,7 @@ class _Follower(fx.Tracer):
         self.tested: list[int] = []
 
     def _module_of(self, view: Any) -> tuple[str, nn.Module] | None:
-        module = vars(view).get("_rewire_module") if isinstance(view, nn.Module) else None
+        module = vars(view).get(MODULE) if isinstance(view, nn.Module) else None
         return None if module is None else (self.paths[module], module)
 
     def run(self, arguments: Sequence[str]) -> Flow:
@@ -116,7 +118,7 @@ class _Follower(fx.Tracer):
         return flow
 
     def call_view(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module: nn.Module = view._rewire_module
+        module: nn.Module = vars(view)[MODULE]
         if isinstance(module, nn.Identity) or _is_empty(module):
             return args[0] if args else None
         place = self._here()
@@ -148,13 +150,13 @@ class _Follower(fx.Tracer):
         Raises:
             TraceError: it cannot be traced.
         """
-        module: nn.Module = view._rewire_module
+        module: nn.Module = vars(view)[MODULE]
         function = self._function(module)
         if function is None:
             raise TraceError(f"forward of {type(module).__name__} is not a Python function")
         opaque: set[str] = set()
         decisions: list[bool] = []
-        last = next(reversed(self.graph.nodes), None)
+        last = next(iter(reversed(self.graph.nodes)), None)
         for _ in range(_ATTEMPTS):
             try:
                 return self._attempt(view, function, args, kwargs, call, opaque, decisions)
@@ -183,7 +185,7 @@ class _Follower(fx.Tracer):
         opaque: set[str],
         decisions: list[bool],
     ) -> Any:
-        module: nn.Module = view._rewire_module
+        module: nn.Module = vars(view)[MODULE]
         parent = self._here()[0] if self.scopes else None
         kind = kind_of(module)
         scope = Scope(parent, self.paths[module], module, kind, function.__code__, call, key=object())
@@ -223,15 +225,15 @@ class _Follower(fx.Tracer):
 
     def _rows(self, view: Any) -> None:
         """Follow the blocks of a module whose own forward cannot be traced: each takes what the one before returns."""
-        module: nn.Module = view._rewire_module
+        module: nn.Module = vars(view)[MODULE]
         kind = kind_of(module)
         scope = Scope(self._here()[0] if self.scopes else None, self.paths[module], module, kind, key=object())
         self.scopes.append(scope)
         try:
-            for child in (module,) if isinstance(module, CONTAINERS) else module._modules.values():
+            for child in (module,) if isinstance(module, CONTAINERS) else children_of(module).values():
                 if isinstance(child, CONTAINERS):
                     handed: dict[str, Any] = {}
-                    for element in child._modules.values():
+                    for element in children_of(child).values():
                         handed = self._block(self.views.of(element), handed) if element is not None else handed
                 elif child is not None and any(isinstance(below, CONTAINERS) for below in child.modules()):
                     self._block(self.views.of(child), {})
@@ -244,7 +246,7 @@ class _Follower(fx.Tracer):
         Two streams have the names that they are returned by (``return text, image``), for the next one's parameters;
         else it is the first value, for the next one's first parameter, and its name is empty.
         """
-        module: nn.Module = view._rewire_module
+        module: nn.Module = vars(view)[MODULE]
         function = self._function(module)
         if function is None or not self._enters(module, (), {}):
             self._rows(view)
@@ -328,7 +330,7 @@ class _Follower(fx.Tracer):
 
 def _is_empty(module: nn.Module) -> bool:
     """Whether a module is an empty sequence: an identity."""
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not module._modules
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not len(module)
 
 
 def _failed_at(function: FunctionType, error: Exception) -> Place:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rewire.passes.finding.flow import Holder, Op
 from rewire.passes.finding.frames import of_library
+from rewire.torch_internals import memory_of
 
 #: What an instruction does to a local variable; some of Python 3.13 do two such things.
 _ACCESS = re.compile("(LOAD|STORE|DELETE)_(?:FAST|DEREF|CLOSURE)")
@@ -96,6 +97,6 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
 def _storage(tensor: Tensor) -> int:
     """What tells the memory of a tensor; the tensor itself, of one that has none of its own."""
     try:
-        return tensor.untyped_storage()._cdata
+        return memory_of(tensor)
     except (NotImplementedError, RuntimeError):
         return id(tensor)

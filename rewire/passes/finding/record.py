@@ -16,20 +16,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from rewire.code.functions import forward_of
 from rewire.conventions import is_matrix, matrices
 from rewire.copies import Inputs
 from rewire.passes.finding.adds import CASTS, UNSCALED
-from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Holder, Op, Place, Scope, kind_of, plain_name
+from rewire.passes.finding.flow import (
+    CONTAINERS,
+    ELEMENTWISE,
+    Flow,
+    Holder,
+    Op,
+    Place,
+    Scope,
+    kind_of,
+    makes_alike,
+    plain_name,
+)
 from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.holders import holders
+from rewire.torch_internals import pytree, viewed, writes_to
 
 _REFLECTED = {"radd", "rmul"}
 #: What asks for the value of a tensor.
 _DECIDED: dict[str, type] = {"item": int, "__bool__": bool, "__int__": int, "__float__": float, "__index__": int}
-_NEW = {"new_zeros", "new_ones", "new_empty", "new_full"}
 _FACTORS = {"mul", "multiply", "div", "divide", "truediv", "true_divide"}
 _SIZED = {"view", "reshape", "unflatten", "split", "chunk", "split_with_sizes", "tensor_split"}
 
@@ -134,7 +144,7 @@ class Recorder(TorchFunctionMode):
             name, inputs = name[1:], inputs[::-1]
         if name in _FACTORS and _by_one(args):
             name = UNSCALED
-        if constant and (name.endswith("_like") or name in _NEW):  # of a weight's shape, not of its values
+        if makes_alike(name):
             inputs, constant, weights = [], False, 0
         count = 0 if name in ELEMENTWISE else weights
         for tensor in {id(t): t for t in (*written, *made)}.values():
@@ -146,13 +156,14 @@ class Recorder(TorchFunctionMode):
                 op.sizes = (*args[1:], *kwargs.values())
             if over:
                 self.held[op] = list(holders(sys._getframe(1), record.__code__, tensor, self.known))
-            base = tensor._base if over else None
+            base = viewed(tensor) if over else None
             if base is not None and id(base) in self.known:  # a view: what it is a view of has changed
                 self._new(base, "setitem", (self.known[id(base)], op), scope, place)
         return result
 
     def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Place | None) -> Op:
         op = Op(len(self.ops), name, inputs, scope, place, shape=tensor.shape, dtype=tensor.dtype)
+        op.recorded = torch.is_grad_enabled()
         self.ops.append(op)
         self.made.append(tensor)
         self.known[id(tensor)] = op
@@ -206,11 +217,11 @@ def _tensors(value: Any) -> list[Tensor]:
         # by what it holds: to get an attribute may run the user's code (per-layer configs of transformers raise)
         held = vars(value) if hasattr(value, "__dict__") else {}
         return [tensor for item in held.values() for tensor in _tensors(item)]
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] if _is_node(value) else []
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)] if _is_node(value) else []
 
 
 def _is_node(value: Any) -> bool:
-    return type(value) in torch.utils._pytree.SUPPORTED_NODES
+    return type(value) in pytree.SUPPORTED_NODES
 
 
 def _is_weight(op: Op, tensor: Tensor) -> bool:
@@ -223,4 +234,4 @@ def _is_weight(op: Op, tensor: Tensor) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else writes_to(tensor)

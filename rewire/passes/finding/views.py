@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rewire.attributes import MODULE, TRACER
 from rewire.passes.finding.standins import Globals, Tracer, with_globals
+from rewire.torch_internals import BUFFERS, CHILDREN, PARAMETERS, children_of
 
 
 class Views:
@@ -31,11 +33,11 @@ class Views:
             view: nn.Module = object.__new__(self._class(type(module)))
             self._views[module] = view
             own = {name: _own(value) for name, value in vars(module).items()}
-            vars(view).update(own, _rewire_module=module, _rewire_tracer=self.tracer)
+            vars(view).update({**own, MODULE: module, TRACER: self.tracer})
             for value in vars(module).values():
                 if id(value) not in self._objects and _keeps_values(value):  # a config is held by all modules
                     self._objects[id(value)] = value, dict(vars(value))
-            vars(view)["_modules"] = {name: child and self.of(child) for name, child in module._modules.items()}
+            vars(view)[CHILDREN] = {name: child and self.of(child) for name, child in children_of(module).items()}
         return self._views[module]
 
     def put_back(self) -> None:
@@ -82,15 +84,15 @@ class _Quiet:
 
 
 def _called(view: Any, *args: Any, **kwargs: Any) -> Any:
-    return view._rewire_tracer.call_view(view, args, kwargs)
+    return vars(view)[TRACER].call_view(view, args, kwargs)
 
 
 def _attribute(view: Any, name: str) -> Any:
     """Attribute lookup of a view: its parameters and buffers are traced values that know their sizes."""
-    for table in ("_parameters", "_buffers"):
+    for table in (PARAMETERS, BUFFERS):
         tensor = view.__dict__.get(table, {}).get(name)
         if tensor is not None:
-            return view._rewire_tracer.weight(tensor)
+            return vars(view)[TRACER].weight(tensor)
     return nn.Module.__getattr__(view, name)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from rewire.attributes import CONNECTIONS
 from rewire.copies import Inputs, own_inputs, private, seeded
 from rewire.passes.validating.tensors import gradient_error, real, tensors_in, tolerance
-from rewire.runtime.connection import CONNECTIONS, Connection, connections
+from rewire.runtime.connection import Connection, connections
 from rewire.runtime.stream import Stream
+from rewire.torch_internals import children_of, pytree
 
 #: Models with more parameters have only those perturbed that are constant: a second set would not fit everywhere.
 _ALL_PERTURBED = 200_000_000
@@ -173,7 +174,7 @@ def block_outputs(
         return hook
 
     for path, module in bench.named_modules():
-        if len(module._modules):
+        if children_of(module):
             module.register_forward_hook(record(path))
     with torch.enable_grad(), seeded(0, bench):
         args, kwargs = own_inputs(inputs)
@@ -233,5 +234,5 @@ def strided(inputs: Inputs) -> Inputs:
         wide[..., ::2] = value.detach()
         return wide[..., ::2].requires_grad_(value.requires_grad)
 
-    args, kwargs = tree_map(spread, inputs)
+    args, kwargs = pytree.tree_map(spread, inputs)
     return args, kwargs

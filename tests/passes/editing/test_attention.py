@@ -82,11 +82,12 @@ def test_multihead_attention() -> None:
 def test_the_forward_shows_the_three_reads() -> None:
     rewired = rewire.compile(tiny_model("llama"), Apart())
     block = rewire.source(rewired, "model.layers.1")
-    assert "hidden_states = depth.each(self.input_layernorm, hidden_states)" in block
-    assert "depth.separate(self.self_attn)(" in block
+    assert "hidden_states = depth.apply(self.input_layernorm, hidden_states)" in block
+    assert "depth.through(self.self_attn, qkv=True)(" in block
     for way in "qkv":
-        assert f"self.{way}_proj(depth.{way}(hidden_states))" in rewire.source(rewired, "model.layers.1.self_attn")
-    assert "hidden_states = depth.normed(self.post_attention_layernorm, hidden_states)" in block
+        projected = f'depth.project(self.{way}_proj, "{way}")(hidden_states)'
+        assert projected in rewire.source(rewired, "model.layers.1.self_attn")
+    assert "hidden_states = depth.apply(self.post_attention_layernorm, hidden_states)" in block
     plain = rewire.restore(rewired)
     assert not any(map(is_edited, plain.modules()))
 

@@ -46,7 +46,7 @@ def test_norms_that_follow_a_read_are_fused(model_type: str) -> None:
     rewired = mixed(tiny_model(model_type))
     assert fused(rewired) == FUSED[model_type]
     sources = [rewire.source(rewired, name) for name, m in rewired.named_modules() if is_edited(m)]
-    assert sum(source.count("depth.normed(") for source in sources) == len(FUSED[model_type])
+    assert sum(source.count("depth.apply(") for source in sources) == len(FUSED[model_type])
 
 
 def test_the_reasons_say_why_others_are_not() -> None:
@@ -58,8 +58,9 @@ def test_the_reasons_say_why_others_are_not() -> None:
 def test_norms_of_q_k_and_v_apart_are_not_fused() -> None:
     rewired = mixed(llama(), "dca")
     assert fused(rewired) == layers("model.layers.{}.{}", "post_attention_layernorm")
-    assert "depth.normed(self.post_attention_layernorm, " in rewire.source(rewired, "model.layers.0")
-    assert "depth.normed(self.input_layernorm" not in rewire.source(rewired, "model.layers.0")
+    assert "depth.apply(self.post_attention_layernorm, " in rewire.source(rewired, "model.layers.0")
+    source = rewire.source(rewired, "model.layers.0")
+    assert "norm=self.input_layernorm" not in source and "norm=self.post_attention_layernorm" in source
 
 
 def test_norms_over_the_channels_of_images_are_not_fused() -> None:
@@ -72,7 +73,7 @@ def test_norms_over_the_channels_of_images_are_not_fused() -> None:
 def test_the_source_says_which_norms_follow_a_read() -> None:
     source = rewire.source(mixed(Stack(PreNorm)), "layers.0")
     assert "x = depth.open(x, norm=self.ln_1)" in source and "norm=self.ln_2)" in source
-    assert "self.attn(depth.normed(self.ln_1, x))" in source and "self.mlp(depth.normed(self.ln_2, x))" in source
+    assert "self.attn(depth.apply(self.ln_1, x))" in source and "self.mlp(depth.apply(self.ln_2, x))" in source
 
 
 def test_a_norm_is_used_at_its_own_place_only_if_the_state_is_still_that_value() -> None:
@@ -96,7 +97,7 @@ def test_the_first_norm_is_fused_and_others_get_what_was_read() -> None:
     rewired = mixed(Stack(TwoNorms))
     assert fused(rewired) == ["layers.0.ln_1", "layers.1.ln_1", "layers.2.ln_1"]
     source = rewire.source(rewired, "layers.0")
-    assert "depth.normed(self.ln_1, x)" in source and "self.mlp(self.ln_2(x))" in source
+    assert "depth.apply(self.ln_1, x)" in source and "self.mlp(self.ln_2(x))" in source
 
 
 def test_the_report_follows_what_is_done_to_the_model() -> None:

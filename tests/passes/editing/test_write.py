@@ -167,7 +167,8 @@ def body(block: type[nn.Module]) -> str:
 
 
 def test_parallel_branches_in_two_statements() -> None:
-    assert "y = depth.part(x, self.attn(h))\n" in body(GPTJ) and "y = depth.write(y, self.mlp(h))\n" in body(GPTJ)
+    assert "y = depth.add(x, self.attn(h), more=True)\n" in body(GPTJ)
+    assert "y = depth.add(y, self.mlp(h), last=True)\n" in body(GPTJ)
 
 
 def test_an_in_place_operation_gives_its_variable_the_new_state() -> None:
@@ -198,7 +199,7 @@ def test_operations_that_run_in_some_calls(topology: str, training: bool) -> Non
     for given in ((x, mask), (x,)):
         torch.testing.assert_close(rewired.train(training)(*given), model.train(training)(*given))
     text = rewire.source(rewired, "layers.0")
-    assert "\n    x = depth.start(x)\n" in text and "\n    x = depth.settle(x)\n" in text
+    assert "\n    x = depth.open(x)\n" in text and "\n    x = depth.reach(x)\n" in text
 
 
 class Half(nn.Module):
@@ -253,7 +254,7 @@ def test_a_start_that_is_an_operand_in_an_if() -> None:
     model = nn.Sequential(ProjectsFirst(True), ProjectsFirst(), ProjectsFirst())
     rewired = rewire.compile(model, "residual", example_inputs=(x,))
     assert [len(c.layout.units) for c in rewire.connections(rewired).values()] == [3]
-    assert "depth.start" not in rewire.source(rewired, "0")
+    assert rewire.source(rewired, "0").count("depth.open(") == 1
 
 
 def test_views_of_the_stream_are_views_of_all_states() -> None:

@@ -8,17 +8,16 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from mixing import llama
-from models import NanoGPT, PostNorm, PreNorm, Stack, UNet, token_ids, vectors
+from models import NanoGPT, PostNorm, PreNorm, SeparateAttention, Stack, UNet, token_ids, vectors
 from torch import Tensor, nn
 
 import rewire
 from rewire.passes import find
 from rewire.passes.validating.wires import Wires
-from rewire.runtime.depth import Depth
 from rewire.runtime.layout import Layout
 from rewire.runtime.live import Live
+from rewire.runtime.separate import SeparateInputs
 from rewire.runtime.stream import Stream
 
 WIDTH = 16
@@ -44,19 +43,10 @@ class Stop(Identity):
         return torch.zeros_like(grad)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o_proj(F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x)))
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.attn, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.attn, self.mlp = nn.LayerNorm(WIDTH), SeparateAttention(WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm(x))
@@ -121,21 +111,21 @@ class Copied(Net):
 # -- what is wrong -----------------------------------------------------------------------------------------------------
 
 
-def lost(depth: Depth, function: Any, *values: Any) -> Any:
+def lost(inputs: SeparateInputs, function: Any, *values: Any) -> Any:
     """As when the receiver of a call was taken for the value."""
     return function(*values)
 
 
 def test_a_value_that_is_lost_on_its_way_to_an_attention_is_noticed():
-    with mock.patch.object(Depth, "each", lost), pytest.raises(rewire.OutOfOrder, match="separate inputs"):
+    with mock.patch.object(SeparateInputs, "apply", lost), pytest.raises(rewire.OutOfOrder, match="separate inputs"):
         rewire.compile(Net(Applied), "dca", example_inputs=(X,))
 
 
 @pytest.mark.parametrize("topology", ["dca", "muddformer"])
 def test_and_where_nothing_else_notices_it_the_comparison_does(topology):
     with (
-        mock.patch.object(Depth, "each", lost),
-        mock.patch.object(Depth, "_projected", Depth._taken),
+        mock.patch.object(SeparateInputs, "apply", lost),
+        mock.patch.object(SeparateInputs, "_projected", SeparateInputs._taken),
         mock.patch.object(Live, "apart", property(lambda _: True, lambda *_: None), create=True),
         pytest.raises(rewire.ValidationMismatch, match=MOVED),
     ):
@@ -155,8 +145,9 @@ def test_gradients_that_pass_by_a_cut_are_noticed(topology):
 @pytest.mark.parametrize(("one", "other"), [("q", "k"), ("k", "v"), ("q", "v")])
 @pytest.mark.parametrize("topology", ["dca", "muddformer"])
 def test_queries_keys_and_values_that_change_places_are_noticed(topology, one, other):
+    project, swapped = SeparateInputs.project, {one: other, other: one}
     with (
-        mock.patch.multiple(Depth, **{one: getattr(Depth, other), other: getattr(Depth, one)}),
+        mock.patch.object(SeparateInputs, "project", lambda self, f, way: project(self, f, swapped.get(way, way))),
         pytest.raises(rewire.ValidationMismatch, match=MOVED),
     ):
         rewire.compile(Net(), topology, example_inputs=(X,))

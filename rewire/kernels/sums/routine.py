@@ -1,7 +1,7 @@
-"""Which kernels a mix takes, and on which tensors: a `Plan`, made once for tensors of given shapes, strides and dtypes.
+"""Which kernels a mix takes, and on which tensors: a `Routine`, made once for tensors of given metadata.
 
-A plan works on a list of tensors: those that are given, then those that its steps make, one by one. Each has its place
-in the list, and a kernel's arguments are places.
+A routine works on a list of tensors: those that are given, then those that its steps make, one by one. Each has its
+place in the list, and a kernel's arguments are places.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.kernels.arguments import Layout, row_stride
+from rewire.kernels.arguments import Metadata, row_stride
 from rewire.kernels.kernel import At, Kernel, Part, taken
 from rewire.kernels.sums.checks import check_backward, check_forward
-from rewire.kernels.sums.grid import Grid, generated
+from rewire.kernels.sums.grid import Grid
 from rewire.kernels.sums.spec import DOTS_FAN_IN, MAX_NORM_WIDTH, MixSpec
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 Places = tuple[At, ...]
 #: Arguments of a kernel: where a tensor is, or several are.
 Arguments = dict[str, At | Places]
-#: What is given, by field: for each tensor its layout, and where it is.
-Given = Mapping[str, Sequence[tuple[Layout, At]]]
+#: What is given, by field: for each tensor its metadata, and where it is.
+Given = Mapping[str, Sequence[tuple[Metadata, At]]]
 
 #: Arguments whose rows have strides of their own, and what the kernels call these.
 STRIDES = {
@@ -50,7 +50,7 @@ STRIDES = {
 DENSE = ("weights", "norm_weight", "norm_bias", "rstd", "means")
 
 
-class Plan:
+class Routine:
     """Steps, and where their results are.
 
     Attributes:
@@ -74,17 +74,17 @@ class Plan:
         return tuple([tensors[i] for i in self.states]), {name: tensors[i] for name, i in self.others}
 
 
-def forward(spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, stacked: int) -> Plan:
+def forward(spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, stacked: int) -> Routine:
     """Of `launch.mix_forward`.
 
     Args:
         given: by field of `launch.MixInputs`.
     """
-    check_forward(spec, _layouts(given), stacked)
-    make = _Maker(spec, given)
+    check_forward(spec, _metadata(given), stacked)
+    make = _Builder(spec, given)
     if spec.attended and make.rows and not _one_behind_the_other(given["scores"], make.rows):
         raise ValueError("Scores of what is attended have to be one tensor, each of all rows in one piece, in turn.")
-    states = [layout.dtype for name in ("sources", "added") for layout, _ in given[name]]
+    states = [x.dtype for name in ("sources", "added") for x, _ in given[name]]
     dtype = dtype or functools.reduce(torch.promote_types, states or [torch.float32])
     mixes = make.states([dtype] * spec.outputs * spec.mixed, stacked)
     norm: Arguments = {name: make.at[name][0] for name in ("norm_weight", "norm_bias") if make.at[name]}
@@ -104,18 +104,18 @@ def forward(spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, 
             make.results |= made
         make.kernel(step, False, arguments, eps=eps)
     make.results |= make.sums({"weight_partials": "weight_dots", "score_partials": "score_dots"})
-    return Plan(make.steps, mixes, make.results)
+    return Routine(make.steps, mixes, make.results)
 
 
-def backward(spec: MixSpec, given: Given, stacked: int) -> Plan:
+def backward(spec: MixSpec, given: Given, stacked: int) -> Routine:
     """Of `launch.mix_backward`.
 
     Args:
         given: by field of `launch.GradientInputs`.
     """
-    check_backward(spec, _layouts(given), stacked)
-    make = _Maker(spec, given)
-    sources = make.states([layout.dtype for layout, _ in given["sources"]], stacked)
+    check_backward(spec, _metadata(given), stacked)
+    make = _Builder(spec, given)
+    sources = make.states([x.dtype for x, _ in given["sources"]], stacked)
     grads = make.at["grads"]
     if spec.norm is None:
         make.plain_backward(grads, sources, make.itemsize)
@@ -141,39 +141,41 @@ def backward(spec: MixSpec, given: Given, stacked: int) -> Plan:
     return make.gradients(sources, make.converted(middle, given["grads"][0][0].dtype))
 
 
-def given(groups: Mapping[str, Sequence[Layout]], stacks: bool, table: bool, probed: bool) -> Given:
+def given(groups: Mapping[str, Sequence[Metadata]], stacks: bool, probed: bool) -> Given:
     """Tensors in turn, by field.
 
     Args:
         stacks: whether the first of sources, grads and carried is a stack [..., n, D] of n.
-        table: whether scores are all in one tensor, [..., outputs, N].
-        probed: otherwise, whether they are [..., N] of each probe, not [..., outputs] of each source.
+        probed: whether scores, if not in one tensor [..., outputs, N], are [..., N] of each probe, not [..., outputs]
+            of each source.
     """
-    found: dict[str, list[tuple[Layout, At]]] = {}
-    number = 0
-    for name, layouts in groups.items():
+    found: dict[str, list[tuple[Metadata, At]]] = {}
+    like = next(tensors[0] for tensors in groups.values() if tensors)
+    lead, number = len(like.shape) - 1 - stacks, 0
+    for name, tensors in groups.items():
         found[name] = []
         if name == "scores":
-            found[name] = _of_table(layouts[0], number) if table else _of_columns(layouts, number, probed)
-            number += len(layouts)
+            table = len(tensors) == 1 and len(tensors[0].shape) == lead + 2
+            found[name] = _of_table(tensors[0], number) if table else _of_columns(tensors, number, probed)
+            number += len(tensors)
             continue
-        for place, layout in enumerate(layouts, start=number):
+        for place, x in enumerate(tensors, start=number):
             if stacks and place == number and name in ("sources", "grads", "carried"):
-                found[name] += _of_stack(layout, place)
+                found[name] += _of_stack(x, place)
             else:
-                found[name].append((layout, place))
-        number += len(layouts)
+                found[name].append((x, place))
+        number += len(tensors)
     return found
 
 
-def _of_stack(stack: Layout, place: int) -> list[tuple[Layout, At]]:
+def _of_stack(stack: Metadata, place: int) -> list[tuple[Metadata, At]]:
     (*lead, n, cols), (*along, step, last) = stack.shape, stack.strides
     part = stack._replace(shape=(*lead, cols), strides=(*along, last))
     itemsize = stack.dtype.itemsize
     return [(part, Part(place, i * step * itemsize, lambda x, i=i: x.select(-2, i))) for i in range(n)]  # type: ignore[misc]
 
 
-def _of_table(table: Layout, place: int) -> list[tuple[Layout, At]]:
+def _of_table(table: Metadata, place: int) -> list[tuple[Metadata, At]]:
     (*lead, outputs, n), (*along, down, right) = table.shape, table.strides
     part = table._replace(shape=(*lead, 1), strides=(*along, right))
     return [
@@ -183,15 +185,15 @@ def _of_table(table: Layout, place: int) -> list[tuple[Layout, At]]:
     ]
 
 
-def _of_columns(layouts: Sequence[Layout], place: int, by_tensor: bool) -> list[tuple[Layout, At]]:
+def _of_columns(tensors: Sequence[Metadata], place: int, by_tensor: bool) -> list[tuple[Metadata, At]]:
     """Columns of tensors [..., M]: all of the first, of the second, ..; or the first column of each, the second, ..
 
     Those that have one column are taken as they are.
     """
-    of_each: list[list[tuple[Layout, At]]] = []
-    for at, layout in enumerate(layouts, start=place):
-        (*lead, columns), (*along, right) = layout.shape, layout.strides
-        part, size = layout._replace(shape=(*lead, 1), strides=(*along, right)), layout.dtype.itemsize
+    of_each: list[list[tuple[Metadata, At]]] = []
+    for at, x in enumerate(tensors, start=place):
+        (*lead, columns), (*along, right) = x.shape, x.strides
+        part, size = x._replace(shape=(*lead, 1), strides=(*along, right)), x.dtype.itemsize
         of_each.append(
             [(part, Part(at, k * right * size, functools.partial(_narrowed, -1, k, 1))) for k in range(columns)]
             if columns > 1
@@ -200,12 +202,12 @@ def _of_columns(layouts: Sequence[Layout], place: int, by_tensor: bool) -> list[
     return list(itertools.chain(*(of_each if by_tensor else zip(*of_each, strict=True))))
 
 
-def _layouts(given: Given) -> dict[str, list[Layout]]:
-    return {name: [layout for layout, _ in tensors] for name, tensors in given.items()}
+def _metadata(given: Given) -> dict[str, list[Metadata]]:
+    return {name: [x for x, _ in tensors] for name, tensors in given.items()}
 
 
-class _Maker:
-    """Makes a plan.
+class _Builder:
+    """Makes a routine.
 
     Attributes:
         at: places of what is given, by name.
@@ -220,28 +222,28 @@ class _Maker:
         like, _ = of_states[0]
         self.shape, self.device = like.shape, like.device
         self.rows, self.cols = math.prod(like.shape[:-1]), like.shape[-1]
-        self.itemsize = min(layout.dtype.itemsize for layout, _ in of_states)  # what a sum begins with may be float32
+        self.itemsize = min(x.dtype.itemsize for x, _ in of_states)  # what a sum begins with may be float32
         self.count = len({at if isinstance(at, int) else at.place for of in given.values() for _, at in of})
         self.strides: dict[At, int] = {}
         self.steps: list[Callable[[list[Tensor]], None]] = []
         self.partials: dict[str, list[_Partial]] = {}
         self.results: dict[str, int] = {}
         for name, tensors in given.items():
-            self.at[name] = tuple([self._given(name in DENSE, layout, at) for layout, at in tensors])
+            self.at[name] = tuple([self._given(name in DENSE, x, at) for x, at in tensors])
 
-    def _given(self, dense: bool, layout: Layout, at: At) -> At:
+    def _given(self, dense: bool, x: Metadata, at: At) -> At:
         """Where a tensor is, or a copy if rows have no even stride."""
-        stride = _dense(layout) if dense else row_stride(layout.shape, layout.strides)
+        stride = _dense(x) if dense else row_stride(x.shape, x.strides)
         if stride is None:
-            return self._made(layout.shape[-1], functools.partial(_contiguous, at))
+            return self._made(x.shape[-1], functools.partial(_contiguous, at))
         self.strides[at] = stride
         return at
 
-    def gradients(self, sources: Places, added: At | None) -> Plan:
-        """The plan, whose steps are all there."""
+    def gradients(self, sources: Places, added: At | None) -> Routine:
+        """The routine, whose steps are all there."""
         names = ("weight_partials", "score_partials", "norm_weight_partials", "norm_bias_partials")
         found = self.sums(dict(zip(names, ("weights", "scores", "norm_weight", "norm_bias"), strict=True)))
-        return Plan(self.steps, sources, self.results | found | ({"added": added} if isinstance(added, int) else {}))
+        return Routine(self.steps, sources, self.results | found | ({"added": added} if isinstance(added, int) else {}))
 
     def sums(self, names: Mapping[str, str]) -> dict[str, int]:
         """The second step of sums, by the names of their results: over programs, in a fixed order.
@@ -253,7 +255,7 @@ class _Maker:
         left = {name: of for name, of in left.items() if names[name] not in found}
         if [len(of) for of in left.values()] == [1]:  # torch takes less time of the host
             ((name, (one,)),) = left.items()
-            return found | {names[name]: self._made(0, functools.partial(_sum, one.place))}
+            return found | {names[name]: self._made(0, functools.partial(_added_up, one.place))}
         together: list[Sums] = []
         for name, of in left.items():
             found[names[name]] = place = self.floats(*_side_by_side(name, [one.shape for one in of]))
@@ -291,8 +293,8 @@ class _Maker:
         if stacked:
             shape = (*self.shape[:-1], stacked, self.cols)
             whole = self.results["stacked"] = self._made(0, self._empty(shape, dtypes[0]))
-            layout = Layout(shape, (0,) * (len(shape) - 2) + (self.cols, 1), dtypes[0], self.device)
-            views = tuple([at for _, at in _of_stack(layout, whole)])
+            x = Metadata(shape, (0,) * (len(shape) - 2) + (self.cols, 1), dtypes[0], self.device)
+            views = tuple([at for _, at in _of_stack(x, whole)])
             self.strides |= dict.fromkeys(views, stacked * self.cols)
         return (*views, *map(self.state, dtypes[stacked:]))
 
@@ -337,11 +339,10 @@ class _Maker:
         self, spec: MixSpec, backward: bool, arguments: Arguments, itemsize: int = 0, eps: float | None = None
     ) -> None:
         """A step that starts a kernel; with what it sums over rows, of which each program leaves a part."""
-        sums = backward or spec.probe
-        grid = Grid.of(spec, self.rows, self.cols, itemsize or self.itemsize, sums)
-        if sums:
+        grid = Grid.of(spec, backward, self.rows, self.cols, itemsize or self.itemsize)
+        if backward or spec.probe:
             for name, shape in self._sums(spec, backward).items():
-                parts = grid.parts(name, spec)
+                parts = grid.parts(name)
                 arguments[name] = place = self.floats(*(() if parts == 1 else (parts,)), *shape)
                 self.partials.setdefault(name, []).append(_Partial(place, parts, shape))
         strides = {
@@ -352,7 +353,7 @@ class _Maker:
         numbers: dict[str, Any] = {**strides, "rows": self.rows, "COLS": self.cols}
         numbers |= {"eps": float(eps)} if eps is not None and spec.norm else {}
         numbers |= {"weight_stride": self.spec.sources} if "weights" in arguments and spec.outputs > 1 else {}
-        self.steps.append(Kernel(generated(spec, backward, grid), self.device, arguments, numbers))
+        self.steps.append(Kernel(grid.code(), self.device, arguments, numbers))
 
     def _sums(self, spec: MixSpec, backward: bool) -> dict[str, tuple[int, ...]]:
         """Shapes of the float32 sums that a kernel makes, as `_dot_parameters` of the generator declares them."""
@@ -366,17 +367,17 @@ class _Maker:
         return {name: shape for name, shape in shapes.items() if shape}
 
 
-def _one_behind_the_other(scores: Sequence[tuple[Layout, At]], rows: int) -> bool:
+def _one_behind_the_other(scores: Sequence[tuple[Metadata, At]], rows: int) -> bool:
     """Whether these, [..., 1], are the parts of one tensor, in turn, each of all rows in one piece."""
-    (layout, first), *_ = scores
+    (x, first), *_ = scores
     if len(scores) == 1 and isinstance(first, int):
-        return _dense(layout) is not None
+        return _dense(x) is not None
     return isinstance(first, Part) and all(
         isinstance(at, Part)
         and at.place == first.place
         and at.offset == first.offset + 4 * n * rows
-        and _dense(layout) is not None
-        for n, (layout, at) in enumerate(scores)
+        and _dense(x) is not None
+        for n, (x, at) in enumerate(scores)
     )
 
 
@@ -437,14 +438,14 @@ def _to(place: int, dtype: torch.dtype, tensors: list[Tensor]) -> None:
     tensors.append(tensors[place].to(dtype))
 
 
-def _sum(place: int, tensors: list[Tensor]) -> None:
+def _added_up(place: int, tensors: list[Tensor]) -> None:
     tensors.append(tensors[place].sum(0))
 
 
-def _dense(layout: Layout) -> int | None:
+def _dense(x: Metadata) -> int | None:
     """0 for a contiguous tensor, whose stride is not needed."""
     expected = 1
-    for size, stride in zip(reversed(layout.shape), reversed(layout.strides), strict=True):
+    for size, stride in zip(reversed(x.shape), reversed(x.strides), strict=True):
         if size != 1 and stride != expected:
             return None
         expected *= size

@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import script
 from torch import Tensor
 
 from rewire.kernels import switch
 from rewire.kernels.kernel import Kernel, Launch
 from rewire.kernels.sums import grid, launch
 from rewire.kernels.sums.spec import MixSpec
-from rewire.mixes import traffic
-from rewire.mixes.history import History, Table
+from rewire.mixes.history import Table
+from rewire.topologies.base import materialize
+
+traffic = script("traffic")
 
 BF16 = torch.bfloat16
 ROWS, COLS = 8, 64
@@ -45,7 +48,7 @@ STATE, FLOAT = ROWS * COLS * 2, ROWS * COLS * 4  # bytes of a bfloat16 state, an
 def test_bytes_are_counted(spec: MixSpec, backward: bool, floor: int, more: int) -> None:
     """``more``: what the kernels move beyond the floor."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_plans", {})  # others are for as many programs as usual
+        patch.setattr(launch, "_routines", {})  # others are for as many programs as usual
         patch.setattr(grid, "PROGRAMS", 1)
         assert traffic.bytes_floor(spec, ROWS, COLS, 2, backward) == floor
         assert traffic.bytes_moved(spec, ROWS, COLS, 2, backward) == floor + more
@@ -54,7 +57,7 @@ def test_bytes_are_counted(spec: MixSpec, backward: bool, floor: int, more: int)
 def test_bytes_of_partial_sums() -> None:
     """32 rows of 64 bfloat16 columns are 4 programs, each with sums of 3 sources."""
     spec, states = MixSpec(3, "channel"), 7 * 32 * 64 * 2
-    assert grid.Grid.of(spec, 32, 64, 2, sums=True).row_programs == 4
+    assert grid.Grid.of(spec, True, 32, 64, 2).row_programs == 4
     partials = 4 * 3 * 64 * 4
     assert traffic.bytes_moved(spec, 32, 64, 2, backward=True) == states + 3 * 64 * 4 + 2 * partials + 3 * 64 * 4
 
@@ -73,11 +76,11 @@ def test_bytes_of_a_history(mixes: int, first: int, block: int | None, monkeypat
     monkeypatch.setattr(switch, "INTERPRETED", True)
     flat = torch.ones(sum(first + s for s in range(mixes)), requires_grad=True)
     table = Table(flat, mixes, first, block or first + mixes)
-    history = History(table)
+    history = table.history()
     for _ in range(first):
         history = history.push(state())
-    for number in range(mixes):
-        x = history.mix(number, [state()]).value()
+    for t in range(first, first + mixes):
+        x = materialize(history.mix(table[t], added=[state()]))
         history = history.push(x)
     forward = traffic.bytes_of(started)
     started.clear()

@@ -1,4 +1,7 @@
-"""What a mix would launch, and the bytes that it reads and writes: counted, without running anything."""
+"""What a mix would launch, and the bytes that it reads and writes: counted, without running anything.
+
+Of the kernels alone: a count of what routines start, no part of the run time.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from rewire.kernels.sums.spec import MixSpec
 from rewire.mixes.blocks import Blocks
 
 
-def plan(
+def launches_of(
     spec: MixSpec, rows: int, cols: int, dtype: torch.dtype, backward: bool = False, out: torch.dtype | None = None
 ) -> list[Launch]:
     """The kernels that `mix_forward` or `mix_backward` would launch for [rows, cols], on tensors without storage.
@@ -51,7 +54,7 @@ def plan(
             given = MixInputs(states, weights, scores, added, running, probes, norm_weight, norm_bias)
             if spec.attended:
                 means = empty(n, rows, dtype=torch.float32)
-                given = given._replace(means=means, scores=means.expand(o, n, rows).contiguous().movedim(-1, 0))
+                given = given._replace(means=means, scores=[means.expand(o, n, rows).contiguous().movedim(-1, 0)])
             mix_forward(spec, given, out or dtype)
     return launches
 
@@ -59,15 +62,15 @@ def plan(
 def bytes_moved(
     spec: MixSpec, rows: int, cols: int, itemsize: int, backward: bool = False, out_itemsize: int | None = None
 ) -> int:
-    """Bytes that the kernels of a mix and the second step of their sums read and write: see `plan`.
+    """Bytes that the kernels of a mix and the second step of their sums read and write: see `launches_of`.
 
     Args:
-        spec, rows, cols, backward: as for `plan`.
+        spec, rows, cols, backward: as for `launches_of`.
         itemsize: of the states, 2 or 4.
         out_itemsize: of the mixes and their gradients; by default that of the states.
     """
     dtypes = {2: torch.bfloat16, 4: torch.float32}
-    return bytes_of(plan(spec, rows, cols, dtypes[itemsize], backward, dtypes[out_itemsize or itemsize]))
+    return bytes_of(launches_of(spec, rows, cols, dtypes[itemsize], backward, dtypes[out_itemsize or itemsize]))
 
 
 def bytes_of(launches: Iterable[Launch]) -> int:
@@ -81,7 +84,7 @@ def bytes_of(launches: Iterable[Launch]) -> int:
         for name, argument in launch.arguments.items():
             made_for = launch.code.made_for
             if made_for is not None and name.endswith("_partials") and id(argument) not in by_kernels:
-                parts = made_for.grid.parts(name, made_for.spec)
+                parts = made_for.parts(name)
                 total += argument.nbytes + argument.nbytes // parts if parts > 1 else 0  # torch adds them up
     return total
 

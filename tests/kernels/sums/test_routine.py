@@ -1,4 +1,4 @@
-"""Plans: made once for tensors of given layouts, and started directly from then on."""
+"""Routines: made once for tensors of given layouts, and started directly from then on."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_plans", {})
+def no_routines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_routines", {})
 
 
 class Compiled:
@@ -131,7 +131,7 @@ def test_parts_of_stacks_and_tables_are_pointers(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):
         streams, branch = torch.zeros(2, 5, 4, 32, dtype=BF16)[..., 1:3, :], torch.zeros(2, 5, 32, dtype=BF16)
         table = torch.zeros(7, 2, 5, 8)[1:].unflatten(0, (2, 3)).movedim((0, 1), (-2, -1))[..., 4, :, :]
-        done = launch.mix_forward(spec, launch.MixInputs([streams, branch], None, table, stacks=True), stacked=2)
+        done = launch.mix_forward(spec, launch.MixInputs([streams, branch], None, [table], stacks=True), stacked=2)
     assert [way for way, _ in calls] == ["by Triton", "directly"] and done.stacked is not None
     sources, strides, scores, _, mixes, *_ = calls[-1][1]
     assert sources == tuple(x.data_ptr() for x in (*streams.unbind(-2), branch)) and strides == (4 * 32, 4 * 32, 32)
@@ -152,7 +152,7 @@ def test_parts_of_stacks_and_tables_are_pointers(monkeypatch: pytest.MonkeyPatch
         lambda: [*states(2, 2, 5, 32), torch.zeros(32, dtype=BF16).expand(2, 5, 32)],
     ],
 )
-def test_another_layout_is_another_plan(other: Callable[[], list[Tensor]], calls: list[tuple[str, Any]]) -> None:
+def test_another_layout_is_another_routine(other: Callable[[], list[Tensor]], calls: list[tuple[str, Any]]) -> None:
     for make in (lambda: states(3, 2, 5, 32), other, lambda: states(3, 2, 5, 32), other):
         *xs, f = make()
         result = mixed(xs, f)
@@ -174,7 +174,7 @@ def test_triton_is_asked_again_for_pointers_that_are_aligned_otherwise(calls: li
     assert [way for way, _ in calls] == ["by Triton"] * 2 + ["directly"] * 2 + ["by Triton", "directly"]
 
 
-def test_what_gets_a_gradient_is_no_part_of_a_plan(calls: list[tuple[str, Any]]) -> None:
+def test_what_gets_a_gradient_is_no_part_of_a_routine(calls: list[tuple[str, Any]]) -> None:
     for wanted in (False, True):
         *xs, f = (x.requires_grad_(wanted) for x in states(3, 5, 32))
         with torch.no_grad():
@@ -200,11 +200,11 @@ def test_what_does_not_fit_is_refused_every_time(calls: list[tuple[str, Any]]) -
     assert len(calls) == 1
 
 
-def test_the_oldest_plans_are_forgotten(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, Any]]) -> None:
-    monkeypatch.setattr(launch, "MOST_PLANS", 4)  # three, and which of them was the last
+def test_the_oldest_routines_are_forgotten(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, Any]]) -> None:
+    monkeypatch.setattr(launch, "MOST_KEPT", 4)  # three, and which of them was the last
     for rows in (1, 2, 3, 1, 4, 1, 2):
         mixed(states(2, rows, 32), *states(1, rows, 32))
-        assert len(launch._plans) <= 4
+        assert len(launch._routines) <= 4
     # Those of 1 and 2 rows go when there are four.
     ways = ["by Triton"] * 3 + ["directly", "by Triton", "by Triton", "by Triton"]
     assert [way for way, _ in calls] == ways
@@ -233,15 +233,15 @@ def test_tensors_like_the_last_ones_are_not_asked_one_by_one(
 
 
 def test_without_the_guards_of_torch_compile(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, Any]]) -> None:
-    monkeypatch.setattr(launch, "TensorGuards", None)
+    monkeypatch.setattr(launch, "tensor_guards", lambda _tensors: None)
     for rows in (5, 5, 6, 5):
         assert mixed(states(2, rows, 32), *states(1, rows, 32)).shape == (rows, 32)
     assert [way for way, _ in calls] == ["by Triton", "directly", "by Triton", "directly"]
 
 
-def test_threads_share_plans(calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each starts kernels on its own tensors, while others make plans and plans are forgotten."""
-    monkeypatch.setattr(launch, "MOST_PLANS", 5)
+def test_threads_share_routines(calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each starts kernels on its own tensors, while others make routines and routines are forgotten."""
+    monkeypatch.setattr(launch, "MOST_KEPT", 5)
     wrong: list[BaseException] = []
     started: dict[int, tuple[Any, ...]] = {}
 
@@ -294,8 +294,8 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], Sta
             monkeypatch.setattr(module, name, Function(getattr(module, name).arg_names, calls))
     monkeypatch.setattr(writes, "added_up", lambda partials: [x.sum(0) for x in partials])
     modules = (projection, writes)
-    for plan in (*(getattr(m, f"_plan_{way}") for m in modules for way in ("forward", "backward")), gates._plan):
-        plan.cache_clear()
+    for fitted in (*(getattr(m, f"_fitted_{way}") for m in modules for way in ("forward", "backward")), gates._fitted):
+        fitted.cache_clear()
 
     def named(module: Any) -> Started:
         found = [
@@ -365,7 +365,7 @@ def test_kernels_written_by_hand_take_rows_as_they_lie(by_hand: Any) -> None:
 
 
 def test_gradients_are_those_of_the_shapes_at_hand() -> None:
-    """On tensors without storage: nothing of an earlier plan is left in results."""
+    """On tensors without storage: nothing of an earlier routine is left in results."""
     for rows, dtype in ((3, BF16), (7, torch.float32), (3, BF16), (3, torch.float32)):
         x = torch.zeros(rows, 32, dtype=dtype, device="meta")
         weights, scores = torch.zeros(18, 32, device="meta"), [torch.zeros(rows, 1, device="meta")] * 18

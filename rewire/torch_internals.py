@@ -1,0 +1,270 @@
+"""What rewire uses of PyTorch that is no part of its interface: each name with the reason, and what is done without it.
+
+No other file of the package names any of it, so that what a new version of PyTorch renames is mended here, and
+``tests/test_torch_internals.py`` says what that is. Where nothing could be done without a name, its absence raises when
+it is used, not when rewire is imported.
+
+Two kinds of names cannot stand here. `Connection` overrides ``nn.Module._apply`` and ``_load_from_state_dict``: modules
+have no other way to follow moves but not casts, and to convert what they load. And the definition of torch's encoder
+layer in ``patterns/torch_layers.py`` calls the layer's ``_sa_block`` and ``_ff_block``, as the original does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils._python_dispatch
+import torch.utils._pytree
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+#: Containers of tensors, as torch sees them. There is no public module for Python; users are told to use this one.
+pytree = torch.utils._pytree
+
+#: The base of classes that see each operator; PyTorch's documentation names it so.
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+
+#: A context without dispatch modes, in which tensors that are known to be real have numbers.
+without_dispatch_modes = torch.utils._python_dispatch._disable_current_modes
+
+#: A context in which ``__torch_function__`` of classes is not called.
+WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+#: Where functions of ``torch.nn.functional`` are written in C++: some of them write to their argument.
+C_FUNCTIONS = getattr(torch._C, "_nn", None)
+
+#: Operators that call functions, such as torch.compile's form of activation checkpointing. Nothing is one without it.
+HIGHER_ORDER: Any = getattr(torch._ops, "HigherOrderOperator", ())
+
+#: Under these names, modules hold their children, parameters and buffers; code of users reads them, too.
+CHILDREN, PARAMETERS, BUFFERS = "_modules", "_parameters", "_buffers"
+
+#: Name of the module that torch.export puts into a graph to check its inputs.
+EXPORT_GUARDS = "_guards_fn"
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The table of a module's children. ``named_children`` leaves out those that are None, or stand there twice."""
+    return module._modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The table of a module's own parameters: FSDP and tensor parallelism put what they like there."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The table of a module's own buffers, with those that are None."""
+    return module._buffers
+
+
+def drop_parameters(module: nn.Module) -> None:
+    """Take all its own parameters from a module, but not from the module whose shallow copy it is."""
+    module._parameters = {}
+
+
+def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The table of a module's forward hooks: there is no public way to look for one, or to wrap it."""
+    return module._forward_hooks
+
+
+def forward_pre_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The table of a module's forward pre-hooks."""
+    return module._forward_pre_hooks
+
+
+def backward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+    """The tables of a module's backward hooks and backward pre-hooks."""
+    return module._backward_hooks, module._backward_pre_hooks
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything but its forward would run when a module is called, or its gradient is computed."""
+    return any((module._forward_hooks, module._forward_pre_hooks, *backward_hooks(module)))
+
+
+def global_forward_hooks() -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+    """The tables of forward pre-hooks and forward hooks on all modules."""
+    return nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
+
+
+def has_global_hooks() -> bool:
+    """Whether there are hooks on all modules."""
+    return nn.modules.module._has_any_global_hook()
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def writes_to(tensor: Tensor) -> int:
+    """How often a tensor was written to in place, which it counts itself unless it was made in inference mode."""
+    return tensor._version
+
+
+def viewed(tensor: Tensor) -> Tensor | None:
+    """The tensor that ``tensor`` is a view of; None if it is no view."""
+    return tensor._base
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What tells a tensor's memory from others; its address would not, on the meta device.
+
+    Raises:
+        NotImplementedError, RuntimeError: it has none of its own.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def same_memory(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same class around the same memory, a leaf of autograd's graph.
+
+    Not by ``Tensor.as_subclass``, which asks the class's ``__torch_function__``.
+    """
+    return torch.Tensor._make_subclass(type(parameter), parameter.data, parameter.requires_grad)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether it is one of torch's fake tensors, which have no numbers. By name: to import their module takes long."""
+    return any(cls.__name__ == "FakeTensor" for cls in type(value).__mro__)
+
+
+def writes_to_argument(operator: Any) -> bool:
+    """Whether an operator (``torch.ops.aten..``) writes to one of its arguments, by its schema."""
+    return operator._schema.is_mutable
+
+
+# -- who else looks on ------------------------------------------------------------------------------------------------
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a dispatch mode sees each operator; if that cannot be told, yes: then results are made anew."""
+    count = getattr(torch._C, "_len_torch_dispatch_stack", None)
+    return count is None or count() > 0
+
+
+def under_functorch() -> bool:
+    """Whether a transform of torch.func is running; if that cannot be told, yes: then gradients are autograd's."""
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return active is None or active()
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives are computed; if that cannot be told, yes: then gradients are autograd's."""
+    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+
+
+def is_batch_of_gradients(grad: Tensor) -> bool:
+    """Whether a gradient is several at once (``is_grads_batched=True``); if that cannot be told, yes."""
+    batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", None)
+    return batched is None or batched(grad)
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The hooks that get the tensors saved for backward, as activation checkpointing's do; None if there are none.
+
+    If that cannot be told, they are (None, None): there may be some.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return (None, None) if top is None else top(True)
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """A check, in C++, that others have the properties of ``tensors``, by which torch.compile guards its graphs.
+
+    None if it is not there, or not as it is known here: then all is looked at in Python each time, which is slower.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    except (ImportError, TypeError):
+        return None
+    return check
+
+
+def compiled_by(backend: str, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Any) -> Callable[..., Any]:
+    """A graph, compiled by another backend of torch.compile; Inductor takes options."""
+    if backend == "inductor":
+        return torch._inductor.compile(graph, list(inputs), options)
+    return torch._dynamo.lookup_backend(backend)(graph, inputs)  # type: ignore[arg-type]
+
+
+def options_of_mode(mode: str) -> dict[str, Any]:
+    """What a ``mode`` of torch.compile means, as its options."""
+    return torch._inductor.list_mode_options(mode)
+
+
+def compiled_frame() -> Any:
+    """What tells the frame that Dynamo compiles at present from others; None if it does not."""
+    compilation = torch._guards.CompileContext.current_compile_id()
+    return None if compilation is None else compilation.frame_id
+
+
+def recompile_limit() -> int:
+    """Up to how many graphs Dynamo compiles of one frame; then it runs the frame as Python code."""
+    return torch._dynamo.config.recompile_limit
+
+
+def declare_parameters(graph: torch.fx.GraphModule) -> None:
+    """Tell AOTAutograd where parameters come from that Dynamo did not put into its graph; it asks for that of all."""
+    sources = getattr(graph, "_param_name_to_source", None)
+    if sources is not None:
+        from torch._dynamo.source import ConstantSource
+
+        names = [name for name, _ in (*graph.named_parameters(), *graph.named_buffers())]
+        sources.update({name: ConstantSource(name) for name in names if name not in sources})
+
+
+def propagate(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Let the nodes of a graph know their shapes, without computing anything."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    with torch.no_grad():
+        FakeTensorProp(graph, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
+
+
+def is_parameter_input(node: torch.fx.Node) -> bool:
+    """Whether an input of Dynamo's graph is a parameter or buffer of the model."""
+    return node.op == "placeholder" and "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+
+
+def is_assertion(target: Any) -> bool:
+    """Whether what a node calls only asserts a dtype or device, as torch.export writes beside casts."""
+    packet = getattr(torch.ops.aten, "_assert_tensor_metadata", None)
+    return packet is not None and target is packet.default
+
+
+# -- others -----------------------------------------------------------------------------------------------------------
+
+
+def running_ddp() -> Any:
+    """The DistributedDataParallel whose forward is running; None if none is, or that cannot be told."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    active = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
+    return None if active is None else active()
+
+
+def default_store() -> Store:
+    """The store by which the ranks of the default process group found each other."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def keep_busy(cycles: int) -> None:
+    """Let the current GPU do nothing for so many cycles; nothing at all where torch does not know how."""
+    sleep = getattr(torch.cuda, "_sleep", None)
+    if sleep is not None:
+        sleep(cycles)
