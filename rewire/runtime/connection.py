@@ -39,7 +39,7 @@ _DEEPEST_RECIPE = 32  # lists and objects in each other
 
 
 class Connection(Watched):
-    """Connection weights of one trunk; calling it opens the trunk's stream.
+    """Connection weights of one trunk; calling it begins the trunk's stream.
 
     Being called once per forward, it can have an FSDP group of its own. Its parameters are plain float32 ones and stay
     float32 under ``model.bfloat16()``; so do the constants of a frozen topology, its buffers.
