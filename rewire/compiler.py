@@ -27,25 +27,25 @@ from rewire.errors import (
 )
 from rewire.init import Initializer, initialize, make_initializer
 from rewire.logs import timed
-from rewire.passes.checks import check_choices, check_model, check_not_cut, on_meta
+from rewire.passes.checks import check_choices, check_loop, check_model, check_not_cut, on_meta
 from rewire.passes.choose import choose, chosen_topologies
 from rewire.passes.find import Found, Method, check_found, find
 from rewire.passes.inputs import inputs_for
 from rewire.passes.prepare import Prepared, prepare, without_inputs
-from rewire.passes.rewrite import restore, rewrite
+from rewire.passes.rewrite import edits, restore, rewrite
 from rewire.passes.validate import STARTS, check, compare
 from rewire.patterns import Pattern, first_given
 from rewire.runtime.connection import connections
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual
-from rewire.trunk import LeftAlone, Report
+from rewire.trunk import LeftAlone, Loop, Report
 
 log = logging.getLogger("rewire")
 
 
 @outside_inference_mode
-def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
+def inspect(model: nn.Module, example_inputs: Any = None, *, loop: Loop = "continue") -> Report:
     """Find the residual streams of ``model`` without changing it.
 
     It is traced. Where that leaves doubts and the pattern registry knows inputs, copies are run on them: on the meta
@@ -55,33 +55,46 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Report:
         model: any module; parameters may be on the meta device.
         example_inputs: if given (tuple of args, dict of kwargs, a pair of both, or one tensor), the model is rewired
             with plain residual connections and run on them, and the report says where that failed.
+        loop: as for `rewire.compile`.
 
     Returns:
-        A report with ``.trunks`` and ``.left`` (what was left alone, where and why), which prints as a table. Of a
-        rewired model it shows the plain one.
+        A report with ``.trunks``, ``.left`` (what was left alone, where and why) and ``.dropped`` (layer dropping),
+        which prints as a table. Of a rewired model it is what `compile` found; with inputs it shows the plain one.
 
     Example:
         >>> report = rewire.inspect(model)
         >>> [(trunk.name, len(trunk.sites)) for trunk in report.trunks]
         [('blocks', 6)]
     """
-    if connections(model):
+    check_loop(loop)
+    made = connections(model)
+    known = next((connection.report for connection in made.values()), None)
+    if known is not None and example_inputs is None:
+        return known
+    if made:
         model = restore(model)
     prepared = prepare(model, example_inputs)
     learned = first_given(prepared.patterns, "learned")
     if learned:
         return Report((), (LeftAlone("", f"it already has learned depth connections: {learned}"),))
-    if example_inputs is None:
-        return find(prepared).report
+    restart = loop == "restart"
     try:
-        found = find(prepared)
-    except RewireError as error:  # it does not run on them: what a trace shows
-        return _with_reason(find(without_inputs(model)).report, error)
+        found = find(prepared, restart=restart)
+    except RewireError as error:
+        if example_inputs is None:
+            raise
+        # it does not run on them: what a trace shows
+        return _with_reason(find(without_inputs(model), restart=restart).report, error)
     if found.trunks:
         try:
-            check_model(model)
-            check_not_cut(model, found.trunks.values())
-            _rewired(model, prepared, found, {"": Residual()})
+            if example_inputs is None:
+                edits(prepared, found, choose(list(found.trunks.values()), {"": Residual()}, "auto"))
+            else:
+                check_model(model)
+                check_not_cut(model, found.trunks.values())
+                _rewired(model, prepared, found, {"": Residual()})
+        except EditError:
+            pass  # what was left alone says so
         except RewireError as error:
             return _with_reason(found.report, error)
     return found.report
@@ -99,6 +112,7 @@ def compile(
     init: str | Initializer | None = None,
     granularity: Literal["auto", "block", "sublayer"] = "auto",
     start: Start = "preserve",
+    loop: Loop = "continue",
     example_inputs: Any = None,
     trunks: Sequence[str] | None = None,
     validate: bool = True,
@@ -117,6 +131,9 @@ def compile(
         granularity: what the topology connects: whole ``"block"``s, each ``"sublayer"`` (residual add) by itself, or
             what the topology's paper does (``"auto"``).
         start: ``"preserve"``: start as the original network, up to rounding; ``"paper"``: start as published.
+        loop: of blocks that run several times: ``"continue"``: their passes are one trunk, and run as often as when the
+            model was rewired; those whose state the model makes anew are trunks of their own. ``"restart"``: all are,
+            with the same weights, and there may be any number of them.
         example_inputs: what copies of the model are run on, to find its residual adds and to validate: a tuple of args,
             a dict of kwargs, a pair of both, or one tensor. Without it, inputs that the pattern registry knows how to
             make are used; where it knows none, the model is traced, and a warning is logged.
@@ -148,6 +165,7 @@ def compile(
     """
     topologies = chosen_topologies(topology, options, trunks, start)
     check_choices(granularity, start)
+    check_loop(loop)
     initializer = None if init is None else make_initializer(init, {})
     check_model(model)
     check_can_be_trained(model)
@@ -161,12 +179,12 @@ def compile(
     method: Method = "run" if validate and not on_meta(model) else "meta" if prepared.given else "trace"
     everything = any(topology.reads_qkv for topology in topologies.values())
     with timed(logs.find, f"looked for residual streams in {prepared.name}"):
-        found = find(prepared, method, everything)
+        found = find(prepared, method, everything, loop == "restart")
     logs.find.info("found:\n%s", found.report)
     check_found(found, prepared)
     if trunks is None:
         check_not_cut(model, found.trunks.values())
-    rewired = _rewired(model, prepared, found, topologies, granularity, start, validate)
+    rewired = _rewired(model, prepared, found, topologies, granularity, start, validate, loop)
     return rewired if initializer is None else _initialized(rewired, initializer)
 
 
@@ -178,6 +196,7 @@ def _rewired(
     granularity: str = "auto",
     start: Start = "preserve",
     validate: bool = True,
+    loop: Loop = "continue",
 ) -> nn.Module:
     """The prepared copy with connections in it, which is compared with the model unless ``validate`` is False."""
     with _naming_trunks(found.trunks):
@@ -189,9 +208,11 @@ def _rewired(
         if validate:
             with timed(logs.validate, f"validated {prepared.name}"):
                 if on_meta(model):
-                    _validate_twin(model, prepared.patterns, topologies, granularity, start)
+                    _validate_twin(model, prepared.patterns, topologies, granularity, start, loop)
                 else:
                     check(model, rewired, found, prepared.inputs, start, prepared.patterns)
+    for connection in connections(rewired).values():
+        connection.report = found.report
     return rewired
 
 
@@ -216,7 +237,12 @@ def _initialized(rewired: nn.Module, initializer: Initializer) -> nn.Module:
 
 
 def _validate_twin(
-    model: nn.Module, patterns: list[Pattern], topologies: Mapping[str, Topology], granularity: Any, start: Start
+    model: nn.Module,
+    patterns: list[Pattern],
+    topologies: Mapping[str, Topology],
+    granularity: Any,
+    start: Start,
+    loop: Loop,
 ) -> None:
     """In place of a model on the meta device, rewire and validate a small real one of the same classes."""
     name, make = type(model).__name__, first_given(patterns, "twin")
@@ -234,5 +260,5 @@ def _validate_twin(
         )
         return
     given: Any = topologies.get("", topologies)
-    compile(twin, given, granularity=granularity, start=start)
+    compile(twin, given, granularity=granularity, start=start, loop=loop)
     log.warning("%s is on the meta device: validated was a small model of the same classes.", name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 from rich import box
 from rich.console import Console
@@ -11,6 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from rewire.console import Shown
+
+#: Of blocks that run several times: whether one stream goes on through all passes, or begins anew in each.
+Loop: TypeAlias = Literal["continue", "restart"]
+#: See `Trunk.loops`.
+Loops: TypeAlias = tuple[tuple[int, int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +29,7 @@ class Site:
         branch: the main module of the branch, below the block: ``self_attn``.
         kind: ``attention``, ``cross-attention``, ``ffn``, ``parallel``, ``conv`` or ``branch``.
         post: modules and operations between the add and the new state (post-norm, ``relu(x + f)``).
+        affine: whether these only scale the state and add to it (``l * x + m * x0`` between blocks).
         width: channels of the stream; None if the structure does not tell.
         channel_dim: dimension of the channels: -1 where they come last, -3 in an image.
     """
@@ -34,6 +41,7 @@ class Site:
     post: tuple[str, ...] = ()
     width: int | None = None
     channel_dim: int = -1
+    affine: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +53,20 @@ class Trunk:
         sites: the residual adds; a block that is called several times has its adds here as often.
         units: for each site the number (from 1) of the block that it belongs to.
         owner: path of the module that the connection weights are registered on.
+        loops: those that the stream goes on through, by number of residual adds: before the loop, and of one pass; and
+            the number of passes.
     """
 
     name: str
     sites: tuple[Site, ...]
     units: tuple[int, ...]
     owner: str
+    loops: Loops = ()
 
     @property
     def post_norm(self) -> bool:
         """Whether states pass a norm or an activation between the residual adds."""
-        return bool(self.posts)
+        return any(site.post and not site.affine for site in self.sites)
 
     @property
     def widths(self) -> set[int]:
@@ -125,10 +136,13 @@ class Report(Shown):
     Attributes:
         trunks: the residual streams that can be rewired.
         left: what was left alone.
+        dropped: branches that some runs in training mode left out, as layer dropping does. They are connected, and add
+            nothing where they do not run.
     """
 
     trunks: tuple[Trunk, ...]
     left: tuple[LeftAlone, ...] = ()
+    dropped: tuple[str, ...] = ()
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -141,6 +155,9 @@ class Report(Shown):
         for trunk in self.trunks:
             yield self._headline(trunk)
             yield self._table(trunk)
+        if self.dropped:
+            names = ", ".join(self.dropped)
+            yield Text(f"Layer dropping, in training mode: {names} did not run in each of two runs", overflow="fold")
         if self.left:
             yield Text("Left alone", style="bold")
             table = Table("module", "because", "where", box=box.SIMPLE_HEAD)
@@ -152,6 +169,7 @@ class Report(Shown):
     def _headline(trunk: Trunk) -> Text:
         width, norm = trunk.width or "unknown", "post-norm" if trunk.post_norm else "pre-norm"
         text = f"{trunk.name}: {len(trunk.sites)} residual adds in {trunk.blocks} blocks, width {width}, {norm}"
+        text += "".join(f", a loop of {passes} passes" for _, _, passes in trunk.loops)
         return Text(text, style="bold", overflow="fold")
 
     @staticmethod

@@ -31,6 +31,10 @@ Model = Annotated[str, MODEL]
 Topology = Annotated[str, typer.Option(help="How to connect the blocks; 'rewire list' shows all.")]
 Granularity = Annotated[Literal["auto", "block", "sublayer"], typer.Option(help="What the topology connects.")]
 
+Loop = Annotated[
+    Literal["continue", "restart"], typer.Option(help="Of blocks that run several times: what the passes are.")
+]
+
 
 def writable(path: Path | None) -> Path | None:
     """Refuse a file that cannot be written before anything that takes long is done."""
@@ -100,10 +104,15 @@ def task_of(spec: str) -> rewire.Task:
     return made
 
 
-def rewired(spec: str, topology: str, granularity: Literal["auto", "block", "sublayer"]) -> nn.Module:
+def rewired(
+    spec: str,
+    topology: str,
+    granularity: Literal["auto", "block", "sublayer"],
+    loop: Literal["continue", "restart"],
+) -> nn.Module:
     """The model that MODEL names, rewired to be read."""
     # Neither start nor validation changes the forwards; the paper's start is the one that every topology has.
-    return rewire.compile(load(spec), topology, granularity=granularity, start="paper", validate=False)
+    return rewire.compile(load(spec), topology, granularity=granularity, start="paper", loop=loop, validate=False)
 
 
 def imported(module: str, name: str) -> Any:

@@ -14,6 +14,7 @@ from rewire.cli import output
 from rewire.cli.app import app
 from rewire.cli.arguments import (
     Granularity,
+    Loop,
     Model,
     Topology,
     as_messages,
@@ -43,16 +44,17 @@ def inspect_command(
     ] = None,
     topology: Topology = "ancre-ingoing",
     granularity: Granularity = "auto",
+    loop: Loop = "continue",
 ) -> None:
     """Show the residual streams of MODEL: their residual adds in order, and what would be left alone, and why."""
     if html is None:
-        output.console().print(rewire.inspect(load(model)))
+        output.console().print(rewire.inspect(load(model), loop=loop))
         return
     with progress(f"writing a page about {model}"):
         loaded = load(model)
         inputs = known_inputs(loaded, patterns_for(loaded), None)
         if not rewire.connections(loaded):
-            loaded = rewire.compile(loaded, topology, granularity=granularity, start="paper", validate=False)
+            loaded = rewire.compile(loaded, topology, granularity=granularity, start="paper", loop=loop, validate=False)
         rewire.report(loaded, html, inputs)
     typer.echo(f"wrote {html}")
 
@@ -63,15 +65,18 @@ def source_command(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A block, as inspect names it: model.layers.0")],
     topology: Topology = "ancre-ingoing",
     granularity: Granularity = "auto",
+    loop: Loop = "continue",
 ) -> None:
     """Rewire MODEL and print the new forward of the block at PATH."""
-    output.print_code(rewire.source(rewired(model, topology, granularity), path), "python")
+    output.print_code(rewire.source(rewired(model, topology, granularity, loop), path), "python")
 
 
 @app.command("diff")
-def diff_command(model: Model, topology: Topology = "ancre-ingoing", granularity: Granularity = "auto") -> None:
+def diff_command(
+    model: Model, topology: Topology = "ancre-ingoing", granularity: Granularity = "auto", loop: Loop = "continue"
+) -> None:
     """Rewire MODEL and print all that this changes in its files, as a unified diff."""
-    output.print_code(rewire.diff(rewired(model, topology, granularity)), "diff")
+    output.print_code(rewire.diff(rewired(model, topology, granularity, loop)), "diff")
 
 
 @app.command("eject")
@@ -80,6 +85,7 @@ def eject_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="Where to write.")],
     topology: Topology = "ancre-ingoing",
     granularity: Granularity = "auto",
+    loop: Loop = "continue",
     force: Annotated[
         bool, typer.Option("--force", help="Write into a folder that holds another model, or other files, too.")
     ] = False,
@@ -89,7 +95,7 @@ def eject_command(
         check_free(folder)  # before anything that takes long
     loaded = load(model)
     if not rewire.connections(loaded):
-        loaded = rewire.compile(loaded, topology, granularity=granularity)
+        loaded = rewire.compile(loaded, topology, granularity=granularity, loop=loop)
     typer.echo(f"wrote {rewire.eject(loaded, folder, force=force)}")
 
 

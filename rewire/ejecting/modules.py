@@ -254,6 +254,7 @@ def connected(model: {base}) -> {self.root}:
             "attention": tuple(sorted(layout.dims.attention)),
             "channel_dim": layout.channel_dim,
             "posts": tuple(sorted(layout.posts)),
+            "loops": layout.loops,
         }
         rest = "".join(f"        {name}={value!r},\n" for name, value in given.items())
         return f"Layout(\n        {layout.trunk!r},\n        {topology},\n{rest}    )"
@@ -291,7 +292,7 @@ def _gates(model: nn.Module) -> Iterator[tuple[str, str, Gate]]:
 
 
 def _entry(entry: Entry) -> str:
-    given = {"trunk": entry.trunk, "opens": entry.opens, "adds": entry.adds}
+    given = {"trunk": entry.trunk, "begins": entry.begins, "adds": entry.adds}
     given |= {name: True for name in ("ordered", "outside") if getattr(entry, name)}
     return f"dict({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 

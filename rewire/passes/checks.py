@@ -21,6 +21,11 @@ def check_choices(granularity: str, start: str) -> None:
         raise ValueError(f"start must be 'preserve' or 'paper', not {start!r}.")
 
 
+def check_loop(loop: str) -> None:
+    if loop not in ("continue", "restart"):
+        raise ValueError(f"loop must be 'continue' or 'restart', not {loop!r}.")
+
+
 def check_model(model: nn.Module) -> None:
     """Refuse what cannot be rewired."""
     if not isinstance(model, nn.Module):

@@ -96,7 +96,7 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
             "state."
         )
     if trunk.post_norm and as_recurrence(topology) is None:
-        site = next(site for site in trunk.sites if site.post)
+        site = next(site for site in trunk.sites if site.post and not site.affine)
         raise UnsupportedTopology(
             f"trunk '{trunk.name}' is post-norm (in '{site.block}' the state passes {site.post[0]} after the residual "
             f"add), and topology '{topology.registered_name}' connects the branch outputs of pre-norm blocks only. "
@@ -117,7 +117,7 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
     separate = resolved == "sublayer" or trunk.post_norm or trunk.blocks == 1
     units = tuple(range(1, len(trunk.sites) + 1)) if separate else trunk.units
     attention = _attention_units(trunk, topology, units)
-    return Layout(trunk.name, topology, units, trunk.width, attention, trunk.channel_dim, trunk.posts)
+    return Layout(trunk.name, topology, units, trunk.width, attention, trunk.channel_dim, trunk.posts, trunk.loops)
 
 
 def _attention_units(trunk: Trunk, topology: Topology, units: Sequence[int]) -> list[int]:

@@ -49,6 +49,7 @@ class Depth:
         self.live: list[Live] = []
         self.separate = SeparateInputs(block, where, self.live)
         self.dicts: list[dict[Any, Any]] = []
+        self.outputs: list[tuple[Any, Live]] = []  # of streams that ended in functions that were called
         self.left = False
 
     def open(
@@ -84,18 +85,18 @@ class Depth:
             return self.separate.open(value, width)
         if not isinstance(value, (Tensor, Stream)):
             parts, number = tensors_and_streams(value), itertools.count()
-            begin = begin and (self.entries[trunk].opens or not any(isinstance(part, Stream) for part in parts))
+            begin = begin and (self.entries[trunk].begins or not any(isinstance(part, Stream) for part in parts))
             self.dicts += [value] * isinstance(value, dict)
             return mapped(value, lambda part: self.open(part, norm, trunk, post, next(number) == (item or 0) and begin))
         known = next((live for live in self.live if live.source is value), None)
         if known is not None:  # the same argument twice
             return known.values[0]
-        if isinstance(value, Tensor) and self._holding(value) is not None:  # of another trunk, opened before
+        if isinstance(value, Tensor) and self._holding(value) is not None:  # of another trunk, read before
             return value
         if isinstance(value, Stream):
             return self._enter(value if post else value.settled(), norm)
         entry = self.entries[trunk]
-        if (entry.outside and not entry.opens) or (post and self._of_trunk(entry.trunk) is not None):
+        if (entry.outside and not entry.begins) or (post and self._of_trunk(entry.trunk) is not None):
             return value  # in the second case something that was made of the sum
         if isinstance(value, Tensor) and begin and not any(live.entry is entry and live.start for live in self.live):
             return self._begin(value, norm, entry)
@@ -106,6 +107,8 @@ class Depth:
         stream.check_loans()
         entry = self._entry(stream)
         later = [] if entry is None else [position for position in entry.adds if position >= stream.position]
+        if entry is not None and not later and stream.layout.loops:
+            raise stream.layout.other_passes()
         if entry is None or not later:
             places = [f"{' or '.join(map(str, e.adds))} of trunk '{e.trunk}'" for e in self.entries]
             raise OutOfOrder(
@@ -116,9 +119,11 @@ class Depth:
 
     def _begin(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
         """The value of a stream that starts here, with a plain tensor."""
-        if not entry.opens and value.dtype == torch.float16:
+        if not entry.begins and value.dtype == torch.float16:
             raise UnsupportedCall(f"block '{self.block}' was given a plain tensor where a stream belongs.{_CLAMPED}")
-        if not entry.opens:
+        if not entry.begins and entry.connection.layout.loops:
+            raise entry.connection.layout.other_passes()
+        if not entry.begins:
             raise OutOfOrder(
                 f"block '{self.block}' was given a plain tensor, but it belongs after residual add "
                 f"{next(iter(entry.adds))} of trunk '{entry.trunk}' and needs the stream that the block before it "
@@ -128,12 +133,13 @@ class Depth:
                 "rewire.pipeline_stage on every stage."
                 f"{self.advice}"
             )
-        if value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf:
+        cut = value.requires_grad and not torch.is_grad_enabled() and not value.is_leaf
+        if cut and (where := where_reentrant()):
             raise UnsupportedCall(
                 f"block '{self.block}' runs with gradients switched off on hidden states that have some. Re-entrant "
                 f"activation checkpointing does that, and loses the gradients of the residual stream: {USE}, or leave "
                 "the trunk out with trunks=[...]. In place of torch.no_grad(), freeze blocks with "
-                f"requires_grad_(False).{where_reentrant()}"
+                f"requires_grad_(False).{where}"
             )
         entry.connection.check_ranks(value)
         # torch.distributed.pipelining.pipeline unflattens exported modules, and no block has this one below it
@@ -172,12 +178,17 @@ class Depth:
             return self.separate.through(function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            ended = self._ended(args, kwargs)
             result = function(*mapped(args, self._stream_of), **mapped(kwargs, self._stream_of))
+            for item in tensors_and_streams(result) if ended else ():
+                if isinstance(item, Stream) and item.layout.trunk in ended:
+                    raise item.layout.other_passes()
             result = self._handed_on(result) if last else self._taken_up(result, norm, post, kept)
             for live in [live for live in self.live if live.given]:
                 if not otherwise or live.stream.weights.ended:
                     self._check_ended(live, function)
                     self.live.remove(live)
+                    self.outputs += [(x, live) for x in tensors_and_streams(result)]
                     continue
                 live.given = False
                 if otherwise == "view":
@@ -188,6 +199,19 @@ class Depth:
             return result
 
         return call
+
+    def _goes_on(self, value: Any, trunk: int) -> None:
+        """Note what operations behind an add have made of a trunk's output: in a loop, another pass may get it."""
+        ended = [*(live for _, live in self.outputs), *(live for live in self.live if live.stream.complete)]
+        for live in [live for live in ended if live.trunk == self.entries[trunk].trunk][-1:]:
+            self.outputs += [(x, live) for x in tensors_and_streams(value) if live.stream.layout.loops]
+
+    def _ended(self, *given: Any) -> list[str]:
+        """The trunks that go on through loops, and whose outputs are given to a function."""
+        outputs = [*self.outputs, *((x, live) for live in self.live if live.stream.complete for x in live.values)]
+        outputs = [(x, live) for x, live in outputs if live.stream.layout.loops]
+        parts = tensors_and_streams(given) if outputs else []
+        return [live.trunk for x, live in outputs if any(x is part for part in parts)]
 
     def _check_ended(self, live: Live, function: Callable[..., Any]) -> None:
         """Refuse to go on without a stream that went into a function, did not come back, and did not end there."""
@@ -282,6 +306,7 @@ class Depth:
         site: int | None = None,
         more: bool = False,
         last: bool = False,
+        of: int = 1,
     ) -> Any:
         """A residual add, ``shortcut + sum(branches)`` in the original: the stream's new value.
 
@@ -296,15 +321,18 @@ class Depth:
             site: how many adds of this call come before it, where some may be left out.
             more: whether another `add` brings a parallel branch: then this is the sum so far, and no state.
             last: whether the function returns the result at once: the stream itself, for the next block to read.
+            of: how many parallel branches a loop adds here, one by one: there are more but behind the last.
 
         Raises:
             OutOfOrder: ``shortcut`` is not the value of a stream of this function.
             WidthMismatch: a branch has another shape than the stream.
         """
-        given = [_tensor_of(branch, shortcut) for branch in branches]
-        if not self.live and all(entry.outside and not entry.opens for entry in self.entries):
+        live = self._holding(shortcut)
+        value = shortcut if live is None else live.values[0]
+        given = [_tensor_of(branch, shortcut, value) for branch in branches]
+        if not self.live and all(entry.outside and not entry.begins for entry in self.entries):
             return _plain_sum(shortcut, given, alpha)  # a call without a stream; a lost one is missed at its end
-        if more:
+        if more or (of > 1 and len(self._shortcut(shortcut)[1]) + len(given) < of):
             live, before = self._shortcut(shortcut)
             total = _plain_sum(shortcut, given, alpha)
             live.parts.append((total, (*before, *_scaled(given, alpha))))
@@ -381,7 +409,9 @@ class Depth:
         """
         live = self._of_trunk(self.entries[trunk].trunk)
         if live is None or not live.stream.in_post:
+            self._goes_on(state, trunk)
             return state
+        self._check_unchanged(live)
 
         def pushed(part: Any) -> Tensor:
             live.stream = live.stream.push(self._tensor(part), more)
@@ -525,9 +555,11 @@ class Depth:
             )
 
     def _check_count(self, live: Live, leaves: bool) -> None:
-        entry, stream = live.entry, live.stream
+        entry, stream, layout = live.entry, live.stream, live.stream.layout
         ran = stream.position - live.start
         expected = ran if entry is None else entry.adds.get(live.start, ran)
+        if not leaves and not stream.complete:
+            layout.check_passes(stream.position, len(layout.units))
         if entry is not None and (ran > expected or (ran < expected and not entry.ordered)):
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) made {ran} residual adds of trunk '{entry.trunk}' in "
@@ -539,7 +571,7 @@ class Depth:
             clamped = _CLAMPED if stream.dtype == torch.float16 else ""
             raise OutOfOrder(
                 f"block '{self.block}' ({self.where}) returned without the value of trunk "
-                f"'{stream.layout.trunk}' after {stream.position} of its {len(stream.layout.units)} residual adds."
+                f"'{layout.trunk}' after {stream.position} of its {len(layout.units)} residual adds."
                 f"{clamped}{self.advice}"
             )
 
@@ -555,13 +587,16 @@ def _root(x: Tensor) -> Tensor:
     return x if base is None else base
 
 
-def _tensor_of(branch: Any, shortcut: Tensor) -> Tensor:
-    """What is added to a shortcut, as a tensor: a branch that is skipped may be the number 0."""
+def _tensor_of(branch: Any, shortcut: Tensor, value: Tensor) -> Tensor:
+    """What is added to a shortcut, as a tensor: a branch that is skipped may be the number 0.
+
+    The shortcut may be the stream's value in other dimensions, to which rows are added.
+    """
     if isinstance(branch, Tensor):
         return branch
     if callable(branch):
         rows: Tensor = branch(torch.zeros_like(shortcut))
-        return rows
+        return rows.view_as(value)
     return torch.as_tensor(branch, dtype=shortcut.dtype, device=shortcut.device)
 
 

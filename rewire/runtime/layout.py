@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rewire.errors import OutOfOrder
 from rewire.topologies.base import Dims, Recurrence, Topology, as_recurrence
 
 
@@ -26,11 +27,15 @@ class Layout:
         attention: units that have separate q/k/v inputs.
         channel_dim: dimension of the hidden states' channels; topologies with weights per channel see it last.
         posts: sites whose sum passes a norm or another operation before it is the new state.
+        loops: see `Trunk.loops`.
 
     Attributes:
+        posts: those of which the stream has to know: where the topology makes no state of sums, what follows the last
+            one is behind the stream.
         observe: called with what happens to streams, if somebody looks: ``"read"``, the position, and what is read;
-            ``"write"``, the site, and its branch outputs; ``"view"``, the position, and what gives other dimensions;
-            ``"finish"``, the number of sites, and the output. All as the model has hidden states.
+            ``"write"``, the site, and its branch outputs; ``"skip"``, a site that did not run, and None; ``"view"``,
+            the position, and what gives other dimensions; ``"finish"``, the number of sites, and the output. All as
+            the model has hidden states.
     """
 
     observe: Callable[[str, int, Any], None] | None = None
@@ -44,11 +49,13 @@ class Layout:
         attention: Collection[int] = (),
         channel_dim: int = -1,
         posts: Collection[int] = (),
+        loops: Sequence[tuple[int, int, int]] = (),
     ) -> None:
         self.trunk = trunk
         self.topology = topology
         self.units = tuple(units)
-        self.posts = frozenset(posts)
+        self.posts = frozenset(posts) - ({len(units) - 1} if as_recurrence(topology) is None else set())
+        self.loops = tuple(loops)
         self.dims = Dims(self.units[-1], width, frozenset(attention))
         # weights of one number per state do not care, and moving would change the order of sums in the backward pass
         self.channel_dim = channel_dim if topology.needs_width else -1
@@ -60,7 +67,11 @@ class Layout:
         assert recurrence is not None
         return recurrence
 
-    def opens_unit(self, site: int) -> bool:
+    def makes_state(self, site: int) -> bool:
+        """Whether the operations behind a site make a state of the topology's, rather than what a branch reads next."""
+        return self.closes_unit(site) and as_recurrence(self.topology) is not None
+
+    def begins_unit(self, site: int) -> bool:
         return site == 0 or self.units[site - 1] != self.units[site]
 
     def closes_unit(self, site: int) -> bool:
@@ -68,7 +79,35 @@ class Layout:
 
     def reads_qkv(self, site: int) -> bool:
         """Whether the branch of ``site`` begins with an attention that has separate q/k/v inputs."""
-        return self.opens_unit(site) and self.units[site] in self.dims.attention
+        return self.begins_unit(site) and self.units[site] in self.dims.attention
+
+    def check_passes(self, first: int, end: int) -> None:
+        """Refuse to leave out these sites if a pass through a loop is among them: each has weights of its own.
+
+        Raises:
+            OutOfOrder: one is.
+        """
+        for start, adds, passes in self.loops:
+            left_out = (min(end, start + adds * passes) - max(first, start)) // adds
+            if left_out > 0:
+                raise self.other_passes(f"{passes - left_out} times", passes)
+
+    def other_passes(self, ran: str = "more often", passes: int = 0) -> OutOfOrder:
+        """The error where a loop runs otherwise than when the model was rewired."""
+        passes = passes or self.loops[-1][2]
+        return OutOfOrder(
+            f"trunk '{self.trunk}' goes on through a loop that ran {passes} times when the model was rewired, and runs "
+            f"{ran} in this call: each of its {passes} passes has connection weights of its own. Run it as often as "
+            f"then.{self.advice}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """What to do about a loop, if the stream goes on through one; a blank comes first."""
+        return (
+            " With loop='restart', an option of rewire.compile, the stream begins anew in each pass through the loop, "
+            "and there may be any number of them, with gradients or without."
+        ) * bool(self.loops)
 
     def token(self, device: torch.device | str) -> Tensor:
         """A hidden state of a single token, whose values mean nothing."""

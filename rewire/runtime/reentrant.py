@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx
 USE = "use torch.utils.checkpoint.checkpoint(.., use_reentrant=False), or set the flag that the model has for it"
 _OTHERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 _EDITED = " (rewired "
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def where_reentrant() -> str:
@@ -21,7 +22,7 @@ def where_reentrant() -> str:
     frame: FrameType | None = None if torch.compiler.is_compiling() else sys._getframe(1)
     inside = False
     while frame is not None:
-        function = isinstance(frame.f_locals.get("ctx"), FunctionCtx)
+        function = isinstance(frame.f_locals.get("ctx"), FunctionCtx) or frame.f_code is _APPLY
         inside = inside or function
         if inside and not function and not frame.f_code.co_filename.startswith(_OTHERS):
             file, edited, _ = frame.f_code.co_filename.partition(_EDITED)

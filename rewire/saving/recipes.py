@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,14 +23,14 @@ from rewire.copies import outside_inference_mode
 from rewire.errors import RewireError, UnknownName, moved_trunk
 from rewire.passes.checks import check_model
 from rewire.passes.editing.connect import place
-from rewire.passes.find import check_found, find
-from rewire.passes.prepare import prepare
+from rewire.passes.find import Found, Method, check_found, find
+from rewire.passes.prepare import Prepared, prepare
 from rewire.passes.rewrite import rewrite
 from rewire.runtime.connection import Connection, recipe_of
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start, Topology, as_recurrence
-from rewire.topologies.names import named_topology, topology_in
-from rewire.trunk import Trunk
+from rewire.topologies.registry import named_topology, topology_in
+from rewire.trunk import Loops, Trunk
 
 #: How the entry of a state dict ends that holds a recipe.
 EXTRA_STATE = "._extra_state"
@@ -97,7 +98,7 @@ def check_shapes(path: str, recipe: Any, layout: Layout, start: Start, saved: Ma
     """
     try:
         with torch.device("meta"), _OnMeta():
-            made = layout.topology.parameters(layout.dims, start) | layout.topology.constants(layout.dims)
+            made = layout.topology.parameters(layout.dims, start)
     except Exception:  # what cannot be made is refused where it is made; other people's may need values
         return
     for name, value in made.items():
@@ -143,9 +144,7 @@ def rewired_by(
     check_model(model)
     prepared = prepare(model, example_inputs)
     everything = any(recipe["attention"] for recipe in recipes.values())
-    found = find(prepared, everything=everything)
-    if prepared.inputs is not None and not _fits(recipes, found.trunks.values()):
-        found = find(prepared, "run")
+    found = _found(prepared, recipes, everything)
     check_found(found, prepared)
     here = {place(trunk): trunk for trunk in found.trunks.values()}
     _check_sites(model, recipes, here)
@@ -155,6 +154,16 @@ def rewired_by(
             check_shapes(path, recipe, layout, start, saved)
         _check_made(path, recipe, layout, start)
     return rewrite(prepared, found, layouts, start)
+
+
+def _found(prepared: Prepared, recipes: dict[str, Any], everything: bool) -> Found:
+    """What is found in a model, in that way of looking at it, and at its loops, in which the recipes fit."""
+    methods: list[Method | None] = [None] if prepared.inputs is None else [None, "run"]
+    for method, restart in itertools.product(methods, (False, True)):
+        found = find(prepared, method, everything, restart)
+        if _fits(recipes, found.trunks.values()):
+            return found
+    return find(prepared, methods[-1], everything)
 
 
 def _check_made(path: str, recipe: Any, layout: Layout, start: Start) -> None:
@@ -171,7 +180,9 @@ def _fits(recipes: dict[str, Any], trunks: Iterable[Trunk]) -> bool:
     return all(here.get(path) == len(recipe["units"]) for path, recipe in recipes.items())
 
 
-def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: Sequence[int] = ()) -> Layout:
+def layout_of(
+    path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: Sequence[int] = (), loops: Loops = ()
+) -> Layout:
     """The layout that a recipe describes.
 
     Args:
@@ -179,7 +190,7 @@ def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: 
         recipe: as it was read.
         trunk: its name.
         channel_dim: of the trunk.
-        posts: of the trunk.
+        posts, loops: of the trunk.
 
     Raises:
         RewireError: it is damaged, or no such topology exists.
@@ -200,7 +211,7 @@ def layout_of(path: str, recipe: Any, trunk: str, channel_dim: int = -1, posts: 
     try:
         topology = named_topology(name, options)
         _check_switches(topology)
-        return Layout(trunk, topology, units, width, attention, channel_dim, posts)
+        return Layout(trunk, topology, units, width, attention, channel_dim, posts, loops)
     except UnknownName as error:
         raise UnknownName(f"'{path}' cannot be made: {error}") from error
     except Exception as error:  # whatever a topology does with options that it was not written for
@@ -275,7 +286,7 @@ def _check_sites(model: nn.Module, recipes: dict[str, Any], here: dict[str, Trun
 
 def _layout(path: str, recipe: Any, trunk: Trunk) -> Layout:
     """The layout of ``trunk`` by its recipe, which is what compiling with that topology gives."""
-    layout = layout_of(path, recipe, trunk.name, trunk.channel_dim, trunk.posts)
+    layout = layout_of(path, recipe, trunk.name, trunk.channel_dim, trunk.posts, trunk.loops)
     width = trunk.width
     single = tuple(range(1, len(trunk.sites) + 1))
     if layout.units not in (trunk.units, single) or layout.dims.width != width:

@@ -62,14 +62,26 @@ def check_add(found: Finding, add: Add) -> None:
     adds = {other.op for chain in found.chains.values() for other in chain.adds}
     here = [op for op in found.flow if op.scope is add.op.scope and op.place == place is not None]
     made = [op for op in here if op.name == add.op.name]
-    others = [op for op in made if op not in adds]
+    others = [op for op in made if op not in adds and op not in _looped(add)]
+    passes, name = {other.op for chain in found.again for other in chain.adds}, path or type(found.flow.model).__name__
+    if others and passes.issuperset(others):
+        raise EditError(
+            f"`{written}` at {where} runs {len(made)} times in one call of '{name}', in a loop in whose passes the "
+            "stream begins anew: make what the loop runs a module or a method"
+        )
     if others:
-        name = path or type(found.flow.model).__name__
         raise EditError(
             f"`{written}` at {where} runs {len(made)} times in one call of '{name}', and {len(others)} of these are no "
             "residual adds of the stream by themselves (they add the stream to itself, say, or several branches to one "
             "value): write those in another statement, or parallel branches as `x + f + g`"
         )
+
+
+def _looped(add: Add) -> list[Op]:
+    """Sums at the place of an add that are a part of it: a loop adds parallel branches, one in each turn."""
+    elsewhere = [op.place for op in add.inner if op.place != add.op.place]
+    twice = len(elsewhere) > len(set(elsewhere))  # several sums in each turn
+    return [] if twice else [op for op in add.inner if op.place == add.op.place]
 
 
 def check_returns(carriers: Carriers, scope: Scope) -> None:

@@ -10,9 +10,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from types import CodeType
+from typing import TypeAlias
 
 from rewire.passes.finding.adds import CASTS, VIEWS, Add, between, residual_adds
+from rewire.passes.finding.cuts import are_cut
 from rewire.passes.finding.flow import Flow, Op, Place, Scope, common
+from rewire.trunk import Loops
 
 LONG = "a shortcut around a whole trunk"
 #: Operations that make a larger tensor of several, which a trace without shapes does not tell.
@@ -20,6 +23,8 @@ _JOINS = ("cat", "concat", "stack")
 #: Views that change the order of values.
 _TURNS = frozenset(["transpose", "permute", "movedim", "t", "swapaxes"])
 NESTED = "inside the branch of another residual add"
+
+_Written: TypeAlias = tuple[str, CodeType | None, Place | None, frozenset[str]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,8 +53,13 @@ class Chain:
         return scopes[-1]
 
 
-def chains(flow: Flow) -> tuple[list[Chain], dict[Add, str]]:
-    """The residual streams of a flow; and additions that belong to none, with the reason."""
+def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, str]]:
+    """The residual streams of a flow; and additions that belong to none, with the reason.
+
+    Args:
+        flow: what was run or traced.
+        restart: whether a stream begins anew in each pass of a loop; else where the loop makes its state anew.
+    """
     found, rejected = residual_adds(flow)
     adds = _without_nested(flow, found, rejected)
     follows = _links(flow, adds)
@@ -64,10 +74,61 @@ def chains(flow: Flow) -> tuple[list[Chain], dict[Add, str]]:
             row.append(following)
         taken.update(row)
         rows.append(row)
+    rows = [piece for row in rows for piece in _cut(flow, row, restart)]
     linked = [chain for row in rows for part in _passes(row, rows) for chain in _rows(part)]
     for chain in linked:
         _close(flow, chain)
     return linked, rejected
+
+
+def _cut(flow: Flow, row: list[Add], restart: bool) -> list[list[Add]]:
+    """A row, cut in front of each pass through a loop in which the stream begins anew, and behind the last one."""
+    ends = [0]
+    for first, adds, passes in loops_in(row):
+        starts = range(first, first + adds * passes + 1, adds)
+        if restart or any(_made_anew(flow, row[start - 1], row[start]) for start in starts[1:-1]):
+            ends += starts
+    if len(ends) == 1:
+        return [row]
+    parts = (row[start:end] for start, end in itertools.pairwise((*ends, len(row))))
+    return [piece for part in parts if part for piece in _cut(flow, part, restart)]
+
+
+def loops_in(row: Sequence[Add]) -> Loops:
+    """See `Trunk.loops`."""
+    places, loops, first = [_written(add) for add in row], list[tuple[int, int, int]](), 0
+    while first < len(row):
+        adds, passes = _repeated(places, first)
+        loops += [(first, adds, passes)] if passes > 1 else []
+        first += adds * passes
+    return tuple(loops)
+
+
+def _repeated(places: Sequence[_Written], first: int) -> tuple[int, int]:
+    """How many residual adds from the first one on are those of one pass through a loop, and the number of passes."""
+    again = (n for n in range(first + 1, len(places)) if places[n] == places[first])
+    for end in again if places[first][2] is not None else ():
+        loop, passes = places[first:end], 1
+        while places[first + passes * len(loop) : first + (passes + 1) * len(loop)] == loop:
+            passes += 1
+        if passes > 1:
+            return len(loop), passes
+    return 1, 1
+
+
+def _made_anew(flow: Flow, add: Add, following: Add) -> bool:
+    """Whether a pass through a loop begins with more than what the one before it has made, or without its gradients.
+
+    Where one call makes both adds there is no place at which a stream could begin anew.
+    """
+    if add.op.scope is following.op.scope:
+        return False
+    way = between(add.op, following.state)
+    sums = (op for op in way - {add.op} if op.name == "add")
+    others = ((op, source) for op in sums for source in op.inputs if not source.constant and source not in way)
+    return any(None in (op.shape, source.shape) or op.shape == source.shape for op, source in others) or are_cut(
+        flow, add, following
+    )
 
 
 def _passes(row: list[Add], rows: Sequence[list[Add]]) -> list[list[Add]]:
@@ -86,7 +147,7 @@ def _passes(row: list[Add], rows: Sequence[list[Add]]) -> list[list[Add]]:
     return [row]
 
 
-def _written(add: Add) -> tuple[str, CodeType | None, Place | None, frozenset[str]]:
+def _written(add: Add) -> _Written:
     """The expression and the module that make an add, and the modules of its branches."""
     modules = frozenset(op.scope.path for op in add.region if op.weighted)
     return add.op.scope.path, add.op.scope.code, add.op.place, modules

@@ -5,9 +5,8 @@ What it cuts is the newest state alone; with learned connections later blocks re
 
 from __future__ import annotations
 
-import collections
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from torch import Tensor
 from rewire.code.text import written_at
 from rewire.errors import BadExampleInputs
 from rewire.logs import find as log
-from rewire.passes.finding.adds import between
-from rewire.passes.finding.chains import Chain
+from rewire.passes.finding.adds import Add, between
 from rewire.passes.finding.flow import Flow
 
 CUT = (
@@ -25,16 +23,24 @@ CUT = (
 )
 
 
-def where_cut(flow: Flow, chain: Chain) -> str:
+def where_cut(flow: Flow, adds: Sequence[Add]) -> str:
     """Behind which residual add of a run gradients are cut off from the next one; empty if nowhere."""
-    written = collections.Counter(map(id, flow.tensors))
-    for add, following in itertools.pairwise(chain.adds):
-        x, y = (flow.tensors[op.index] for op in (add.op, following.shortcut))
-        if x is y or not x.requires_grad or max(written[id(x)], written[id(y)]) > 1:
-            continue
-        if not _reached(x, y, [flow.tensors[op.index] for op in between(add.op, following.shortcut)]):
+    for add, following in itertools.pairwise(adds):
+        if are_cut(flow, add, following):
             return written_at(add.op.place)[0] or f"'{add.op.scope.path}'"
     return ""
+
+
+def are_cut(flow: Flow, add: Add, following: Add) -> bool:
+    """Whether gradients of one residual add do not reach the one before it, or only one of them has any."""
+    if add.op.recorded != following.op.recorded:
+        return True
+    if not flow.tensors:  # it was not run
+        return False
+    x, y = (flow.tensors[op.index] for op in (add.op, following.shortcut))
+    if x is y or not x.requires_grad or any(sum(z is other for other in flow.tensors) > 1 for z in (x, y)):
+        return False
+    return not _reached(x, y, [flow.tensors[op.index] for op in between(add.op, following.shortcut)])
 
 
 def _reached(x: Tensor, y: Tensor, between: Iterable[Tensor]) -> bool:

@@ -32,6 +32,8 @@ ELEMENTWISE = frozenset(
 #: Operations that mix positions without a weight: what passes one is a branch, too (FNet, PoolFormer).
 MIXING = ("fft", "fourier", "pool")
 
+_NEW = frozenset({"new_zeros", "new_ones", "new_empty", "new_full"})
+
 #: An instruction: the code of a function, or of one inside it (a comprehension), and the offset in it.
 Place: TypeAlias = tuple[CodeType, int]
 
@@ -112,6 +114,7 @@ class Op:
         shape, dtype: of the tensor; None if they are not known.
         sizes: the numbers among the arguments of a view, a split or a chunk.
         scale: factor of an ``add(x, f, alpha=scale)``'s second operand, if there is one that is not 1.
+        recorded: whether autograd was on.
         node: of a torch.fx graph, if it is from one.
     """
 
@@ -128,6 +131,7 @@ class Op:
     dtype: torch.dtype | None = None
     sizes: tuple[Any, ...] = ()
     scale: Any = None
+    recorded: bool = True
     node: Any = None
 
     def __repr__(self) -> str:
@@ -234,6 +238,11 @@ def plain_name(name: str) -> str:
     """``add`` for every way of writing an addition: ``__add__``, ``add_``, ``iadd``, ``add.Tensor``."""
     name = name.partition(".")[0].strip("_")
     return name[1:] if name in ("iadd", "imul", "isub", "itruediv") else name
+
+
+def makes_alike(name: str) -> bool:
+    """Whether an operation makes a tensor of another one's shape, and not of its values: ``zeros_like``."""
+    return name.endswith("_like") or name in _NEW
 
 
 def common(first: list[Any], second: list[Any]) -> list[Any]:

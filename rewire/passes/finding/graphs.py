@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from rewire.conventions import is_matrix, matrices
-from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Scope, kind_of, plain_name
+from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Op, Scope, kind_of, makes_alike, plain_name
 from rewire.torch_internals import is_parameter_input
 
 #: How Dynamo writes the module that it compiles: a local or a global variable.
@@ -46,7 +46,9 @@ def flow_of(graph: fx.Graph, root: nn.Module, constants: Mapping[str, torch.Tens
         inputs = tuple(made[source] for source in node.all_input_nodes if source in made)
         value = constants.get(str(node.target)) if node.op == "get_attr" else None
         value = tensor_of(node, root) if value is None else value
-        op = Op(len(flow.ops), _name(node), inputs, _scope(node, scopes), node.meta.get("place"), node=node)
+        name = _name(node)
+        inputs = () if makes_alike(name) and node.op != "call_module" else inputs
+        op = Op(len(flow.ops), name, inputs, _scope(node, scopes), node.meta.get("place"), node=node)
         op.shape, op.dtype = (None, None) if value is None else (_sizes(value), value.dtype)
         weight = _is_weight(node, root) or str(node.target) in constants
         op.parameter = str(node.target) if node.op == "get_attr" and weight else ""

@@ -21,7 +21,18 @@ from rewire.code.functions import forward_of
 from rewire.conventions import is_matrix, matrices
 from rewire.copies import Inputs
 from rewire.passes.finding.adds import CASTS, UNSCALED
-from rewire.passes.finding.flow import CONTAINERS, ELEMENTWISE, Flow, Holder, Op, Place, Scope, kind_of, plain_name
+from rewire.passes.finding.flow import (
+    CONTAINERS,
+    ELEMENTWISE,
+    Flow,
+    Holder,
+    Op,
+    Place,
+    Scope,
+    kind_of,
+    makes_alike,
+    plain_name,
+)
 from rewire.passes.finding.frames import Frames
 from rewire.passes.finding.holders import holders
 from rewire.torch_internals import pytree, viewed, writes_to
@@ -29,7 +40,6 @@ from rewire.torch_internals import pytree, viewed, writes_to
 _REFLECTED = {"radd", "rmul"}
 #: What asks for the value of a tensor.
 _DECIDED: dict[str, type] = {"item": int, "__bool__": bool, "__int__": int, "__float__": float, "__index__": int}
-_NEW = {"new_zeros", "new_ones", "new_empty", "new_full"}
 _FACTORS = {"mul", "multiply", "div", "divide", "truediv", "true_divide"}
 _SIZED = {"view", "reshape", "unflatten", "split", "chunk", "split_with_sizes", "tensor_split"}
 
@@ -134,7 +144,7 @@ class Recorder(TorchFunctionMode):
             name, inputs = name[1:], inputs[::-1]
         if name in _FACTORS and _by_one(args):
             name = UNSCALED
-        if constant and (name.endswith("_like") or name in _NEW):  # of a weight's shape, not of its values
+        if makes_alike(name):
             inputs, constant, weights = [], False, 0
         count = 0 if name in ELEMENTWISE else weights
         for tensor in {id(t): t for t in (*written, *made)}.values():
@@ -153,6 +163,7 @@ class Recorder(TorchFunctionMode):
 
     def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Place | None) -> Op:
         op = Op(len(self.ops), name, inputs, scope, place, shape=tensor.shape, dtype=tensor.dtype)
+        op.recorded = torch.is_grad_enabled()
         self.ops.append(op)
         self.made.append(tensor)
         self.known[id(tensor)] = op

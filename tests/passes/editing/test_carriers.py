@@ -24,7 +24,7 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def opened(found: Carriers) -> list[str]:
-    return [scope.path for scope in found.opened]
+    return [scope.path for scope in found.entered]
 
 
 def test_blocks_are_opened_and_what_calls_them_is_not() -> None:
