@@ -140,8 +140,7 @@ def trunk(case: str, units: int) -> Callable[[Tensor], Tensor]:
     topology, depth = make_topology(name, options).for_start("preserve"), units * depth // 24
     dims = dims_of(topology, depth, COLS)
     parameters = {key: value.requires_grad_() for key, value in topology.parameters(dims, "preserve").items()}
-    known = parameters | topology.constants(dims)
-    return lambda x: run(topology, topology.weights(known, dims), dims, x)
+    return lambda x: run(topology, topology.weights(parameters, dims), dims, x)
 
 
 def peers(units: int) -> dict[str, Callable[[Tensor], Tensor]]:

@@ -150,12 +150,11 @@ def measure(topology: Topology[Any], depth: int) -> dict[str, Any]:
     start = "preserve"
     topology = topology.for_start(start)
     parameters = {name: value.to("meta").requires_grad_() for name, value in topology.parameters(dims, start).items()}
-    constants = {name: value.to("meta") for name, value in topology.constants(dims).items()}
     x = torch.empty(1, ROWS, COLS, dtype=DTYPE, device="meta", requires_grad=True)
     kept: dict[int, Tensor] = {}
     counts = {}
     with as_on_a_gpu():
-        weights = topology.weights(parameters | constants, dims)
+        weights = topology.weights(parameters, dims)
         with (
             noted() as launches,
             Counter() as counter,

@@ -489,8 +489,8 @@ OTHERS = [
         *("liger_kernel", "LigerMHC*Function", "mhc", liger_mhc),
         note="Its H_res, [out, in], is normalised by rows and then by columns in each iteration, so that columns sum "
         "to 1 in the end; by columns and then by rows in eq. 9, as we read it, and in DeepSeek-V4's code, whose matrix "
-        "is [in, out]. Both converge to the same: after 20 iterations, the first value that differs does so by 1e-3 where "
-        "logits are large, and by 4e-4 or less, a gradient, elsewhere.",
+        "is [in, out]. Both converge to the same: after 20 iterations, the first value that differs does so by 1e-3 "
+        "where logits are large, and by 4e-4 or less, a gradient, elsewhere.",
         interpreted=True,
     ),
     Adapter("liger_kernel", "LigerAttnResFunction", "attnres", liger_attnres, interpreted=True),

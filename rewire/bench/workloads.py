@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from rewire.bench import peers
 from rewire.bench.peers import Implementation, Results
-from rewire.mixes.history import History, Table
-from rewire.mixes.mix import mix, pending_mix
+from rewire.mixes.attended import AttendedTable
+from rewire.mixes.history import Table
+from rewire.mixes.mix import mix, pending_mix, softmax
 from rewire.mixes.norms import mark
 from rewire.mixes.several import mixes
-from rewire.topologies.attnres import AttnRes
 from rewire.topologies.base import Dims, materialize
 from rewire.topologies.hyper import DynamicHyperConnections, ParallelStreams
 from rewire.topologies.mhc import ManifoldHyperConnections
@@ -241,10 +241,11 @@ def trunk(sizes: Sizes, depth: int) -> Workload:
     def ours(*given: Tensor) -> Results:
         x, *branches, weights = given
         row, column = torch.tril_indices(depth, depth, device=weights.device)
-        history, states = History(Table(weights[row, column], depth)), [x]
-        for number, branch in enumerate(branches):
-            history = history.push(states[-1])
-            states.append(history.mix(number, (branch,)).value())
+        table, states = Table(weights[row, column], depth), [x]
+        history = table.history()
+        for t, branch in enumerate(branches, start=1):
+            history = history.read(t, states[-1])
+            states.append(materialize(history.mix(table[t], added=(branch,))))
         return tuple(states[1:])
 
     def plain(*given: Tensor) -> Results:
@@ -274,9 +275,10 @@ def attention_residuals(sizes: Sizes, n: int) -> Workload:
 
     def ours(*given: Tensor) -> Results:
         *xs, query = given
-        dims = Dims(n - 1, len(query))
-        weights = AttnRes().weights({"queries": query.expand(n - 1, -1)}, dims)
-        return (AttnRes().finish(tuple(xs), weights._replace(table=None), dims),)  # of given states, not of a trunk's
+        table = AttendedTable(query.unsqueeze(0), ways=[*[0] * (n - 2), 1], only_scores=True)  # of read n alone
+        history = table.history().after(xs)
+        shares, _ = softmax(history.scores_of(table[n]), scaled=False)
+        return tuple(map(materialize, history.mixes(None, shares.movedim(0, -1))))
 
     def plain(*given: Tensor) -> Results:
         *xs, query = given

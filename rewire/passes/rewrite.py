@@ -109,20 +109,20 @@ def _editing(trunk: str) -> Iterator[None]:
 
 def _plans(prepared: Prepared, found: Found, chosen: Mapping[str, Layout]) -> Plans:
     """What changes in which function, for all trunks together."""
-    opened: set[Key] = set()
+    entered: set[Key] = set()
     while True:
         plans: Plans = {}
         handed: set[Key] = set()
         for name, layout in chosen.items():
             with _editing(name):
-                handed |= _plan(prepared, found, layout, plans, opened)
-        missed = {key for key in handed & plans.keys() if plans[key].opened}
+                handed |= _plan(prepared, found, layout, plans, entered)
+        missed = {key for key in handed & plans.keys() if plans[key].entered}
         if not missed:
             return plans
-        opened |= missed  # one trunk is only handed through, and another one makes it hold tensors
+        entered |= missed  # one trunk is only handed through, and another one makes it hold tensors
 
 
-def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, opened: set[Key]) -> set[Key]:
+def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, entered: set[Key]) -> set[Key]:
     """Plan what changes for a trunk, in evaluation and in training mode; which functions only hand it on."""
     trunk, handed = found.trunks[layout.trunk], set[Key]()
     separate = [number for number in range(len(trunk.sites)) if layout.reads_qkv(number)]
@@ -134,7 +134,7 @@ def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, opened
         adds = finding.chains[trunk.name].adds
         projections = {n: find_projections(finding.flow, trunk.sites[n], prepared.patterns, adds[n]) for n in separate}
         norms = layout.topology.separate_norms
-        handed |= plan(finding, trunk.name, plans, prepared.forwards, projections, opened, norms)
+        handed |= plan(finding, trunk.name, plans, prepared.forwards, projections, entered, norms)
     return handed
 
 

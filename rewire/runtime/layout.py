@@ -71,7 +71,7 @@ class Layout:
         """Whether the operations behind a site make a state of the topology's, rather than what a branch reads next."""
         return self.closes_unit(site) and as_recurrence(self.topology) is not None
 
-    def opens_unit(self, site: int) -> bool:
+    def begins_unit(self, site: int) -> bool:
         return site == 0 or self.units[site - 1] != self.units[site]
 
     def closes_unit(self, site: int) -> bool:
@@ -79,7 +79,7 @@ class Layout:
 
     def reads_qkv(self, site: int) -> bool:
         """Whether the branch of ``site`` begins with an attention that has separate q/k/v inputs."""
-        return self.opens_unit(site) and self.units[site] in self.dims.attention
+        return self.begins_unit(site) and self.units[site] in self.dims.attention
 
     def check_passes(self, first: int, end: int) -> None:
         """Refuse to leave out these sites if a pass through a loop is among them: each has weights of its own.

@@ -20,7 +20,7 @@ class Entry:
     Attributes:
         trunk: its name.
         connection: of this trunk.
-        opens: whether the function stands at the start of the trunk, and the connection opens the stream there.
+        begins: whether the function stands at the start of the trunk, and the connection begins the stream there.
         adds: for each position of the stream at which the function may be called, the adds that it makes then.
         ordered: whether each of them has one place among these, so that a call may leave some out.
         outside: whether it is also called outside of trunks, with plain tensors.
@@ -29,7 +29,7 @@ class Entry:
 
     trunk: str
     connection: Connection
-    opens: bool
+    begins: bool
     adds: dict[int, int]
     ordered: bool = False
     outside: bool = False
@@ -47,7 +47,7 @@ class Live:
         recorded: whether each of them had gradients then.
         source: what came in: a stream, or the tensor that the trunk starts with.
         norm, normed: a module, and what it makes of the value, if both were computed together.
-        entry: what the function knows of the trunk; None if a function that it called opened the stream.
+        entry: what the function knows of the trunk; None if a function that it called began the stream.
         start: position of the stream when it came in.
         first: number of the first add that the function, or what it calls, makes: 0 if the trunk starts in there.
         qkv: what an attention reads, if it has separate q/k/v inputs.

@@ -98,7 +98,7 @@ class Stream(TensorLike):
     Attributes:
         states: the tensors of the topology.
         held: what there is beside them: None if the last unit is written, and the next one has not read.
-        weights: effective connection weights, computed once per forward when the stream was opened.
+        weights: effective connection weights, computed once per forward when the stream began.
         layout: what is fixed about the trunk.
         position: number of residual adds written so far.
         placement: where the model's hidden states lie on a device mesh, if anything is known. All tensors that the
@@ -146,7 +146,7 @@ class Stream(TensorLike):
         return isinstance(self.held, Post)
 
     @property
-    def opened(self) -> Reading | None:
+    def reading(self) -> Reading | None:
         """What was read for the next branch, if anything."""
         held = self.held
         return held if isinstance(held, Reading) else held.reading if isinstance(held, Post) else None
@@ -185,9 +185,9 @@ class Stream(TensorLike):
         if not isinstance(value, QKVInputs):
             value = materialize(value)
             if not self.layout.reads_qkv(self.position):
-                return self._out(value), stream._opened(value)
+                return self._out(value), stream._read_as(value)
             value = QKVInputs(value, value, value, value)
-        return self._out(value), stream._opened(value.residual, value)
+        return self._out(value), stream._read_as(value.residual, value)
 
     def read_normed(self, norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Stream]:
         """`read`, and what ``norm`` makes of the value: by one kernel, if the value is a sum yet to be computed.
@@ -199,12 +199,12 @@ class Stream(TensorLike):
         if self.wraps:  # the norm is called on what the model's other modules see
             local = materialize(due)
             value = self._out(local)
-            return value, norm(value), stream._opened(local)
+            return value, norm(value), stream._read_as(local)
         value, normed = due.normed(norm) if isinstance(due, Mix) else (due, norm(due))
-        return value, normed, stream._opened(value)
+        return value, normed, stream._read_as(value)
 
     def _due(self) -> tuple[Tensor | Mix | QKVInputs, Stream]:
-        """What the next branch reads, perhaps yet to be computed, and the stream that `_opened` completes."""
+        """What the next branch reads, perhaps yet to be computed, and the stream that `_read_as` completes."""
         layout, held = self.layout, self.held
         if isinstance(held, Unsummed):
             unit = layout.units[self.position - 1]
@@ -220,10 +220,10 @@ class Stream(TensorLike):
             return QKVInputs(*map(layout.restored, (value.q, value.k, value.v, value.residual))), stream
         return value if layout.channel_dim == -1 else layout.restored(materialize(value)), stream
 
-    def _opened(self, value: Tensor, qkv: QKVInputs | None = None) -> Stream:
+    def _read_as(self, value: Tensor, qkv: QKVInputs | None = None) -> Stream:
         """The stream of `_due` when ``value`` has been read."""
         if isinstance(self.held, Unsummed):
-            return self._pushed(value)._due()[1]._opened(value, qkv)
+            return self._pushed(value)._due()[1]._read_as(value, qkv)
         self._seen("read", value)
         branch = self.held.branch if isinstance(self.held, Reading) else None
         return self._with(self.states, Reading((value,), branch, qkv))
@@ -377,9 +377,9 @@ class Stream(TensorLike):
         """
         self._check_passes(state)
         if more:
-            return self._with(self.states, Post(self._in(state), self.opened))
-        if self.opened is not None:
-            return self._with(self.states, self.opened)._changed(state)
+            return self._with(self.states, Post(self._in(state), self.reading))
+        if self.reading is not None:
+            return self._with(self.states, self.reading)._changed(state)
         return self._pushed(self.layout.channels_last(self._in(state)))
 
     def _pushed(self, state: Tensor) -> Stream:
@@ -433,7 +433,7 @@ class Stream(TensorLike):
             )
         self._seen("view", view)
         topology = self.layout.topology
-        states = topology.viewed(topology.lasting(self.states) if self.opened is None else self.states, view)
+        states = topology.viewed(topology.lasting(self.states) if self.reading is None else self.states, view)
         return self._with(states, None if self.held is None else pytree.tree_map(view, self.held))
 
     def finish(self) -> Tensor:

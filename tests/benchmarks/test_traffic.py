@@ -13,7 +13,8 @@ from rewire.kernels import switch
 from rewire.kernels.kernel import Kernel, Launch
 from rewire.kernels.sums import grid, launch
 from rewire.kernels.sums.spec import MixSpec
-from rewire.mixes.history import History, Table
+from rewire.mixes.history import Table
+from rewire.topologies.base import materialize
 
 traffic = script("traffic")
 
@@ -75,11 +76,11 @@ def test_bytes_of_a_history(mixes: int, first: int, block: int | None, monkeypat
     monkeypatch.setattr(switch, "INTERPRETED", True)
     flat = torch.ones(sum(first + s for s in range(mixes)), requires_grad=True)
     table = Table(flat, mixes, first, block or first + mixes)
-    history = History(table)
+    history = table.history()
     for _ in range(first):
         history = history.push(state())
-    for number in range(mixes):
-        x = history.mix(number, [state()]).value()
+    for t in range(first, first + mixes):
+        x = materialize(history.mix(table[t], added=[state()]))
         history = history.push(x)
     forward = traffic.bytes_of(started)
     started.clear()

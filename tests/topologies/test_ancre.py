@@ -86,7 +86,7 @@ def test_sums(kind: str, start: str) -> None:
     topology, depth = ANCRe(kind), 7  # type: ignore[arg-type]
     torch.manual_seed(0)
     logits = torch.randn(28) if start == "random" else learned(topology.for_start("preserve"), depth, start)
-    p = topology.weights({"logits": logits}, Dims(depth)).matrix
+    p = topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth))
     torch.testing.assert_close(p.sum(1 if kind == "ingoing" else 0), torch.ones(depth))
     assert (p >= 0).all()
     assert (p.triu(1) == 0).all()
@@ -97,10 +97,14 @@ def test_paper_starts() -> None:
         assert (ANCRe(kind).parameters(Dims(5), "paper")["logits"] == 0).all()  # type: ignore[arg-type]
     uniform = torch.tensor([[1, 0, 0], [1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3]])
     for topology in (ANCRe(), ANCRe("none"), ANCRe("none", cascade="keep")):
-        torch.testing.assert_close(topology.weights(topology.parameters(Dims(3), "paper"), Dims(3)).matrix, uniform)
+        torch.testing.assert_close(
+            topology.matrix(topology.weights(topology.parameters(Dims(3), "paper"), Dims(3)), Dims(3)), uniform
+        )
     outgoing = ANCRe("outgoing")
     want = torch.tensor([[1 / 3, 0, 0], [1 / 3, 1 / 2, 0], [1 / 3, 1 / 2, 1]])
-    torch.testing.assert_close(outgoing.weights(outgoing.parameters(Dims(3), "paper"), Dims(3)).matrix, want)
+    torch.testing.assert_close(
+        outgoing.matrix(outgoing.weights(outgoing.parameters(Dims(3), "paper"), Dims(3)), Dims(3)), want
+    )
 
 
 def preserving(kind: str, **options: Any) -> ANCRe:
@@ -118,7 +122,7 @@ def test_preserving_start_is_exact(kind: str, temperature: float, depth: int, ca
     assert logits.dtype == torch.float32
     assert logits.shape == (depth * (depth + 1) // 2,)
     original = torch.eye(depth) if cascade == "replace" else torch.zeros(depth, depth)
-    assert torch.equal(topology.weights({"logits": logits}, Dims(depth)).matrix, original)
+    assert torch.equal(topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth)), original)
 
 
 class Relu(nn.Module):
@@ -152,7 +156,9 @@ def test_logits_have_the_gradients_of_the_paper_s_start(kind: str, depth: int) -
     for topology, start in ((preserving(kind), "preserve"), (ANCRe(kind), "paper")):  # type: ignore[arg-type]
         logits = learned(topology, depth, start)
         torch.manual_seed(0)
-        topology.weights({"logits": logits}, Dims(depth)).matrix.backward(torch.randn(depth, depth))
+        topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth)).backward(
+            torch.randn(depth, depth)
+        )
         gradients.append(logits.grad)
     assert torch.equal(*gradients)
 
@@ -186,7 +192,7 @@ def test_gradients_near_one_hot_are_not_noise(kind: str, depth: int) -> None:
     logits = nn.Parameter(0.01 * math.log(depth / 1e-8) * (row == column))  # others have a weight of 1e-8 together
     torch.manual_seed(0)
     upstream = torch.randn(depth, depth)
-    topology.weights({"logits": logits}, Dims(depth)).matrix.backward(upstream)
+    topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth)).backward(upstream)
     exact = logits.detach().double().requires_grad_()
     table = torch.full((depth, depth), -math.inf, dtype=torch.float64).index_put((row, column), exact / 0.01)
     table.softmax(1 if kind == "ingoing" else 0).backward(upstream.double())
@@ -208,8 +214,8 @@ def test_learns_a_shortcut(kind: str) -> None:
     teacher = logits.detach().clone()
     teacher[shortcut] = teacher.max() + (0 if kind == "none" else 0.05)
     target = topology.weights({"logits": teacher}, Dims(depth))
-    assert target.matrix[-1, 0] > 0.6
-    start = topology.weights({"logits": logits}, Dims(depth)).matrix[-1, 0].item()
+    assert topology.matrix(target, Dims(depth))[-1, 0] > 0.6
+    start = topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth))[-1, 0].item()
     optimizer = torch.optim.Adam([logits], lr=1e-2 if kind == "none" else 1e-3)
     for _ in range(600):
         x = torch.randn(64, 8)
@@ -217,7 +223,7 @@ def test_learns_a_shortcut(kind: str) -> None:
         out = run(topology, topology.weights({"logits": logits}, Dims(depth)), x, blocks)
         nn.functional.mse_loss(out, run(topology, target, x, blocks)).backward()
         optimizer.step()
-    end = topology.weights({"logits": logits}, Dims(depth)).matrix
+    end = topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth))
     assert start == 0
     assert end[-1, 0] > 0.4
 
@@ -229,7 +235,7 @@ def test_bf16_states(kind: str) -> None:
     logits = learned(topology, depth)
     weights = topology.weights({"logits": logits}, Dims(depth))
     out = run(topology, weights, x, blocks)
-    assert {w.dtype for w in (weights.matrix, *weights.table.rows, *weights.table.by_state.near)} == {torch.float32}
+    assert {w.dtype for w in (*weights.rows, *weights.by_state.near)} == {torch.float32}
     assert out.dtype == torch.bfloat16
     out.float().square().mean().backward()
     assert logits.grad is not None
@@ -248,8 +254,8 @@ def test_autocast_leaves_the_weights_in_float32(kind: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = topology.weights({"logits": logits}, Dims(depth))
         out = run(topology, got, x, blocks)
-    assert {w.dtype for w in (got.matrix, *got.table.rows, *got.table.by_state.near)} == {torch.float32}
-    assert torch.equal(got.matrix, want.matrix)
+    assert {w.dtype for w in (*got.rows, *got.by_state.near)} == {torch.float32}
+    assert all(map(torch.equal, got.rows, want.rows))
     assert out.dtype == torch.float32  # as in the plain network: float32 stream + bfloat16 branch
 
 

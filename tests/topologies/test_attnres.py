@@ -18,9 +18,9 @@ from x_transformers.x_transformers import AttentionResidual
 
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.cpu import plain as by_torch
-from rewire.mixes.attended import AttendedHistory
+from rewire.mixes.attended import AttendedTable
 from rewire.topologies import Recurrence, list_topologies, make_topology
-from rewire.topologies.attnres import AttnRes, Queries
+from rewire.topologies.attnres import AttnRes
 from rewire.topologies.base import Dims, Start, materialize
 from rewire.topologies.registry import name_and_options
 
@@ -32,14 +32,14 @@ VARIANTS += [AttnRes(normed=True), AttnRes(3, scaled=True, normed=True)]
 ATTENTION = frozenset({1, 2, 5})
 
 
-def weights_of(topology: AttnRes, queries: Tensor, depth: int | None = None) -> Queries:
+def weights_of(topology: AttnRes, queries: Tensor, depth: int | None = None) -> AttendedTable:
     attention = ATTENTION if topology.qkv else frozenset[int]()
     return topology.weights({"queries": queries}, Dims(depth or len(queries), WIDTH, attention))
 
 
-def read_of(topology: AttnRes, sources: Sequence[Tensor], weights: Queries, t: int) -> Tensor:
+def read_of(topology: AttnRes, sources: Sequence[Tensor], weights: AttendedTable, t: int) -> Tensor:
     """Read t of the given sources."""
-    history = AttendedHistory(weights.table).after(sources[:-1])
+    history = weights.history().after(sources[:-1])
     return materialize(topology.read((sources[-1], history), weights, t)[0])
 
 
@@ -114,15 +114,10 @@ def test_sources_of_the_block_variant(form: Any) -> None:
     states = begin(topology, x, queries)
     for t, sources in enumerate(want, start=1):
         _, opened = topology.read(states, queries, t)
-        if form == "softmax":
-            newest, history = opened
-            complete = (t - 1) % 3 == 0
-            assert not complete or torch.equal(history.states[-1], newest)
-            held = (*history.states, *([] if complete else [newest]))
-        else:
-            held = opened[: len(sources.split())]
-            assert len(opened) == (2 if t > 1 else 1) * len(held)
-            assert t == 1 or opened[-1].shape[-1] == 8 + 1 - t  # scores of the newest source: of the reads left
+        newest, history = opened
+        complete = (t - 1) % 3 == 0
+        assert not complete or torch.equal(history.states[-1], newest)
+        held = (*history.states, *([] if complete else [newest]))
         assert " ".join(f"{source[0] / 10:.0f}" for source in held) == sources
         states = topology.write(opened, queries, t, fs[t]) if t < 8 else states
 

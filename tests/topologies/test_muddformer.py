@@ -9,7 +9,7 @@ import torch
 import toy_nets
 from formulas import by_reference
 from torch import Tensor, nn
-from toy_nets import WIDTH, plain
+from toy_nets import WIDTH, opened, plain
 
 from rewire.topologies import list_topologies, make_topology
 from rewire.topologies.base import Dims, QKVInputs, States
@@ -38,9 +38,9 @@ net = functools.partial(toy_nets.net, branch=Block)
 
 def run(weights: object, x: Tensor, blocks: list[nn.Module], dims: Dims) -> Tensor:
     def check(t: int, read: Any, opened: States, written: States) -> None:
-        assert len(opened) == len(written) == t + 1
-        assert isinstance(read, QKVInputs) == (t in dims.attention)
-        assert opened[-1] is (read.residual if isinstance(read, QKVInputs) else read)
+        assert len(opened[1].states) == len(written[1].states) == t
+        assert isinstance(read, QKVInputs) == (t in dims.attention and t > 1)
+        assert opened[0] is (read.residual if isinstance(read, QKVInputs) else read)
 
     return toy_nets.run(MUDD, weights, x, blocks, dims, check)
 
@@ -79,7 +79,7 @@ def test_starts_as_the_plain_network_bitwise(dims: Dims, dtype: torch.dtype, sta
     assert torch.equal(out, plain(x, blocks))
     assert torch.equal(MUDD.matrix(weights, dims), torch.eye(dims.depth + 1)[1:])
     f, g = torch.randn(2, 4, WIDTH).to(dtype)
-    assert torch.equal(MUDD.merge((x, x), weights, 1, f, g), x + f + g)  # branches in parallel
+    assert torch.equal(MUDD.merge(opened(MUDD, x, weights), weights, 1, f, g), x + f + g)  # branches in parallel
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
@@ -116,10 +116,11 @@ def test_post_norm_adds_to_the_residual_way() -> None:
     dims = TRUNKS[3]
     weights = MUDD.weights(drawn(dims), dims)
     x, y, f, normed = torch.randn(4, 3, WIDTH)
-    value, opened = MUDD.read((x, y), weights, 2)
+    value, states = MUDD.read((y, opened(MUDD, x, weights)[1]), weights, 2)
     assert isinstance(value, QKVInputs)
-    assert torch.equal(MUDD.merge(opened, weights, 2, f), value.residual + f)
-    assert all(map(torch.equal, MUDD.push(opened, weights, 2, normed), (x, y, normed)))
+    assert torch.equal(MUDD.merge(states, weights, 2, f), value.residual + f)
+    newest, history = MUDD.push(states, weights, 2, normed)
+    assert newest is normed and all(map(torch.equal, history.states, (x, y)))
 
 
 def test_matrix() -> None:
@@ -132,9 +133,10 @@ def test_matrix() -> None:
 def test_weights_are_float32_under_autocast() -> None:
     dims, sources = TRUNKS[-1], tuple(torch.randn(4, 2, WIDTH))
     weights = MUDD.weights(drawn(dims), dims)
-    want = MUDD.read(sources, weights, 4)[0]
+    history = opened(MUDD, sources[0], weights)[1].after(sources[1:3])
+    want = MUDD.read((sources[3], history), weights, 4)[0]
     with torch.autocast("cpu", torch.bfloat16):
-        got = MUDD.read(sources, weights, 4)[0]
+        got = MUDD.read((sources[3], history), weights, 4)[0]
         assert run(weights, sources[0], net(5), dims).dtype == torch.float32
     assert isinstance(got, QKVInputs) and isinstance(want, QKVInputs)
     for way in ("q", "k", "v", "residual"):

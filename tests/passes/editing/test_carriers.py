@@ -24,7 +24,7 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def opened(found: Carriers) -> list[str]:
-    return [scope.path for scope in found.opened]
+    return [scope.path for scope in found.entered]
 
 
 def test_blocks_are_opened_and_what_calls_them_is_not() -> None:
@@ -38,7 +38,7 @@ def test_stages_count_the_adds_before_a_value() -> None:
     found = carriers()
     states = [found.chain.entry, *(add.op for add in found.adds)]
     assert [found.stage[state] for state in states] == list(range(7))
-    assert found.on_way == {add.op for add in found.adds} and not found.unfinished
+    assert found.on_way == {add.op for add in found.adds} and not found.in_post
 
 
 def test_what_is_read_behind_the_last_add_opens_nothing() -> None:
@@ -57,7 +57,7 @@ def test_what_is_read_before_the_first_add_opens_nothing() -> None:
 
 def test_a_post_is_yet_to_be_made_of_a_sum() -> None:
     found = carriers("x = torch.tanh(x + self.f(x))\nreturn torch.tanh(x + self.g(x))")
-    assert found.unfinished == {add.op for add in found.adds}
+    assert found.in_post == {add.op for add in found.adds}
     assert found.on_way == {op for add in found.adds for op in (add.op, *add.post)}
     assert opened(found) == BLOCKS
 

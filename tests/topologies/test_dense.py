@@ -13,7 +13,7 @@ from toy_nets import WIDTH, net, plain, run
 
 from rewire.conformance.references.ancre import sources as states_read
 from rewire.mixes.history import History
-from rewire.topologies import groups, make_topology
+from rewire.topologies import make_topology
 from rewire.topologies.base import Dims, Start
 
 DEPTH = 7  # no multiple of the sizes of groups
@@ -125,14 +125,19 @@ def test_what_is_held_is_few(name: str, options: dict[str, Any], size: int) -> N
     depth = WIDTH  # no state of scores of later reads has as many columns as a hidden state
     topology, dims = make_topology(name, {**options, "block": size}), dims_of(name, depth)
     weights = topology.weights({k: v.float() for k, v in drawn(topology, dims).items()}, dims)
-    seen = []
+    seen, inside = [], []
 
     def check(t: int, read: Any, opened: Any, written: Any) -> None:
+        inside.append(len(opened[1].states))
         held = [x for state in written for x in (state.states if isinstance(state, History) else (state,))]
         seen.append(sum(x.shape == (3, WIDTH) for x in held))
 
     run(topology, weights, torch.randn(3, WIDTH).double(), blocks_of(name, depth), dims, check)
     assert seen == [1 + math.ceil(t / size) for t in range(1, depth + 1)]
+    # While a branch runs, a newest state inside a group is held only where it was read as it is.
+    for t, states in enumerate(inside, start=1):
+        as_it_is = name.startswith("ancre") or (t - 1) % options.get("period", 1) > 0
+        assert states == 1 + (math.ceil((t - 1) / size) if as_it_is else (t - 1) // size)
 
 
 @pytest.mark.parametrize("size", [2, 3, 50])
@@ -169,13 +174,13 @@ def test_matrix_tells_what_is_read(name: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("block", [None, 1, 2, 3, 10])
 def test_numbers_of_sources(block: int | None) -> None:
-    rows, columns = groups.entries(9, block)
-    assert len(rows) == sum(groups.count(t, block) for t in range(1, 10))
+    states, increments = make_topology("ancre-ingoing", {"block": block}), make_topology("grn-v1", {"block": block})
     for t in range(1, 10):
         numbers = states_read(t, block or 1)
-        assert groups.numbers(t, block) == numbers == columns[rows == t - 1].tolist()
-        assert {groups.group(i, block) for i in range(t)} == set(range(groups.count(t, block)))
-    assert groups.count(torch.arange(1, 5), 2).tolist() == [1, 2, 2, 3]
+        assert states.sources(t) == numbers and len(increments.sources(t)) == len(numbers)
+    parameters = states.parameters(Dims(9), "paper")
+    assert len(parameters["logits"]) == sum(len(states_read(t, block or 1)) for t in range(1, 10))
+    assert [row.shape[1] for row in states.weights(parameters, Dims(9)).rows] == states.sizes(Dims(9))
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in DENSE}))

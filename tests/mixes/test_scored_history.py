@@ -13,9 +13,8 @@ from torch import Tensor
 
 from rewire.kernels import switch
 from rewire.mixes import history
-from rewire.mixes.scored import ScoredHistory, ScoredTable
+from rewire.mixes.history import Table
 from rewire.topologies.base import materialize
-from rewire.topologies.groups import next_read
 
 WIDTH = 6
 
@@ -34,11 +33,13 @@ def leaves(ways: list[int], channels: bool, dtype: torch.dtype, group: int = 1) 
 
 def chain(x: Tensor, flat: Tensor, queries: Tensor, ways: list[int], ignored: int | None, group: int) -> Tensor:
     """The last of reads in turn; a branch sees the sum of a read's ways. In groups, branches are summed."""
-    history, state = ScoredHistory(ScoredTable(flat, queries, ways, group)), x
+    table = Table(flat, ways, group=group, queries=queries)
+    history, state = table.history(), x
     for number in range(len(ways)):
-        reading, state, history = next_read(history, number, state)
-        branch = torch.sin(sum(materialize(mix) for mix in reading.read(number)))  # type: ignore[arg-type]
-        branch = branch.detach() if number == ignored else branch
+        history = history.read(number + 1, state)
+        state = history.newest
+        branch = torch.sin(sum(materialize(mix) for mix in history.mixes(table[number + 1])))  # type: ignore[arg-type]
+        branch, history = branch.detach() if number == ignored else branch, history.kept
         state = state + branch if number % group else branch
     return state
 
@@ -105,7 +106,7 @@ class TestKernels:
     @pytest.mark.parametrize("ways", [*WAYS, [1] * 10, [3, 1] * 5 + [1]], ids=len)
     def test_formula(self, ways: list[int], channels: bool, ignored: int | None) -> None:
         """From 9 states on, reads of one way begin in blocks of four, and gradients are gathered in blocks."""
-        blocks, deep = ScoredTable(*leaves(ways, channels, torch.float32)[1:], ways).blocks, len(ways) > 8
+        blocks, deep = Table(leaves(ways, channels, torch.float32)[1], ways).blocks, len(ways) > 8
         assert blocks.block == (4 if deep and max(ways) == 1 else len(ways) + 1)
         assert blocks.gathered == (4 if deep else len(ways) + 1)
         wanted = gradients(written_out, leaves(ways, channels, torch.float64), ways, ignored)
