@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from conformance import planted
 from torch import Tensor, nn
 
-from rewire.conformance import check, list_schemes, of_module, reference
+import rewire
+from rewire.conformance import check, list_schemes, of_module, reference, write
 from rewire.conformance.cases import cases
 from rewire.conformance.checker import in_words
 from rewire.conformance.known import mistaken, mistakes_of
@@ -131,6 +134,13 @@ def test_modules() -> None:
     assert not check("rezero", of_module(Rezero(), {"scale": "alpha"})).agrees
 
 
+@pytest.mark.parametrize("public", [check, of_module, list_schemes, write], ids=lambda one: one.__name__)
+def test_examples(public: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (test,) = doctest.DocTestFinder().find(public, globs={"rewire": rewire, "torch": torch})
+    assert test.examples and doctest.DocTestRunner().run(test).failed == 0
+
+
 @pytest.mark.parametrize("name", list_schemes())
 def test_mistakes_change_what_stands_in_the_reference(name: str) -> None:
     known = reference(name)
@@ -152,7 +162,7 @@ def test_known_mistakes_are_told_apart(name: str) -> None:
         wrong = mistaken(known, [mistake])
         assert wrong is not None
         values = run(of_reference(wrong, options), case, torch.float64)
-        if values.keys() == right.keys() and all(torch.equal(values[what], value) for what, value in right.items()):
+        if values.keys() == right.keys() and all(torch.allclose(values[what], v) for what, v in right.items()):
             continue  # it is about other options
         report = check(name, of_reference(wrong, options), dtypes=[torch.float32])
         assert report.looks_like == (mistake.says,), str(report)
