@@ -300,7 +300,7 @@ class Gated(rewire.Dense[Any]):
         return materialize(history.mix(weights[t])) + history.newest.sin()
 
 
-@pytest.mark.parametrize("topology", [Halved(), Gated()], ids=repr)
+@pytest.mark.parametrize("topology", [Halved(), Gated()], ids=["halved", "gated"])
 def test_formulas_that_are_not_those_of_the_program(topology: rewire.Topology) -> None:
     net = Stack(PreNorm)
     rewired = rewire.compile(net, topology, example_inputs=(vectors(),), start="paper")

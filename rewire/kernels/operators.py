@@ -106,22 +106,12 @@ def _forward(
         norm: "rms" or "layer", of one output.
         apart: of sources that begin with a stack, results that are not stacked: the last ones.
     """
-    many = outputs or 1
-    spec = spec_of(
-        _count(inputs),
-        _kind(inputs.weights, outputs),
-        len(inputs.scores) > 0,
-        len(inputs.added) // many,
-        many,
-        norm,
-        norm is not None,  # keep_mix
-        len(inputs.probes) > 0,
-        len(inputs.accumulators) > 0,
-        norm is None or inputs.norm_bias is not None,
-        False,  # carried
-        inputs.means is not None,
-    )
-    return launch_forward(spec, inputs, dtype, eps, (many - apart) * inputs.stacks)
+    sources, weights, scores, added, accumulators, probes, _, bias, means, stacks = inputs
+    many, biased = outputs or 1, norm is None or bias is not None
+    terms = len(sources) if not stacks else _count(inputs), _kind(weights, outputs), len(scores) > 0
+    more = len(probes) > 0, len(accumulators) > 0, biased, False, means is not None
+    spec = spec_of(*terms, len(added) // many, many, norm, norm is not None, *more)
+    return launch_forward(spec, inputs, dtype, eps, (many - apart) * stacks)
 
 
 def _backward(inputs: GradientInputs, outputs: int = 0, norm: str | None = None, biased: bool = True) -> list[Tensor]:

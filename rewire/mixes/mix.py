@@ -239,7 +239,7 @@ def _dimensional(weight: Tensor) -> Tensor:
 
 
 class _Terms(NamedTuple):
-    """The tensors that `_Sum` has gradients for, in the order in which it takes them.
+    """The tensors that `_Sum` has gradients for, in the order in which it takes them: `_in_turn` takes them apart.
 
     Attributes:
         sources, scores, added, claims, tallies: as in `Mix`.
@@ -254,11 +254,6 @@ class _Terms(NamedTuple):
     claims: Sequence[Tensor]
     norm: Sequence[Tensor]
     tallies: Sequence[Tensor]
-
-    @classmethod
-    def of(cls, counts: Sequence[int], tensors: Sequence[Tensor]) -> _Terms:
-        """The tensors in turn, as many of each as ``counts`` says."""
-        return cls(*_in_turn(counts, tensors))
 
 
 class _Fixed(NamedTuple):
@@ -284,25 +279,24 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, counts: tuple[int, ...], fixed: _Fixed, *tensors: Tensor) -> Any:
-        given = _Terms.of(counts, tensors)
+        sources, weights, scores, added, claims, scale, _ = _in_turn(counts, tensors)
         norm, constants, weight, accumulator, ctx.attended = fixed
         ctx.counts, ctx.norm = counts, norm
         statistics = () if ctx.attended is None else (ctx.attended.statistics,)
-        sources, weight = constants or given.sources, given.weights[0] if given.weights else weight
-        scores, added = given.scores, given.added
-        dtype = _plain_dtype(*(given.claims or sources), *added)  # what a sum begins with is float32
+        sources, weight = constants or sources, weights[0] if weights else weight
+        dtype = _plain_dtype(*(claims or sources), *added)  # what a sum begins with is float32
         ctx.set_materialize_grads(False)
         # Gradients of sources, weights or scores: all need the sources.
         ctx.weighted = True in ctx.needs_input_grad[2 : 2 + sum(counts[:3])]
-        kept = (*sources, *given.weights, *scores) if ctx.weighted else ()
+        kept = (*sources, *weights, *scores) if ctx.weighted else ()
         if norm is not None:
-            (kind, eps), scale, bias = norm, given.norm[0], given.norm[1] if len(given.norm) > 1 else None
+            (kind, eps), bias = norm, scale[1] if len(scale) > 1 else None
             total, after, rstd = operators.mix_norm(
-                sources, weight, scores, added, accumulator, dtype, kind, scale, bias, eps
+                sources, weight, scores, added, accumulator, dtype, kind, scale[0], bias, eps
             )
-            ctx.save_for_backward(*kept, *given.norm, total, rstd, *statistics)
+            ctx.save_for_backward(*kept, *scale, total, rstd, *statistics)
             return total, after
-        if switch.uses_kernels((given.claims or sources or added)[0]):
+        if switch.uses_kernels((claims or sources or added)[0]):
             total = operators.mix(sources, weight, scores, added, accumulator, dtype)
         else:
             total = plain.combine(sources, weight, added, scores)

@@ -93,16 +93,15 @@ def test_what_is_missing_is_said() -> None:
     assert "there is none" in str(check("rezero", constant, dtypes=[torch.float32]))
 
 
-def test_gates_in_low_precision_are_told_in_low_precision() -> None:
-    """As where all of a model is cast: nothing shows in float32."""
+def test_what_shows_in_low_precision_alone() -> None:
+    """As where a kernel has another path for it."""
 
-    def cast(x: Tensor, weights: Mapping[str, Tensor], branches: Sequence[Any]) -> Tensor:
-        low = {name: value.to(x.dtype).to(value.dtype) for name, value in weights.items()}
-        found: Tensor = planted.ancre()(x, low, branches)
-        return found if x.dtype != torch.bfloat16 else found.to(torch.float8_e4m3fn).to(x.dtype)
+    def other(x: Tensor, weights: Mapping[str, Tensor], branches: Sequence[Any]) -> Tensor:
+        return planted.attnres("no norm" if x.dtype == torch.bfloat16 else "")(x, weights, branches)  # type: ignore[no-any-return]
 
-    report = check("ancre-ingoing", cast)
+    report = check("attnres", other)
     assert {one.dtype for one in report.differences} == {torch.bfloat16}
+    assert report.looks_like == ("keys are not normed",), str(report)
 
 
 def test_branches_say_what_they_take() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreter import INTERPRETED, interpret, starts_interpreter
 
 import rewire
 from rewire.conformance import check, list_schemes, reference
 from rewire.conformance.ours import ours, packed, topology_of
 from rewire.conformance.running import of_reference
 from rewire.errors import UnknownName
+from rewire.kernels import switch
 from rewire.topologies.base import Dims
 
 ANCRE = [
@@ -111,10 +115,44 @@ def test_starts(name: str, options: dict[str, Any]) -> None:
             assert known.drawn and 0 < float(got[n][drawn].std()) < 1
 
 
+#: Those whose sums, gates and projections are kernels of their own.
+KERNELS = [
+    *(("ancre-ingoing", {}), ("denseformer", {}), ("grn-v2", {}), ("dca", {}), ("hc-static", {}), ("hc-dynamic", {})),
+    *(("frac-hc", {}), ("mhc", {}), ("attnres", {}), ("attnres", {"qkv": True, "block": 2}), ("muddformer", {})),
+    *(("ddl", {}), ("laurel-rw", {}), ("residual-scale", {"branch": True, "bias": True}), ("hc-gated", {})),
+]
+
+
+@pytest.mark.slow
+@starts_interpreter
+def test_kernels(tmp_path: Path) -> None:
+    interpret(f"{__file__}::TestKernels", tmp_path)
+
+
+class TestKernels:
+    """The topologies again, by Triton's interpreter."""
+
+    __test__ = INTERPRETED
+
+    @pytest.mark.parametrize(("name", "options"), KERNELS, ids=str)
+    def test_topologies(self, name: str, options: dict[str, Any]) -> None:
+        report = check(name, ours(name, **options), **options)
+        assert report.agrees, str(report)
+
+
+@pytest.mark.parametrize("name", ["ancre-ingoing", "dca", "mhc", "muddformer"])
+def test_without_compiled_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By operations of torch alone, as on a machine without a compiler."""
+    monkeypatch.setattr(switch, "ON", False)
+    report = check(name, ours(name))
+    assert report.agrees, str(report)
+
+
 def test_references_are_plain_torch() -> None:
     for name in list_schemes():
-        text = reference(name).text
-        imported = {line.split()[1] for line in text.splitlines() if line.startswith(("import ", "from "))}
+        tree = ast.parse(reference(name).text)
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert imported <= {"__future__", "collections.abc", "itertools", "math", "torch", "typing"}, name
 
 

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from rewire.conformance import list_schemes, reference, write
-from rewire.conformance.cases import KINDS
+from rewire.conformance.cases import KINDS, cases
+from rewire.conformance.vectors import tensors
 
 #: One case of each scheme; `write` made them.
 COMMITTED = Path(__file__).parent / "vectors"
@@ -36,29 +37,29 @@ def about(path: Path) -> dict[str, object]:
 
 
 def test_what_is_said_of_a_case(tmp_path: Path) -> None:
-    file = next(path for path in write(tmp_path, ["mhc"]) if path.parts[-2:] == ("paper", "typical.safetensors"))
+    file = next(path for path in write(tmp_path, ["hc-gated"]) if path.name == "typical.safetensors")
     said = about(file)
-    assert (said["scheme"], said["source"], said["case"]) == ("mhc", "arXiv 2512.24880", "typical")
-    assert said["options"] == reference("mhc").options
-    assert said["drawn"] == {"phi_pre": "normal(0, 0.02)", "phi_post": "normal(0, 0.02)", "phi_res": "normal(0, 0.02)"}
-    tensors = load_file(file)
-    assert said["allowed"]["float32"].keys() == said["allowed"]["bfloat16"].keys() <= tensors.keys()  # type: ignore[index]
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float64}
-    assert tensors["states.3"].shape == (3, 4, 5)
-    assert tensors["weights.b_res"].shape == tensors["gradient.b_res"].shape == (3, 4, 4)
-    assert torch.equal(tensors["start.alpha_res"], torch.full((3,), 0.01, dtype=torch.float64))
-    assert "start.phi_res" not in tensors
+    assert (said["scheme"], said["source"], said["case"]) == ("hc-gated", "transformers", "typical")
+    assert said["options"] == reference("hc-gated").options
+    assert said["drawn"] == {"down": "normal(0, 0.02)", "up": "normal(0, 0.02)", "inject": "normal(0, 0.02)"}
+    found = load_file(file)
+    assert said["allowed"]["float32"].keys() == said["allowed"]["bfloat16"].keys() <= found.keys()  # type: ignore[index]
+    assert {tensor.dtype for tensor in found.values()} == {torch.float64}
+    assert found["states.3"].shape == (3, 4, 5)
+    assert found["weights.norm"].shape == found["gradient.norm"].shape == (4, 4, 5)
+    assert torch.equal(found["start.norm"], torch.zeros(4, 4, 5, dtype=torch.float64))
+    assert "start.down" not in found
     for t in (1, 2, 3):
-        want = torch.tanh(tensors[f"reads.{t}"] @ tensors[f"inner.{t}"][0]) @ tensors["outer"][t - 1]
-        torch.testing.assert_close(tensors[f"returns.{t}"], want)
-    torch.testing.assert_close(tensors["states.3"].sum(1), tensors["output"])
+        want = torch.tanh(found[f"reads.{t}"] @ found[f"inner.{t}"][0]) @ found["outer"][t - 1]
+        torch.testing.assert_close(found[f"returns.{t}"], want)
 
 
 @pytest.mark.parametrize("name", list_schemes())
-def test_committed(name: str, tmp_path: Path) -> None:
+def test_committed(name: str) -> None:
     """Inputs and weights are the same everywhere, what follows from them to the last digits."""
-    file = next(path for path in write(tmp_path, [name]) if path.parts[-2:] == ("paper", "one-token.safetensors"))
-    got, want = load_file(file), load_file(COMMITTED / f"{name}.safetensors")
+    known = reference(name)
+    got = tensors(known, next(case for case in cases(known, {}) if case.name == "one token"))
+    want = load_file(COMMITTED / f"{name}.safetensors")
     assert got.keys() == want.keys()
     for key, value in want.items():
         if key.startswith(("x", "upstream", "weights", "inner", "outer", "start")):
