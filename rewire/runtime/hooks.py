@@ -91,8 +91,9 @@ class _Shown:
     def _refused(self, what: str, copy: Tensor) -> UnsupportedCall:
         return UnsupportedCall(
             f"{self.hook} on {_path(self.module)} returned {what} in place of hidden states of shape "
-            f"{tuple(copy.shape)} and {copy.dtype}: the other states of the residual stream would not fit. Return a tensor like the one that "
-            "it gets, put it on a norm or a branch inside the block, or use rewire.restore(model)."
+            f"{tuple(copy.shape)} and {copy.dtype}: the other states of the residual stream would not fit. Return a "
+            "tensor like the one that it gets, put it on a norm or a branch inside the block, or use "
+            "rewire.restore(model)."
         )
 
 
