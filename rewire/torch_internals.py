@@ -140,7 +140,7 @@ def writes_to_argument(operator: Any) -> bool:
     return operator._schema.is_mutable
 
 
-# -- who else looks on ------------------------------------------------------------------------------------------------
+# -- what else looks on ------------------------------------------------------------------------------------------------
 
 # Looked up once: these are asked for each sum.
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from rewire.console import Shown
 
-#: Of blocks that run several times: whether one stream goes on through all passes, or begins anew in each.
+#: Whether one stream goes on through all passes of blocks that run several times, or begins anew in each.
 Loop: TypeAlias = Literal["continue", "restart"]
 #: See `Trunk.loops`.
 Loops: TypeAlias = tuple[tuple[int, int, int], ...]

@@ -28,7 +28,7 @@ from rewire.torch_internals import keep_busy
 _FLUSH = {"cuda": 1 << 30, "cpu": 1 << 26}
 #: Seconds for which a GPU is kept busy before a pass, at least and at most, while the host launches it.
 _BUSY = (1e-3, 0.1)
-#: Of a GPU, for want of its clock; what is slower is busy for longer.
+#: A guess at a GPU's clock, which is not asked for; what is slower is busy for longer.
 _CYCLES_PER_SECOND = 2e9
 
 #: Rounds before the first that counts: compilation, caches, clocks.

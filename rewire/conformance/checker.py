@@ -240,7 +240,7 @@ def _errors(want: Values, got: Values, dtype: torch.dtype) -> dict[str, float]:
 
 
 def _largest(numbers: Mapping[str, float]) -> dict[bool, float]:
-    """Of gradients (True), and of all else."""
+    """The largest of gradients (True), and of all else."""
     return {
         kind: max((number for what, number in numbers.items() if _kind(what) == kind), default=0.0)
         for kind in (True, False)
@@ -288,7 +288,7 @@ def _named(known: Reference, trials: Sequence[Trial], dtype: torch.dtype) -> tup
 def _explaining(
     known: Reference, candidates: Sequence[Sequence[Mistake]], trials: Sequence[Trial], dtype: torch.dtype
 ) -> dict[str, float]:
-    """Of the mistakes that explain everything, in words, the largest error that is left."""
+    """The mistakes that explain everything, in words, with the largest error that is left."""
     before = max(trial.excess(_errors(trial.want, trial.got, dtype)) for trial in trials)
     limit = min(TOLERANCES[dtype].named, TOLERANCES[dtype].better * before)
     found = {}

@@ -89,7 +89,7 @@ class Reference:
 
     @property
     def drawn(self) -> dict[str, str]:
-        """Of weights that start as random numbers, how they are drawn."""
+        """How weights that start as random numbers are drawn."""
         return dict(_functions(self.text, str(self.path)).get("DRAWN", {}))
 
     def forward(

@@ -252,7 +252,7 @@ class History:
         return [Mix(self.states[: len(row)], row, tuple(own[way] for own in scores)) for way, row in rows]
 
     def _scores_of(self, number: int) -> list[Tensor]:
-        """Of a read, [..., ways] of each of its states; none."""
+        """The scores of a read, [..., ways] for each of its states; none here."""
         blocks, first = self.table.blocks, self.table.first
         complete, ways = len(self.states) - self.joined, first[number + 1] - first[number]
         places = [first[number] - first[blocks.first_mix(state)] for state in range(complete)] + [0] * self.joined

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Metadata(NamedTuple):
-    """Of a tensor: all that is asked of it before its values are."""
+    """All that is asked of a tensor before its values are."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -45,7 +45,7 @@ def row_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None:
 
 
 def stream_strides(x: Metadata) -> tuple[int, int] | None:
-    """Of streams [..., n, D], elements from a token to the next, and from a stream to the next; None as above."""
+    """Elements from a token to the next, and from a stream to the next, in streams [..., n, D]; None as above."""
     (*lead, n, cols), (*along, step, last) = x.shape, x.strides
     of_tokens = row_stride((*lead, cols), (*along, last))
     return None if of_tokens is None or row_stride((n, cols), (step, last)) is None else (of_tokens, step)

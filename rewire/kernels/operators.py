@@ -259,7 +259,7 @@ def _mixes_like(
 
 
 def _outputs(weights: Tensor | None, scores: Sequence[Tensor], probes: Sequence[Tensor] = ()) -> int:
-    """Of a contraction; scores are a table or, where these do not say, of each source [..., M]."""
+    """How many results a contraction has; scores are one table or, in a list of several, [..., M] of each source."""
     return len(probes) or (scores[0].shape[-1 if len(scores) > 1 else -2] if weights is None else weights.shape[0])
 
 

@@ -14,7 +14,7 @@ ON = os.environ.get("REWIRE_KERNELS", "on").lower() not in ("off", "0", "false")
 #: Triton's interpreter runs kernels on a CPU: for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-#: Of states.
+#: Those of states.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

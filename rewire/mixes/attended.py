@@ -212,7 +212,7 @@ def _gradients_by_kernels(
 
 
 def _complete(tallies: Sequence[Tensor | None]) -> list[Tensor]:
-    """Of a read that has no gradient, one that makes its weight 0."""
+    """The tallies, with one that makes the weight 0 for each read that has no gradient."""
     known = [tally for tally in tallies if tally is not None]
     if len(known) == len(tallies):
         return known

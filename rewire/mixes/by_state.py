@@ -29,7 +29,7 @@ class ByState(NamedTuple):
 
     @classmethod
     def of(cls, flat: Tensor, blocks: Blocks, ways: Sequence[int]) -> ByState:
-        """Of weights that come for each read in turn, for each of its ways, one for each of its states."""
+        """From weights that come for each read in turn, for each of its ways, one for each of its states."""
         first = first_mixes(ways)
         of_states = [first[blocks.first_mix(state)] for state in range(blocks.states)]
         read, state = _entries(flat, blocks, ways)
@@ -54,7 +54,7 @@ class ByState(NamedTuple):
 
 
 def first_mixes(ways: Sequence[int]) -> list[int]:
-    """Of each read in turn the number of its first mix, and how many mixes there are."""
+    """The number of the first mix of each read in turn, and how many mixes there are."""
     return [0, *itertools.accumulate(ways)]
 
 

@@ -225,7 +225,7 @@ class History:
     def read(self, t: int, x: Tensor) -> Self:
         """The history as read t has it: with ``x``, the newest state.
 
-        To be called by who reads the state, not by who makes it: the claims' backward needs the state, and under
+        To be called where the state is read, not where it is made: the claims' backward needs the state, and under
         activation checkpointing would have the block that made it recomputed before its turn.
         """
         number = t - self.table.blocks.first
@@ -330,7 +330,7 @@ class History:
         return [Mix(self.values, row, own, (), of) for row, own, of in zip(weights, of_ways, claims, strict=True)]
 
     def _scores_of(self, number: int) -> Scores:
-        """Of each state those of a read, [..., ways], if there are any."""
+        """The scores of a read, [..., ways] for each state, if there are any."""
         if not self.scores:
             return ()
         ways = self.table.first[number + 1] - self.table.first[number]

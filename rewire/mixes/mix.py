@@ -173,7 +173,7 @@ class Attended(NamedTuple):
         return torch.cat([statistics, mean.unsqueeze(0)])
 
     def again(self) -> tuple[Tensor, Tensor]:
-        """The read's value and its statistics, where who has read the value wrote to it."""
+        """The read's value and its statistics, where the value was written to after it was read."""
         shares, statistics = self._softmax()
         return Mix(self.states, None, shares.unsqueeze(-1).unbind()).value(), statistics
 
@@ -341,7 +341,7 @@ def _saved(ctx: Any, grad: Tensor | None) -> Any:
         return ctx.saved_tensors
     try:
         return ctx.saved_tensors
-    except RuntimeError:  # of all sums only this one saves its value, which who reads it may write to
+    except RuntimeError:  # of all sums only this one saves its value, which may be written to after it was read
         return ctx.attended.again()
 
 

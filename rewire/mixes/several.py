@@ -28,7 +28,7 @@ def mixes(
         scores: weights per token, float32 [..., M, N].
 
     Returns:
-        M of [..., D], rounded once, in the dtype of plain adds; and the sources, as who reads them next is to take
+        M of [..., D], rounded once, in the dtype of plain adds; and the sources, as the next read is to take
         them: where this is one pass over memory, gradients from there join it.
     """
     outputs = len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]

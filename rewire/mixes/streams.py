@@ -39,7 +39,7 @@ class Projected:
         self.products, self.claim = products, claim
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Projected:
-        """Of streams in other dimensions of tokens."""
+        """The same, of streams in other dimensions of tokens."""
         grad, factors = self.claim
         return Projected(view(self.products), (view(grad), view(factors)))
 
@@ -66,7 +66,7 @@ def of_tokens(streams: Tensor, weight: Tensor) -> Tensor:
 
 
 def read_streams(streams: Tensor, weights: Tensor, claim: Claim | None = None) -> tuple[Tensor | PendingRead, Tensor]:
-    """`combine` without branches, and the streams, as who reads them next is to take them: see `mixes`.
+    """`combine` without branches, and the streams, as the next read is to take them: see `mixes`.
 
     Args:
         streams, weights: as in `combine`.
@@ -88,7 +88,7 @@ def read_streams(streams: Tensor, weights: Tensor, claim: Claim | None = None) -
 
 
 class PendingRead(Mix):
-    """A `Mix` of streams whose part of their gradient is computed by who gave out the claim."""
+    """A `Mix` of streams whose part of their gradient is computed where the claim was made."""
 
     __slots__ = ("claim", "factors", "streams")
 

@@ -53,10 +53,10 @@ def project_normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool = False) -> tuple[Tensor, Tensor]:
-    """`project`, or with ``eps`` `project_normed`; and ``x``, as who reads it next is to take it.
+    """`project`, or with ``eps`` `project_normed`; and ``x``, as the next read is to take it.
 
     ``clamped``, scores below zero are zero. The derivative is 1 at zero, not 0 as that of relu, where weights that are
-    zero would never learn. Gradients from who reads ``x`` join the pass over memory that this one's backward makes.
+    zero would never learn. Gradients of later reads of ``x`` join the pass over memory that this one's backward makes.
     """
     with outside_autocast(x.device):
         # However small x is: what autograd would call one by one takes longer, each way.
@@ -86,7 +86,7 @@ def read_off_apart(
 
 
 def read_off_hidden(x: Tensor, weight: Tensor, out: Tensor, static: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``gelu(rms_norm(x) @ weight) @ out + static``; and ``x``, as who reads it next is to take it.
+    """``gelu(rms_norm(x) @ weight) @ out + static``; and ``x``, as the next read is to take it.
 
     Args:
         x: [..., D].

@@ -525,7 +525,7 @@ class Depth:
         return x.data
 
     def _held(self, values: Sequence[Any]) -> tuple[Live | None, Any]:
-        """Of several values the one that is a stream's, and the stream."""
+        """The stream that one of several values belongs to, and that value."""
         held = ((self._holding(value), value) for value in values if isinstance(value, Tensor))
         return next((found for found in held if found[0] is not None), (None, None))
 

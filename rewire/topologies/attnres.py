@@ -141,7 +141,7 @@ class AttnRes(DenseIncrements[AttendedTable]):
         return {"queries": torch.zeros(sum(self._ways(dims)), dims.width)}
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:
-        """Of dot products with normed vectors, whose size is the root of the width."""
+        """Queries are multiplied with normed vectors, whose size is the root of the width."""
         return {"queries": OF_STATES * dims.width**-0.5}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> AttendedTable:

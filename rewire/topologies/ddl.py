@@ -95,7 +95,7 @@ class DDL(FirstOrder[Delta]):
         }
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:
-        """Of dot products with vectors of this width, and of what is added to them."""
+        """Maps are multiplied with vectors of this width; biases are added to what that gives."""
         product = OF_STATES * dims.width**-0.5
         return {"gate": product, "gate_bias": OF_STATES, "value": product, "value_bias": OF_STATES}
 

@@ -81,7 +81,7 @@ class _Dense(Topology[W]):
         return [len(self.sources(t)) for t in self.mixing(dims)]
 
     def of_reads(self, dims: Dims, flat: Tensor) -> dict[int, Tensor]:
-        """Of weights [K, ..] in which those of all reads stand one after the other, by t those of read t, [n, ..]."""
+        """Weights [K, ..] of all reads, one after the other, taken apart: by t those of read t, [n, ..]."""
         return dict(zip(self.mixing(dims), parts(flat, self.sizes(dims)), strict=True))
 
     def table(self, dims: Dims, flat: Tensor) -> Table:

@@ -30,7 +30,7 @@ _STD = 0.02  # of the maps, as in the code of Qwen4-Exp
 
 
 class Weights(NamedTuple):
-    """Of T reads and the output: the norm's scale [T + 1, n, D], and the three maps."""
+    """The norm's scale [T + 1, n, D] of the T reads and the output, and their three maps."""
 
     norm: Tensor
     down: Tensor

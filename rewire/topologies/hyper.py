@@ -105,7 +105,7 @@ class Streams(Topology[Weights]):
         """For each learned scale in turn, how many of the K values it multiplies."""
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
-        """Of ``static`` [T, ..., K], and ``dynamic`` [T, channels, K] and ``scale`` [T, number of scales] if there.
+        """From ``static`` [T, ..., K], and ``dynamic`` [T, channels, K] and ``scale`` [T, number of scales] if there.
 
         ``last_static`` [..., k], ``last_dynamic`` [channels, k] and ``last_scale`` [1] are those of a learned output.
         """
@@ -123,7 +123,7 @@ class Streams(Topology[Weights]):
 
     @property
     def norm_eps(self) -> float:
-        """Of the norm of the streams."""
+        """The epsilon of the norm of the streams."""
         return 1e-6
 
     def signal(self, products: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class MUDDFormer(Dense[dict[int, Aggregate]]):
         return {"static": OF_STATES, "w2": OF_STATES**2}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> dict[int, Aggregate]:
-        """Of each read t."""
+        """By read t, what its weights are computed with."""
         sizes = [ways * n for ways, n in self._shapes(dims)]
         static = parameters["static"].float().split(sizes)
         w1 = parameters["w1"].float().split(sizes)
@@ -130,6 +130,6 @@ class MUDDFormer(Dense[dict[int, Aggregate]]):
         return weights[t].static.mean(0)
 
     def _shapes(self, dims: Dims) -> list[tuple[int, int]]:
-        """Of each read, how many ways, and states to mix."""
+        """How many ways each read has, and how many states it mixes."""
         ways = [_WAYS if t in dims.attention else 1 for t in self.mixing(dims)]
         return list(zip(ways, self.sizes(dims), strict=True))

@@ -53,7 +53,7 @@ class ScaledSum(FirstOrder[Scales]):
 
 
 def _entries(scales: Tensor) -> Sequence[Weight]:
-    """Of [T] or [T, D], one entry for each unit."""
+    """The scales of each unit: [T] as numbers, [T, D] as vectors."""
     if scales.dim() > 1:
         return scales.unbind()
     numbers: list[float] = scales.tolist()

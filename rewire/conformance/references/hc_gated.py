@@ -54,7 +54,7 @@ def forward(
     n, tokens = streams, range(len(x))
 
     def read(H: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        """Of one token: r_t, and vec(N)."""
+        """r_t and vec(N) of one token."""
         N = H / torch.sqrt((H**2).mean(-1, keepdim=True) + norm_eps) * (1 + weights["norm"][t])
         hidden = torch.nn.functional.silu(N.flatten() @ weights["down"][t] / n)
         g = torch.sigmoid(hidden @ weights["up"][t]).unflatten(0, (n, -1))

@@ -42,7 +42,7 @@ def _tanh(x):
 
 @triton.jit
 def _place(i, k, N: tl.constexpr):
-    """Of the value in column k of stream i in a token's table: row j, column i for A_r; column n for B."""
+    """Where column k of stream i stands in a token's table: row j, column i for A_r; column n for B."""
     return tl.where(k <= N, (k - 1) * (N + 1) + i, i * (N + 1) + N)
 
 
@@ -136,7 +136,7 @@ def _real(x, N: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _loaded(products, static, scale, column, strides, token, inside):
-    """Of a tile of tokens and columns: the products, their scales, and the values."""
+    """The products of a tile of tokens and columns, their scales, and the values."""
     s = tl.load(products + (token * strides[0] + column * strides[1]), mask=inside, other=0.0)
     a = tl.load(scale + (column + 0 * token), mask=inside, other=0.0)
     return s, a, tl.load(static + (column + 0 * token), mask=inside, other=0.0) + a * s

@@ -21,7 +21,7 @@ from torch import Tensor
 from rewire.kernels.arguments import Metadata, metadata, row_stride, stream_strides
 from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Code, Fitted, Kernel
 
-#: Of matrix products in the kernels: as exact as float32, by three products of tensor cores where there are such.
+#: How exact matrix products in the kernels are: as float32, by three products of tensor cores where there are any.
 PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
 #: Columns of the weight that one kernel takes.
 MOST = 128

@@ -26,7 +26,7 @@ TILE, MOST_SUMS = 2048, 128
 
 @triton.jit
 def _one_tile(partials, result, parts, size, run, step, first, TOGETHER: tl.constexpr, SUMS: tl.constexpr):
-    """Of partials [parts, size] the sums from ``first`` on."""
+    """Sums of partials [parts, size], from ``first`` on."""
     place = first + tl.arange(0, SUMS)
     inside = (place >= 0) & (place < size)
     total = tl.zeros([TOGETHER, SUMS], tl.float32)

@@ -79,7 +79,7 @@ def write_forward(
                 y += tl.load(factors + i, mask=token < tokens, other=0.0) * xs[i]
             rounded = y.to(written.dtype.element_ty)
             tl.store(written + (token * (N * WIDTH) + (j * WIDTH + col[None, :])), rounded, mask=inside)
-            y = rounded.to(tl.float32)  # as who reads it from memory has it
+            y = rounded.to(tl.float32)  # as it is read from memory
             row = col[:, None] if EACH else j * WIDTH + col[:, None]
             place = row * weight_strides[0] + k * weight_strides[1]
             w = tl.load(weight + place, mask=(col[:, None] < WIDTH) & (k < K), other=0.0)

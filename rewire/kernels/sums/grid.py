@@ -44,7 +44,7 @@ class Grid:
         return cls(spec, backward, row_programs, col_programs, block_rows, block_cols, warps)
 
     def parts(self, sums: str) -> int:
-        """Of how many programs each leaves a part of those sums, by the name of the parameter for them."""
+        """How many programs leave a part of those sums each; ``sums`` is the name of their parameter."""
         if sums == "score_partials":
             return self.col_programs
         of_all = sums == "weight_partials" and self.spec.weights == "scalar"

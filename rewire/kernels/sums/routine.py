@@ -75,7 +75,7 @@ class Routine:
 
 
 def forward(spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, stacked: int) -> Routine:
-    """Of `launch.mix_forward`.
+    """The routine of `launch.mix_forward`.
 
     Args:
         given: by field of `launch.MixInputs`.
@@ -108,7 +108,7 @@ def forward(spec: MixSpec, given: Given, dtype: torch.dtype | None, eps: float, 
 
 
 def backward(spec: MixSpec, given: Given, stacked: int) -> Routine:
-    """Of `launch.mix_backward`.
+    """The routine of `launch.mix_backward`.
 
     Args:
         given: by field of `launch.GradientInputs`.

@@ -375,7 +375,7 @@ def _outside(found: Finding) -> set[tuple[str, CodeType | None]]:
 
 
 def _among_results(op: Op, scope: Scope) -> list[Op]:
-    """Of an operation in what ``scope`` calls, which returns several tensors: what makes these."""
+    """What makes the tensors that a call returns, which ``scope`` makes and ``op`` runs in, if it returns several."""
     inner: Scope | None = op.scope
     while inner is not None and inner is not scope:
         if inner.parent is scope and len(inner.results) > 1:

@@ -76,7 +76,7 @@ class Add:
 
     @property
     def shape(self) -> torch.Size | None:
-        """Of the next state."""
+        """The shape of the next state."""
         return self.state.shape if self.flattened else self.op.shape
 
     @property
@@ -200,7 +200,7 @@ def _around(add: Add, found: dict[Op, Add]) -> str:
 
 
 def _beside_streams(adds: Collection[Add]) -> set[Add]:
-    """Of sums ``place + h`` those in which ``h`` is a state, or a norm of one, to which a branch with the sum is added.
+    """Sums ``place + h`` in which ``h`` is a state, or a norm of one, to which a branch with the sum is added.
 
     Places are made of what streams start from, or the other way around, and look like shortcuts (DETR, SAM).
     """

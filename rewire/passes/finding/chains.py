@@ -224,7 +224,7 @@ def _lengths(adds: Sequence[Add], follows: dict[Add, Add]) -> dict[Add, int]:
 
 
 def _next(add: Add, adds: Sequence[Add], follows: dict[Add, Add], lengths: dict[Add, int]) -> Add | None:
-    """Of the adds that take up what ``add`` made, the one with which the stream is longest."""
+    """The add that takes up what ``add`` made; the one with which the stream is longest, if there are several."""
     following = [other for other in adds if follows.get(other) is add]
     return max(following, key=lambda other: lengths[other], default=None)
 

@@ -176,7 +176,7 @@ class Flow:
         outputs: what the model returns.
         unread: what could not be looked into, by module path.
         containers: whether the module at a path is a list, a dict or a sequence of modules.
-        held: for operations that wrote to a tensor in place, who else reads it afterwards.
+        held: for operations that wrote to a tensor in place, what else holds it and is read afterwards.
         casts: casts that returned what they were given: where, and what made that.
         tensors: of a run that has just ended, what each operation made.
     """

@@ -1,4 +1,4 @@
-"""Finder: who else reads a tensor that is written to in place.
+"""Finder: what else holds a tensor that is written to in place, and is read.
 
 Where the user's ``x += f`` writes to a tensor, the edited forward makes a new one. A view of it, another name or a list
 that holds it would show the change in the one, and not in the other.

@@ -28,7 +28,7 @@ _PARTS = {"chunk", "split"}
 
 
 class Tracer(Protocol):
-    """What stand-ins ask of the one who traces."""
+    """What stand-ins ask of the tracer."""
 
     def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy: ...
 

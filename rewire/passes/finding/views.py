@@ -17,7 +17,7 @@ class Views:
     """Stand-ins for modules, one for each. The modules and their classes stay as they are.
 
     Args:
-        tracer: who traces the calls.
+        tracer: what traces the calls.
     """
 
     def __init__(self, tracer: Tracer) -> None:

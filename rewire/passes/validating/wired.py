@@ -37,7 +37,7 @@ from rewire.runtime.nested import mapped
 from rewire.runtime.reentrant import where_reentrant
 from rewire.torch_internals import pytree, saved_tensor_hooks
 
-#: Of an operation or a call: where in the code it stands, and the number among those alike.
+#: Where in the code an operation or a call stands, and its number among those alike.
 _Key: TypeAlias = tuple[Any, ...]
 
 
