@@ -44,7 +44,7 @@ class SeeingTensors:
             return None  # the original has no such module
         changing = len(given) if self.before else 1
         read, changed = given[: len(given) - changing], given[len(given) - changing :]
-        shown = _Shown(self._name, _path(module))
+        shown = _Shown(self._name, module)
         seen = [along(part, part, shown.show) for part in changed]
         if not shown.places:
             return self.hook(module, *[along(part, part, _value) for part in read], *changed)
@@ -66,8 +66,8 @@ class SeeingTensors:
 class _Shown:
     """The hidden states that one call of a hook got."""
 
-    def __init__(self, hook: str, where: str) -> None:
-        self.hook, self.where = hook, where
+    def __init__(self, hook: str, module: nn.Module) -> None:
+        self.hook, self.module = hook, module
         #: What passes, the tensor that the hook got for it, and what makes the same of another tensor.
         self.places: list[tuple[Any, Tensor, Callable[[Tensor], Any]]] = []
 
@@ -90,9 +90,10 @@ class _Shown:
 
     def _refused(self, what: str, copy: Tensor) -> UnsupportedCall:
         return UnsupportedCall(
-            f"{self.hook} on {self.where} returned {what} in place of hidden states of shape {tuple(copy.shape)} and "
-            f"{copy.dtype}: the other states of the residual stream would not fit. Return a tensor like the one that "
-            "it gets, put it on a norm or a branch inside the block, or use rewire.restore(model)."
+            f"{self.hook} on {_path(self.module)} returned {what} in place of hidden states of shape "
+            f"{tuple(copy.shape)} and {copy.dtype}: the other states of the residual stream would not fit. Return a "
+            "tensor like the one that it gets, put it on a norm or a branch inside the block, or use "
+            "rewire.restore(model)."
         )
 
 

@@ -100,8 +100,8 @@ def test_a_topology_of_a_registered_class_or_function(register: Callable[[str], 
     def third(form: str = "paper") -> Halved:
         return Halved(1 / 3, form)
 
-    register("halved")(Halved)
-    for name, options in (("a-third", {}), ("halved", {"share": 0.25})):
+    register("a-half")(Halved)  # an example of a docstring registers "halved"
+    for name, options in (("a-third", {}), ("a-half", {"share": 0.25})):
         for start in ("paper", "preserve"):
             model = rewire.compile(stack(), name, **options, start=start, validate=False)  # type: ignore[arg-type]
             (connection,) = rewire.connections(model).values()
