@@ -16,7 +16,6 @@ from typer.testing import CliRunner, Result
 
 import rewire
 import rewire.cli
-from rewire.bench import harness
 from rewire.cli import app
 
 USER_FILE = """
@@ -262,31 +261,6 @@ def test_bench(run: Run, tmp_path: Path) -> None:
     assert (times["model"], times["batch"], times["length"]) == ("hf:llama", 2, 5)
     assert [len(times[name]["seconds"]) for name in ("plain", "ancre-ingoing", "grn-v3")] == [2, 2, 2]
     assert (tmp_path / "times.png").stat().st_size > 1000
-
-
-def test_bench_of_mixes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "copy_bandwidth", lambda device: 1e10)
-    sizes = ["--batch", "1", "--length", "4", "--rounds", "1", "--device", "cpu"]
-    result = run("bench", "--mixes", *sizes, "--json", "mixes.json", "--plot", "mixes.png")
-    assert result.exit_code == 0, result.output
-    for part in ("sum of 8, a weight each", "ours", "hyper-connections", "not run: without torch.compile"):
-        assert part in " ".join(result.stdout.split())
-    (results,) = json.loads((tmp_path / "mixes.json").read_text())["results"]
-    assert {row["implementation"] for row in results["rows"]} >= {
-        "plain residual",
-        "eager",
-        "ours",
-        "liger-kernel",
-        "fla-core",
-    }
-    assert results["rows"][0]["shape"] == [1, 4, 1024]
-    assert (tmp_path / "mixes.png").stat().st_size > 1000
-
-
-def test_bench_of_nothing_or_of_both(run: Run) -> None:
-    assert "give a MODEL, or --mixes" in failed(run("bench"))
-    for more in (["hf:llama"], ["--topology", "dca"]):
-        assert "leave out MODEL and --topology" in failed(run("bench", "--mixes", *more))
 
 
 def test_bench_of_a_user_s_model_and_of_an_image_model(run: Run) -> None:

@@ -12,12 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from on_mixes import comparison, workloads
 
 from on_gpu import bandwidth, device_checks, kernel_checks, model_checks, steps
 from on_gpu.goals import STEPS
 from on_gpu.processes import Job, Skipped
 from rewire import conformance
-from rewire.bench import comparison, harness, workloads
+from rewire.bench import harness
 from rewire.conformance.ours import ours
 
 Result = Mapping[str, Any]

@@ -9,7 +9,7 @@ import torch
 import typer
 
 import rewire
-from rewire.bench import comparison, harness, workloads
+from rewire.bench import harness
 from rewire.cli import output
 from rewire.cli.app import app
 from rewire.cli.arguments import (
@@ -22,7 +22,7 @@ from rewire.cli.arguments import (
 )
 from rewire.console import progress, say
 from rewire.errors import RewireError
-from rewire.plotting import plot_rates, plot_times
+from rewire.plotting import plot_times
 from rewire.studies.contenders import DEFAULT
 
 
@@ -75,26 +75,15 @@ def study_command(
 
 @app.command("bench")
 def bench_command(
-    model: Annotated[str | None, MODEL] = None,
-    mixes: Annotated[
-        bool, typer.Option("--mixes", help="Time single mixes instead, beside plain torch and other libraries.")
-    ] = False,
+    model: Annotated[str, MODEL],
     topology: Annotated[
         list[str] | None, typer.Option(help="What to measure; may be given several times.  [default: ancre-ingoing]")
     ] = None,
     compiled: Annotated[bool, typer.Option("--compiled", help="Measure each under torch.compile, too.")] = False,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences or images in a batch.  [default: 8; of mixes 1]")
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens in a sequence.  [default: 128; of mixes 1024, on an accelerator 16384]"),
-    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences or images in a batch.")] = 8,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 10,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Of weights, or states.  [default: float32; of mixes on an accelerator bfloat16]"),
-    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of weights.")] = "float32",
     device: Annotated[str, typer.Option(help="Where to run.  [default: an accelerator if there is one]")] = "",
     out: Annotated[
         Path | None, typer.Option("--json", "--out", metavar="PATH", help="Write the times as JSON.")
@@ -103,18 +92,9 @@ def bench_command(
         Path | None, typer.Option(metavar="PATH", callback=picture, help="Draw the times: .png, .pdf or .svg.")
     ] = None,
 ) -> None:
-    """Time training steps (forward and backward) of MODEL, plain and rewired, in turn in one run; or single mixes."""
+    """Time training steps (forward and backward) of MODEL, plain and rewired, in turn in one run."""
     where = torch.device(device) if device else harness.default_device()
-    if mixes and (model or topology):
-        raise RewireError("--mixes times mixes without a model: leave out MODEL and --topology.")
-    if mixes:
-        todo = workloads.default_workloads(where, dtype and getattr(torch, dtype), batch, length)
-        _bench_mixes(todo, where, rounds, compiled, out, plot)
-        return
-    if model is None:
-        raise RewireError("there is nothing to time: give a MODEL, or --mixes.")
-    batch, length = batch or 8, length or 128
-    plain = load(model).to(device=where, dtype=getattr(torch, dtype or "float32")).train()
+    plain = load(model).to(device=where, dtype=getattr(torch, dtype)).train()
     inputs = inputs_of(plain, batch, length)
     models = {"plain": plain}
     for name in topology or ["ancre-ingoing"]:
@@ -130,25 +110,3 @@ def bench_command(
         harness.save(out, [{"model": model, "batch": batch, "length": length, **harness.as_json(timings)}], where)
     if plot:
         plot_times({name: timing.seconds for name, timing in timings.items()}, plot)
-
-
-def _bench_mixes(
-    todo: list[workloads.Workload],
-    where: torch.device,
-    rounds: int,
-    compiled: bool,
-    out: Path | None,
-    plot: Path | None,
-) -> None:
-    bandwidth = harness.copy_bandwidth(where)
-    rows = []
-    with progress(f"mixes on {where}", len(todo)) as step:
-        for done, found in enumerate(comparison.run(todo, rounds, compiled), start=1):
-            rows += found
-            say(f"timed {done} of {len(todo)} kinds of mixes")
-            step()
-    output.console().print(comparison.table(rows, bandwidth))
-    if out:
-        comparison.save(out, rows, bandwidth, where)
-    if plot:
-        plot_rates(comparison.rates(rows), bandwidth, plot)

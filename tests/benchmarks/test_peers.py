@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 PROGRAM = """
 import dataclasses
 import torch
-from rewire.bench import comparison, workloads
+from on_mixes import comparison, workloads
 torch.manual_seed(0)
 sizes = workloads.Sizes(1, 8, 32, torch.float32, torch.device("cpu"))
 comparison._CHECKED = 8
@@ -23,7 +24,8 @@ for workload in (workloads.attention_residuals(sizes, 4), workloads.manifold_hyp
 
 @pytest.mark.slow
 def test_liger() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    benchmarks = str(Path(__file__).parents[2] / "benchmarks")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": benchmarks}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(float(error) < 1e-4 for error in done.stdout.split()), done.stdout

@@ -12,10 +12,10 @@ from rich import box
 from rich.table import Table
 from torch import Tensor, nn
 
+from on_mixes.peers import Implementation
+from on_mixes.workloads import EAGER, OURS, Workload
 from rewire.bench import harness
 from rewire.bench.harness import Passes, Timing
-from rewire.bench.peers import Implementation
-from rewire.bench.workloads import EAGER, OURS, Workload
 from rewire.passes.validating.tensors import relative_error
 
 #: Tokens on which the implementations are compared before they are timed.

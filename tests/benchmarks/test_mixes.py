@@ -8,13 +8,14 @@ from typing import Any
 import matplotlib.image
 import pytest
 import torch
+from on_mixes import comparison, workloads
+from on_mixes.comparison import Row
+from on_mixes.peers import Implementation, status
 from rich.console import Console
 from torch import Tensor
 
-from rewire.bench import comparison, harness, workloads
-from rewire.bench.comparison import Row
+from rewire.bench import harness
 from rewire.bench.harness import Passes, Timing
-from rewire.bench.peers import Implementation, status
 from rewire.kernels import switch
 from rewire.kernels.kernel import Kernel, Launch
 from rewire.plotting import plot_rates

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rewire.bench import peers
-from rewire.bench.peers import Implementation, Results
+from on_mixes import peers
+from on_mixes.peers import Implementation, Results
 from rewire.mixes.attended import AttendedTable
 from rewire.mixes.history import Table
 from rewire.mixes.mix import mix, pending_mix, softmax
