@@ -7,7 +7,7 @@ DEV := .venv
 DEMO := .venv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo docs notebook test slow lint bench papers clean
+.PHONY: help env demo docs notebook test slow lint mutants bench papers clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 8
@@ -37,6 +37,13 @@ lint: env  ## check style and types
 	$(DEV)/bin/ruff check
 	$(DEV)/bin/ruff format --check
 	$(DEV)/bin/mypy
+
+FILE ?= rewire/passes/finding/chains.py
+TESTS ?= tests/passes/finding tests/passes/test_find.py
+SAMPLE ?= 40
+mutants: env  ## change FILE in SAMPLE small ways, and show which of them TESTS do not notice
+	$(DEV)/bin/python -m pip install --quiet -e '.[mutants]' -c constraints.txt
+	OMP_NUM_THREADS=1 $(DEV)/bin/python benchmarks/mutants.py $(FILE) $(TESTS) --sample $(SAMPLE)
 
 bench: env  ## run the benchmarks
 	$(DEV)/bin/python benchmarks/run.py

@@ -3,7 +3,8 @@
     PYTHONPATH=tests python -P benchmarks/fuzz.py [--nets 5000] [--jobs 2] [--seed 0] [--unvalidated] [--out FILE]
 
 Every net is run by itself first; those that do not run, and those with a single residual add, are not counted. Nets
-that are wrong are printed with the seed that makes them.
+that are wrong are printed with the seed that makes them. Of those that are refused, some do not fit: what they do has
+no meaning with learned connections, or leaves no two adds that follow each other (`DOES_NOT_FIT`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ from rich.table import Table
 
 import rewire
 
+#: Words of the errors that refuse nets for what they are, and what that is.
+DOES_NOT_FIT = {
+    "gradients do not pass from the residual add": "gradients are cut between two adds",
+    "has the same memory and is read afterwards": "a state is written to in place, and read under another name",
+}
+_SINGLE = "a single residual add: there is nothing"
+
 
 def net_of(seed: int) -> Net:
     """The random net of a number."""
@@ -45,7 +53,7 @@ def net_of(seed: int) -> Net:
 
 
 def outcome(seed: int, validate: bool = True) -> tuple[int, str, str]:
-    """The number, ``right``, ``refused``, ``wrong`` or ``not counted``, and why."""
+    """The number, ``right``, ``refused``, ``does not fit``, ``wrong`` or ``not counted``, and why."""
     net = net_of(seed)
     if net.adds < 2:
         return seed, "not counted", "a single residual add"
@@ -56,7 +64,13 @@ def outcome(seed: int, validate: bool = True) -> tuple[int, str, str]:
             return seed, "wrong", f"{type(error).__name__}: {error}"
     if result == "invalid":
         return seed, "not counted", "it does not run"
-    return (seed, "right", "") if result == "right" else (seed, "refused", result)
+    if result == "right":
+        return seed, "right", ""
+    unfit = next((why for words, why in DOES_NOT_FIT.items() if words in result), "")
+    left = [line for line in result.splitlines() if line.startswith("  ")]
+    if left and all(_SINGLE in line for line in left):
+        unfit = "no two adds follow each other"
+    return (seed, "does not fit", unfit) if unfit else (seed, "refused", result)
 
 
 def quiet() -> None:
@@ -89,10 +103,13 @@ def main() -> None:
 
     counts = collections.Counter(kind for _, kind, _ in results)
     reasons = collections.Counter(why.partition(":")[0] for _, kind, why in results if kind == "refused")
+    unfit = collections.Counter(why for _, kind, why in results if kind == "does not fit")
     counted = sum(counts[kind] for kind in ("right", "refused", "wrong"))
-    table = Table("outcome", "nets", "of those that run and have a stream")
+    table = Table("outcome", "nets", "of those that fit")
     for kind in ("right", "refused", "wrong"):
         table.add_row(kind, str(counts[kind]), f"{counts[kind] / max(counted, 1):.1%}")
+    for why, count in unfit.items():
+        table.add_row(f"refused: does not fit, {why}", str(count), "")
     table.add_row("not counted", str(counts["not counted"]), "")
     console.print(table)
     console.print(f"refused because: {dict(reasons)}; {time.time() - start:.0f} s", markup=False)
@@ -100,7 +117,8 @@ def main() -> None:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     settings = {"nets": given.nets, "seed": given.seed, "validated": not given.unvalidated}
     settings |= {"rewire": rewire.__version__, "torch": torch.__version__}
-    found = {"counts": counts, "refused because": reasons, "wrong": [r for r in results if r[1] == "wrong"]}
+    found = {"counts": counts, "refused because": reasons, "does not fit": unfit}
+    found["wrong"] = [r for r in results if r[1] == "wrong"]
     given.out.write_text(json.dumps({**settings, **found}, indent=2) + "\n")
     sys.exit(bool(counts["wrong"]))
 

@@ -29,6 +29,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import traffic
 import triton
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +40,6 @@ from triton.backends.nvidia import driver as nvidia
 
 from passes import CASES, Branch, dims_of, run
 from rewire.kernels import MixSpec, operators, switch
-from rewire.mixes import traffic
 from rewire.topologies.registry import make_topology
 
 ROWS, COLS, DTYPE = 4, 128, torch.bfloat16
@@ -140,8 +140,7 @@ def trunk(case: str, units: int) -> Callable[[Tensor], Tensor]:
     topology, depth = make_topology(name, options).for_start("preserve"), units * depth // 24
     dims = dims_of(topology, depth, COLS)
     parameters = {key: value.requires_grad_() for key, value in topology.parameters(dims, "preserve").items()}
-    known = parameters | topology.constants(dims)
-    return lambda x: run(topology, topology.weights(known, dims), dims, x)
+    return lambda x: run(topology, topology.weights(parameters, dims), dims, x)
 
 
 def peers(units: int) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -241,8 +240,8 @@ def mixes(rounds: int) -> list[dict[str, Any]]:
                 partial(operators.mix_backward, x, sources, weights, []),
                 launcher(MixSpec(n), x, backward=True),
             ),
-            "gather": (
-                partial(operators.gather, sources, [x], weights[None], [], []),
+            "mixes with a probe": (
+                partial(operators.mixes, sources, weights[None], [], [], [x], DTYPE),
                 launcher(MixSpec(n, probe=True), x),
             ),
         }
@@ -255,7 +254,7 @@ def mixes(rounds: int) -> list[dict[str, Any]]:
 
 def launcher(spec: MixSpec, x: Tensor, backward: bool = False) -> Callable[[], object]:
     """Triton's launcher of one kernel, compiled, on tensors like ``x``."""
-    (launch,) = traffic.plan(spec, *x.shape[-2:], x.dtype, backward)
+    (launch,) = traffic.launches_of(spec, *x.shape[-2:], x.dtype, backward)
     real = {name: on_cpu(value) for name, value in launch.arguments.items()}
     kernel, programs, constants = launch.code.jit(), launch.code.programs, dict(launch.code.constants)
     compiled = kernel[programs](**real, **constants)

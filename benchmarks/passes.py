@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import traffic
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from rewire.kernels import switch
 from rewire.kernels.kernel import Launch, noted
-from rewire.mixes import gating, history, mix, several, streams, tokens, traffic
+from rewire.mixes import gating, history, mix, several, streams, tokens
 from rewire.topologies.base import Dims, QKVInputs, Topology, materialize
 from rewire.topologies.registry import make_topology
 
@@ -149,12 +150,11 @@ def measure(topology: Topology[Any], depth: int) -> dict[str, Any]:
     start = "preserve"
     topology = topology.for_start(start)
     parameters = {name: value.to("meta").requires_grad_() for name, value in topology.parameters(dims, start).items()}
-    constants = {name: value.to("meta") for name, value in topology.constants(dims).items()}
     x = torch.empty(1, ROWS, COLS, dtype=DTYPE, device="meta", requires_grad=True)
     kept: dict[int, Tensor] = {}
     counts = {}
     with as_on_a_gpu():
-        weights = topology.weights(parameters | constants, dims)
+        weights = topology.weights(parameters, dims)
         with (
             noted() as launches,
             Counter() as counter,

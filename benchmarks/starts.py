@@ -25,8 +25,8 @@ import train_lm
 from rich.console import Console
 
 import rewire
-from rewire.mixes import history
-from rewire.topologies.ancre import ANCRe, Shortcuts
+from rewire.mixes.history import Table
+from rewire.topologies.ancre import ANCRe
 from rewire.topologies.base import Dims, Start, one_hot_previous
 
 #: What becomes of the softmax p and a gate per unit that starts at 0, E being the original network.
@@ -45,11 +45,11 @@ class Gated(ANCRe):
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         return {**super().parameters(dims, "paper"), "gates": torch.zeros(dims.depth, 1)}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Shortcuts:
-        p = super().weights(parameters, dims)
-        matrix = GATED[self.gate](one_hot_previous(dims.depth).to(p.matrix), p.matrix, parameters["gates"])
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Table:
+        p = self.matrix(super().weights(parameters, dims), dims)
+        matrix = GATED[self.gate](one_hot_previous(dims.depth).to(p), p, parameters["gates"])
         row, column = torch.tril_indices(dims.depth, dims.depth, device=matrix.device)
-        return Shortcuts(matrix, history.Table(matrix[row, column], mixes=dims.depth))
+        return self.table(dims, matrix[row, column])
 
 
 RUNS: dict[str, dict[str, Any] | None] = {

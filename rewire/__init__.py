@@ -40,7 +40,18 @@ from rewire.runtime.connection import coefficients, connections, parallelize
 from rewire.saving.folder import load, save
 from rewire.saving.pretrained import from_pretrained
 from rewire.studies import Task, study
-from rewire.topologies import ANCRe, Dims, QKVInputs, Recurrence, Residual, Topology, list_topologies, register_topology
+from rewire.topologies import (
+    ANCRe,
+    Dense,
+    DenseIncrements,
+    Dims,
+    QKVInputs,
+    Recurrence,
+    Residual,
+    Topology,
+    list_topologies,
+    register_topology,
+)
 from rewire.training import parameter_groups, sparsity_penalty
 
 __version__ = "0.2.0"
@@ -53,6 +64,8 @@ __all__ = [
     "AlreadyRewired",
     "Backend",
     "BadExampleInputs",
+    "Dense",
+    "DenseIncrements",
     "Dims",
     "EditError",
     "Fused",

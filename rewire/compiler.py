@@ -32,7 +32,7 @@ from rewire.passes.choose import choose, chosen_topologies
 from rewire.passes.find import Found, Method, check_found, find
 from rewire.passes.inputs import inputs_for
 from rewire.passes.prepare import Prepared, prepare, without_inputs
-from rewire.passes.rewrite import restore, rewrite
+from rewire.passes.rewrite import edits, restore, rewrite
 from rewire.passes.validate import STARTS, check, compare
 from rewire.patterns import Pattern, first_given
 from rewire.runtime.connection import connections
@@ -58,8 +58,8 @@ def inspect(model: nn.Module, example_inputs: Any = None, *, loop: Loop = "conti
         loop: as for `rewire.compile`.
 
     Returns:
-        A report with ``.trunks`` and ``.left`` (what was left alone, where and why), which prints as a table. Of a
-        rewired model it shows the plain one.
+        A report with ``.trunks``, ``.left`` (what was left alone, where and why) and ``.dropped`` (layer dropping),
+        which prints as a table. Of a rewired model it is what `compile` found; with inputs it shows the plain one.
 
     Example:
         >>> report = rewire.inspect(model)
@@ -67,23 +67,34 @@ def inspect(model: nn.Module, example_inputs: Any = None, *, loop: Loop = "conti
         [('blocks', 6)]
     """
     check_loop(loop)
-    if connections(model):
+    made = connections(model)
+    known = next((connection.report for connection in made.values()), None)
+    if known is not None and example_inputs is None:
+        return known
+    if made:
         model = restore(model)
     prepared = prepare(model, example_inputs)
     learned = first_given(prepared.patterns, "learned")
     if learned:
         return Report((), (LeftAlone("", f"it already has learned depth connections: {learned}"),))
-    if example_inputs is None:
-        return find(prepared, restart=loop == "restart").report
+    restart = loop == "restart"
     try:
-        found = find(prepared, restart=loop == "restart")
-    except RewireError as error:  # it does not run on them: what a trace shows
-        return _with_reason(find(without_inputs(model), restart=loop == "restart").report, error)
+        found = find(prepared, restart=restart)
+    except RewireError as error:
+        if example_inputs is None:
+            raise
+        # it does not run on them: what a trace shows
+        return _with_reason(find(without_inputs(model), restart=restart).report, error)
     if found.trunks:
         try:
-            check_model(model)
-            check_not_cut(model, found.trunks.values())
-            _rewired(model, prepared, found, {"": Residual()})
+            if example_inputs is None:
+                edits(prepared, found, choose(list(found.trunks.values()), {"": Residual()}, "auto"))
+            else:
+                check_model(model)
+                check_not_cut(model, found.trunks.values())
+                _rewired(model, prepared, found, {"": Residual()})
+        except EditError:
+            pass  # what was left alone says so
         except RewireError as error:
             return _with_reason(found.report, error)
     return found.report
@@ -200,6 +211,8 @@ def _rewired(
                     _validate_twin(model, prepared.patterns, topologies, granularity, start, loop)
                 else:
                     check(model, rewired, found, prepared.inputs, start, prepared.patterns)
+    for connection in connections(rewired).values():
+        connection.report = found.report
     return rewired
 
 

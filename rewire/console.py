@@ -99,7 +99,7 @@ def _on_terminal(shown: Progress, delay: float, ended: threading.Event) -> None:
 
 
 def _in_notebook(shown: Progress, delay: float, ended: threading.Event) -> None:
-    """In an output of their own. Rich would need ipywidgets, and erase what others print while it draws."""
+    """Show progress in an output of its own. Rich would need ipywidgets, and erase what others print meanwhile."""
     from IPython.display import display
 
     if ended.wait(delay):

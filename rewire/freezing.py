@@ -24,10 +24,9 @@ from rewire.patterns import Pattern, patterns_for
 from rewire.runtime.connection import Connection, connections, learned_connections
 from rewire.runtime.layout import Layout
 from rewire.topologies import Topology
-from rewire.topologies.base import Dims, States
-from rewire.topologies.frozen import frozen
-from rewire.topologies.program import Edge, edges, fold, matrix, prune
-from rewire.torch_internals import pytree
+from rewire.topologies.base import Dims, QKVInputs, States, materialize
+from rewire.topologies.frozen import Constants, frozen
+from rewire.topologies.program import Edge, Program, edges, fold, matrix, prune
 
 _SHOWN = 12  # dropped edges of a trunk in a printed report
 
@@ -146,10 +145,17 @@ class _Result:
 
 def _frozen(connection: Connection, threshold: float) -> _Result:
     old = connection.layout
+    if any(not old.makes_state(site) for site in old.posts):
+        raise UnsupportedTopology(
+            f"trunk '{old.trunk}' cannot be frozen: between its residual adds the model scales what is read, or adds "
+            f"to it, and topology '{old.topology.registered_name}' makes no state of that, which a program could name."
+        )
     with torch.no_grad():
-        weights = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), connection.effective())
+        values = {**connection.values(), **dict(connection.named_buffers())}
+        weights = old.topology.weights({name: x.detach().cpu() for name, x in values.items()}, old.dims)
         try:
             program = old.topology.program(weights, old.dims)
+            _check_program(old.topology, weights, old.dims, program)
         except UnsupportedTopology as error:
             raise UnsupportedTopology(
                 f"trunk '{old.trunk}' cannot be frozen: {error}. Freeze models whose topologies are all static (ancre, "
@@ -164,6 +170,35 @@ def _frozen(connection: Connection, threshold: float) -> _Result:
     held = max(len(topology.held(t)) for t in range(old.dims.depth + 1))
     report = FrozenTrunk(old.trunk, repr(old.topology), (edges(program), edges(pruned)), (most, held), tuple(dropped))
     return _Result(layout, constants, report)
+
+
+def _check_program(topology: Topology, weights: Any, dims: Dims, program: Program) -> None:
+    """Raise where a program is not what the formulas compute: a subclass may have changed these alone.
+
+    Raises:
+        UnsupportedTopology: they differ.
+    """
+    table = matrix(program)
+    made, channels = frozen(repr(topology), fold(program), (table.shape[0], table.shape[1]))
+    constants = Constants(table, torch.stack(channels) if channels else None)
+    wanted, found = _run(topology, weights, dims), _run(made, constants, dims)
+    if not torch.allclose(wanted, found, rtol=1e-3, atol=1e-3 * float(wanted.abs().max())):
+        raise UnsupportedTopology(
+            f"topology '{topology.registered_name}' does not compute what its method `program` says, which may be that "
+            "of a class that it is derived from: give it one of its own"
+        )
+
+
+def _run(topology: Topology, weights: Any, dims: Dims) -> Tensor:
+    """What the units read, and the output, of a trunk whose input and branches are always the same."""
+    x, *branches = torch.randn(dims.depth + 1, 2, dims.width or 4, generator=torch.Generator().manual_seed(0)).unbind()
+    states, reads = topology.start(x, weights), []
+    for t, branch in enumerate(branches, start=1):
+        read, states = topology.read(states, weights, t)
+        assert not isinstance(read, QKVInputs)
+        reads.append(materialize(read))
+        states = topology.write(states, weights, t, branch)
+    return torch.stack([*reads, topology.finish(states, weights, dims)])
 
 
 def most_held(topology: Topology, weights: Any, dims: Dims) -> int:

@@ -342,7 +342,7 @@ def outline(connection: Connection, positions: Sequence[int]) -> list[Stream]:
     A state that stays the same is the same tensor.
     """
     layout = connection.layout
-    tensors = layout.topology.parameters(layout.dims, connection.start) | layout.topology.constants(layout.dims)
+    tensors = layout.topology.parameters(layout.dims, connection.start)
     on_meta = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
     token = layout.token("meta")
     stream, found = Stream.begin(token, layout.topology.weights(on_meta, layout.dims), layout), []

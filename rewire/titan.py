@@ -148,7 +148,7 @@ def _parallelized(
         _shard(connection, **given)
     if compile_config.enable and "model" in compile_config.components:
         for block in model.layers.children():  # type: ignore[union-attr]
-            if any(entry.opens for module in block.modules() for entry in entries_of(module)):
+            if any(entry.begins for module in block.modules() for entry in entries_of(module)):
                 # It calls the connection, and FSDP's hooks on that break graphs: not the fullgraph=True of the others.
                 block.compile(backend=compile_config.backend)
     return model

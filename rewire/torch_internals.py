@@ -142,17 +142,21 @@ def writes_to_argument(operator: Any) -> bool:
 
 # -- who else looks on ------------------------------------------------------------------------------------------------
 
+# Looked up once: these are asked for each sum.
+_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", None)
+_is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", None)
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
 
 def in_dispatch_mode() -> bool:
     """Whether a dispatch mode sees each operator; if that cannot be told, yes: then results are made anew."""
-    count = getattr(torch._C, "_len_torch_dispatch_stack", None)
-    return count is None or count() > 0
+    return _dispatch_modes is None or _dispatch_modes() > 0
 
 
 def under_functorch() -> bool:
     """Whether a transform of torch.func is running; if that cannot be told, yes: then gradients are autograd's."""
-    active = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return active is None or active()
+    return _transforms_active is None or _transforms_active()
 
 
 def in_forward_mode() -> bool:
@@ -162,8 +166,7 @@ def in_forward_mode() -> bool:
 
 def is_batch_of_gradients(grad: Tensor) -> bool:
     """Whether a gradient is several at once (``is_grads_batched=True``); if that cannot be told, yes."""
-    batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", None)
-    return batched is None or batched(grad)
+    return _is_batched is None or _is_batched(grad)
 
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
@@ -171,8 +174,7 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
 
     If that cannot be told, they are (None, None): there may be some.
     """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return (None, None) if top is None else top(True)
+    return (None, None) if _top_hooks is None else _top_hooks(True)
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------

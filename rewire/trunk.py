@@ -29,6 +29,7 @@ class Site:
         branch: the main module of the branch, below the block: ``self_attn``.
         kind: ``attention``, ``cross-attention``, ``ffn``, ``parallel``, ``conv`` or ``branch``.
         post: modules and operations between the add and the new state (post-norm, ``relu(x + f)``).
+        affine: whether these only scale the state and add to it (``l * x + m * x0`` between blocks).
         width: channels of the stream; None if the structure does not tell.
         channel_dim: dimension of the channels: -1 where they come last, -3 in an image.
     """
@@ -40,6 +41,7 @@ class Site:
     post: tuple[str, ...] = ()
     width: int | None = None
     channel_dim: int = -1
+    affine: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Trunk:
     @property
     def post_norm(self) -> bool:
         """Whether states pass a norm or an activation between the residual adds."""
-        return bool(self.posts)
+        return any(site.post and not site.affine for site in self.sites)
 
     @property
     def widths(self) -> set[int]:
@@ -134,10 +136,13 @@ class Report(Shown):
     Attributes:
         trunks: the residual streams that can be rewired.
         left: what was left alone.
+        dropped: branches that some runs in training mode left out, as layer dropping does. They are connected, and add
+            nothing where they do not run.
     """
 
     trunks: tuple[Trunk, ...]
     left: tuple[LeftAlone, ...] = ()
+    dropped: tuple[str, ...] = ()
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -150,6 +155,9 @@ class Report(Shown):
         for trunk in self.trunks:
             yield self._headline(trunk)
             yield self._table(trunk)
+        if self.dropped:
+            names = ", ".join(self.dropped)
+            yield Text(f"Layer dropping, in training mode: {names} did not run in each of two runs", overflow="fold")
         if self.left:
             yield Text("Left alone", style="bold")
             table = Table("module", "because", "where", box=box.SIMPLE_HEAD)

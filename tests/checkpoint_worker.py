@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,11 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from worker import folder, play
 
 import rewire
-from rewire.kernels.cpu import plain
-
-plain.WORTHWHILE = 0  # as in conftest.py
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -51,53 +48,43 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
-def save(folder: str) -> None:
+def save() -> None:
     """A checkpoint after one step; the weights after two."""
     torch.manual_seed(0)
     model = sharded(mixed(Stack(PreNorm)))
     optimizer = optimizer_of(model)
     step(model, optimizer)
     weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=f"{folder}/checkpoint")
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder() / "checkpoint")
     try:
-        rewire.save(model, f"{folder}/refused")
+        rewire.save(model, folder() / "refused")
     except rewire.WrappedModel as error:
         print(error, flush=True)
     step(model, optimizer)
-    write(weights_of(model), f"{folder}/saver.pt")
+    write(weights_of(model), folder() / "saver.pt")
 
 
-def resume(folder: str) -> None:
+def resume() -> None:
     """The second step, on other ranks than those that saved."""
     torch.manual_seed(1)
     model = sharded(mixed(Stack(PreNorm)))
     optimizer = optimizer_of(model)
-    load(folder, model, optimizer)
+    load(folder(), model, optimizer)
     step(model, optimizer)
-    write(weights_of(model), f"{folder}/resumed.pt")
+    write(weights_of(model), folder() / "resumed.pt")
 
 
-def load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(saved: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     weights, states = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": states}
-    dcp.load(state, checkpoint_id=f"{folder}/checkpoint")
+    dcp.load(state, checkpoint_id=saved / "checkpoint")
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def write(value: dict[str, Tensor], path: str) -> None:
+def write(value: dict[str, Tensor], path: Path) -> None:
     if dist.get_rank() == 0:
         torch.save(value, path)
 
 
-def main(rank: str, folder: str, action: str) -> None:
-    os.environ["RANK"] = rank
-    torch.set_num_threads(1)
-    meeting_point, ranks = f"file://{folder}/meeting_point_of_{action}", int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=meeting_point, rank=int(rank), world_size=ranks)
-    {"save": save, "resume": resume}[action](folder)
-    dist.barrier()
-    os._exit(0)  # gloo's threads may abort the interpreter's own exit
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    play(globals())

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from every_topology import FAMILIES, LEARNED, mixed
@@ -21,12 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
+from worker import errors, in_seconds, kept, mine, play, refuses
 
 import rewire
-from rewire.kernels.cpu import plain
 from rewire.kernels.switch import uses_kernels
 
-plain.WORTHWHILE = 0  # as in conftest.py
 STEPS = 2
 RATE = 0.05
 
@@ -50,14 +46,9 @@ def train(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], dict[str, Ten
         optimiser.zero_grad()
         model(x).float().square().mean().backward()
         if number == 0:
-            first = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            first = {name: kept(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         optimiser.step()
-    return first, {name: full(p) for name, p in model.named_parameters()}
-
-
-def full(value: Tensor) -> Tensor:
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    return value.detach().clone()
+    return first, {name: kept(p) for name, p in model.named_parameters()}
 
 
 def shard(model: nn.Module, policy: MixedPrecisionPolicy | None = None, own_group: bool = True) -> nn.Module:
@@ -75,19 +66,12 @@ def shard(model: nn.Module, policy: MixedPrecisionPolicy | None = None, own_grou
 def compare(expected: tuple[dict[str, Tensor], ...], actual: tuple[dict[str, Tensor], ...], tolerance: float) -> None:
     for what, left, right in zip(("gradient", "weight"), expected, actual, strict=False):
         right = {name.removeprefix("module."): value for name, value in right.items()}
-        assert sorted(left) == sorted(right), sorted(set(left) ^ set(right))
-        largest = max(float(value.norm()) for value in left.values())
         for name, value in left.items():
             other = right[name]
             assert value.dtype == other.dtype and value.shape == other.shape, (what, name, value.dtype, other.dtype)
-            scale = max(float(value.float().norm()), 1e-3 * largest)
-            error = float((value.float() - other.float()).norm()) / scale
+        for name, error in errors(left, right).items():
             assert error <= tolerance, f"{what} of {name} differs by {error:.1e}"
     assert any("depth_connections" in name and bool(value.any()) for name, value in expected[0].items())
-
-
-def mine(x: Tensor) -> Tensor:
-    return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def ddp() -> None:
@@ -166,7 +150,7 @@ def fsdp_mixed() -> None:
     opened: list[torch.dtype] = []
     sharded = shard(model, policy)
     for connection in rewire.connections(sharded).values():
-        connection.register_forward_hook(lambda _m, _args, stream: opened.append(stream.weights.value.matrix.dtype))
+        connection.register_forward_hook(lambda _m, _args, stream: opened.append(stream.weights.value.rows[0].dtype))
     actual, weights = train(sharded, mine(batch(torch.float32)))
     assert opened == [torch.float32] * STEPS
     assert all(value.dtype == torch.float32 for value in (*actual.values(), *weights.values()))
@@ -229,7 +213,7 @@ def fsdp_penalty() -> None:
     assert abs(penalty.item() - want) < 1e-6
     assert torch.equal(rewire.coefficients(sharded)["layers"], table)
     (weight,) = rewire.connections(sharded)["layers"].parameters()
-    assert weight.grad is not None and bool(full(weight.grad).any())
+    assert weight.grad is not None and bool(kept(weight.grad).any())
 
 
 def fsdp_checkpointed() -> None:
@@ -261,19 +245,14 @@ def fsdp_resume() -> None:
     dist.barrier()
 
 
-def refuses(error: type[Exception], words: str, call: Callable[[], object]) -> None:
-    with pytest.raises(error, match=words):
-        call()
-
-
 def sharded_before() -> None:
     sharded = fully_shard(Stack(PreNorm), mesh=init_device_mesh("cpu", (2,)))
-    refuses(rewire.WrappedModel, "the model is already sharded", lambda: rewire.compile(sharded))
+    refuses("the model is already sharded", lambda: rewire.compile(sharded), rewire.WrappedModel)
     inner = Stack(PreNorm)
     fully_shard(inner.layers[1], mesh=init_device_mesh("cpu", (2,)))
-    refuses(rewire.WrappedModel, "'layers.1' is already sharded", lambda: rewire.compile(inner))
+    refuses("'layers.1' is already sharded", lambda: rewire.compile(inner), rewire.WrappedModel)
     wrapped = nn.parallel.DistributedDataParallel(Stack(PreNorm))
-    refuses(rewire.WrappedModel, "rewire the model first", lambda: rewire.compile(wrapped))
+    refuses("rewire the model first", lambda: rewire.compile(wrapped), rewire.WrappedModel)
 
 
 def differing(one: tuple[str, dict[str, Any]], two: tuple[str, dict[str, Any]]) -> nn.Module:
@@ -281,12 +260,6 @@ def differing(one: tuple[str, dict[str, Any]], two: tuple[str, dict[str, Any]]) 
     torch.manual_seed(0)
     topology, options = (one, two)[dist.get_rank()]
     return rewire.compile(Stack(PreNorm), topology, validate=False, **options)
-
-
-def in_seconds(words: str, call: Callable[[], object], seconds: float = 10) -> None:
-    begun = time.monotonic()
-    refuses(rewire.RewireError, words, call)
-    assert time.monotonic() - begun < seconds
 
 
 def other_recipes() -> None:
@@ -373,21 +346,8 @@ def extra_forwards() -> None:
 
 def no_own_group() -> None:
     sharded = shard(make(), MixedPrecisionPolicy(param_dtype=torch.bfloat16), own_group=False)
-    refuses(rewire.RewireError, "a group of their own", lambda: sharded(mine(batch(torch.float32))))
-
-
-def main(rank: str, meeting_point: str, scenarios: list[str]) -> None:
-    os.environ["RANK"] = rank
-    torch.set_num_threads(1)
-    ranks = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=int(rank), world_size=ranks)
-    for scenario in scenarios:
-        globals()[scenario]()
-        print(scenario, "passed", flush=True)
-    dist.barrier()
-    # A forward that FSDP was made to refuse leaves a gather behind, whose thread aborts the interpreter's own exit.
-    os._exit(0)
+    refuses("a group of their own", lambda: sharded(mine(batch(torch.float32))))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    play(globals())

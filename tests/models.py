@@ -45,6 +45,17 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(b, t, c))
 
 
+class SeparateAttention(nn.Module):
+    """With a projection each for queries, keys and values."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o_proj(F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+
+
 class Mlp(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -31,11 +29,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from worker import errors, full, play, refuses
 
 import rewire
-from rewire.kernels.cpu import plain
 
-plain.WORTHWHILE = 0  # as in conftest.py
 WIDTH, HEADS, LENGTH = 32, 4, 10
 #: One of each kind, and those that read queries, keys and values apart.
 KINDS = [*FAMILIES, "dca", "attnres-qkv"]
@@ -146,19 +143,6 @@ def gradients(model: nn.Module, length: int = LENGTH) -> dict[str, Tensor]:
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(4)).to(output.dtype)
     (full(output) * weight).square().mean().backward()
     return {name: full(p.grad).detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def full(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def errors(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, float]:
-    assert sorted(expected) == sorted(actual), sorted(set(expected) ^ set(actual))
-    largest = max(float(value.norm()) for value in expected.values())
-    return {
-        name: float((value - actual[name]).norm()) / max(float(value.norm()), 1e-3 * largest)
-        for name, value in expected.items()
-    }
 
 
 def compare(expected: dict[str, Tensor], actual: dict[str, Tensor], tolerance: float, what: str) -> None:
@@ -538,21 +522,5 @@ def no_mesh() -> None:
             rewire.parallelize(make("ancre-ingoing"), wrong, sequence=True)
 
 
-def refuses(words: str, call: Callable[[], object]) -> None:
-    with pytest.raises(rewire.RewireError, match=words):
-        call()
-
-
-def main(rank: str, meeting_point: str, scenarios: list[str]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=int(rank), world_size=2)
-    for scenario in scenarios:
-        globals()[scenario]()
-        print(scenario, "passed", flush=True)
-    dist.barrier()
-    os._exit(0)  # a forward that was refused may have left a collective behind
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    play(globals())

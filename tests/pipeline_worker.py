@@ -6,10 +6,7 @@ import copy
 import functools
 import itertools
 import operator
-import os
-import sys
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from every_topology import FAMILIES, mixed
-from parallel_worker import WIDTH, Block, errors, full
+from parallel_worker import WIDTH, Block
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -40,11 +37,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from worker import errors, full, in_seconds, play
 
 import rewire
-from rewire.kernels.cpu import plain
 
-plain.WORTHWHILE = 0  # as in conftest.py
 BATCH, LENGTH, VOCABULARY, MICRO_BATCHES = 8, 6, 23, 4
 CPU = torch.device("cpu")
 #: One of each kind: static and dense, per token and dense, softmax over sources, streams, separate q/k/v, with x_0.
@@ -317,13 +313,6 @@ def traced() -> None:
         check(expected, [stage.submod], f"{key}, traced")
 
 
-def in_seconds(words: str, call: Callable[[], object]) -> None:
-    begun = time.monotonic()
-    with pytest.raises(rewire.RewireError, match=words):
-        call()
-    assert time.monotonic() - begun < 10
-
-
 def other_recipes() -> None:
     """One error on every rank, before anything is sent; also where only one of several stages differs."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -363,16 +352,5 @@ def two_pipelines() -> None:
     assert time.monotonic() - begun < 10
 
 
-def main(rank: str, ranks: str, meeting_point: str, scenarios: list[str]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=int(rank), world_size=int(ranks))
-    for scenario in scenarios:
-        globals()[scenario]()
-        print(scenario, "passed", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])
+    play(globals())

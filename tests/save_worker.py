@@ -67,7 +67,8 @@ def trial(model, rank, ranks, folder):
 
 
 def main():
-    rank, base, trials, ranks = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(os.environ["WORLD_SIZE"])
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    base, trials = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     model = model_of(rank) if rank < ranks - 1 else None
     for number in range(trials):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
 
 def script(name: str) -> ModuleType:
     """The module of ``benchmarks/<name>.py``, which is in no package."""
-    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    folder = Path(__file__).parents[1] / "benchmarks"
+    if str(folder) not in sys.path:  # for what they import of each other
+        sys.path.append(str(folder))
+    path = folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", path)
     assert spec is not None
     assert spec.loader is not None

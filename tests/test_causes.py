@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 import torchvision_stub  # noqa: F401
 from comparing import assert_close, evaluate, tensors_in
-from mixing import learned
+from mixing import learned, shaken
 from models import WIDTH, Attention, BasicBlock, ConvNet, Mlp, PreNorm, images, vectors
 from test_errors import Wrong
 from torch import Tensor, nn
@@ -973,6 +973,65 @@ class OneStart(nn.Module):
 def test_of_two_streams_that_start_with_the_same_tensor_one_is_connected(caplog: pytest.LogCaptureFixture) -> None:
     assert_connected(OneStart(), {"left": 3}, vectors())
     assert "trunk 'right' was left as it is: 'x' at" in caplog.text
+
+
+@pytest.mark.parametrize("given", [(), (vectors(),)])
+def test_what_cannot_be_edited_is_told_with_its_place_and_is_no_trunk(given: tuple[Any, ...]) -> None:
+    rewired = rewire.compile(OneStart(), "ancre-ingoing", example_inputs=(vectors(),))
+    for report in (rewire.inspect(OneStart(), given or None), rewire.inspect(rewired)):
+        assert [trunk.name for trunk in report.trunks] == ["left"]
+        (left,) = report.left
+        assert left.path == "right" and left.why.startswith("it cannot be edited: 'x' at")
+        assert left.place and left.written == "y + layer(y)"
+    with pytest.raises(rewire.EditError, match="trunk 'right' cannot be edited"):
+        rewire.compile(OneStart(), "ancre-ingoing", example_inputs=(vectors(),), trunks=["left", "right"])
+
+
+class InTraining(OneStart):
+    """A stream of training mode beside one of both modes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = 2 * x
+        for layer in self.left:
+            x = x + layer(x)
+        if self.training:
+            for layer in self.right:
+                y = y + layer(y)
+        return x * y
+
+
+def test_a_stream_of_training_mode_alone_is_told() -> None:
+    rewired = rewire.compile(InTraining(), "ancre-ingoing", example_inputs=(vectors(),))
+    (left,) = [one for one in rewire.inspect(rewired).left if "training mode only" in one.why]
+    assert left.path == "right" and left.place and list(rewire.connections(rewired)) == ["left"]
+
+
+class LoopedBlock(PreNorm):
+    """Parallel branches that a loop adds, one in each turn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.ln_1(x)
+        for branch in (self.mlp, torch.tanh, self.attn):
+            x = x + branch(h)
+        return x
+
+
+class WrittenOut(PreNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.ln_1(x)
+        return x + self.mlp(h) + torch.tanh(h) + self.attn(h)
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-static", "attnres"])
+def test_parallel_branches_that_a_loop_adds_are_one_add(topology: str) -> None:
+    looped, written = (
+        rewire.compile(Stack(block, 3), topology, start="paper", example_inputs=(vectors(),))
+        for block in (LoopedBlock, WrittenOut)
+    )
+    (connection,) = rewire.connections(looped).values()
+    assert connection.layout.units == (1, 2, 3) and "of=3" in str(rewire.diff(looped))
+    written.load_state_dict(shaken(looped, 0.2, seed=3).state_dict())
+    torch.testing.assert_close(looped(vectors()), written(vectors()))
 
 
 class OneStep(OneStart):

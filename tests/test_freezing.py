@@ -23,6 +23,7 @@ from rewire.mixes.history import History
 from rewire.patterns.tiny import timm_model, tiny_model
 from rewire.runtime.stream import Stream
 from rewire.saving import checkpoint as saved
+from rewire.topologies.base import Dims, Start, States, materialize
 
 STATIC = [
     *("residual", "ancre-ingoing", "ancre-outgoing", "ancre-none", "ancre-keep", "ancre-constant", "ancre-cascaded"),
@@ -277,6 +278,34 @@ def test_weights_that_depend_on_the_input(key: str) -> None:
 def frozen_llama(request: pytest.FixtureRequest) -> nn.Module:
     torch.manual_seed(0)
     return rewire.freeze(mixed(tiny_model("llama").eval(), request.param), 0.05)[0]
+
+
+class Halved(rewire.Residual):
+    """Half of each branch: what the class that it is derived from says of its program is not so."""
+
+    def merge(self, states: States, weights: None, t: int, *branches: Tensor) -> Tensor:
+        return states[0] + 0.5 * sum(branches)
+
+
+class Gated(rewire.Dense[Any]):
+    """A mix of all states, and something that depends on the newest."""
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        return {"a": torch.cat([torch.eye(n)[-1] for n in self.sizes(dims)])}
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Any:
+        return self.table(dims, parameters["a"])
+
+    def mix(self, history: Any, weights: Any, t: int) -> Tensor:
+        return materialize(history.mix(weights[t])) + history.newest.sin()
+
+
+@pytest.mark.parametrize("topology", [Halved(), Gated()], ids=["halved", "gated"])
+def test_formulas_that_are_not_those_of_the_program(topology: rewire.Topology) -> None:
+    net = Stack(PreNorm)
+    rewired = rewire.compile(net, topology, example_inputs=(vectors(),), start="paper")
+    with pytest.raises(rewire.UnsupportedTopology, match=r"does not compute what its method `program` says"):
+        rewire.freeze(rewired)
 
 
 def test_state_dicts(frozen_llama: nn.Module, tmp_path: Path) -> None:

@@ -10,9 +10,7 @@ import two_processes
 
 def run(tmp_path: Path, *scenarios: str) -> None:
     """Functions of parallel_worker.py, one after the other in the same two processes."""
-    worker = Path(__file__).with_name("parallel_worker.py")
-    for text in two_processes.run(worker, tmp_path / "meeting_point", *scenarios):
-        assert [f"{scenario} passed" for scenario in scenarios if f"{scenario} passed" not in text] == []
+    two_processes.play(Path(__file__).with_name("parallel_worker.py"), tmp_path, *scenarios)
 
 
 def test_gradients_are_those_of_one_process_and_what_is_wrong_is_refused(tmp_path: Path) -> None:

@@ -78,9 +78,7 @@ def test_a_block_that_reads_ahead() -> None:
 
 def run(tmp_path: Path, ranks: int, *scenarios: str) -> None:
     """Functions of pipeline_worker.py, one after the other in the same processes."""
-    script = Path(worker.__file__)
-    for text in two_processes.run(script, str(ranks), tmp_path / "meeting_point", *scenarios, ranks=ranks):
-        assert [f"{scenario} passed" for scenario in scenarios if f"{scenario} passed" not in text] == []
+    two_processes.play(Path(worker.__file__), tmp_path, *scenarios, ranks=ranks)
 
 
 def test_schedules(tmp_path: Path) -> None:
@@ -137,16 +135,15 @@ def test_what_crosses(key: str, states: int, weights: int | None) -> None:
     assert sum(tensor.numel() for tensor in first(worker.tokens())) == states * size + learned
 
 
-def test_scores_of_attention_residuals_cross() -> None:
-    """Where they are states: those of a history are computed again from its states."""
+def test_scores_of_attention_residuals_do_not_cross() -> None:
+    """They are computed again from the states of the history."""
     model = worker.make("attnres-additive", dtype=torch.float32)
     first, _ = parts_of(model, 2)
     tokens, width = worker.BATCH * worker.LENGTH, worker.WIDTH
-    reads, done = 7, 3  # those of units 2..8; two units a block
-    sources = 2 * 2 + 1
-    scores = (sources - 1) * (reads - done)  # of the last source there is none yet
+    reads = 7  # those of units 2..8
+    sources = 2 * 2 + 1  # two units a block
     sent = sum(tensor.numel() for tensor in first(worker.tokens()))
-    assert sent == tokens * (sources * width + scores) + reads * width
+    assert sent == tokens * sources * width + reads * width
 
 
 def test_learned_weights_are_on_one_stage() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,7 @@ SEVERAL = ("--parallelism.spmd_backend", "partial_dtensor")
 def train(tmp_path: Path, config: str, *arguments: str, ranks: int = 1) -> dict[str, dict[str, torch.Tensor]]:
     """Three steps, or as many as the arguments say; weights and gradients that the last one saw."""
     worker = Path(__file__).with_name("titan_worker.py")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    given = (str(ranks), port, str(tmp_path), "--config", config, *(SEVERAL if ranks > 1 else ()), *arguments)
+    given = (str(tmp_path), "--config", config, *(SEVERAL if ranks > 1 else ()), *arguments)
     two_processes.run(worker, *given, ranks=ranks)
     seen: dict[str, dict[str, torch.Tensor]] = torch.load(tmp_path / "seen.pt")
     return seen

@@ -10,20 +10,17 @@ import titan_configs  # noqa: F401  (first: it tells torchtitan that there is no
 import torch
 import torch.distributed as dist
 from torchtitan.config import ConfigManager
+from worker import kept
 
 import rewire
-
-
-def full(value: Any) -> torch.Tensor:
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
 
 
 def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def main(rank: str, ranks: str, port: str, folder: str, arguments: list[str]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks)
+def main(folder: str, arguments: list[str]) -> None:
+    """The trainer begins the process group itself."""
     torch.set_num_threads(1)
     trainer = ConfigManager().parse_args(["--module", "titan_configs", "--dump_folder", folder, *arguments]).build()
     seen: dict[str, dict[str, torch.Tensor]] = {"weights": {}, "grads": {}, "after": {}}
@@ -33,8 +30,8 @@ def main(rank: str, ranks: str, port: str, folder: str, arguments: list[str]) ->
         """Weights, buffers and gradients before the optimiser moves them."""
         for part in trainer.model_parts:
             held = [*part.named_parameters(remove_duplicate=False), *part.named_buffers()]
-            seen["weights"] |= {plain_name(name): full(tensor) for name, tensor in held}
-            seen["grads"] |= {plain_name(n): full(p.grad) for n, p in part.named_parameters() if p.grad is not None}
+            seen["weights"] |= {plain_name(name): kept(tensor) for name, tensor in held}
+            seen["grads"] |= {plain_name(n): kept(p.grad) for n, p in part.named_parameters() if p.grad is not None}
         step()
 
     trainer.optimizers.step = record
@@ -42,10 +39,10 @@ def main(rank: str, ranks: str, port: str, folder: str, arguments: list[str]) ->
     connections = [c for part in trainer.model_parts for c in rewire.connections(part).values()]
     assert connections and all(p.dtype == torch.float32 for c in connections for p in c.parameters())
     for part in trainer.model_parts:
-        seen["after"] |= {plain_name(name): full(p) for name, p in part.named_parameters()}
-    everyone: list[Any] = [None] * int(ranks)
+        seen["after"] |= {plain_name(name): kept(p) for name, p in part.named_parameters()}
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, seen)
-    if rank == "0":
+    if dist.get_rank() == 0:
         merged = {kind: {n: v for one in everyone for n, v in one[kind].items()} for kind in seen}
         torch.save(merged, os.path.join(folder, "seen.pt"))
     dist.barrier()
@@ -56,4 +53,4 @@ def main(rank: str, ranks: str, port: str, folder: str, arguments: list[str]) ->
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[5:])
+    main(sys.argv[1], sys.argv[2:])

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +15,7 @@ import torch
 import torchvision_stub  # noqa: F401
 from torch import Tensor, nn
 
-os.environ |= {"ACCELERATE_USE_CPU": "true", "LOCAL_RANK": sys.argv[1], "RANK": sys.argv[1]}
+os.environ["ACCELERATE_USE_CPU"] = "true"
 
 import lightning
 import torch.distributed as dist
@@ -28,11 +26,10 @@ from mixing import ids, llama, mixed
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
+from worker import folder, play
 
 import rewire
-from rewire.kernels.cpu import plain
 
-plain.WORTHWHILE = 0  # as in conftest.py
 STEPS, RATE, MOMENTUM = 4, 0.05, 0.9
 
 
@@ -101,14 +98,14 @@ def steps(accelerator: Accelerator, model: nn.Module, optimizer: Any, rows: list
         optimizer.step()
 
 
-def accelerate(folder: Path, loading: bool = False) -> None:
+def accelerate(loading: bool = False) -> None:
     """Trained, saved halfway, resumed by another model."""
     with on_cpu():
         accelerator = accelerator_of("no", loading)
         model = mixed(llama())
         model, optimizer = accelerator.prepare(model, optimizer_of(model))
         steps(accelerator, model, optimizer, batches()[:2])
-        accelerator.save_state(str(folder))
+        accelerator.save_state(str(folder() / f"accelerate-{loading}"))
         steps(accelerator, model, optimizer, batches()[2:])
         compare(model, expected())
 
@@ -118,17 +115,17 @@ def accelerate(folder: Path, loading: bool = False) -> None:
             for weight in model.parameters():
                 weight.mul_(0.5)
         model, optimizer = accelerator.prepare(model, optimizer_of(model))
-        accelerator.load_state(str(folder))
+        accelerator.load_state(str(folder() / f"accelerate-{loading}"))
         steps(accelerator, model, optimizer, batches()[2:])
         compare(model, expected())
 
 
-def accelerate_loading(folder: Path) -> None:
+def accelerate_loading() -> None:
     """The same where only the first rank has the weights at first."""
-    accelerate(folder, loading=True)
+    accelerate(loading=True)
 
 
-def accelerate_bfloat16(folder: Path) -> None:
+def accelerate_bfloat16() -> None:
     """Connections need a group of their own, made before; they stay float32."""
     with on_cpu():
         accelerator = accelerator_of("bf16", loading=False)
@@ -159,11 +156,11 @@ class OurTrainer(Trainer):
         return self.optimizer
 
 
-def trainer_of(model: nn.Module, folder: Path) -> Trainer:
+def trainer_of(model: nn.Module) -> Trainer:
     AcceleratorState._reset_state(reset_partial_state=True)
     rows = torch.cat([batch[order] for batch in batches() for order in ([0, 2, 1, 3],)])  # a rank takes every other row
     arguments = TrainingArguments(
-        output_dir=str(folder),
+        output_dir=str(folder() / "trainer"),
         max_steps=STEPS,
         save_steps=2,
         per_device_train_batch_size=2,
@@ -182,13 +179,13 @@ def trainer_of(model: nn.Module, folder: Path) -> Trainer:
     return OurTrainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
 
 
-def trainer(folder: Path) -> None:
+def trainer() -> None:
     with on_cpu():
-        first = trainer_of(mixed(llama()), folder)
+        first = trainer_of(mixed(llama()))
         first.train()
         compare(first.model, expected())
-        resumed = trainer_of(mixed(llama()), folder)
-        resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        resumed = trainer_of(mixed(llama()))
+        resumed.train(resume_from_checkpoint=str(folder() / "trainer/checkpoint-2"))
         compare(resumed.model, expected())
 
 
@@ -210,13 +207,13 @@ class Module(lightning.LightningModule):
         return optimizer_of(self.model)
 
 
-def lightning_trainer(folder: Path, epochs: int) -> lightning.Trainer:
+def lightning_trainer(epochs: int) -> lightning.Trainer:
     return lightning.Trainer(
         accelerator="cpu",
         devices=2,
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"),
         max_epochs=epochs,
-        default_root_dir=str(folder),
+        default_root_dir=str(folder() / "lightning"),
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -225,27 +222,17 @@ def lightning_trainer(folder: Path, epochs: int) -> lightning.Trainer:
     )
 
 
-def lightning_fsdp(folder: Path) -> None:
+def lightning_fsdp() -> None:
     """An epoch has two batches."""
     mine = [batch.chunk(2)[dist.get_rank()] for batch in batches()]
     loaders = [torch.utils.data.DataLoader(part, batch_size=None) for part in (mine[:2], mine[2:])]
-    first = lightning_trainer(folder, epochs=1)
+    first = lightning_trainer(epochs=1)
     first.fit(Module(), loaders[0])
-    first.save_checkpoint(folder / "halfway")
+    first.save_checkpoint(folder() / "halfway")
     module = Module()
-    lightning_trainer(folder, epochs=2).fit(module, loaders[1], ckpt_path=str(folder / "halfway"))
+    lightning_trainer(epochs=2).fit(module, loaders[1], ckpt_path=str(folder() / "halfway"))
     compare(module.model, expected())
 
 
-def main(rank: str, folder: str, scenarios: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting_point", rank=int(rank), world_size=2)
-    for scenario in scenarios:
-        globals()[scenario](Path(folder) / scenario)
-        print(scenario, "passed", flush=True)
-    dist.barrier()
-    os._exit(0)  # gloo's threads may abort the interpreter's own exit
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    play(globals())

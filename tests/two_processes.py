@@ -1,15 +1,16 @@
-"""Real processes on the CPU, mostly two, for what is distributed."""
+"""Real processes on the CPU, mostly two, for what is distributed. worker.py is what most of them run."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
 
 TESTS = Path(__file__).parent
@@ -19,22 +20,39 @@ class Crashed(Exception):
     """A process was ended by a signal of its own."""
 
 
+def play(script: Path, folder: Path, *scenarios: str, ranks: int = 2) -> None:
+    """Run functions of a script, one after the other in the same processes; each says that it has passed.
+
+    Args:
+        script: hands its functions to `worker.play`.
+        folder: in which they may write.
+        scenarios: names of the functions.
+        ranks: number of processes.
+    """
+    for text in run(script, folder, *scenarios, ranks=ranks):
+        assert [name for name in scenarios if f"{name} passed" not in text] == []
+
+
 def run(script: Path, *arguments: str | Path, ranks: int = 2) -> list[str]:
-    """Run ``script RANK ARGUMENTS...`` as each rank; what each printed. All must end well, within five minutes.
+    """Run ``script ARGUMENTS...`` as each rank; what each printed. All must end well, within five minutes.
+
+    The environment says which rank it is, and where they meet: torch's variables, and ``MEETING_POINT``, a file.
 
     Raises:
         Crashed: one was ended by SIGSEGV or SIGABRT.
         AssertionError: one ended badly otherwise, or not at all; then it says where each of its threads was.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks), "PYTHONFAULTHANDLER": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "WORLD_SIZE": str(ranks)}
+    environment["PYTHONFAULTHANDLER"] = "1"
     with ExitStack() as stack:
+        environment["MEETING_POINT"] = os.path.join(stack.enter_context(TemporaryDirectory()), "meeting_point")
         # Files: a pipe that nobody reads is full at some point, and its process waits.
         outputs = [stack.enter_context(TemporaryFile("w+")) for _ in range(ranks)]
         workers = [
             subprocess.Popen(
-                [sys.executable, str(script), str(rank), *map(str, arguments)],
-                env=environment,
+                [sys.executable, str(script), *map(str, arguments)],
+                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -57,6 +75,12 @@ def run(script: Path, *arguments: str | Path, ranks: int = 2) -> list[str]:
     if any(codes):
         raise AssertionError(_ends(codes, printed))
     return printed
+
+
+def _free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def _ended(workers: list[subprocess.Popen[bytes]], seconds: float) -> bool:

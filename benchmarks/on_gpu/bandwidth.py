@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import traffic
 
 from on_gpu.kernel_checks import Check, Inputs
 from rewire.bench import harness
 from rewire.kernels.handwritten import gates, projection, writes
 from rewire.kernels.sums.spec import MixSpec
-from rewire.mixes import traffic
 
 #: Runs forward; what it returns runs backward.
 Run = Callable[[], Callable[[], object]]

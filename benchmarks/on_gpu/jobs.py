@@ -16,7 +16,9 @@ import torch
 from on_gpu import bandwidth, device_checks, kernel_checks, model_checks, steps
 from on_gpu.goals import STEPS
 from on_gpu.processes import Job, Skipped
+from rewire import conformance
 from rewire.bench import comparison, harness, workloads
+from rewire.conformance.ours import ours
 
 Result = Mapping[str, Any]
 
@@ -40,7 +42,7 @@ class Setting:
 
 def all_jobs(setting: Setting) -> list[Job]:
     """Every job, by turns; the name of each is unique."""
-    makers = (_kernel_checks, _device_checks, _model_checks, _bandwidth, _mixes, _steps, _tests)
+    makers = (_conformance, _kernel_checks, _device_checks, _model_checks, _bandwidth, _mixes, _steps, _tests)
     return sorted((job for make in makers for job in make(setting)), key=lambda job: job.turn)
 
 
@@ -56,6 +58,18 @@ def chosen(jobs: list[Job], patterns: list[str]) -> list[Job]:
 
 
 # Checks.
+
+
+def _conformance(setting: Setting) -> Iterator[Job]:
+    """What the papers say, before what kernels are compared with each other."""
+
+    def run(scheme: str) -> Result:
+        report = conformance.check(scheme, ours(scheme), device=str(setting.device))
+        assert report.agrees, str(report)
+        return {"largest error": report.errors[torch.float32]}
+
+    for scheme in conformance.list_schemes():
+        yield Job(f"check/conformance/{scheme}", partial(run, scheme), FIRST)
 
 
 def _kernel_checks(setting: Setting) -> Iterator[Job]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rewire.kernels.sums import launch, reference
-from rewire.kernels.sums.spec import MixSpec, Norm, Weights
+from rewire.kernels.sums.spec import MixSpec, NormKind, Weights
 
 EPS = 0.1  # of the norms: bounds 1 / sqrt(variance + eps), which multiplies errors
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -23,7 +23,11 @@ KINDS: tuple[Weights, ...] = ("none", "scalar", "channel")
 #: How tensors [rows, width] lie in memory.
 Layout = Literal["contiguous", "in wider rows", "stacked", "one row for all", "not aligned", "transposed"]
 LAYOUTS: tuple[Layout, ...] = ("in wider rows", "stacked", "one row for all", "not aligned", "transposed")
-NORMS: tuple[tuple[Norm, bool], ...] = (("rms", False), ("rms", True), ("layer", True))  # and whether the mix is kept
+NORMS: tuple[tuple[NormKind, bool], ...] = (
+    ("rms", False),
+    ("rms", True),
+    ("layer", True),
+)  # and whether the mix is kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +201,7 @@ class Inputs:
         inputs = launch.MixInputs(*terms, self.accumulators, self.probes, self.gain, self.bias, self.means)
         if self.spec.attended:  # one tensor, each number of all rows in one piece
             table = torch.stack(self.scores).squeeze(-1).unflatten(0, (self.spec.outputs, -1))
-            inputs = inputs._replace(scores=table.movedim((0, 1), (-2, -1)))
+            inputs = inputs._replace(scores=[table.movedim((0, 1), (-2, -1))])
         return launch.mix_forward(spec, inputs, eps=EPS)
 
     def backward(self, found: launch.Mixed) -> launch.Gradients:

@@ -1,4 +1,4 @@
-"""A backend of torch.compile: learned depth connections, and fast mixes, for graphs that are captured whole.
+"""A backend of torch.compile: learned depth connections for graphs that are captured whole.
 
 ``torch.compile(model, backend=rewire.Backend("denseformer"))``
 """
@@ -21,7 +21,6 @@ from rewire.backend.captured import check_captured, copied
 from rewire.backend.flat import rewrite_chain
 from rewire.backend.flat_attention import find_attention
 from rewire.backend.flat_norms import FlatNorm, find_norm
-from rewire.backend.mixes import LoweredMix, lower_mixes
 from rewire.errors import RewireError, UnsupportedCall, UnsupportedTopology
 from rewire.kernels.switch import uses_kernels
 from rewire.passes.checks import check_choices
@@ -57,22 +56,16 @@ class BackendReport:
     Attributes:
         graphs: how many there were.
         residuals: the trunks that were rewired; and what was left alone, with the reason.
-        mixes: sums written by hand that were handed to the kernels.
-        left: what looked like such a sum -> why it stays as it is.
         norms: on devices with kernels, those that read a residual stream first, and what stands in the way of computing
             them together with the read.
     """
 
     graphs: int
     residuals: Report
-    mixes: tuple[LoweredMix, ...]
-    left: dict[str, str]
     norms: tuple[Fusion, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.graphs} graph{'s' * (self.graphs != 1)}"]
-        lines += [f"{mix.where}: a {mix.form} of {mix.sources} states -> mix" for mix in self.mixes]
-        lines += [f"{where}: stays, {reason}" for where, reason in self.left.items()]
         lines += [f"{norm.module}: {norm.obstacle or 'computed together with what it reads'}" for norm in self.norms]
         return "\n".join(lines) + f"\n{self.residuals}"
 
@@ -80,16 +73,14 @@ class BackendReport:
 class Backend:
     """A backend of ``torch.compile``. One object is for one model: all graphs of it share the connection weights.
 
-    Weighted sums of states that were written by hand go to the kernels of `rewire`. With a topology, the residual adds
-    of each graph are replaced by learned connections, as `rewire.compile` replaces them in a model's blocks. What is
-    made of the graph goes to AOTAutograd and on to ``inner``.
+    The residual adds of each graph are replaced by learned connections, as `rewire.compile` replaces them in a model's
+    blocks. What is made of the graph goes to AOTAutograd and on to ``inner``.
 
     The weights belong to this object, not to the model: hand `parameters` to the optimiser, and save `state_dict`.
     They exist once a graph has been compiled, that is, after the first call of the compiled model.
 
     Args:
-        topology: a name, a `Topology` object, or a dict of these by trunk, as for `rewire.compile`. None leaves
-            residual adds alone.
+        topology: a name, a `Topology` object, or a dict of these by trunk, as for `rewire.compile`.
         granularity, start, trunks: as for `rewire.compile`.
         inner: the backend that the graphs are handed to: ``"inductor"`` or any that ``torch.compile`` knows.
         inner_options: for Inductor, its options: ``{"triton.cudagraphs": True}``.
@@ -113,7 +104,7 @@ class Backend:
 
     def __init__(
         self,
-        topology: str | Topology | Mapping[str, str | Topology] | None = None,
+        topology: str | Topology | Mapping[str, str | Topology],
         *,
         granularity: Literal["auto", "block", "sublayer"] = "auto",
         start: Start = "preserve",
@@ -126,9 +117,7 @@ class Backend:
         check_choices(granularity, start)
         if inner_options and inner != "inductor":
             raise ValueError(f"inner_options are options of Inductor; '{inner}' takes none.")
-        self.topologies = {} if topology is None else chosen_topologies(topology, options, trunks, start)
-        if not self.topologies and (options or trunks is not None):
-            raise TypeError(f"{sorted([*options, *['trunks'] * (trunks is not None)])} are for a topology: pass one.")
+        self.topologies = chosen_topologies(topology, options, trunks, start)
         self.granularity: Literal["auto", "block", "sublayer"] = granularity
         self.start, self.validate = start, validate
         self.inner, self.inner_options = inner, dict(inner_options or {})
@@ -139,7 +128,7 @@ class Backend:
         self._seen: list[Trunk] = []  # found in any graph of the model that is being compiled
         self._break = ""  # the last graph break
         self.__name__ = "rewire"  # in messages of torch.compile
-        self._report = BackendReport(0, Report(()), (), {})
+        self._report = BackendReport(0, Report(()))
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> Backend:
@@ -181,7 +170,7 @@ class Backend:
         Args:
             program: its graph may be of torch functions or of ATen operators.
             inputs: positional arguments for a graph module whose nodes do not know their shapes; without shapes no
-                width is known, and no sum is recognised.
+                width is known.
         """
         given: Sequence[Any] = inputs
         if isinstance(program, torch.export.ExportedProgram):
@@ -241,22 +230,18 @@ class Backend:
         captured = copied(graph)
         found = _found(graph)
         rewired, norms = list[Trunk](), list[Fusion]()
-        if self.topologies:
-            trunks = list(found.trunks.values())
-            chosen = {trunk.name: self.topologies[key] for trunk, key in assigned(trunks, self.topologies)}
-            self._check_names(graph, trunks)
-            self._check_whole(graph, found, chosen)
-            for name, topology in chosen.items():
-                norms += self._connect(graph, found, name, topology)
-                rewired.append(found.trunks[name])
-            if rewired and self.validate and inputs:
-                graph.graph.lint()
-                graph.recompile()
-                check_captured(captured, graph, inputs, self.start)
-        mixes, left = lower_mixes(graph.graph, graph)
+        trunks = list(found.trunks.values())
+        chosen = {trunk.name: self.topologies[key] for trunk, key in assigned(trunks, self.topologies)}
+        self._check_names(graph, trunks)
+        self._check_whole(graph, found, chosen)
+        for name, topology in chosen.items():
+            norms += self._connect(graph, found, name, topology)
+            rewired.append(found.trunks[name])
         graph.graph.lint()
         graph.recompile()
-        self._note(BackendReport(1, Report(tuple(rewired), tuple(found.left)), tuple(mixes), left, tuple(norms)))
+        if rewired and self.validate and inputs:
+            check_captured(captured, graph, inputs, self.start)
+        self._note(BackendReport(1, Report(tuple(rewired), tuple(found.left)), tuple(norms)))
         return [trunk.name for trunk in rewired]
 
     def _check_names(self, graph: fx.GraphModule, trunks: Sequence[Trunk]) -> None:
@@ -287,6 +272,8 @@ class Backend:
                 "model needs a Backend of its own; rewire.compile does not depend on graphs."
             )
         layout = connections(self._connections)[name].layout
+        if len(chain.adds) - 1 not in layout.posts:
+            chain.adds[-1].post = []
         adds = [number for number in range(len(chain.adds)) if layout.reads_qkv(number)]
         attentions = {n: find_attention(found.flow, chain.adds[n], trunk.sites[n]) for n in adds}
         norms = _norms(graph, chain, layout)
@@ -382,8 +369,7 @@ class Backend:
         residuals = Report(
             _both(old.residuals.trunks, new.residuals.trunks), _both(old.residuals.left, new.residuals.left)
         )
-        mixes, norms = _both(old.mixes, new.mixes), _both(old.norms, new.norms)
-        self._report = BackendReport(old.graphs + new.graphs, residuals, mixes, {**old.left, **new.left}, norms)
+        self._report = BackendReport(old.graphs + new.graphs, residuals, _both(old.norms, new.norms))
 
     def _made(self) -> nn.ModuleDict:
         if not self._connections:
@@ -404,12 +390,15 @@ def by_name(
     """The backend ``"rewire"`` of ``torch.compile``: see `Backend.of` for its options.
 
     Raises:
+        TypeError: ``options`` name no topology.
         ValueError: a ``mode`` was given; ``options`` say the same.
     """
     if mode is not None:
         same = options_of_mode(mode)
         raise ValueError(f"mode={mode!r} is not for the backend 'rewire': pass options={same}.")
-    return (Backend() if options is None else Backend.of(options))(graph, example_inputs)
+    if not options:
+        raise TypeError('The backend "rewire" needs a topology: pass options={"topology": "denseformer"}.')
+    return Backend.of(options)(graph, example_inputs)
 
 
 #: Arguments of `Backend`, as keys of the options of ``torch.compile``.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rewire.bench import harness
 from rewire.bench.harness import Passes, Timing
 from rewire.bench.peers import Implementation
-from rewire.bench.workloads import EAGER, OURS, Bytes, Workload
+from rewire.bench.workloads import EAGER, OURS, Workload
 from rewire.passes.validating.tensors import relative_error
 
 #: Tokens on which the implementations are compared before they are timed.
@@ -74,7 +74,7 @@ def _status(implementation: Implementation, compiled: bool) -> str:
 
 
 def _errors(workload: Workload, implementations: Mapping[str, Implementation]) -> dict[str, float | str]:
-    """By implementation, its largest relative error; or a status."""
+    """The largest relative error of each implementation, or a status that says why there is none."""
     small = dataclasses.replace(workload.sizes, batch=1, length=_CHECKED)
     inputs = workload.inputs(small)
     exact = [x.double() for x in inputs]
@@ -149,12 +149,11 @@ def table(rows: Sequence[Row], bandwidth: float) -> Table:
     counted = any(row.passes and row.passes.both.peak is not None for row in rows)
     columns = ["ms forward", "GB/s", "copy", "ms backward", "GB/s", "copy", "/ ours", *(["MiB"] if counted else [])]
     workloads = list({id(row.workload): row.workload for row in rows}.values())
-    caption = [
+    caption = (
         f"A copy moves {bandwidth / 1e9:.1f} GB/s. GB/s and its share count the floor: each input read once, each "
-        "result written once. ms: median and half the distance of the quartiles. / ours: both passes, round by round.",
-        *(f"{workload.name}: {workload.remark}." for workload in workloads if workload.remark),
-    ]
-    result = Table("", *columns, "", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="\n".join(caption))
+        "result written once. ms: median and half the distance of the quartiles. / ours: both passes, round by round."
+    )
+    result = Table("", *columns, "", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption)
     result.caption_justify = "left"
     for column in result.columns[1:-1]:
         column.justify = "right"
@@ -169,12 +168,8 @@ def table(rows: Sequence[Row], bandwidth: float) -> Table:
 
 
 def _describe(workload: Workload) -> str:
-    def mebibytes(bytes_: Bytes) -> str:
-        return f"{bytes_.forward / 2**20:.1f} + {bytes_.backward / 2**20:.1f}"
-
-    moved = f", our kernels {mebibytes(workload.moved)}" if workload.moved else ""
-    unblocked = f", without blocks {mebibytes(workload.unblocked)}" if workload.unblocked else ""
-    return f"floor {mebibytes(workload.floor)} MiB{moved}{unblocked}"
+    forward, backward = workload.floor.forward / 2**20, workload.floor.backward / 2**20
+    return f"floor {forward:.1f} + {backward:.1f} MiB"
 
 
 def _cells(row: Row, rows: Sequence[Row], bandwidth: float, counted: bool) -> list[str]:
@@ -214,7 +209,6 @@ def _entry(row: Row, rows: Sequence[Row], bandwidth: float) -> dict[str, Any]:
     sizes, implementation = row.workload.sizes, row.workload.implementations[row.implementation]
     entry: dict[str, Any] = {
         "workload": row.workload.name,
-        "remark": row.workload.remark,
         "shape": [sizes.batch, sizes.length, sizes.width],
         "dtype": str(sizes.dtype).removeprefix("torch."),
         "implementation": row.implementation,
@@ -223,8 +217,6 @@ def _entry(row: Row, rows: Sequence[Row], bandwidth: float) -> dict[str, Any]:
         "status": row.status or "measured",
         "relative error": row.error,
         "floor bytes": dataclasses.asdict(row.workload.floor),
-        "moved bytes": _counted(row.workload.moved, row.implementation),
-        "unblocked bytes": _counted(row.workload.unblocked, row.implementation),
     }
     if row.passes is None:
         return entry
@@ -240,10 +232,6 @@ def _entry(row: Row, rows: Sequence[Row], bandwidth: float) -> dict[str, Any]:
             **shares,
         }
     return entry | passes | {"over ours": over_ours(row, rows), "peak bytes": row.passes.both.peak}
-
-
-def _counted(bytes_: Bytes | None, implementation: str) -> dict[str, int] | None:
-    return dataclasses.asdict(bytes_) if bytes_ and implementation == OURS else None
 
 
 def rates(rows: Iterable[Row]) -> dict[str, dict[str, tuple[float, float]]]:

@@ -68,7 +68,7 @@ class Timing:
         return statistics.median(self.ratios(other))
 
     def ratios(self, other: Timing) -> list[float]:
-        """In each round, this one's time over that of ``other``."""
+        """The time of this one over that of ``other``, for each round."""
         return [a / b for a, b in zip(self.seconds, other.seconds, strict=True)]
 
 
@@ -171,7 +171,7 @@ class _Clock:
         return result
 
     def timing(self, warmup: int, peak: int | None) -> Timing:
-        """Of the rounds after ``warmup``."""
+        """The times of the rounds after ``warmup``."""
         return Timing(tuple(self.seconds[warmup:]), peak)
 
 
@@ -202,7 +202,7 @@ class _Events:
         return result
 
     def timing(self, warmup: int, peak: int | None) -> Timing:
-        """Of the rounds after ``warmup``; the device has been waited for."""
+        """The times of the rounds after ``warmup``, once the device is done."""
         seconds = tuple(begin.elapsed_time(end) / 1e3 for begin, end in self.events[warmup:])
         return Timing(seconds, peak, sum(self.late[warmup:]))
 

@@ -14,14 +14,11 @@ from torch import Tensor, nn
 
 from rewire.bench import peers
 from rewire.bench.peers import Implementation, Results
-from rewire.kernels.sums.spec import MixSpec
-from rewire.mixes.blocks import best_block
-from rewire.mixes.history import History, Table
-from rewire.mixes.mix import mix, pending_mix
+from rewire.mixes.attended import AttendedTable
+from rewire.mixes.history import Table
+from rewire.mixes.mix import mix, pending_mix, softmax
 from rewire.mixes.norms import mark
 from rewire.mixes.several import mixes
-from rewire.mixes.traffic import bytes_moved, bytes_of_history
-from rewire.topologies.attnres import AttnRes
 from rewire.topologies.base import Dims, materialize
 from rewire.topologies.hyper import DynamicHyperConnections, ParallelStreams
 from rewire.topologies.mhc import ManifoldHyperConnections
@@ -33,7 +30,7 @@ OURS, OURS_COMPILED, EAGER, COMPILED, RESIDUAL = "ours", "ours, compiled", "eage
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the states x_i of a workload: [batch, length, width].
+    """The shape of the states x_i of a workload: [batch, length, width].
 
     Attributes:
         dtype: of the states; weights and scores are float32.
@@ -54,11 +51,6 @@ class Sizes:
         """Bytes of one state."""
         return self.tokens * self.width * self.dtype.itemsize
 
-    @property
-    def accumulator(self) -> int:
-        """Bytes of one state in float32."""
-        return self.tokens * self.width * 4
-
     def states(self, count: int) -> list[Tensor]:
         shape = (self.batch, self.length, self.width)
         return [torch.randn(shape, dtype=self.dtype, device=self.device) for _ in range(count)]
@@ -66,7 +58,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """What a pass has to move, or moves."""
+    """What a pass has to move."""
 
     forward: int
     backward: int
@@ -87,9 +79,6 @@ class Workload:
             each.
         implementations: by name. The results of "eager" in float64 are what those of all others have to be.
         floor: bytes if each input is read once and each output written once; see docs/benchmarks.md.
-        moved: bytes that "ours" moves where the generated kernels run; None where it was not counted.
-        unblocked: of a trunk, what "ours" would move without depth blocking.
-        remark: more about bytes.
     """
 
     name: str
@@ -97,9 +86,6 @@ class Workload:
     inputs: Callable[[Sizes], Sequence[Tensor]]
     implementations: Mapping[str, Implementation]
     floor: Bytes
-    moved: Bytes | None = None
-    unblocked: Bytes | None = None
-    remark: str = ""
 
 
 def default_workloads(
@@ -141,7 +127,7 @@ def make_workloads(sizes: Sizes, small: bool) -> list[Workload]:
 
 
 def _only_eager(workload: Workload) -> Workload:
-    """Without what takes a CPU half a minute to compile; those implementations are listed as not run."""
+    """The workload without implementations that a CPU compiles for half a minute. They are listed as not run."""
     implementations = dict(workload.implementations)
     for name, one in implementations.items():
         if one.compiled:
@@ -173,14 +159,7 @@ def weighted_sum(sizes: Sizes, n: int, kind: Kind) -> Workload:
     floor = Bytes((n + 1) * sizes.state + weight, (2 * n + 1) * sizes.state + 2 * weight)
     rounded = "" if sizes.dtype == torch.float32 else "weights rounded to the states' dtype"
     implementations = _implementations(ours, plain) | {"stack, einsum": Implementation(stacked, note=rounded)}
-    return Workload(
-        f"sum of {n}, {_label(kind)}, width {sizes.width}",
-        sizes,
-        inputs,
-        implementations,
-        floor,
-        _moved(floor, sizes, n),
-    )
+    return Workload(f"sum of {n}, {_label(kind)}, width {sizes.width}", sizes, inputs, implementations, floor)
 
 
 class _SumAndNorm(nn.Module):
@@ -216,8 +195,7 @@ def sum_and_norm(sizes: Sizes, n: int) -> Workload:
     weight = 4 * n + sizes.width * sizes.dtype.itemsize
     floor = Bytes((n + 2) * sizes.state + weight, (2 * n + 3) * sizes.state + 2 * weight)
     name = f"sum of {n}, RMSNorm after, width {sizes.width}"
-    moved = _moved_by(MixSpec(n, norm="rms", keep_mix=True), sizes)
-    return Workload(name, sizes, inputs, _implementations(ours, plain), floor, moved)
+    return Workload(name, sizes, inputs, _implementations(ours, plain), floor)
 
 
 def three_reads(sizes: Sizes, n: int) -> Workload:
@@ -244,9 +222,8 @@ def three_reads(sizes: Sizes, n: int) -> Workload:
 
     weight = 4 * 3 * n * (sizes.width + sizes.tokens)
     floor = Bytes((n + 3) * sizes.state + weight, (2 * n + 3) * sizes.state + 2 * weight)
-    moved = _moved_by(MixSpec(n, "channel", True, outputs=3), sizes)
     return Workload(
-        f"queries, keys, values of {n}, width {sizes.width}", sizes, inputs, _implementations(ours, plain), floor, moved
+        f"queries, keys, values of {n}, width {sizes.width}", sizes, inputs, _implementations(ours, plain), floor
     )
 
 
@@ -264,10 +241,11 @@ def trunk(sizes: Sizes, depth: int) -> Workload:
     def ours(*given: Tensor) -> Results:
         x, *branches, weights = given
         row, column = torch.tril_indices(depth, depth, device=weights.device)
-        history, states = History(Table(weights[row, column], depth)), [x]
-        for number, branch in enumerate(branches):
-            history = history.push(states[-1])
-            states.append(history.mix(number, (branch,)).value())
+        table, states = Table(weights[row, column], depth), [x]
+        history = table.history()
+        for t, branch in enumerate(branches, start=1):
+            history = history.read(t, states[-1])
+            states.append(materialize(history.mix(table[t], added=(branch,))))
         return tuple(states[1:])
 
     def plain(*given: Tensor) -> Results:
@@ -283,22 +261,10 @@ def trunk(sizes: Sizes, depth: int) -> Workload:
         return tuple(itertools.accumulate(branches, torch.add, initial=x))[1:]
 
     floor = Bytes((2 * depth + 1) * sizes.state, (3 * depth + 1) * sizes.state)
-    block = best_block(depth)
-    moved, unblocked = _chain(sizes, depth, block), _chain(sizes, depth, None)
-    remark = "our kernels do not block it" if block > depth else f"our kernels go in blocks of {block} mixes"
     implementations = _implementations(ours, plain) | {
         RESIDUAL: Implementation(residual, other_work=True, used=depth + 1)
     }
-    return Workload(
-        f"trunk of {depth} mixes, width {sizes.width}", sizes, inputs, implementations, floor, moved, unblocked, remark
-    )
-
-
-def _chain(sizes: Sizes, depth: int, block: int | None) -> Bytes:
-    """What `trunk` moves."""
-    forward, backward = bytes_of_history(depth, block, sizes.tokens, sizes.width, sizes.dtype.itemsize)
-    # The gradients that x_1 .. x_(depth - 1) have as results are added to those of later mixes by kernels of torch.
-    return Bytes(forward, backward + 3 * (depth - 1) * sizes.state)
+    return Workload(f"trunk of {depth} mixes, width {sizes.width}", sizes, inputs, implementations, floor)
 
 
 def attention_residuals(sizes: Sizes, n: int) -> Workload:
@@ -309,9 +275,10 @@ def attention_residuals(sizes: Sizes, n: int) -> Workload:
 
     def ours(*given: Tensor) -> Results:
         *xs, query = given
-        dims = Dims(n - 1, len(query))
-        weights = AttnRes().weights({"queries": query.expand(n - 1, -1)}, dims)
-        return (AttnRes().finish(tuple(xs), weights._replace(table=None), dims),)  # of given states, not of a trunk's
+        table = AttendedTable(query.unsqueeze(0), ways=[*[0] * (n - 2), 1], only_scores=True)  # of read n alone
+        history = table.history().after(xs)
+        shares, _ = softmax(history.scores_of(table[n]), scaled=False)
+        return tuple(map(materialize, history.mixes(None, shares.movedim(0, -1))))
 
     def plain(*given: Tensor) -> Results:
         *xs, query = given
@@ -420,28 +387,8 @@ def _streams(sizes: Sizes, n: int) -> list[Tensor]:
 
 
 def _stream_bytes(sizes: Sizes, n: int) -> Bytes:
-    """Of a read and a write, between which the branch runs: both need the streams, in both passes."""
+    """The bytes of a read and a write, between which the branch runs: both passes of both need the streams."""
     return Bytes((3 * n + 2) * sizes.state, (6 * n + 3) * sizes.state)
-
-
-def _moved_by(spec: MixSpec, sizes: Sizes) -> Bytes:
-    """What the kernels of ``spec`` move, partial sums included."""
-    forward, backward = (
-        bytes_moved(spec, sizes.tokens, sizes.width, sizes.dtype.itemsize, backward=back) for back in (False, True)
-    )
-    return Bytes(forward, backward)
-
-
-def _chained(sizes: Sizes, n: int) -> Bytes:
-    """What more kernels than one move on top: a float32 accumulator between two; in backward the gradient again."""
-    more = len(MixSpec(n).chunks()) - 1
-    again = -(-n // MixSpec(n).fan_in(dots=True)) - 1
-    return Bytes(2 * more * sizes.accumulator, again * sizes.state)
-
-
-def _moved(single: Bytes, sizes: Sizes, n: int) -> Bytes:
-    more = _chained(sizes, n)
-    return Bytes(single.forward + more.forward, single.backward + more.backward)
 
 
 def _label(kind: Kind) -> str:

@@ -1,6 +1,6 @@
 """The ``rewire`` command."""
 
-from rewire.cli import models, runs  # noqa: F401  # they add their commands
+from rewire.cli import conformance, models, runs  # noqa: F401  # they add their commands
 from rewire.cli.app import app
 
 __all__ = ["app", "main"]

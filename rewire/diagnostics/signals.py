@@ -56,7 +56,7 @@ class BlockSignals:
 
     @property
     def cosine(self) -> float:
-        """Of its input and its output (what its first branch reads, and the first branch of the next block).
+        """The cosine of its input and output: of what its first branch reads, and the first one of the next block.
 
         Over the channels, averaged over all positions.
         """

@@ -292,7 +292,7 @@ def _gates(model: nn.Module) -> Iterator[tuple[str, str, Gate]]:
 
 
 def _entry(entry: Entry) -> str:
-    given = {"trunk": entry.trunk, "opens": entry.opens, "adds": entry.adds}
+    given = {"trunk": entry.trunk, "begins": entry.begins, "adds": entry.adds}
     given |= {name: True for name in ("ordered", "outside") if getattr(entry, name)}
     return f"dict({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from rewire.mixes.attended import EPS
 from rewire.mixes.blocks import Blocks
 from rewire.mixes.by_state import first_mixes, parts
+from rewire.mixes.history import Row
 from rewire.mixes.mix import _by_autograd, mix, softmax
-from rewire.mixes.tokens import _Project, _ProjectNormed, outside_autocast, project, project_normed
+from rewire.mixes.tokens import _Project, _ProjectNormed, inverse_rms, outside_autocast, project, project_normed
 
 
 class Watched(nn.Module):
@@ -101,150 +102,197 @@ class Mix:
         return total, module(total)
 
 
-class Table:
-    """Weights of several mixes in turn, each of all states so far.
+class Free:
+    """The table of a history whose weights are not known before it is read with them.
 
     Args:
-        flat: float32 [K] or [K, D]: for each mix in turn, one entry for each of its states, ascending.
-        mixes: how many.
-        first: states that the first mix reads; each further one reads one more.
-        group: mixes until there is another state.
-
-    Attributes:
-        blocks: which of the mixes read which states.
-        rows: for each mix its weights, [n] or [n, D].
-    """
-
-    def __init__(self, flat: Tensor, mixes: int, first: int = 1, group: int = 1) -> None:
-        self.blocks = Blocks(mixes, first, mixes, mixes, group)
-        self.rows = parts(flat, [self.blocks.count(number) for number in range(mixes)])
-
-
-class ScoredTable:
-    """Weights of reads in turn, each of all states so far, in one way or several.
-
-    Args:
-        flat: b, float32 [K] or [K, D]: for each read in turn, for each of its ways, one entry for each of its states.
-        queries: w, float32 [S, D]: one row for each way of each read.
-        ways: of each read in turn.
         group: reads until there is another state.
 
     Attributes:
         blocks: which of the reads are of which states.
+    """
+
+    queries: Sequence[Tensor] = ()
+
+    def __init__(self, group: int = 1) -> None:
+        self.blocks = Blocks(0, 1, 1, 1, group)
+
+    def history(self) -> History:
+        """The history before its first state."""
+        return History(self)
+
+
+class Table(Free):
+    """Weights of reads in turn, each of all states so far, in one way or several.
+
+    Args:
+        flat: b, float32 [K] or [K, D]: for each read in turn, for each of its ways, one entry for each of its states.
+        ways: of each read in turn; or how many reads there are, of one way each.
+        first: states that the first read is of; each further one is of one more.
+        group: reads until there is another state.
+        queries: w, float32 [S, D]: ``relu(w . x_i)`` is added to the weight of x_i; one row for each way of each read.
+
+    Attributes:
         rows: of each read, [ways, n] or [ways, n, D].
         first: of each read, the number of its first query.
-        queries: of each state, those of the reads that have it, [m, D].
+        queries: of each state, those of the reads that have it, [m, D]; none.
         own: of each read, its own, [ways, D].
     """
 
-    def __init__(self, flat: Tensor, queries: Tensor, ways: Sequence[int], group: int = 1) -> None:
-        self.blocks, self.first = Blocks(len(ways), 1, len(ways), len(ways), group), first_mixes(ways)
+    def __init__(
+        self, flat: Tensor, ways: int | Sequence[int], first: int = 1, group: int = 1, queries: Tensor | None = None
+    ) -> None:
+        ways = [1] * ways if isinstance(ways, int) else ways
+        self._ask(queries, ways, first, group)
         rows = parts(flat, [way * self.blocks.count(number) for number, way in enumerate(ways)])
         self.rows = [row.unflatten(0, (way, -1)) for row, way in zip(rows, ways, strict=True)]
-        self.queries = [queries[self.first[self.blocks.first_mix(state)] :] for state in range(self.blocks.states)]
-        self.own = queries.split(list(ways))
+
+    def __getitem__(self, t: int) -> Row:
+        """The weights of read t."""
+        return Row(self, t - self.blocks.first)  # type: ignore[arg-type]
+
+    def _ask(self, queries: Tensor | None, ways: Sequence[int], first: int, group: int) -> None:
+        self.blocks, self.first = Blocks(len(ways), first, len(ways), len(ways), group), first_mixes(ways)
+        if queries is not None:
+            self.queries = [queries[self.first[self.blocks.first_mix(state)] :] for state in range(self.blocks.states)]
+            self.own = queries.split(list(ways))
 
 
-class AttendedTable:
+class AttendedTable(Table):
     """Queries of reads in turn, each of all states so far; the first read is of one state, and has none.
 
     Args:
-        queries: w, float32 [T, D].
+        queries: w, float32 [K, D].
         scaled: whether the weights of n states add up to n, not to 1.
         group: reads until there is another state.
-
-    Attributes: see `ScoredTable`.
+        ways: how many queries each read has.
+        normed: whether to keep, behind the scores of a state, also what norms it.
+        only_scores: whether weights are another function of the scores; no matter here.
     """
 
-    def __init__(self, queries: Tensor, scaled: bool, group: int = 1) -> None:
-        ways = [0, *[1] * len(queries)]
-        self.blocks, self.first = Blocks(len(ways), 1, len(ways), len(ways), group), first_mixes(ways)
-        self.queries = [queries[self.first[self.blocks.first_mix(state)] :] for state in range(self.blocks.states)]
-        self.own, self.scaled = queries.split(ways), scaled
+    def __init__(
+        self, queries: Tensor, scaled: bool, group: int, ways: Sequence[int], normed: bool, only_scores: bool
+    ) -> None:
+        self._ask(queries, [0, *ways], 1, group)
+        self.scaled, self.normed = scaled, normed
+
+    def history(self) -> AttendedHistory:
+        return AttendedHistory(self)
 
 
 class History:
-    """The states of a trunk so far, which later units mix; with the scores that weights are made of. Immutable."""
+    """The states of a trunk so far, which later units mix; with the scores that weights are made of.
 
-    __slots__ = ("scores", "states", "table")
+    Attributes:
+        joined: whether the newest state is inside a group, and of no later read.
+    """
+
+    __slots__ = ("joined", "scores", "states", "table")
 
     def __init__(self, table: Any, states: tuple[Tensor, ...] = (), scores: tuple[Tensor, ...] = ()) -> None:
-        self.table, self.states, self.scores = table, states, scores
+        self.table, self.states, self.scores, self.joined = table, states, scores, False
+
+    def read(self, t: int, x: Tensor) -> Self:
+        """The history as read t has it, with the newest state."""
+        number = t - self.table.blocks.first
+        if not self.table.blocks.joined(number):
+            return self.push(x)
+        history = self._with(x, self.table.own[number] if self.table.queries else None)
+        history.joined = True
+        return history
 
     def push(self, x: Tensor) -> Self:
-        """The history with a further state."""
-        return type(self)(self.table, (*self.states, x))
+        """The history with a further state, all of it."""
+        return self._with(x, self.table.queries[len(self.states)] if self.table.queries else None)
 
-    def at(self, number: int) -> Self:
-        """The history as read ``number`` has it."""
-        return self
+    def _with(self, x: Tensor, queries: Tensor | None) -> Self:
+        scores = () if queries is None else (self._scored(x, queries.T),)
+        return type(self)(self.table, (*self.states, x), (*self.scores, *scores))
 
-    def joined(self, number: int, x: Tensor) -> tuple[Self, Tensor]:
-        """The history with one state more, which read ``number`` alone has; and that state."""
-        return self.push(x), x
+    @property
+    def kept(self) -> Self:
+        """What goes on to the next read."""
+        return type(self)(self.table, self.states[:-1], self.scores[:-1]) if self.joined else self
 
-    def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
-        """Mix ``number`` (from 0) of the table, plus ``added``."""
-        row = self.table.rows[number]
-        return Mix(self.states[: len(row)], row, (), tuple(added))
+    @property
+    def newest(self) -> Tensor:
+        """The newest state."""
+        return self.states[-1]
+
+    @newest.setter
+    def newest(self, x: Tensor) -> None:
+        self.states = (*self.states[:-1], x)
+
+    def project(self, weight: Tensor) -> Tensor:
+        """``weight . rmsnorm(newest)``, [..., n] for a weight [n, D]."""
+        return project_normed(self.newest, weight.T)
+
+    def mix(
+        self, weights: Row | Tensor | None, per_token: Tensor | None = None, added: Sequence[Tensor] = ()
+    ) -> Tensor | Mix:
+        """``sum_i (w_i + s_i) x_i`` over the n states, plus ``added``.
+
+        Args:
+            weights: w, [n] or [n, D], or those of a table.
+            per_token: s, [..., n].
+            added: tensors that are added with weight 1.
+        """
+        if isinstance(weights, Row):
+            (value,) = self._ways(weights.number)
+            return dataclasses.replace(value, added=tuple(added)) if isinstance(value, Mix) else value
+        return Mix(self.states, weights, () if per_token is None else per_token.split(1, -1), tuple(added))
+
+    def mixes(self, weights: Row | Tensor | None, per_token: Tensor | None = None) -> Sequence[Tensor | Mix]:
+        """Several mixes of the states: ``weights`` [M, n] or [M, n, D], ``per_token`` [..., M, n]."""
+        return self._ways(weights.number) if isinstance(weights, Row) else mixes(self.states, weights, per_token)[0]
+
+    def _ways(self, number: int) -> Sequence[Tensor | Mix]:
+        scores = [own.split(1, -1) for own in self._scores_of(number)]
+        rows = enumerate(self.table.rows[number])
+        return [Mix(self.states[: len(row)], row, tuple(own[way] for own in scores)) for way, row in rows]
+
+    def _scores_of(self, number: int) -> list[Tensor]:
+        """Of a read, [..., ways] of each of its states; none."""
+        blocks, first = self.table.blocks, self.table.first
+        complete, ways = len(self.states) - self.joined, first[number + 1] - first[number]
+        places = [first[number] - first[blocks.first_mix(state)] for state in range(complete)] + [0] * self.joined
+        return [scores.narrow(-1, place, ways) for scores, place in zip(self.scores, places, strict=False)]
+
+    def _scored(self, x: Tensor, queries: Tensor) -> Tensor:
+        return project(x, queries).clamp(min=0)  # not relu: the derivative of clamp is 1 at 0, where all scores start
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
         """The history in other dimensions."""
         history = type(self)(self.table)
         for x in self.states:
             history = history.push(view(x))
+        history.joined = self.joined
         return history
 
 
-class ScoredHistory(History):
-    """The states of a trunk so far, each with the scores of its later reads. Immutable."""
+class AttendedHistory(History):
+    """The states of a trunk so far, each with the scores of its later reads."""
 
     __slots__ = ()
 
-    table: Any
-
-    def push(self, x: Tensor) -> Self:
-        """The history with a further state."""
-        return self._with(x, self.table.queries[len(self.states)])
-
-    def joined(self, number: int, x: Tensor) -> tuple[Self, Tensor]:
-        """The history with one state more, which read ``number`` alone has; and that state."""
-        return self._with(x, self.table.own[number]), x
-
-    def _with(self, x: Tensor, queries: Tensor) -> Self:
-        return type(self)(self.table, (*self.states, x), (*self.scores, self._scored(x, queries.T)))
-
-    def read(self, number: int) -> list[Tensor | Mix]:
-        """The mixes of read ``number``, from 0."""
-        rows = self.table.rows[number]
-        return [Mix(self.states, row, tuple(self._scores_of(number, way))) for way, row in enumerate(rows)]
-
-    def _scores_of(self, number: int, way: int) -> list[Tensor]:
-        """Of one way of a read, [..., 1] of each of its states."""
-        blocks, first = self.table.blocks, self.table.first
-        complete = len(self.states) - blocks.joined(number)
-        places = [first[number] - first[blocks.first_mix(state)] for state in range(complete)]
-        places += [0] * (len(self.states) - complete)
-        return [scores.narrow(-1, place + way, 1) for scores, place in zip(self.scores, places, strict=True)]
-
-    def _scored(self, x: Tensor, queries: Tensor) -> Tensor:
-        return project(x, queries).clamp(min=0)  # not relu: the derivative of clamp is 1 at 0, where all scores start
-
-
-class AttendedHistory(ScoredHistory):
-    """The states of a trunk so far, each with the scores of its later reads. Immutable."""
-
-    __slots__ = ()
-
-    def read(self, number: int) -> list[Tensor | Mix]:
-        """The sum of read ``number``, from 0."""
+    def _ways(self, number: int) -> Sequence[Tensor | Mix]:
         if number == 0:
             return [self.states[0]]
-        shares, _ = softmax(torch.stack(self._scores_of(number, 0)), self.table.scaled)
+        shares, _ = softmax(torch.stack(self._scores_of(number)), self.table.scaled)
         return [Mix(self.states, None, shares.unbind())]
 
+    def scores_of(self, row: Row) -> Tensor:
+        """``w_t . rmsnorm(x_i)`` for each state and each of the read's queries, [n, ..., ways]."""
+        return torch.stack(self._scores_of(row.number))
+
+    @property
+    def inverse_norms(self) -> Tensor:
+        """What rmsnorm multiplies each state with, [n, ..., 1]; only where the table keeps that."""
+        return torch.stack([scores[..., -1:] for scores in self.scores])
+
     def _scored(self, x: Tensor, queries: Tensor) -> Tensor:
-        return project_normed(x, queries, EPS)
+        scores = project_normed(x, queries, EPS)
+        return torch.cat([scores, inverse_rms(x, EPS)], -1) if self.table.normed else scores
 
 
 def mixes(

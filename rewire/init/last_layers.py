@@ -29,7 +29,7 @@ _MATRIX_PRODUCTS = {"matmul", "bmm", "mm"}
 
 @dataclasses.dataclass
 class LastLayers:
-    """What a value is linear in.
+    """The weights in which a value is linear.
 
     Attributes:
         weights: names of the last weights.
@@ -43,7 +43,7 @@ class LastLayers:
 
 
 def last_layers_of(ops: Iterable[Op], stop: Callable[[Op], bool] = lambda op: False) -> LastLayers:
-    """What the sum of ``ops`` is linear in. The search ends before operations for which ``stop`` is true."""
+    """The weights in which the sum of ``ops`` is linear. The search ends where ``stop`` is true."""
     last, seen, todo = LastLayers(), set[Op](), list(ops)
     while todo:
         op = todo.pop()
@@ -109,7 +109,7 @@ def _goes_through(module: nn.Module) -> bool:
 
 
 def _last_by_name(module: nn.Module) -> list[str]:
-    """For a module that was not looked into: its own weights that are named like a last one, else the last weight."""
+    """The last weights of a module that was not looked into: those that are named so, else the last one it has."""
     tables = {f"{path}.weight" for path, child in module.named_modules() if isinstance(child, nn.Embedding)}
     names = [n for n, p in module.named_parameters() if p.ndim >= 2 and not n.endswith("bias") and n not in tables]
     named = [name for name in names if LAST_LAYER.search(name.removesuffix(".weight"))]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Layout(NamedTuple):
+class Metadata(NamedTuple):
     """Of a tensor: all that is asked of it before its values are."""
 
     shape: tuple[int, ...]
@@ -18,8 +18,8 @@ class Layout(NamedTuple):
     device: torch.device
 
 
-def layout(x: Tensor) -> Layout:
-    return Layout(x.shape, x.stride(), x.dtype, x.device)
+def metadata(x: Tensor) -> Metadata:
+    return Metadata(x.shape, x.stride(), x.dtype, x.device)
 
 
 #: Times the width: rows further apart are copied.
@@ -44,7 +44,7 @@ def row_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None:
     return stride if (cols == 1 or strides[-1] == 1) and stride <= MAX_ROW_STRIDE * cols else None
 
 
-def stream_strides(x: Layout) -> tuple[int, int] | None:
+def stream_strides(x: Metadata) -> tuple[int, int] | None:
     """Of streams [..., n, D], elements from a token to the next, and from a stream to the next; None as above."""
     (*lead, n, cols), (*along, step, last) = x.shape, x.strides
     of_tokens = row_stride((*lead, cols), (*along, last))

@@ -18,8 +18,8 @@ from torch import Tensor
 #: so that results do not depend on the device.
 PROGRAMS = 1024
 
-#: Plans of each kind that are kept: those of a few batch sizes of a deep model. The oldest goes first.
-MOST_PLANS = 4096
+#: Routines, and kernels of each kind, that are kept: those of a few batch sizes of a deep model. The oldest goes first.
+MOST_KEPT = 4096
 
 #: Patterns of aligned pointers for which a launch keeps compiled kernels.
 MOST_COMPILED = 16
@@ -32,7 +32,7 @@ class Code(NamedTuple):
         jit: the decorated function; asked for when it is first started.
         programs: the grid.
         constants: arguments that are fixed when it is compiled, and options of the compiler.
-        made_for: of a generated one, what it was generated for: see `sums.grid.Generated`.
+        made_for: of a generated one, its `sums.grid.Grid`.
     """
 
     jit: Callable[[], Any]
@@ -188,6 +188,24 @@ class Kernel:
             runner(*arguments)
 
         return start
+
+
+class Fitted(NamedTuple):
+    """A kernel that is written by hand, for tensors of given metadata.
+
+    Attributes:
+        kernel: of a list of tensors, in the order of its parameters.
+        copied: which of the tensors [..., D] are, their rows not being even.
+        programs: of rows and of columns, of which each leaves partial sums.
+    """
+
+    kernel: Kernel
+    copied: tuple[bool, ...] = ()
+    programs: tuple[int, int] = (1, 1)
+
+    def even(self, *tensors: Tensor) -> list[Tensor]:
+        """These, of which some are copied."""
+        return [x.contiguous() if copy else x for x, copy in zip(tensors, self.copied, strict=True)]
 
 
 def _check_memory(tensors: Sequence[Tensor]) -> None:

@@ -32,47 +32,61 @@ from torch import Tensor
 from rewire.kernels import operators, switch
 from rewire.mixes.autograd import by_torch
 from rewire.mixes.blocks import BLOCK, Blocks
-from rewire.mixes.by_state import ByState, first_mixes, parts
+from rewire.mixes.by_state import ByState, first_mixes
 from rewire.mixes.claims import gathered, joining, present, stand_ins, unclaimed
-from rewire.mixes.history import Claimed, suffixes
+from rewire.mixes.history import Claimed, History, Row, Table
 from rewire.mixes.mix import Attended, Mix, pending_mix, softmax
-from rewire.mixes.scored import ScoredHistory
+from rewire.mixes.tokens import inverse_rms
 
 EPS = 1e-6  # of the norm
 
 
-class AttendedTable:
+class AttendedTable(Table):
     """Queries of reads in turn: read t = 1, 2, .. is of the t states so far, the first of one state, without a query.
 
     Args:
-        queries: w, float32 [T, D], of the reads 2 to T + 1: the first of them is of two states.
+        queries: w, float32 [K, D], of the reads from 2 on: the first of them is of two states.
         scaled: whether the weights of n states add up to n, not to 1.
         block: as in `Blocks`; by default what `blocks.best_block` says, and no blocks where there are no kernels.
         group: reads until there is another state.
+        ways: how many queries each of these reads has; by default one.
+        normed: whether to keep, behind the scores of a state, also what norms it.
+        only_scores: whether the weights are another function of the scores (`AttendedHistory.scores_of`) than one
+            softmax over all states: then mixes are left to autograd.
 
     Attributes:
         blocks: how the reads are arranged.
-        first: of each read, the number of its query; the first has none.
+        first: of each read, the number of its first query; the first has none.
         starts: of each state, the first query of a read that has it.
         queries: of each state those of the reads that have it, [m, D].
-        own: of each read, its own, [1, D].
+        own: of each read, its own, [ways, D].
         by_state: there are no weights beside scores.
-        scaled: as above.
+        scaled, normed, only_scores: as above.
     """
 
-    def __init__(self, queries: Tensor, scaled: bool, block: int | None = None, group: int = 1) -> None:
-        ways = [0, *[1] * len(queries)]
-        self.blocks = blocks = Blocks.of(queries, len(ways), 1, block, group)
-        self.first = first_mixes(ways)
-        self.starts = [self.first[blocks.first_mix(state)] for state in range(blocks.states)]
-        self.queries = suffixes(queries, self.starts)
-        self.own = parts(queries, ways) if group > 1 else ()
-        self.by_state = ByState(*[(None,) * len(ways)] * 4)
-        self.scaled = scaled
+    def __init__(
+        self,
+        queries: Tensor,
+        scaled: bool = False,
+        block: int | None = None,
+        group: int = 1,
+        ways: Sequence[int] | None = None,
+        normed: bool = False,
+        only_scores: bool = False,
+    ) -> None:
+        of_reads = [0, *([1] * len(queries) if ways is None else ways)]
+        self.blocks = Blocks.of(queries, len(of_reads), 1, block, group)
+        self.first = first_mixes(of_reads)
+        self._ask(queries, of_reads)
+        self.by_state = ByState(*[(None,) * len(of_reads)] * 4)
+        self.scaled, self.normed, self.only_scores = scaled, normed, only_scores
+
+    def history(self) -> AttendedHistory:
+        return AttendedHistory(self, claims=None if self.only_scores else ())
 
 
-class AttendedHistory(ScoredHistory):
-    """The states of a trunk so far, each with the scores of its later reads. Immutable.
+class AttendedHistory(History):
+    """The states of a trunk so far, each with the scores of its later reads.
 
     Attributes:
         claims: of each read also a tensor [3, ...] whose values mean nothing, and whose gradient is what the states'
@@ -85,23 +99,39 @@ class AttendedHistory(ScoredHistory):
     norm_eps, clamped = EPS, False
     constant_scores = False  # where gradients will be differentiated, the tallies depend on them
 
-    table: AttendedTable  # type: ignore[assignment]
+    table: AttendedTable
 
-    def read(self, number: int) -> Sequence[Tensor | Mix]:
-        """The sum of read ``number``, from 0."""
+    def _ways(self, number: int) -> Sequence[Tensor | Mix]:
         if number == 0:
             return [self.states[0]]
-        places, query = self._places(number), self.table.first[number]
         if self.claims is None:
-            own = [scores.select(-1, k) for scores, k in zip(self.scores, places, strict=True)]
-            shares, _ = softmax(torch.stack(own), self.table.scaled)
-            return [pending_mix(self.states, None, scores=shares.unsqueeze(-1).unbind())]
+            shares, _ = softmax(self._stacked(number), self.table.scaled)
+            return [pending_mix(self.states, None, scores=shares.unbind())]
+        places, query = self._places(number), self.table.first[number]
         with torch.no_grad():  # not as a decorator, which torch.compile cannot follow here
             values, shares, statistics = self._shares(number, places)
         of_read = [(of.claims[query - of.first], of.tallies[query - of.first]) for of in self._claims_of(query)]
         claims, tallies = zip(*of_read, strict=True)
         attended = Attended(statistics, self.values, self.scores, places, self.table.scaled)
         return [Mix(values, None, shares.unsqueeze(-1).unbind(), claims=claims, attended=attended, tallies=tallies)]
+
+    def scores_of(self, row: Row) -> Tensor:
+        """``w_t . rmsnorm(x_i)`` for each state x_i and each of the read's queries w_t, [n, ..., ways]."""
+        return self._stacked(row.number)
+
+    @property
+    def inverse_norms(self) -> Tensor:
+        """What rmsnorm multiplies each state with, [n, ..., 1]; only where the table keeps that."""
+        return torch.stack([scores[..., -1:] for scores in self.scores])
+
+    def _stacked(self, number: int) -> Tensor:
+        return torch.stack(self._scores_of(number))
+
+    def _scored(self, number: int, x: Tensor, alone: bool = False) -> tuple[Tensor | None, Tensor]:
+        scores, x = super()._scored(number, x, alone)
+        if self.table.normed and scores is not None:
+            scores = torch.cat([scores, inverse_rms(x, EPS)], -1)
+        return scores, x
 
     def _shares(self, number: int, places: Sequence[int]) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
         """What a read adds up, [..., D] each; with which weights, [n, ...]; and the statistics of its softmax."""
@@ -118,7 +148,7 @@ class AttendedHistory(ScoredHistory):
         first = self._places(mixes.start)
         of_states = [s.narrow(-1, k, len(mixes)).movedim(-1, 0) for s, k in zip(self.scores, first, strict=True)]
         numerators, statistics = operators.softmax(of_states, None, 0)  # [n, B, ...], [2, B, ...]
-        totals = operators.mixes(self.values, None, numerators.movedim((1, 0), (-2, -1)))
+        totals = operators.mixes(self.values, None, (numerators.movedim((1, 0), (-2, -1)),), (), (), torch.float32)
         return dict(zip(mixes, zip(totals, statistics.unbind(1), strict=True), strict=True))
 
     def _claim(

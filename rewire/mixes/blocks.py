@@ -127,7 +127,7 @@ def best_block(mixes: int, first: int = 1) -> int:
     """B for a chain of mixes; more than all states if blocks do not pay.
 
     Within 5 % of the fewest bytes for chains of 10 to 100 mixes, the accumulators between chained kernels included
-    (`traffic.bytes_of_history`; table in docs/kernels.md).
+    (``benchmarks/traffic.py``; table in docs/kernels.md).
     """
     states = first + mixes - 1
     return BLOCK if states >= SHORTEST else states + 1

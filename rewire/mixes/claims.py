@@ -48,6 +48,25 @@ class Claims(torch.autograd.Function):
         return (None, None, None if dots is None else dots.reshape(flat.shape), *of_scores, *dx)
 
 
+class Claiming(torch.autograd.Function):
+    """Several mixes of states in one pass, all of whose gradients are those of their claims.
+
+    Claims are those of the first mix, of the second, .., n each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Sequence[Tensor], rows: Tensor, scores: Sequence[Tensor], n: int, *claims: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.n = n
+        ctx.set_materialize_grads(False)
+        return tuple(operators.mixes(values, rows, scores, (), (), None))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, None, None, *(grad for grad in grads for _ in range(ctx.n)))
+
+
 def unclaimed(states: Sequence[Tensor], carried: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """The gradients of states of which no mix has one: what came other ways."""
     if len(states) == 1:
@@ -140,7 +159,9 @@ def _by_kernels(
     for first in range(0, len(states), most):
         some = slice(first, first + most)
         n, theirs = len(states[some]), added if len(states) == 1 else added[some]
-        found = operators.gather(grads, states[some], None if weights is None else weights[some], theirs, scores[some])
+        found = operators.mixes(
+            grads, None if weights is None else weights[some], scores[some], theirs, states[some], states[0].dtype
+        )
         dx += found[:n]
         of_weights += [] if weights is None else [found[n]]
         of_scores += found[-1].unbind(-2) if scores else []

@@ -13,6 +13,7 @@ checkpointing, ``retain_graph``, gradients of gradients, and whatever order forw
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -20,42 +21,112 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators, switch
+from rewire.kernels.sums.spec import MAX_OUTPUTS
 from rewire.mixes.autograd import left_to_autograd, under_transforms
 from rewire.mixes.blocks import Blocks
-from rewire.mixes.by_state import ByState, parts
-from rewire.mixes.claims import Claims
-from rewire.mixes.mix import Mix
+from rewire.mixes.by_state import ByState, first_mixes, parts
+from rewire.mixes.claims import Claiming, Claims
+from rewire.mixes.mix import Mix, pending_mix
+from rewire.mixes.several import mixes
+from rewire.mixes.tokens import read_off, read_off_apart
 
 Scores = tuple[Tensor, ...]  #: Of a state, [..., K], or none
+_EPS = 1e-6  # of the norm of `History.project`
 
 
-class Table:
-    """Weights of mixes in turn, each of all states so far.
-
-    Args:
-        flat: float32 [K] or [K, D]: for each mix in turn, one entry for each of its states, ascending.
-        mixes, first, group: as in `Blocks`.
-        block: the same; by default what `best_block` says, and no blocks where there are no kernels.
+class Row(NamedTuple):
+    """The weights of one read, as a table has them.
 
     Attributes:
-        blocks: how they are arranged.
-        rows: for each mix its weights, [n] or [n, D].
-        begun, rest: the same, detached: those of the states before its block of mixes, and of the others.
-        by_state: the same, with gradients, for the claims.
-        first: of each read the number of its first mix: here each is one mix.
-        queries, own: as in `scored.ScoredTable`: here weights are the same for all tokens.
+        table: the table.
+        number: of the read in it, from 0.
     """
 
-    def __init__(self, flat: Tensor, mixes: int, first: int = 1, block: int | None = None, group: int = 1) -> None:
-        self.blocks = blocks = Blocks.of(flat, mixes, first, block, group)
-        counts = [blocks.count(s) for s in range(mixes)]
-        self.rows = parts(flat, counts)
-        before = [blocks.before(s) for s in range(mixes)]
-        halves = flat.detach().split([n for s in range(mixes) for n in (before[s], counts[s] - before[s])])
-        self.begun, self.rest = halves[::2], halves[1::2]
-        self.by_state = ByState.of(flat, blocks, [1] * mixes)
-        self.first = range(mixes + 1)
-        self.queries = self.own = (None,) * max(mixes, blocks.states)
+    table: Table
+    number: int
+
+
+class Free:
+    """The table of a history whose weights are not known before it is read with them.
+
+    Args:
+        group: reads until there is another state.
+    """
+
+    queries: tuple[Tensor, ...] = ()
+    own: tuple[Tensor, ...] = ()
+
+    def __init__(self, group: int = 1) -> None:
+        self.blocks = Blocks(0, 1, 1, 1, group)
+
+    def history(self) -> History:
+        """The history before its first state."""
+        return History(self, claims=None)
+
+
+class Table(Free):
+    """Weights of reads in turn, each of all states so far, in one way or several. A *mix* is one way of a read.
+
+    With queries, ``relu(w . x_i)`` is added to the weight of state x_i, for each token (GRN-v3). All that these weights
+    depend on is known when the state is: it is projected once, for all reads to come.
+
+    Args:
+        flat: b, float32 [K] or [K, D]: for each read in turn, for each of its ways, one entry for each of its states.
+        ways: of each read in turn; or how many reads there are, of one way each.
+        first, group: as in `Blocks`.
+        block: the same; by default what `best_block` says, and no blocks where there are no kernels, or several ways.
+        queries: w, float32 [S, D]: one row for each way of each read.
+
+    Attributes:
+        blocks: how the reads are arranged.
+        first: of each read, the number of its first mix; and how many mixes there are.
+        rows: for each read its weights, [ways, n] or [ways, n, D].
+        begun, rest: the same, flat and detached: those of the states before its block of reads, and of the others.
+        by_state: the same, with gradients, for the claims.
+        starts: with queries, of each state the first mix that reads it.
+        queries: of each state, w of the mixes that read it, [m, D]; none.
+        own: of each read, its own, [ways, D]; where it may have a state alone, in groups.
+    """
+
+    def __init__(
+        self,
+        flat: Tensor,
+        ways: int | Sequence[int],
+        first: int = 1,
+        block: int | None = None,
+        group: int = 1,
+        queries: Tensor | None = None,
+    ) -> None:
+        ways = [1] * ways if isinstance(ways, int) else ways
+        blocks = Blocks.of(flat, len(ways), first, block, group, max(ways))
+        if max(ways) > 1:  # what is begun would move more than it saves
+            blocks = blocks._replace(block=first + len(ways))
+        self.blocks, self.first = blocks, first_mixes(ways)
+        counts = [blocks.count(number) for number in range(len(ways))]
+        rows = parts(flat, [way * n for way, n in zip(ways, counts, strict=True)])
+        self.rows = [row.unflatten(0, (way, -1)) for row, way in zip(rows, ways, strict=True)]
+        before = [blocks.before(number) for number in range(len(ways))]
+        halves = [(way * n, way * (all_ - n)) for way, n, all_ in zip(ways, before, counts, strict=True)]
+        pieces = flat.detach().split([*itertools.chain.from_iterable(halves)])
+        self.begun, self.rest = pieces[::2], pieces[1::2]
+        self.by_state = ByState.of(flat, blocks, ways)
+        self._ask(queries, ways)
+
+    def __getitem__(self, t: int) -> Row:
+        """The weights of read t, which is of ``x_0 .. x_{t-1}``, for `History.mix`."""
+        return Row(self, t - self.blocks.first)
+
+    def _ask(self, queries: Tensor | None, ways: Sequence[int]) -> None:
+        """Take queries, if there are any, by the states that they are asked of."""
+        blocks = self.blocks
+        if queries is not None:
+            self.starts = [self.first[blocks.first_mix(state)] for state in range(blocks.states)]
+            self.queries = suffixes(queries, self.starts)
+            if blocks.group > 1:
+                self.own = parts(queries, list(ways))
+
+    def history(self) -> History:
+        return History(self)
 
 
 def suffixes(x: Tensor, starts: Sequence[int]) -> tuple[Tensor, ...]:
@@ -100,14 +171,17 @@ class Claimed(NamedTuple):
 
 
 class History:
-    """The states of a trunk so far. Immutable.
+    """The states of a trunk so far.
 
     In blocks of B (see `Blocks`), kernels read all earlier states once for the next B mixes, and all later gradients
     once for several states: L^2 / 2 reads become about L^1.5.
 
-    In groups, a state is complete after several reads. Those before that have it as far as it has come (`joined`). The
-    mixes of a group, or of a span of it, claim all complete states together, which are handed on to the next ones: few
-    gradients wait at a time, as few states are held.
+    In groups, a state is complete after several reads. Those before that have it as far as it has come. The mixes of a
+    group, or of a span of it, claim all complete states together, which are handed on to the next ones: few gradients
+    wait at a time, as few states are held.
+
+    Each read has a history of its own, which `read` makes. What it mixes with weights that no table knew, or projects,
+    is replaced there by tensors of the same values: gradients of later reads come to these, and join its own.
 
     A plain class, not a dataclass: FSDP2 rebuilds every dataclass that it meets in a block's inputs.
 
@@ -117,18 +191,20 @@ class History:
             pass over the claims'.
         values: the same without their history of gradients.
         claims: of each state, or of several together; None if some state has no claims, as when a compiled block pushed
-            it: then all further mixes are left to autograd.
+            it, or if no table knows the weights: then all further mixes are left to autograd.
         scores: where weights are made of them, of each state those of the mixes that read it, [..., m]; in groups, of
             the present span.
         waiting: the states of the present block as later blocks of mixes see them, each with its scores for these:
             their gradients come together. In groups, of each state its scores for each span.
         begun: of each mix of the present block what it begins with: all states before that block.
+        before: of a read inside a group, the history without the newest state, which no other read has.
     """
 
-    __slots__ = ("begun", "claims", "scores", "states", "table", "values", "waiting")
+    __slots__ = ("before", "begun", "claims", "scores", "states", "table", "values", "waiting")
 
-    #: Whether scores are constants to who reads, as claims get their gradients.
-    constant_scores: ClassVar[bool] = True
+    norm_eps: ClassVar[float | None] = None  #: Of a norm before states are projected.
+    clamped: ClassVar[bool] = True  #: Whether scores below 0 are 0.
+    constant_scores: ClassVar[bool] = True  #: Whether reads take scores as constants, as claims get their gradients.
 
     def __init__(
         self,
@@ -142,6 +218,135 @@ class History:
     ) -> None:
         self.table, self.states, self.values, self.claims = table, states, values, claims
         self.scores, self.waiting, self.begun = scores, waiting, begun or {}
+        self.before: Self | None = None
+
+    # -- reads ---------------------------------------------------------------------------------------------------------
+
+    def read(self, t: int, x: Tensor) -> Self:
+        """The history as read t has it: with ``x``, the newest state.
+
+        To be called by who reads the state, not by who makes it: the claims' backward needs the state, and under
+        activation checkpointing would have the block that made it recomputed before its turn.
+        """
+        number = t - self.table.blocks.first
+        return self._joined(number, x) if self.table.blocks.joined(number) else self.push(x)
+
+    @property
+    def kept(self) -> Self:
+        """What goes on to the next read: without a newest state inside a group."""
+        if self.before is None:
+            return self
+        return self._left(self.states[:-1], self.scores[:-1]) if self.claims is None else self.before
+
+    @property
+    def newest(self) -> Tensor:
+        """The newest state. May be set to a tensor of the same value, to which gradients of later reads are to come."""
+        return self.states[-1]
+
+    @newest.setter
+    def newest(self, x: Tensor) -> None:
+        self.states = (*self.states[:-1], x)
+
+    def project(self, weight: Tensor) -> Tensor:
+        """``weight . rmsnorm(newest)`` for each token, [..., n] for a weight [n, D]: in float32 at least."""
+        scores, self.newest = read_off(self.newest, weight.T, _EPS)
+        return scores
+
+    def mix(
+        self, weights: Row | Tensor | None, per_token: Tensor | None = None, added: Sequence[Tensor] = ()
+    ) -> Tensor | Mix:
+        """``sum_i (w_i + s_i) x_i`` over the n states, plus ``added``: perhaps to be computed when it is needed.
+
+        Args:
+            weights: w, float32, one for each state [n], or one for each channel of it [n, D]; or those that a table has
+                for this read, ``table[t]``.
+            per_token: s, [..., n]; summed in float32 at least.
+            added: tensors that are added with weight 1, like the branches.
+
+        Raises:
+            ValueError: there are not as many weights as states.
+        """
+        if isinstance(weights, Row):
+            (value,) = self._of_table(weights)
+            if added and isinstance(value, Mix):
+                value.added = tuple(added)
+            return value if isinstance(value, Mix) or not added else Mix(added=(value, *added))
+        if per_token is None:
+            return pending_mix(self.states, weights, added)
+        if added:
+            return pending_mix(self.states, weights, added, _precise(per_token).split(1, -1))
+        return self.mixes(None if weights is None else weights.unsqueeze(0), per_token.unsqueeze(-2))[0]
+
+    def mixes(self, weights: Row | Tensor | None, per_token: Tensor | None = None) -> Sequence[Tensor | Mix]:
+        """Several mixes of the states at once, as for queries, keys and values: M ways.
+
+        Args:
+            weights: as in `mix`, with a dimension for the ways in front: [M, n] or [M, n, D].
+            per_token: [..., M, n].
+
+        Raises:
+            ValueError: there are not as many weights as states.
+        """
+        if isinstance(weights, Row):
+            return self._of_table(weights)
+        for given, dim in ((weights, 1), (per_token, -1)):
+            if given is not None and given.shape[dim] != len(self.states):
+                raise ValueError(f"{len(self.states)} states are mixed, and there are {given.shape[dim]} weights.")
+        found, states = mixes(self.states, weights, None if per_token is None else _precise(per_token))
+        self.states = tuple(states)
+        return found
+
+    def _of_table(self, row: Row) -> Sequence[Tensor | Mix]:
+        """The ways of a read with the weights that the table has for it."""
+        if row.table is not self.table:
+            raise ValueError(
+                "the history began without these weights: `weights` of a rewire.Dense has to return the table itself."
+            )
+        return self._ways(row.number)
+
+    def _ways(self, number: int) -> Sequence[Tensor | Mix]:
+        """The mixes of read ``number`` of the table."""
+        table, first = self.table, self.table.first[number]
+        rows, scores = table.rows[number], self._scores_of(number)
+        ways, count = rows.shape[:2]
+        by_torch = not scores and torch.compiler.is_compiling() and not switch.uses_kernels(self.states[0])
+        if self.claims is None or by_torch:
+            if ways == 1:
+                return [Mix(self.states[:count], rows[0], scores)]
+            return mixes(self.states, rows, torch.stack(scores, -1) if scores else None)[0]
+        of_read = self._claims_of(first)
+        claims = [tuple([of.claims[first - of.first + way] for of in of_read]) for way in range(ways)]
+        weights, accumulator = table.rest[number], self.begun.get(number)
+        if ways == 1:
+            if accumulator is None and table.begun[number].shape[0]:
+                weights = torch.cat((table.begun[number], weights))
+            begun = count - weights.shape[0]
+            values = self.values[begun:count]
+            return [Mix(values, weights if values else None, scores[begun:], (), claims[0], accumulator)]
+        weights = weights.unflatten(0, (ways, -1))
+        if scores and ways <= MAX_OUTPUTS and switch.uses_kernels(self.values[0]):
+            return Claiming.apply(self.values, weights, scores, len(claims[0]), *itertools.chain.from_iterable(claims))
+        of_ways = zip(*[of_state.split(1, -1) for of_state in scores], strict=True) if scores else [()] * ways
+        return [Mix(self.values, row, own, (), of) for row, own, of in zip(weights, of_ways, claims, strict=True)]
+
+    def _scores_of(self, number: int) -> Scores:
+        """Of each state those of a read, [..., ways], if there are any."""
+        if not self.scores:
+            return ()
+        ways = self.table.first[number + 1] - self.table.first[number]
+        return tuple([s.narrow(-1, k, ways) for s, k in zip(self.scores, self._places(number), strict=True)])
+
+    def _places(self, number: int) -> list[int]:
+        """Where the scores of a read begin among those of each of its states."""
+        blocks, first, joined = self.table.blocks, self.table.first[number], self.table.blocks.joined(number)
+        complete = len(self.states) - joined
+        if self.claims is None or blocks.group == 1:
+            places = [first - start for start in self.table.starts[:complete]]
+        else:  # scores are those of the span, as its claims are, which come first
+            places = [first - self.claims[0].first] * complete
+        return [*places, 0] if joined else places
+
+    # -- states --------------------------------------------------------------------------------------------------------
 
     def after(self, states: Sequence[Tensor]) -> Self:
         """The history after further ``states``, of which earlier mixes were made elsewhere."""
@@ -151,10 +356,7 @@ class History:
         return history
 
     def push(self, x: Tensor, begin: bool = True) -> Self:
-        """The history with a further state.
-
-        To be called by who reads the state, not by who makes it: the claims' backward needs the state, and under
-        activation checkpointing would have the block that made it recomputed before its turn.
+        """The history with a further state, all of it.
 
         Args:
             x: the state.
@@ -166,12 +368,18 @@ class History:
             return self._with(x, None, self.claims, self.waiting)
         return self._next_group(x) if self.table.blocks.group > 1 else self._next(x)._begin(begin)
 
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
+        """The history in other dimensions; what was arranged for one pass over memory is left to autograd from here."""
+        history = self._left(())._without_claims(tuple(map(view, self.states)))
+        history.before = self.before
+        return history
+
     def _next(self, x: Tensor) -> Self:
         """The history with a state whose near mixes claim it by itself, and later ones with its block."""
         table, blocks, number, claims = self.table, self.table.blocks, len(self.states), self.claims
         read, waiting = blocks.first_mix(number), self.waiting
         first, end, stop = table.first[read], table.first[read + blocks.near(number)], table.first[-1]
-        scores, near, later, x = self._scored_apart(table.queries[number], end - first, x)
+        scores, near, later, x = self._scored_apart(number, end - first, x)
         again = x
         assert claims is not None
         if end > first:
@@ -191,7 +399,7 @@ class History:
         """The history with a further state, whose reads come until there is another."""
         table, number = self.table, len(self.states)
         blocks = table.blocks
-        scores, x = self._scored(table.queries[number], x)
+        scores, x = self._scored(number, x)
         spans = blocks.spans()[number * blocks.spans_of_group :]
         sizes = [table.first[reads.stop] - table.first[reads.start] for reads in spans]
         waiting = self.waiting if scores is None else (*self.waiting, scores.split(sizes, -1))
@@ -207,42 +415,22 @@ class History:
         claimed, states = self._claim(first, 1, table.by_state.spans[span], own, self.states)
         return type(self)(table, states, self.values, (claimed,), tuple(map(self._kept, own)), self.waiting)
 
-    def at(self, number: int) -> Self:
-        """The history as read ``number`` has it, inside a group: another span may begin with it."""
-        if self.claims is None or self._claims_of(self.table.first[number]):
-            return self
-        return self._next_span(number)
-
-    def joined(self, number: int, x: Tensor) -> tuple[Self, Tensor]:
-        """The history with one state more, which read ``number`` alone has; and that state, as who reads it next is to
-        take it.
-        """
-        scores, x = self._scored(self.table.own[number], x)
+    def _joined(self, number: int, x: Tensor) -> Self:
+        """The history with one state more, which read ``number`` alone has, inside a group."""
+        table, before = self.table, self
+        if self.claims is not None and not self._claims_of(table.first[number]):
+            before = self._next_span(number)
+        scores, x = self._scored(number, x, alone=True)
+        of_read = () if scores is None else (scores,)
         if self._left_to_autograd(x):
-            known = self if self.claims is None else self._without_claims(self.states)
-            of_states = known.scores if scores is None else (*known.scores, scores)
-            return type(self)(self.table, (*known.states, x), (), None, of_states), x
-        first, weights = self.table.first[number], self.table.by_state.joined[number]
-        claimed, (x,) = self._claim(first, 1, weights, () if scores is None else (scores,), (x,))
-        assert self.claims is not None
-        return self._with(x, scores, (*self.claims, claimed), self.waiting), x
-
-    def mix(self, number: int, added: Sequence[Tensor] = ()) -> Mix:
-        """Mix ``number`` (from 0) of the table, plus ``added``: to be computed when all its states are there."""
-        if self.claims is None or (torch.compiler.is_compiling() and not switch.uses_kernels(self.states[0])):
-            row = self.table.rows[number]
-            return Mix(self.states[: len(row)], row, (), tuple(added))
-        claims = tuple([of.claims[number - of.first] for of in self._claims_of(number)])
-        weights, accumulator = self.table.rest[number], self.begun.get(number)
-        if accumulator is None and self.table.begun[number].shape[0]:
-            weights = torch.cat((self.table.begun[number], weights))
-        read = self.table.blocks.count(number)
-        values = self.values[read - weights.shape[0] : read]
-        return Mix(values, weights if values else None, (), tuple(added), claims, accumulator)
-
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> Self:
-        """The history in other dimensions; what was arranged for one pass over memory is left to autograd from here."""
-        return type(self)(self.table, claims=None)._without_claims(tuple(map(view, self.states)))
+            known = before if before.claims is None else before._without_claims(before.states)
+            history = self._left((*known.states, x), (*known.scores, *of_read))
+        else:
+            claimed, (x,) = self._claim(table.first[number], 1, table.by_state.joined[number], of_read, (x,))
+            assert before.claims is not None
+            history = before._with(x, scores, (*before.claims, claimed), before.waiting)
+        history.before = before
+        return history
 
     def _left_to_autograd(self, x: Tensor) -> bool:
         """Whether mixes of a further state x are."""
@@ -251,15 +439,38 @@ class History:
 
     def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
         """The history of these states, whose mixes are left to autograd."""
-        return type(self)(self.table, states, (), None)
+        known = self.scores if self.claims is None else ()
+        history = self._left(states[: len(known)] if self._asks else states, known)
+        for number in range(len(history.states), len(states)):
+            scores, x = self._scored(number, states[number])
+            history = self._left((*history.states, x), history.scores if scores is None else (*history.scores, scores))
+        return history
 
-    def _scored(self, queries: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The scores of a state for these queries, if there are any; and x as who reads it next is to take it."""
-        return None, x
+    def _left(self, states: tuple[Tensor, ...], scores: Scores = ()) -> Self:
+        """The same; their scores are known."""
+        return type(self)(self.table, states, (), None, scores)
 
-    def _scored_apart(self, queries: Any, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
+    def _scored(self, number: int, x: Tensor, alone: bool = False) -> tuple[Tensor | None, Tensor]:
+        """The scores of state ``number``, or of the one that read ``number`` alone has, if weights are made of scores;
+        and x, as later readers are to take it.
+        """
+        if not self._asks:
+            return None, x
+        queries = (self.table.own if alone else self.table.queries)[number]
+        return read_off(x, queries.T, self.norm_eps, self.clamped)
+
+    def _scored_apart(self, number: int, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
         """The same; with those of the first ``near`` queries, and those of the others: see `tokens.read_off_apart`."""
-        return None, (), (), x
+        if not self._asks:
+            return None, (), (), x
+        queries = self.table.queries[number].T
+        (scores, first, others), x = read_off_apart(x, queries, near, self.norm_eps, self.clamped)
+        return scores, (first,), (others,), x
+
+    @property
+    def _asks(self) -> bool:
+        """Whether weights are made of scores."""
+        return len(self.table.queries) > 0
 
     def _claim(
         self, first: int, through: int, weights: Any, scores: Sequence[Tensor], states: Sequence[Tensor]
@@ -292,7 +503,14 @@ class History:
                 self.begun = self._sums(mixes)
         return self
 
-    def _sums(self, mixes: range) -> dict[int, Any]:
-        """What each of these mixes begins with: all states so far."""
-        rows = torch.stack(self.table.begun[mixes.start : mixes.stop])
-        return dict(zip(mixes, operators.mixes(self.values, rows), strict=True))
+    def _sums(self, reads: range) -> dict[int, Any]:
+        """What each of these reads, of one way, begins with: all states so far."""
+        rows = torch.stack(self.table.begun[reads.start : reads.stop])
+        of_states = zip(self.scores, self._places(reads.start), strict=True) if self.scores else ()
+        scores = [s.narrow(-1, k, len(reads)) for s, k in of_states]
+        return dict(zip(reads, operators.mixes(self.values, rows, scores, (), (), torch.float32), strict=True))
+
+
+def _precise(scores: Tensor) -> Tensor:
+    """In float32 at least, as sums take them: what was computed under autocast is not."""
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))

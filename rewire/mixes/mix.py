@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +17,7 @@ from torch import Tensor
 
 from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
-from rewire.kernels.sums.spec import MAX_ADDED
-from rewire.kernels.sums.spec import Norm as NormKind
+from rewire.kernels.sums.spec import MAX_ADDED, NormKind
 from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
 from rewire.mixes.norms import Norm, norm_of, normed
 
@@ -115,13 +115,14 @@ class Mix:
         added = tuple([f if f.shape == shape else f.expand(shape) for f in added])
         scale = () if norm is None else (norm.weight,) if norm.bias is None else (norm.weight, norm.bias)
         kind = None if norm is None else (norm.kind, norm.eps)
+        assert self.weights is None or isinstance(self.weights, Tensor)  # numbers are left to autograd
         if len(self.claims) > 0:
-            counts = (0, 0, len(self.scores), len(added), len(self.claims), len(scale), len(self.tallies))
-            fixed = (self.sources, self.weights, self.accumulator, self.attended)
-            return _Sum.apply(counts, kind, fixed, *self.scores, *added, *self.claims, *scale, *self.tallies)
-        weights = () if self.weights is None else (self.weights,)
-        counts = (len(self.sources), len(weights), len(self.scores), len(added), 0, len(scale), 0)
-        return _Sum.apply(counts, kind, ((), None, None, None), *self.sources, *weights, *self.scores, *added, *scale)
+            given = _Terms((), (), self.scores, added, self.claims, scale, self.tallies)
+            fixed = _Fixed(kind, self.sources, self.weights, self.accumulator, self.attended)
+        else:
+            weights = () if self.weights is None else (self.weights,)
+            given, fixed = _Terms(self.sources, weights, self.scores, added, (), scale, ()), _Fixed(kind)
+        return _Sum.apply(tuple(map(len, given)), fixed, *itertools.chain.from_iterable(given))
 
     @property
     def _like(self) -> Tensor:
@@ -188,9 +189,8 @@ def softmax(scores: Tensor, scaled: bool) -> tuple[Tensor, Tensor]:
     """
     largest = scores.detach().amax(0)
     numerators = (scores - largest).exp()
-    divisor = numerators.sum(0) / (
-        len(scores) if scaled else 1
-    )  # in this order: n / n is exactly 1, n * (1 / n) is not
+    # In this order: n / n is exactly 1, n * (1 / n) is not.
+    divisor = numerators.sum(0) / (len(scores) if scaled else 1)
     return numerators / divisor, torch.stack([largest, divisor])
 
 
@@ -238,31 +238,61 @@ def _dimensional(weight: Tensor) -> Tensor:
     return weight.reshape(1) if weight.dim() == 0 else weight
 
 
+class _Terms(NamedTuple):
+    """The tensors that `_Sum` has gradients for, in the order in which it takes them: `_in_turn` takes them apart.
+
+    Attributes:
+        sources, scores, added, claims, tallies: as in `Mix`.
+        weights: all in one tensor, or none.
+        norm: its weight, and its bias if there is one.
+    """
+
+    sources: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    scores: Sequence[Tensor]
+    added: Sequence[Tensor]
+    claims: Sequence[Tensor]
+    norm: Sequence[Tensor]
+    tallies: Sequence[Tensor]
+
+
+class _Fixed(NamedTuple):
+    """What `_Sum` gets no gradient for: fewer tensors for autograd to look at.
+
+    Attributes:
+        norm: which, and its eps.
+        sources, weights, accumulator, attended: of a mix with claims, as in `Mix`.
+    """
+
+    norm: tuple[NormKind, float] | None
+    sources: Sequence[Tensor] = ()
+    weights: Tensor | None = None
+    accumulator: Tensor | None = None
+    attended: Attended | None = None
+
+
 class _Sum(torch.autograd.Function):
     """The sum of a `Mix`, and its norm, with gradients written by hand.
 
-    What is saved is the sources, and with a norm the sum and one number per row. Sources, weights and accumulator that
-    get no gradient here come in ``fixed``: fewer tensors for autograd to look at.
+    What is saved is the sources, and with a norm the sum and one number per row.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, counts: tuple[int, ...], kind: tuple[NormKind, float] | None, fixed: tuple[Any, ...], *tensors: Tensor
-    ) -> Any:
-        sources, weights, scores, added, claims, scale, _ = _groups(counts, tensors)
-        constants, weight, accumulator, ctx.attended = fixed
+    def forward(ctx: Any, counts: tuple[int, ...], fixed: _Fixed, *tensors: Tensor) -> Any:
+        sources, weights, scores, added, claims, scale, _ = _in_turn(counts, tensors)
+        norm, constants, weight, accumulator, ctx.attended = fixed
+        ctx.counts, ctx.norm = counts, norm
         statistics = () if ctx.attended is None else (ctx.attended.statistics,)
         sources, weight = constants or sources, weights[0] if weights else weight
         dtype = _plain_dtype(*(claims or sources), *added)  # what a sum begins with is float32
-        ctx.counts, ctx.kind = counts, kind
         ctx.set_materialize_grads(False)
         # Gradients of sources, weights or scores: all need the sources.
-        ctx.weighted = True in ctx.needs_input_grad[3 : 3 + sum(counts[:3])]
+        ctx.weighted = True in ctx.needs_input_grad[2 : 2 + sum(counts[:3])]
         kept = (*sources, *weights, *scores) if ctx.weighted else ()
-        if kind is not None:
-            bias = scale[1] if len(scale) > 1 else None
+        if norm is not None:
+            (kind, eps), bias = norm, scale[1] if len(scale) > 1 else None
             total, after, rstd = operators.mix_norm(
-                sources, weight, scores, added, accumulator, dtype, kind[0], scale[0], bias, kind[1]
+                sources, weight, scores, added, accumulator, dtype, kind, scale[0], bias, eps
             )
             ctx.save_for_backward(*kept, *scale, total, rstd, *statistics)
             return total, after
@@ -279,35 +309,35 @@ class _Sum(torch.autograd.Function):
         n, w, s, added, claims, scale, tallies = ctx.counts
         given = grad if grad_normed is None else grad_normed
         kept, saved = ctx.weighted, _saved(ctx, given)
-        sources, weights, scores, rest = _groups((n * kept, w * kept, s * kept, len(saved)), saved)
+        sources, weights, scores, rest = _in_turn((n * kept, w * kept, s * kept, len(saved)), saved)
         if tallies:
             *rest, statistics = rest
-            value = rest[-1 if ctx.kind is None else -2]
+            value = rest[-1 if ctx.norm is None else -2]
         (weight,) = weights or (None,)
         total = grad
         of_norm: Sequence[Tensor | None] = [None] * scale
         of_terms: Sequence[Tensor | None] = [None] * (n + w + s)
         if by_torch(given):
-            total, of_norm, found = _differentiable(ctx.kind, grad, grad_normed, sources, weight, scores, rest)
+            total, of_norm, found = _differentiable(ctx.norm, grad, grad_normed, sources, weight, scores, rest)
             of_terms = found if kept else of_terms
         elif grad_normed is not None:
             norm_weight, total_saved, rstd = rest[0], *rest[-2:]
             total, *found = operators.mix_norm_backward(
-                grad_normed, grad, total_saved, rstd, ctx.kind[0], norm_weight, scale > 1, sources, weight, scores
+                grad_normed, grad, total_saved, rstd, ctx.norm[0], norm_weight, scale > 1, sources, weight, scores
             )
-            of_norm, of_terms = found[:scale], _apart(found[scale:], s) if kept else of_terms
+            of_norm, of_terms = found[:scale], _by_score(found[scale:], s) if kept else of_terms
         elif grad is not None and kept and switch.uses_kernels(grad):
-            of_terms = _apart(operators.mix_backward(grad, sources, weight, scores), s)
+            of_terms = _by_score(operators.mix_backward(grad, sources, weight, scores), s)
         elif grad is not None and kept:
             of_terms = plain.combine_backward(grad, sources, weight, scores)
         of_tally = ctx.attended.tally(total, value, statistics) if tallies and total is not None else None
-        return (None, None, None, *of_terms, *[total] * added, *[total] * claims, *of_norm, *[of_tally] * tallies)
+        return (None, None, *of_terms, *[total] * added, *[total] * claims, *of_norm, *[of_tally] * tallies)
 
 
 def _saved(ctx: Any, grad: Tensor | None) -> Any:
     """What `_Sum` has saved; once: a checkpoint unpacks each tensor only once."""
     only_values = not (by_torch(grad) or torch.compiler.is_compiling())
-    if ctx.attended is None or ctx.kind is not None or not only_values:
+    if ctx.attended is None or ctx.norm is not None or not only_values:
         return ctx.saved_tensors
     try:
         return ctx.saved_tensors
@@ -315,7 +345,7 @@ def _saved(ctx: Any, grad: Tensor | None) -> Any:
         return ctx.attended.again()
 
 
-def _apart(found: Sequence[Tensor], scores: int) -> list[Tensor]:
+def _by_score(found: Sequence[Tensor], scores: int) -> list[Tensor]:
     """Gradients as operators return them, those of the scores in one tensor, as one for each score."""
     return [*found[:-1], *found[-1].split(1, -1)] if scores else list(found)
 
@@ -339,7 +369,7 @@ def _differentiable(
         return grad, of_norm, [None] * len(terms)
 
     def total_of(*terms: Tensor) -> Tensor:
-        xs, weights, by_token = _groups((len(sources), int(weight is not None), len(scores)), terms)
+        xs, weights, by_token = _in_turn((len(sources), int(weight is not None), len(scores)), terms)
         return _by_autograd(xs, weights[0] if weights else None, by_token, ())
 
     return grad, of_norm, gradients(total_of, terms, grad)
@@ -363,7 +393,7 @@ def through_norm(
     return back if grad is None else grad + back, of_norm
 
 
-def _groups(counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+def _in_turn(counts: Sequence[int], tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     """``tensors`` in turn: as many in each group as ``counts`` says, or as are left."""
     found, first = [], 0
     for count in counts:

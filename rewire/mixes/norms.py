@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rewire.attributes import NORM
+from rewire.kernels.sums.spec import NormKind
 from rewire.torch_internals import has_global_hooks, has_hooks, parameters_of
 
 #: What a norm computes; "rms+1" scales by one plus its weight (Gemma's).
@@ -17,7 +18,6 @@ Kind = Literal["rms", "rms+1", "layer"]
 
 #: The parameters that a norm may have.
 _PARAMETERS = ("weight", "bias")
-#: Attribute of modules that were found to be norms; modules that take their place later do not have it.
 
 
 class Norm(NamedTuple):
@@ -30,7 +30,7 @@ class Norm(NamedTuple):
         eps: of the norm.
     """
 
-    kind: Literal["rms", "layer"]
+    kind: NormKind
     weight: Tensor
     bias: Tensor | None
     eps: float

@@ -13,6 +13,7 @@ from rewire.kernels import operators, switch
 from rewire.kernels.cpu import native
 from rewire.kernels.sums.spec import MAX_OUTPUTS
 from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
+from rewire.mixes.claims import added_up
 from rewire.mixes.mix import mix
 
 
@@ -74,8 +75,11 @@ class Several(torch.autograd.Function):
         ctx.by_kernels, ctx.stacked = by_kernels, stacked
         ctx.save_for_backward(weights, scores, *tensors)
         ctx.set_materialize_grads(False)
-        several = operators.several if by_kernels else native.several
-        done = several(*_apart(stacked, tensors), weights, scores, apart)
+        tables = () if scores is None else (scores,)
+        if by_kernels:
+            done = operators.mixes(tensors, weights, tables, (), (), None, stacked, apart)
+        else:
+            done = native.mixes(tensors, weights, scores, stacked, apart)
         ctx.shapes = [y.shape for y in done]
         return (*done, *[x.view_as(x) for x in tensors])
 
@@ -89,26 +93,20 @@ class Several(torch.autograd.Function):
         given = [like.new_zeros(shape) if g is None else g for g, shape in zip(of_mixes, ctx.shapes, strict=True)]
         if by_torch(like):
             of_tensors, of_weights, of_scores = differentiable(given, ctx.stacked, weights, scores, tensors)
-            return (None, None, None, of_weights, of_scores, *map(_sum, of_tensors, carried))
+            return (None, None, None, of_weights, of_scores, *map(added_up, zip(of_tensors, carried, strict=True)))
         known = [x for x in carried if x is not None]
         joined = known if len(known) == len(carried) else []
-        backward = operators.several_backward if ctx.by_kernels else native.several_backward
-        found = backward(given, *_apart(ctx.stacked, tensors), weights, scores, joined)
+        if ctx.by_kernels:
+            tables = () if scores is None else (scores,)
+            found = operators.mixes_backward(given, tensors, weights, tables, joined, ctx.stacked)
+        else:
+            found = native.mixes_backward(given, tensors, weights, scores, joined, ctx.stacked)
         dots = iter(found[len(tensors) :])
         of_weights = None if weights is None else next(dots)
         of_scores = None if scores is None else next(dots)
         if not joined:
-            return (None, None, None, of_weights, of_scores, *map(_sum, found, carried))
+            return (None, None, None, of_weights, of_scores, *map(added_up, zip(found, carried, strict=False)))
         return (None, None, None, of_weights, of_scores, *found[: len(tensors)])
-
-
-def _apart(stacked: bool, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Sequence[Tensor]]:
-    """The streams, and the other sources."""
-    return (tensors[0], tensors[1:]) if stacked else (None, tensors)
-
-
-def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return y if x is None else x if y is None else x + y
 
 
 def _sources(stacked: bool, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators
-from rewire.kernels.sums.spec import Norm as NormKind
+from rewire.kernels.sums.spec import NormKind
 from rewire.mixes import tokens
 from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
 from rewire.mixes.claims import added_up, by_read, claim_on
@@ -316,7 +316,7 @@ class _Written(torch.autograd.Function):
             if by_torch(total):
                 of_terms, _, of_table = differentiable([total], True, None, table, (streams, *branches))
             else:
-                *of_terms, of_table = operators.several_backward([total], streams, branches, None, table, [])
+                *of_terms, of_table = operators.mixes_backward([total], (streams, *branches), None, (table,), (), True)
             return None, of_weight, of_table, *of_terms
         *of_terms, of_table, of_weight = operators.write_and_project_backward(
             grad, carried, of_read, factors, written, products, inverse, streams, branches, table, weight

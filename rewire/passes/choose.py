@@ -96,7 +96,7 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
             "state."
         )
     if trunk.post_norm and as_recurrence(topology) is None:
-        site = next(site for site in trunk.sites if site.post)
+        site = next(site for site in trunk.sites if site.post and not site.affine)
         raise UnsupportedTopology(
             f"trunk '{trunk.name}' is post-norm (in '{site.block}' the state passes {site.post[0]} after the residual "
             f"add), and topology '{topology.registered_name}' connects the branch outputs of pre-norm blocks only. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -33,6 +33,7 @@ from rewire.trunk import LeftAlone, Report, Site, Trunk, told
 _SHOWN = 12  # reasons in an error
 _CHILDREN = frozenset({"children", "named_children", CHILDREN})
 NOT_RUN = "it did not run, as the blocks beside it did: it is not connected, and refused in the middle of the trunk"
+TRAINING_ONLY = "it is a residual stream in training mode only: those of evaluation mode are connected"
 SINGLE = "a single residual add: there is nothing to connect it with"
 
 
@@ -46,6 +47,7 @@ class Finding:
         chains: the residual adds of each of them in the graph.
         left: what was left alone: where, and why.
         again: streams that run through the code of a trunk once more, as in a model that encodes two inputs.
+        dropped: names of adds that a run in training mode left out.
     """
 
     flow: Flow
@@ -53,10 +55,13 @@ class Finding:
     chains: dict[str, Chain]
     left: list[LeftAlone]
     again: list[Chain] = dataclasses.field(default_factory=list)
+    dropped: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def report(self) -> Report:
-        return Report(tuple(self.trunks.values()), tuple(self.left))
+        trunks = tuple(self.trunks.values())
+        dropped = dict.fromkeys(s.name for trunk in trunks for s in trunk.sites if s.name in self.dropped)
+        return Report(trunks, tuple(self.left), tuple(dropped))
 
     @property
     def adds(self) -> int:
@@ -68,10 +73,10 @@ class Finding:
         chain = self.chains.get(name)
         return [] if chain is None else [chain, *(other for other in self.again if _same_code(other, chain))]
 
-    def leave(self, name: str, why: str) -> None:
+    def leave(self, name: str, why: str, place: str = "", written: str = "") -> None:
         """Leave a trunk alone."""
         del self.trunks[name], self.chains[name]
-        self.left.append(LeftAlone(name, why))
+        self.left.append(LeftAlone(name, why, place, written))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +106,17 @@ class Found:
     @property
     def report(self) -> Report:
         return self.evaluation.report
+
+    def leave(self, name: str, why: str) -> None:
+        """Leave a trunk alone."""
+        place = written_at(self.evaluation.chains[name].adds[0].op.place)
+        for finding in self.findings:
+            if name in finding.trunks:
+                finding.leave(name, why, *place)
+
+    def drop(self, sites: Iterable[Site]) -> None:
+        """Note that a run in training mode left out these adds."""
+        self.evaluation.dropped |= {site.name for site in sites}
 
 
 #: How the graph of a model is made: see `find`.
@@ -232,6 +248,9 @@ def _recorded(prepared: Prepared, device: str | None = None, restart: bool = Fal
     if found.training is not None:
         _name_alike(found.evaluation, found.training)
         _agree(found.evaluation, found.training)
+        for name, trunk in found.training.trunks.items():
+            ran = collections.Counter(site.name for site in trunk.sites)
+            found.drop(site for site in found.trunks[name].sites if not _taken(ran, site.name))
     for trunk in found.trunks.values():
         found.evaluation.left += [LeftAlone(path, NOT_RUN) for path in not_run(found.flows, trunk)]
     return found
@@ -272,9 +291,16 @@ def _name_alike(evaluation: Finding, training: Finding) -> None:
         alike = {name: _overlap(trunk, evaluation.trunks[name]) for name in free}  # of two streams of the same blocks
         name = min(free, key=lambda name: (blocks[name].total(), -alike[name]), default=None)
         if name is None:
-            log.info("trunk '%s' of training mode is none of evaluation mode", own)
+            place = written_at(chains[own].adds[0].op.place)
+            evaluation.left.append(LeftAlone(own, TRAINING_ONLY, *place))
             continue
         training.trunks[name], training.chains[name] = dataclasses.replace(trunk, name=name), chains[own]
+
+
+def _taken(counts: collections.Counter[str], name: str) -> bool:
+    """Whether one of a name is left, which is taken."""
+    counts[name] -= 1
+    return counts[name] >= 0
 
 
 def _overlap(one: Trunk, other: Trunk) -> int:
@@ -290,11 +316,15 @@ def _agree(evaluation: Finding, training: Finding) -> None:
         if len(one.sites) != len(other.sites):
             continue
         posts = [mine.post or yours.post for mine, yours in sites]
+        affine = [all(site.affine for site in both if site.post) for both in sites]
         if bool(sites[-1][0].post) != bool(sites[-1][1].post):  # no state follows: they may stand behind the stream
             posts[-1] = ()
             for finding in (evaluation, training):
                 finding.chains[name].adds[-1].post = []
-        agreed = [dataclasses.replace(site, post=post) for (site, _), post in zip(sites, posts, strict=True)]
+        agreed = [
+            dataclasses.replace(site, post=post, affine=bool(post) and scales)
+            for (site, _), post, scales in zip(sites, posts, affine, strict=True)
+        ]
         evaluation.trunks[name] = dataclasses.replace(one, sites=tuple(agreed))
 
 
@@ -303,7 +333,9 @@ def finding_in(flow: Flow, patterns: Sequence[Pattern] = (), restart: bool = Fal
     log.debug("the graph:\n%s", flow)
     linked, rejected = chains(flow, restart)
     left = list(flow.unread.values())
-    left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op.place)) for add, why in rejected.items()]
+    between = {op for chain in linked for add in chain.adds for op in add.post}  # `l x + m x_0` makes a state
+    aside = {add: why for add, why in rejected.items() if add.op not in between}
+    left += [LeftAlone(_site(flow, add).name, why, *written_at(add.op.place)) for add, why in aside.items()]
     position = {path: number for number, (path, _) in enumerate(flow.model.named_modules())}
     rows: list[tuple[Chain, list[Site]]] = []
     for chain in linked:
@@ -340,7 +372,7 @@ def _of_one_mind(chain: Chain, sites: list[Site]) -> list[Site]:
 
     States of one shape have their channels in one dimension. Without shapes the sites stay as they are.
     """
-    shapes = [add.op.shape for add in chain.adds]
+    shapes = [add.shape for add in chain.adds]
     if len({site.width for site in sites if site.width}) < 2 or None in shapes:
         return sites
     widths = [site.width for site in sites if site.width]
@@ -360,7 +392,7 @@ def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:
     branch, kind = named(add)
     name = f"{block}.{branch}" if block else branch
     post = tuple(dict.fromkeys(_called_in(op, block, len(scopes)) for op in add.post))
-    site = Site(name, block, branch, kind, post, *channels_of(add, list(_readers(flow, add.state))))
+    site = Site(name, block, branch, kind, post, *channels_of(add, list(_readers(flow, add.state))), add.affine)
     for pattern in reversed(patterns):
         site = dataclasses.replace(site, kind=pattern.kind(site))
     return site

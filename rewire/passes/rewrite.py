@@ -45,23 +45,14 @@ def rewrite(
         found: its trunks.
         layouts: of the trunks to rewire.
         start: of the connections.
-        all_of_them: whether a trunk that cannot be edited is an error; else it is left as it is, with a warning, if
-            others can.
+        all_of_them: whether a trunk that cannot be edited is an error; else what was found leaves it, with a warning,
+            if others can.
 
     Raises:
         EditError: a trunk cannot be edited.
     """
-    rewired, trunks, chosen = prepared.model, found.trunks, {layout.trunk: layout for layout in layouts}
-    while True:
-        try:
-            plans = _plans(prepared, found, chosen)
-            texts = _texts(plans, next(reversed(chosen), ""))
-            break
-        except _CannotEdit as failed:
-            if all_of_them or len(chosen) == 1:
-                raise EditError(f"trunk '{failed.trunk}' cannot be edited: {failed.why}") from failed.why
-            log.warning("trunk '%s' was left as it is: %s", failed.trunk, failed.why)
-            del chosen[failed.trunk]
+    rewired, trunks = prepared.model, found.trunks
+    plans, texts, chosen = edits(prepared, found, layouts, all_of_them)
     made = {}
     for name, layout in chosen.items():
         trunk = trunks[name]
@@ -77,6 +68,27 @@ def rewrite(
         install(rewired, {}, shared=True)  # so that it names the connection weights, too
     copy_norms(rewired, set().union(*(function.copied for function in plans.values())))
     return rewired
+
+
+def edits(
+    prepared: Prepared, found: Found, layouts: Sequence[Layout], all_of_them: bool = False
+) -> tuple[Plans, dict[Key, str], dict[str, Layout]]:
+    """What changes in which function, the new texts, and which trunks that is for; arguments as for `rewrite`.
+
+    Raises:
+        EditError: see there. What was found leaves that trunk, too.
+    """
+    chosen = {layout.trunk: layout for layout in layouts}
+    while True:
+        try:
+            plans = _plans(prepared, found, chosen)
+            return plans, _texts(plans, next(reversed(chosen), "")), chosen
+        except _CannotEdit as failed:
+            found.leave(failed.trunk, f"it cannot be edited: {failed.why}")
+            if all_of_them or len(chosen) == 1:
+                raise EditError(f"trunk '{failed.trunk}' cannot be edited: {failed.why}") from failed.why
+            log.warning("trunk '%s' was left as it is: %s", failed.trunk, failed.why)
+            del chosen[failed.trunk]
 
 
 class _CannotEdit(Exception):
@@ -97,20 +109,20 @@ def _editing(trunk: str) -> Iterator[None]:
 
 def _plans(prepared: Prepared, found: Found, chosen: Mapping[str, Layout]) -> Plans:
     """What changes in which function, for all trunks together."""
-    opened: set[Key] = set()
+    entered: set[Key] = set()
     while True:
         plans: Plans = {}
         handed: set[Key] = set()
         for name, layout in chosen.items():
             with _editing(name):
-                handed |= _plan(prepared, found, layout, plans, opened)
-        missed = {key for key in handed & plans.keys() if plans[key].opened}
+                handed |= _plan(prepared, found, layout, plans, entered)
+        missed = {key for key in handed & plans.keys() if plans[key].entered}
         if not missed:
             return plans
-        opened |= missed  # one trunk is only handed through, and another one makes it hold tensors
+        entered |= missed  # one trunk is only handed through, and another one makes it hold tensors
 
 
-def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, opened: set[Key]) -> set[Key]:
+def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, entered: set[Key]) -> set[Key]:
     """Plan what changes for a trunk, in evaluation and in training mode; which functions only hand it on."""
     trunk, handed = found.trunks[layout.trunk], set[Key]()
     separate = [number for number in range(len(trunk.sites)) if layout.reads_qkv(number)]
@@ -122,7 +134,7 @@ def _plan(prepared: Prepared, found: Found, layout: Layout, plans: Plans, opened
         adds = finding.chains[trunk.name].adds
         projections = {n: find_projections(finding.flow, trunk.sites[n], prepared.patterns, adds[n]) for n in separate}
         norms = layout.topology.separate_norms
-        handed |= plan(finding, trunk.name, plans, prepared.forwards, projections, opened, norms)
+        handed |= plan(finding, trunk.name, plans, prepared.forwards, projections, entered, norms)
     return handed
 
 

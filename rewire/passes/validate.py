@@ -7,6 +7,7 @@ that neither model changes.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -104,26 +105,36 @@ def check(
     drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
     compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else (), found.flows)
     compare_moved(name, found, rewired, inputs, patterns)
-    _run_by_chance(rewired, inputs)
+    for trunk, site in _run_by_chance(rewired, inputs):
+        found.drop([found.trunks[trunk].sites[site]])
 
 
-def _run_by_chance(rewired: nn.Module, inputs: Inputs) -> None:
+def _run_by_chance(rewired: nn.Module, inputs: Inputs) -> list[tuple[str, int]]:
     """Run the rewritten model in training mode with other random numbers, by which it may leave out other blocks.
 
+    Returns:
+        The residual adds that it left out: trunk, and number of the site.
+
     Raises:
-        OutOfOrder: then other residual adds run, and nothing tells which.
+        OutOfOrder: other residual adds run, and nothing tells which.
     """
-    bench = private(rewired).train()
+    bench, skipped = private(rewired).train(), list[tuple[str, int]]()
+    for name, connection in connections(bench).items():
+        connection.layout = copy.copy(connection.layout)
+        connection.layout.observe = lambda what, site, _, name=name: (
+            skipped.append((name, site)) if what == "skip" else None
+        )
     try:
         with seeded(1, bench), torch.enable_grad():
             args, kwargs = own_inputs(inputs)
             bench(*args, **kwargs)
     except OutOfOrder as error:
-        raise OutOfOrder(f"in training mode blocks are left out by chance, and {error}") from error
+        raise OutOfOrder(f"in training mode the model takes another way by chance: {error}") from error
     except RewireError:
         raise
     except Exception as error:  # not every model trains
         log.debug("%s in training mode: %s", type(rewired).__name__, error)
+    return skipped
 
 
 def compare_moved(

@@ -16,12 +16,12 @@ def _by_head(_projection: Any, attention: Any) -> Fused:
 
 
 def _gpt_neox(_projection: Any, attention: Any) -> Fused:
-    """By head, too."""
+    """For each head its queries, keys and values, as above."""
     return Fused(attention.config.num_attention_heads, (attention.head_size,) * 3)
 
 
 def _falcon(_projection: Any, attention: Any) -> Fused:
-    """By head, with one key-value head for all queries, or one for each group of queries."""
+    """For each head its queries, with one key-value head for all of them, or one for each group of them."""
     heads, size = attention.num_heads, attention.head_dim
     if attention.new_decoder_architecture:
         keys = attention.num_kv_heads
@@ -30,7 +30,7 @@ def _falcon(_projection: Any, attention: Any) -> Fused:
 
 
 def _bigcode(projection: Any, attention: Any) -> Fused:
-    """By head, or with one key-value head for all queries."""
+    """For each head its queries, keys and values; or all queries, and one key-value head."""
     if attention.multi_query:
         return Fused(1, (attention.embed_dim, attention.kv_dim, attention.kv_dim))
     return _by_head(projection, attention)

@@ -231,7 +231,7 @@ _MAKERS: dict[str, Callable[[Any], torch.Tensor]] = {
     "past_observed_mask": _observed,
 }
 
-#: Of images that come as patches, beside a grid that tells their sizes.
+#: Inputs for images that come as patches, beside a grid that tells their sizes.
 _OF_ANY_SIZE = {"pixel_values": _patches, "hidden_states": _patches}
 
 register_pattern(

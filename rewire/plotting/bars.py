@@ -116,7 +116,7 @@ def _lines(ax: Axes, values: Tensor) -> None:
 
 
 def _percentiles(values: Tensor) -> list[list[list[float]]]:
-    """For each way, the 5th, 50th and 95th percentile over the channels, one number per source."""
+    """The 5th, 50th and 95th percentile over the channels, for each way and source."""
     percentiles = values.quantile(torch.tensor([0.05, 0.5, 0.95], dtype=values.dtype), dim=-1)
     return percentiles.transpose(0, 1).tolist()
 

@@ -49,7 +49,7 @@ def plot(source: nn.Module | Path, path: Path, kind: Kind = "heatmap") -> None:
 
 
 def _bars(source: nn.Module | Path) -> dict[str, dict[str, Tensor]]:
-    """By trunk and destination, [ways, sources] or [ways, sources, D]."""
+    """The weights of each trunk and destination, [ways, sources] or [ways, sources, D]."""
     if not isinstance(source, nn.Module):
         return {trunk: rows(matrix) for trunk, matrix in matrices(source).items()}
     found = learned_connections(source)

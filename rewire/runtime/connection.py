@@ -25,14 +25,13 @@ from rewire.runtime.layout import Layout
 from rewire.runtime.optimizers import known
 from rewire.runtime.stream import Stream, Weights
 from rewire.topologies.base import Start, States
-from rewire.topologies.names import topology_in
-from rewire.topologies.registry import name_and_options
+from rewire.topologies.registry import name_and_options, topology_in
 from rewire.torch_internals import buffers_of, drop_parameters, parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from rewire.trunk import Trunk
+    from rewire.trunk import Report, Trunk
 
 _NUMBERS = itertools.count()
 _LARGEST_RECIPE = 1 << 24  # bytes: thousands of trunks
@@ -40,7 +39,7 @@ _DEEPEST_RECIPE = 32  # lists and objects in each other
 
 
 class Connection(Watched):
-    """Connection weights of one trunk; calling it opens the trunk's stream.
+    """Connection weights of one trunk; calling it begins the trunk's stream.
 
     Being called once per forward, it can have an FSDP group of its own. Its parameters are plain float32 ones and stay
     float32 under ``model.bfloat16()``; so do the constants of a frozen topology, its buffers.
@@ -52,6 +51,7 @@ class Connection(Watched):
         trunk: what was found; None for those of a flat graph.
 
     Attributes:
+        report: what `rewire.compile` found in the model; None where it was loaded.
         placement: where hidden states that are plain tensors lie on a device mesh, if `parallelize` said so.
         stored_in: the units in which learned weights are stored, by name (`Topology.natural_scales`).
         learned_names: of the learned weights. On a pipeline stage that goes on with a trunk they are no parameters of
@@ -62,6 +62,7 @@ class Connection(Watched):
     #: Hooks on all modules pass it over.
     is_rewires_own = True
     placement: Placement | None = None
+    report: Report | None = None
     learned_names: tuple[str, ...] = ()
 
     def __init__(
@@ -78,7 +79,9 @@ class Connection(Watched):
 
     def _connect(self, layout: Layout, start: Start, device: torch.device | str | None) -> None:
         self.layout, self.start = layout, start
-        learned = layout.topology.parameters(layout.dims, start)
+        given = layout.topology.parameters(layout.dims, start)
+        fixed = {name: value for name, value in given.items() if isinstance(value, nn.Buffer)}
+        learned = {name: value for name, value in given.items() if name not in fixed}
         self.learned_names = tuple(learned)
         scales = layout.topology.natural_scales(layout.dims)
         self.stored_in = {name: scales.get(name, 1.0) for name in learned}
@@ -87,7 +90,7 @@ class Connection(Watched):
             parameter = nn.Parameter(stored)
             setattr(parameter, NO_WEIGHT_DECAY, True)
             self.register_parameter(name, parameter)
-        for name, value in layout.topology.constants(layout.dims).items():
+        for name, value in fixed.items():
             self.register_buffer(name, value.to(device=device, dtype=torch.float32))
 
     def become(self, layout: Layout) -> None:
@@ -99,8 +102,7 @@ class Connection(Watched):
 
     def reset_parameters(self) -> None:
         """Set the start values, and constants, again (after ``to_empty``, say)."""
-        topology, dims = self.layout.topology, self.layout.dims
-        start = topology.parameters(dims, self.start) | topology.constants(dims)
+        start = self.layout.topology.parameters(self.layout.dims, self.start)
         held = {*parameters_of(self), *buffers_of(self)}  # on a later pipeline stage there are no learned weights
         self.set_values({name: value for name, value in start.items() if name in held})
 

@@ -85,18 +85,18 @@ class Depth:
             return self.separate.open(value, width)
         if not isinstance(value, (Tensor, Stream)):
             parts, number = tensors_and_streams(value), itertools.count()
-            begin = begin and (self.entries[trunk].opens or not any(isinstance(part, Stream) for part in parts))
+            begin = begin and (self.entries[trunk].begins or not any(isinstance(part, Stream) for part in parts))
             self.dicts += [value] * isinstance(value, dict)
             return mapped(value, lambda part: self.open(part, norm, trunk, post, next(number) == (item or 0) and begin))
         known = next((live for live in self.live if live.source is value), None)
         if known is not None:  # the same argument twice
             return known.values[0]
-        if isinstance(value, Tensor) and self._holding(value) is not None:  # of another trunk, opened before
+        if isinstance(value, Tensor) and self._holding(value) is not None:  # of another trunk, read before
             return value
         if isinstance(value, Stream):
             return self._enter(value if post else value.settled(), norm)
         entry = self.entries[trunk]
-        if (entry.outside and not entry.opens) or (post and self._of_trunk(entry.trunk) is not None):
+        if (entry.outside and not entry.begins) or (post and self._of_trunk(entry.trunk) is not None):
             return value  # in the second case something that was made of the sum
         if isinstance(value, Tensor) and begin and not any(live.entry is entry and live.start for live in self.live):
             return self._begin(value, norm, entry)
@@ -119,11 +119,11 @@ class Depth:
 
     def _begin(self, value: Tensor, norm: nn.Module | None, entry: Entry) -> Tensor:
         """The value of a stream that starts here, with a plain tensor."""
-        if not entry.opens and value.dtype == torch.float16:
+        if not entry.begins and value.dtype == torch.float16:
             raise UnsupportedCall(f"block '{self.block}' was given a plain tensor where a stream belongs.{_CLAMPED}")
-        if not entry.opens and entry.connection.layout.loops:
+        if not entry.begins and entry.connection.layout.loops:
             raise entry.connection.layout.other_passes()
-        if not entry.opens:
+        if not entry.begins:
             raise OutOfOrder(
                 f"block '{self.block}' was given a plain tensor, but it belongs after residual add "
                 f"{next(iter(entry.adds))} of trunk '{entry.trunk}' and needs the stream that the block before it "
@@ -306,6 +306,7 @@ class Depth:
         site: int | None = None,
         more: bool = False,
         last: bool = False,
+        of: int = 1,
     ) -> Any:
         """A residual add, ``shortcut + sum(branches)`` in the original: the stream's new value.
 
@@ -320,15 +321,18 @@ class Depth:
             site: how many adds of this call come before it, where some may be left out.
             more: whether another `add` brings a parallel branch: then this is the sum so far, and no state.
             last: whether the function returns the result at once: the stream itself, for the next block to read.
+            of: how many parallel branches a loop adds here, one by one: there are more but behind the last.
 
         Raises:
             OutOfOrder: ``shortcut`` is not the value of a stream of this function.
             WidthMismatch: a branch has another shape than the stream.
         """
-        given = [_tensor_of(branch, shortcut) for branch in branches]
-        if not self.live and all(entry.outside and not entry.opens for entry in self.entries):
+        live = self._holding(shortcut)
+        value = shortcut if live is None else live.values[0]
+        given = [_tensor_of(branch, shortcut, value) for branch in branches]
+        if not self.live and all(entry.outside and not entry.begins for entry in self.entries):
             return _plain_sum(shortcut, given, alpha)  # a call without a stream; a lost one is missed at its end
-        if more:
+        if more or (of > 1 and len(self._shortcut(shortcut)[1]) + len(given) < of):
             live, before = self._shortcut(shortcut)
             total = _plain_sum(shortcut, given, alpha)
             live.parts.append((total, (*before, *_scaled(given, alpha))))
@@ -407,6 +411,7 @@ class Depth:
         if live is None or not live.stream.in_post:
             self._goes_on(state, trunk)
             return state
+        self._check_unchanged(live)
 
         def pushed(part: Any) -> Tensor:
             live.stream = live.stream.push(self._tensor(part), more)
@@ -582,13 +587,16 @@ def _root(x: Tensor) -> Tensor:
     return x if base is None else base
 
 
-def _tensor_of(branch: Any, shortcut: Tensor) -> Tensor:
-    """What is added to a shortcut, as a tensor: a branch that is skipped may be the number 0."""
+def _tensor_of(branch: Any, shortcut: Tensor, value: Tensor) -> Tensor:
+    """What is added to a shortcut, as a tensor: a branch that is skipped may be the number 0.
+
+    The shortcut may be the stream's value in other dimensions, to which rows are added.
+    """
     if isinstance(branch, Tensor):
         return branch
     if callable(branch):
         rows: Tensor = branch(torch.zeros_like(shortcut))
-        return rows
+        return rows.view_as(value)
     return torch.as_tensor(branch, dtype=shortcut.dtype, device=shortcut.device)
 
 

@@ -57,7 +57,7 @@ class Gate:
     def passes_stream(self) -> bool:
         """Whether a stream comes in or goes out in place of hidden states."""
         return any(
-            not entry.opens or adds < len(entry.connection.layout.units)
+            not entry.begins or adds < len(entry.connection.layout.units)
             for entry in self.entries
             for adds in entry.adds.values()
         )

@@ -30,9 +30,12 @@ class Layout:
         loops: see `Trunk.loops`.
 
     Attributes:
+        posts: those of which the stream has to know: where the topology makes no state of sums, what follows the last
+            one is behind the stream.
         observe: called with what happens to streams, if somebody looks: ``"read"``, the position, and what is read;
-            ``"write"``, the site, and its branch outputs; ``"view"``, the position, and what gives other dimensions;
-            ``"finish"``, the number of sites, and the output. All as the model has hidden states.
+            ``"write"``, the site, and its branch outputs; ``"skip"``, a site that did not run, and None; ``"view"``,
+            the position, and what gives other dimensions; ``"finish"``, the number of sites, and the output. All as
+            the model has hidden states.
     """
 
     observe: Callable[[str, int, Any], None] | None = None
@@ -51,7 +54,7 @@ class Layout:
         self.trunk = trunk
         self.topology = topology
         self.units = tuple(units)
-        self.posts = frozenset(posts)
+        self.posts = frozenset(posts) - ({len(units) - 1} if as_recurrence(topology) is None else set())
         self.loops = tuple(loops)
         self.dims = Dims(self.units[-1], width, frozenset(attention))
         # weights of one number per state do not care, and moving would change the order of sums in the backward pass
@@ -64,7 +67,11 @@ class Layout:
         assert recurrence is not None
         return recurrence
 
-    def opens_unit(self, site: int) -> bool:
+    def makes_state(self, site: int) -> bool:
+        """Whether the operations behind a site make a state of the topology's, rather than what a branch reads next."""
+        return self.closes_unit(site) and as_recurrence(self.topology) is not None
+
+    def begins_unit(self, site: int) -> bool:
         return site == 0 or self.units[site - 1] != self.units[site]
 
     def closes_unit(self, site: int) -> bool:
@@ -72,7 +79,7 @@ class Layout:
 
     def reads_qkv(self, site: int) -> bool:
         """Whether the branch of ``site`` begins with an attention that has separate q/k/v inputs."""
-        return self.opens_unit(site) and self.units[site] in self.dims.attention
+        return self.begins_unit(site) and self.units[site] in self.dims.attention
 
     def check_passes(self, first: int, end: int) -> None:
         """Refuse to leave out these sites if a pass through a loop is among them: each has weights of its own.

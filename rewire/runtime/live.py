@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
-from rewire.runtime.stream import Reading, Stream, version
+from rewire.runtime.stream import Post, Reading, Stream, version
 from rewire.topologies.base import QKVInputs
 
 
@@ -20,7 +20,7 @@ class Entry:
     Attributes:
         trunk: its name.
         connection: of this trunk.
-        opens: whether the function stands at the start of the trunk, and the connection opens the stream there.
+        begins: whether the function stands at the start of the trunk, and the connection begins the stream there.
         adds: for each position of the stream at which the function may be called, the adds that it makes then.
         ordered: whether each of them has one place among these, so that a call may leave some out.
         outside: whether it is also called outside of trunks, with plain tensors.
@@ -29,7 +29,7 @@ class Entry:
 
     trunk: str
     connection: Connection
-    opens: bool
+    begins: bool
     adds: dict[int, int]
     ordered: bool = False
     outside: bool = False
@@ -47,7 +47,7 @@ class Live:
         recorded: whether each of them had gradients then.
         source: what came in: a stream, or the tensor that the trunk starts with.
         norm, normed: a module, and what it makes of the value, if both were computed together.
-        entry: what the function knows of the trunk; None if a function that it called opened the stream.
+        entry: what the function knows of the trunk; None if a function that it called began the stream.
         start: position of the stream when it came in.
         first: number of the first add that the function, or what it calls, makes: 0 if the trunk starts in there.
         qkv: what an attention reads, if it has separate q/k/v inputs.
@@ -79,7 +79,11 @@ class Live:
         """Whether the value was written to in place, or cut off from its gradients, after it was read."""
         if any(had and not value.requires_grad for value, had in zip(self.values, self.recorded, strict=True)):
             return True
-        return not self.stream.in_post and [*map(version, self.values)] != self.versions
+        held = self.stream.held
+        if isinstance(held, Post):  # a sum that nobody else reads, or one that the next branch was to read
+            lent = held.reading is not None and held.sum is held.reading.parts[0]
+            return lent and version(self.values[0]) != self.versions[0]
+        return [*map(version, self.values)] != self.versions
 
     def also(self, value: Tensor) -> None:
         """A cast or a clone of the value is the stream's value, too."""

@@ -48,6 +48,7 @@ class SeparateInputs:
         Raises:
             OutOfOrder: there is no tensor among the values.
         """
+        values = tuple(self.open(value, None) for value in values)  # those of a function inside a forward
         known = next(filter(None, map(self._qkv, _tensors(values))), None)
         if known is None:
             if next(_tensors(values), None) is None:

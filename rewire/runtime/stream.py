@@ -82,9 +82,13 @@ class Post:
 
     Attributes:
         sum: of the add, or what its post has made of it so far.
+        reading: where the topology makes no state of it, but keeps streams or increments, or where a unit goes on: the
+            sum is what the next branch reads. It will read what is made of that, and the difference is a part of what
+            it writes.
     """
 
     sum: Tensor
+    reading: Reading | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,7 +98,7 @@ class Stream(TensorLike):
     Attributes:
         states: the tensors of the topology.
         held: what there is beside them: None if the last unit is written, and the next one has not read.
-        weights: effective connection weights, computed once per forward when the stream was opened.
+        weights: effective connection weights, computed once per forward when the stream began.
         layout: what is fixed about the trunk.
         position: number of residual adds written so far.
         placement: where the model's hidden states lie on a device mesh, if anything is known. All tensors that the
@@ -142,6 +146,12 @@ class Stream(TensorLike):
         return isinstance(self.held, Post)
 
     @property
+    def reading(self) -> Reading | None:
+        """What was read for the next branch, if anything."""
+        held = self.held
+        return held if isinstance(held, Reading) else held.reading if isinstance(held, Post) else None
+
+    @property
     def at_rest(self) -> bool:
         """Whether the stream consists of its states, and nothing has been read or waits."""
         return self.held is None
@@ -175,9 +185,9 @@ class Stream(TensorLike):
         if not isinstance(value, QKVInputs):
             value = materialize(value)
             if not self.layout.reads_qkv(self.position):
-                return self._out(value), stream._opened(value)
+                return self._out(value), stream._read_as(value)
             value = QKVInputs(value, value, value, value)
-        return self._out(value), stream._opened(value.residual, value)
+        return self._out(value), stream._read_as(value.residual, value)
 
     def read_normed(self, norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Stream]:
         """`read`, and what ``norm`` makes of the value: by one kernel, if the value is a sum yet to be computed.
@@ -189,12 +199,12 @@ class Stream(TensorLike):
         if self.wraps:  # the norm is called on what the model's other modules see
             local = materialize(due)
             value = self._out(local)
-            return value, norm(value), stream._opened(local)
+            return value, norm(value), stream._read_as(local)
         value, normed = due.normed(norm) if isinstance(due, Mix) else (due, norm(due))
-        return value, normed, stream._opened(value)
+        return value, normed, stream._read_as(value)
 
     def _due(self) -> tuple[Tensor | Mix | QKVInputs, Stream]:
-        """What the next branch reads, perhaps yet to be computed, and the stream that `_opened` completes."""
+        """What the next branch reads, perhaps yet to be computed, and the stream that `_read_as` completes."""
         layout, held = self.layout, self.held
         if isinstance(held, Unsummed):
             unit = layout.units[self.position - 1]
@@ -210,10 +220,10 @@ class Stream(TensorLike):
             return QKVInputs(*map(layout.restored, (value.q, value.k, value.v, value.residual))), stream
         return value if layout.channel_dim == -1 else layout.restored(materialize(value)), stream
 
-    def _opened(self, value: Tensor, qkv: QKVInputs | None = None) -> Stream:
+    def _read_as(self, value: Tensor, qkv: QKVInputs | None = None) -> Stream:
         """The stream of `_due` when ``value`` has been read."""
         if isinstance(self.held, Unsummed):
-            return self._pushed(value)._due()[1]._opened(value, qkv)
+            return self._pushed(value)._due()[1]._read_as(value, qkv)
         self._seen("read", value)
         branch = self.held.branch if isinstance(self.held, Reading) else None
         return self._with(self.states, Reading((value,), branch, qkv))
@@ -326,11 +336,19 @@ class Stream(TensorLike):
         self._seen("write", branches)
         layout, site, reading = self.layout, self.position, self.held
         outputs = branches if reading.branch is None else (reading.branch, *branches)
-        if site in layout.posts:
+        if site in layout.posts and layout.makes_state(site):
             return self._with(self.states, Post(self._merged(outputs)), adds=1)
         if layout.closes_unit(site):  # the topology adds them up: in the same pass as its states
-            return self._written(outputs)
-        return self._with(self.states, Reading((*reading.parts, *branches), total(outputs)), adds=1)
+            stream = self._written(outputs)
+        else:
+            stream = self._with(self.states, Reading((*reading.parts, *branches), total(outputs)), adds=1)
+        return stream._to_be_changed() if site in layout.posts else stream
+
+    def _to_be_changed(self) -> Stream:
+        """The stream where the model changes what the next branch reads."""
+        _, stream = self.read()
+        assert isinstance(stream.held, Reading)
+        return stream._with(stream.states, Post(stream.held.parts[0], stream.held))
 
     def _written(self, branches: Sequence[Tensor]) -> Stream:
         """The stream after the last residual add of a unit, whose outputs are ``branches``."""
@@ -359,7 +377,9 @@ class Stream(TensorLike):
         """
         self._check_passes(state)
         if more:
-            return self._with(self.states, Post(self._in(state)))
+            return self._with(self.states, Post(self._in(state), self.reading))
+        if self.reading is not None:
+            return self._with(self.states, self.reading)._changed(state)
         return self._pushed(self.layout.channels_last(self._in(state)))
 
     def _pushed(self, state: Tensor) -> Stream:
@@ -395,6 +415,7 @@ class Stream(TensorLike):
         self.layout.check_passes(self.position, position)
         stream = self
         while stream.position < position:
+            stream._seen("skip")
             stream, template = stream.settled(), stream.template
             stream = stream.write(stream._out(template.new_zeros(()).expand(template.shape))).settled()
         return stream
@@ -411,8 +432,8 @@ class Stream(TensorLike):
                 "residual adds. Let the modules around the trunk work on plain tensors, and call rewire.parallelize."
             )
         self._seen("view", view)
-        topology, reading = self.layout.topology, isinstance(self.held, Reading)
-        states = topology.viewed(self.states if reading else topology.lasting(self.states), view)
+        topology = self.layout.topology
+        states = topology.viewed(topology.lasting(self.states) if self.reading is None else self.states, view)
         return self._with(states, None if self.held is None else pytree.tree_map(view, self.held))
 
     def finish(self) -> Tensor:
@@ -434,7 +455,7 @@ class Stream(TensorLike):
         self._seen("finish", output)
         return self._out(output)
 
-    def _seen(self, what: str, value: Any) -> None:
+    def _seen(self, what: str, value: Any = None) -> None:
         if self.layout.observe is not None:
             self.layout.observe(what, self.position, value)
 

@@ -27,7 +27,7 @@ from rewire.runtime.connection import Connection, SeparateNorms, learned_connect
 from rewire.saving.recipes import described, difference, first_line, is_recipe, rewired_by
 
 RECIPE = "rewire.json"
-#: Of the folder; to be raised whenever older files would be read as something else.
+#: The version of the folder's format. Raise it whenever older files would be read as something else.
 _FORMAT = 2
 _FILE = re.compile(r"weights-([0-9a-f]{8})-\d{5}\.safetensors")
 
@@ -136,7 +136,7 @@ def load(
 
 
 def with_recipe(folder: Path, use: Callable[[dict[str, Any]], T]) -> T:
-    """What ``use`` makes of the recipe of a folder; of the next one, if it fails because a save replaced the first.
+    """What ``use`` returns for the recipe of a folder; for the next one, if it fails as a save has replaced the first.
 
     Raises:
         RewireError: the recipe of the folder is damaged; and what ``use`` raises.
@@ -226,7 +226,7 @@ def _remove_replaced(folder: Path) -> None:
     """
     found = {path: name[1] for path in folder.iterdir() if (name := _FILE.fullmatch(path.name))}
     writing = tokens(folder)
-    with contextlib.suppress(RewireError):  # it has just been replaced: who did that removes them
+    with contextlib.suppress(RewireError):  # a save has just replaced it, and removes them
         present = _read_recipe(folder)["files"]
         for path, token in found.items():
             if token not in writing and path.name not in present:
@@ -277,7 +277,7 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
 
 
 def _damage(recipe: dict[str, Any]) -> str:
-    """What is wrong with it; nothing is looked up under a name from it that does not pass here."""
+    """What is wrong with a recipe. No name from it is looked up that has not passed here."""
     files, ties = recipe.get("files"), recipe.get("tied")
     if not isinstance(files, list) or not all(isinstance(name, str) and _FILE.fullmatch(name) for name in files):
         return f"files are {str(files)[:200]}"
@@ -311,7 +311,7 @@ def _opened(path: Path, device: torch.device | str) -> Any:
 
 
 def _shapes(files: Sequence[Any], ties: dict[str, str]) -> dict[str, list[int]]:
-    """Of all saved tensors, by every name."""
+    """The shapes of all saved tensors, by every name that a tensor has."""
     saved = {name: file.get_slice(name).get_shape() for file in files for name in file.keys()}  # noqa: SIM118
     return saved | {alias: saved[name] for alias, name in ties.items() if name in saved}
 

@@ -29,7 +29,7 @@ from rewire.passes.rewrite import rewrite
 from rewire.runtime.connection import Connection, recipe_of
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start, Topology, as_recurrence
-from rewire.topologies.names import named_topology, topology_in
+from rewire.topologies.registry import named_topology, topology_in
 from rewire.trunk import Loops, Trunk
 
 #: How the entry of a state dict ends that holds a recipe.
@@ -98,7 +98,7 @@ def check_shapes(path: str, recipe: Any, layout: Layout, start: Start, saved: Ma
     """
     try:
         with torch.device("meta"), _OnMeta():
-            made = layout.topology.parameters(layout.dims, start) | layout.topology.constants(layout.dims)
+            made = layout.topology.parameters(layout.dims, start)
     except Exception:  # what cannot be made is refused where it is made; other people's may need values
         return
     for name, value in made.items():
@@ -219,7 +219,7 @@ def layout_of(
 
 
 def _check_switches(topology: Topology) -> None:
-    """What is asked as a truth is one: all else a topology notices itself."""
+    """Refuse options that are read as true or false and are neither. Topologies notice all else themselves."""
     for name, parameter in inspect.signature(type(topology)).parameters.items():
         if isinstance(parameter.default, bool) and not isinstance(getattr(topology, name, False), bool):
             raise TypeError(f"{name}={getattr(topology, name)!r} is neither true nor false")

@@ -98,7 +98,7 @@ class Study(Shown):
         return next(row for row in self.rows if row.contender in (PLAIN, SCALED))
 
     def gains(self, row: Row) -> list[float]:
-        """By how much each run is below the baseline's with the same seed."""
+        """How far the loss of each run is below that of the baseline with the same seed."""
         goals = self.goals()
         return [goals[run.setting["seed"]] - run.loss for run in row.runs if run.setting["seed"] in goals]
 

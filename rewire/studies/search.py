@@ -264,7 +264,7 @@ def open_storage(storage: str) -> optuna.storages.BaseStorage:
 
 @contextlib.contextmanager
 def opened(storage: str) -> Iterator[optuna.storages.BaseStorage]:
-    """As `open_storage`; connections to a database are closed at the end."""
+    """The storage that `open_storage` opens. Its connections to a database are closed at the end."""
     found = open_storage(storage)
     try:
         yield found

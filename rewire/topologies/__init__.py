@@ -7,6 +7,7 @@ import pkgutil
 
 from rewire.topologies.ancre import ANCRe
 from rewire.topologies.base import Dims, QKVInputs, Recurrence, Topology
+from rewire.topologies.dense import Dense, DenseIncrements
 from rewire.topologies.denseformer import DenseFormer
 from rewire.topologies.registry import list_topologies, make_topology, register_topology
 from rewire.topologies.residual import Residual
@@ -16,7 +17,9 @@ for _file in pkgutil.iter_modules(__path__):
 
 __all__ = [
     "ANCRe",
+    "Dense",
     "DenseFormer",
+    "DenseIncrements",
     "Dims",
     "QKVInputs",
     "Recurrence",

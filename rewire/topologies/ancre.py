@@ -5,27 +5,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from rewire.mixes.history import History, Table
+from rewire.mixes.history import Table
 from rewire.mixes.mix import Mix, pending_mix
-from rewire.topologies import groups
 from rewire.topologies.base import (
     OF_STATES,
     Dims,
     FirstOrder,
     Granularity,
-    Recurrence,
     Start,
     States,
+    W,
     check_choice,
     check_count,
     no_preserving_start,
     one_hot_previous,
 )
+from rewire.topologies.dense import Dense, count
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
 
@@ -34,20 +34,51 @@ Cascade = Literal["replace", "keep"]
 Form = Literal["softmax", "difference"]
 
 
-class Shortcuts(NamedTuple):
-    """Effective weights of ANCRe.
+class Destinations(Dense[W]):
+    """What ANCRe and its ablations share: unit t reads ``x_{t-1}``, and all states are mixed into ``x_t``."""
 
-    Attributes:
-        matrix: P, float32 [T, T]: ``P[t-1, i] = p_it``, exactly 0 where ``x_i`` is no source of ``x_t``.
-        table: the weights of each t in turn, of its sources alone.
-    """
+    cascade: Cascade = "replace"
 
-    matrix: Tensor
-    table: Table
+    granularity: ClassVar[Granularity] = "block"  # Section 4.2, Table 1
+    reads_newest: ClassVar[bool] = True
+    first: ClassVar[int] = 1
+
+    def reads(self, dims: Dims) -> range:
+        """The units that write: the output is ``x_T``."""
+        return range(1, dims.depth + 1)
+
+    def mix(self, history: Any, weights: W, t: int) -> Tensor:
+        x: Tensor = history.newest
+        return x
+
+    def row(self, weights: Any, t: int, x: Tensor) -> Any:
+        """The weights with which the states are mixed into ``x_t``: x is one of them."""
+        return weights[t]
+
+    def merge(self, states: States, weights: W, t: int, *branches: Tensor) -> Tensor | Mix:
+        x, history = states
+        kept = (x,) if self.cascade == "keep" else ()
+        mixed: Tensor | Mix = history.mix(self.row(weights, t, x), added=(*kept, *branches))
+        return mixed
+
+    def program(self, weights: W, dims: Dims) -> Program:
+        """The shortcut ``x_{t-1}`` that is kept stands in front."""
+        rows = []
+        for t in range(1, dims.depth + 1):
+            terms = zip(self.sources(t), self.static(weights, t).tolist(), strict=True)
+            kept = [Term(f"x{t - 1}", 1.0, fixed=True)] if self.cascade == "keep" else []
+            rows.append([*kept, *(Term(f"x{i}", p) for i, p in terms)])
+        return recurrence(rows)
+
+    def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
+        return (0,)
+
+    def finish(self, states: States, weights: W, dims: Dims) -> Tensor:
+        return states[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class ANCRe(Recurrence[Shortcuts]):
+class ANCRe(Destinations[Table]):
     """Learned shortcuts from every earlier state, ``x_t = f_t + sum_{i<t} p_it x_i`` (ANCRe, Section 4.1).
 
     Unit t reads ``r_t = x_{t-1}``; the trunk's output is ``x_T``; the states are ``x_0 .. x_t``. The shortcut
@@ -74,7 +105,7 @@ class ANCRe(Recurrence[Shortcuts]):
     keep to 0), as E's do, but entries may be negative. A softmax over one entry is constant: the shortcut 0:1 (for
     outgoing: T-1:T) keeps its weight, and its logit has no gradient. For ``none`` the start is ``c = E``.
 
-    **Groups.** With ``block=S`` (ours; see `groups`) the sources are ``x_0, x_S, x_2S, ..`` and the newest state:
+    **Groups.** With ``block=S`` (ours; see `dense`) the sources are ``x_0, x_S, x_2S, ..`` and the newest state:
     ``x_t = f_t + sum_{i in K_t} p_it x_i`` with ``K_t = {i < t: i = 0 (mod S) or i = t - 1}``, and softmaxes are over
     these shortcuts only. They are all that is held, and 1/t above becomes ``1/|K_t|``. E is among them, so that the
     preserving start stays exact. (Outgoing, a state between groups has one destination, and its weight stays 1.)
@@ -93,9 +124,6 @@ class ANCRe(Recurrence[Shortcuts]):
         >>> topology = rewire.ANCRe(temperature=0.1)
         >>> rewired = rewire.compile(model, topology, example_inputs=(x,))
     """
-
-    granularity: ClassVar[Granularity] = "block"  # Section 4.2, Table 1
-    reads_newest: ClassVar[bool] = True
 
     normalize: Normalize = "ingoing"
     temperature: float = 0.01
@@ -126,29 +154,23 @@ class ANCRe(Recurrence[Shortcuts]):
             UnsupportedTopology: a preserving start of the softmax by itself.
         """
         table = self._start_table(dims.depth, start)  # [T, T]
-        return {"logits": table[groups.entries(dims.depth, self.block)]}
+        return {"logits": table[_entries(dims.depth, self.block)]}
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:
         """Stored is ``c / tau``, whose softmax p is: under Adam, a rate of lr for c is one of ``lr / tau`` for that."""
         return {"logits": OF_STATES if self.normalize == "none" else self.temperature}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Shortcuts:
-        """The effective shortcut weights p."""
-        matrix = self._matrix(parameters, dims)
-        flat = matrix[groups.entries(dims.depth, self.block, matrix.device)]
-        return Shortcuts(matrix, Table(flat, mixes=dims.depth, group=self.block or 1))
-
-    def _matrix(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
-        """P, float32 [T, T]."""
-        depth, logits = dims.depth, parameters["logits"].float()
-        row, column = groups.entries(depth, self.block, logits.device)
-        if self.normalize == "none":
-            return logits.new_zeros(depth, depth).index_put((row, column), logits)
-        p = self._normalized(logits, row, column, depth)
-        if self.form == "softmax":
-            return p
-        start = self._normalized(torch.zeros_like(logits), row, column, depth)
-        return self._original(depth).to(p.device) + (p - start)
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Table:
+        """The effective shortcut weights: of each t in turn, p of its sources."""
+        depth, p = dims.depth, parameters["logits"].float()
+        if self.normalize != "none":
+            row, column = _entries(depth, self.block, p.device)
+            matrix = self._normalized(p, row, column, depth)  # P [T, T], 0 where ``x_i`` is no source of ``x_t``
+            if self.form == "difference":
+                start = self._normalized(torch.zeros_like(p), row, column, depth)
+                matrix = self._original(depth).to(p.device) + (matrix - start)
+            p = matrix[row, column]
+        return self.table(dims, p)
 
     def _normalized(self, logits: Tensor, row: Tensor, column: Tensor, depth: int) -> Tensor:
         table = logits.new_full((depth, depth), -math.inf).index_put((row, column), logits / self.temperature)
@@ -158,50 +180,23 @@ class ANCRe(Recurrence[Shortcuts]):
         """P of the original network."""
         return one_hot_previous(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
 
-    def start(self, x: Tensor, weights: Shortcuts) -> States:
-        """The newest state, ``x_0``, and the history of those that have been read."""
-        return x, History(weights.table)
-
-    def read(self, states: States, weights: Shortcuts, t: int) -> tuple[Tensor, States]:
-        """``x_{t-1}``; and the states, the last of which is the history that `merge` mixes."""
-        newest, history = states
-        mixed, x, history = groups.next_read(history, t - 1, newest)
-        return x, (x, history, mixed)
-
-    def merge(self, states: States, weights: Shortcuts, t: int, *branches: Tensor) -> Mix:
-        x, _, mixed = states
-        kept = (x,) if self.cascade == "keep" else ()
-        return mixed.mix(t - 1, added=(*kept, *branches))
-
-    def push(self, states: States, weights: Shortcuts, t: int, x: Tensor) -> States:
-        return x, states[1]
-
-    def newest(self, states: States, weights: Shortcuts, t: int) -> tuple[int, ...]:
-        return (0,)
-
-    def finish(self, states: States, weights: Shortcuts, dims: Dims) -> Tensor:
-        return states[0]
-
-    def matrix(self, weights: Shortcuts, dims: Dims) -> Tensor:
-        """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""
-        return weights.matrix
-
-    def program(self, weights: Shortcuts, dims: Dims) -> Program:
-        return recurrence(_with_kept(self.cascade, _shortcuts(weights.matrix, self.block)))
-
-    def distributions(self, weights: Shortcuts, dims: Dims) -> Sequence[Tensor]:
+    def distributions(self, weights: Table, dims: Dims) -> Sequence[Tensor]:
         """The weights into each state (ingoing), or out of each (outgoing); those of a difference are none."""
         if self.normalize == "none" or self.form == "difference":
             return ()
         if self.normalize == "ingoing":
-            return weights.table.rows
-        sources = _sources(dims.depth, self.block).bool()
-        return [column[its] for column, its in zip(weights.matrix.T, sources.T.to(weights.matrix.device), strict=True)]
+            return [row[0] for row in weights.rows]
+        out_of: list[list[Tensor]] = [[] for _ in range(dims.depth)]
+        for t, row in enumerate(weights.rows, start=1):
+            for i, p in zip(self.sources(t), row[0], strict=True):
+                out_of[i].append(p)
+        return [torch.stack(column) for column in out_of]
 
     def _start_table(self, depth: int, start: Start) -> Tensor:
         """Start logits, float32 [T, T]; entries above the diagonal mean nothing."""
         if start == "paper":
-            return _uniform(depth, self.block) if self.normalize == "none" else torch.zeros(depth, depth)
+            each = [1 / count(t, self.block) if self.normalize == "none" else 0.0 for t in range(1, depth + 1)]
+            return torch.tensor(each)[:, None].expand(depth, depth)
         if self.normalize == "none":
             return self._original(depth)
         if self.form == "softmax":
@@ -233,7 +228,7 @@ def ancre_none(cascade: Cascade = "replace", block: int | None = None) -> ANCRe:
 
 @register_topology("ancre-constant")
 @dataclasses.dataclass(frozen=True)
-class ANCReConstant(Recurrence[None]):
+class ANCReConstant(Destinations[None]):
     """All shortcuts with the fixed weights 1/t, ANCRe's diverging ablation (arXiv 2602.09009, Table 5).
 
     ``x_t = f_t + (x_0 + .. + x_{t-1}) / t``, read ``x_{t-1}``, output ``x_T`` (Section 5.4). Nothing is
@@ -246,9 +241,6 @@ class ANCReConstant(Recurrence[None]):
     Raises:
         ValueError: an option is not one of those values.
     """
-
-    granularity: ClassVar[Granularity] = "block"
-    reads_newest: ClassVar[bool] = True
 
     cascade: Cascade = "replace"
     block: int | None = None
@@ -270,30 +262,12 @@ class ANCReConstant(Recurrence[None]):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> None:
         return None
 
-    def read(self, states: States, weights: None, t: int) -> tuple[Tensor, States]:
-        return states[-1], states
+    def row(self, weights: None, t: int, x: Tensor) -> Tensor:
+        n = count(t, self.block)
+        return x.new_full((n,), 1 / n, dtype=torch.float32)  # without parameters, `weights` does not know the device
 
-    def merge(self, states: States, weights: None, t: int, *branches: Tensor) -> Mix:
-        # Filled where the states are: without parameters, `weights` does not know the device.
-        shares = states[0].new_full((len(states),), 1 / len(states), dtype=torch.float32)
-        kept = states[-1:] if self.cascade == "keep" else ()
-        return pending_mix(states, shares, added=(*kept, *branches))
-
-    def push(self, states: States, weights: None, t: int, x: Tensor) -> States:
-        return (*groups.kept(states, t, self.block), x)
-
-    def newest(self, states: States, weights: None, t: int) -> tuple[int, ...]:
-        return (-1,)
-
-    def finish(self, states: States, weights: None, dims: Dims) -> Tensor:
-        return states[-1]
-
-    def matrix(self, weights: None, dims: Dims) -> Tensor:
-        """P [T, T]; the shortcut that ``cascade="keep"`` keeps is not part of it."""
-        return _uniform(dims.depth, self.block)
-
-    def program(self, weights: None, dims: Dims) -> Program:
-        return recurrence(_with_kept(self.cascade, _shortcuts(_uniform(dims.depth, self.block), self.block)))
+    def static(self, weights: None, t: int) -> Tensor:
+        return self.row(weights, t, torch.empty(()))
 
 
 @register_topology("ancre-cascaded")
@@ -340,32 +314,23 @@ class ANCReCascaded(FirstOrder[Tensor]):
         return torch.diag(weights)
 
     def program(self, weights: Tensor, dims: Dims) -> Program:
-        rows = [[Term(f"x{i}", scale)] for i, scale in enumerate(weights.tolist())]
-        return recurrence(_with_kept(self.cascade, rows))
+        rows = []
+        for i, scale in enumerate(weights.tolist()):
+            kept = [Term(f"x{i}", 1.0, fixed=True)] if self.cascade == "keep" else []
+            rows.append([*kept, Term(f"x{i}", scale)])
+        return recurrence(rows)
 
 
-def _sources(depth: int, block: int | None) -> Tensor:
-    """float32 [T, T]: in row t - 1, 1 for each source of ``x_t``, else 0."""
-    return torch.zeros(depth, depth).index_put(groups.entries(depth, block), torch.ones(()))
-
-
-def _uniform(depth: int, block: int | None) -> Tensor:
-    """float32 [T, T]: in row t - 1, 1/n for each of the n sources of ``x_t``, else 0."""
-    sources = _sources(depth, block)
-    return sources / sources.sum(1, keepdim=True)
-
-
-def _shortcuts(table: Tensor, block: int | None) -> list[list[Term]]:
-    """For t = 1..T in turn, the terms ``p_it x_i`` of [T, T]."""
-    rows = enumerate(table.tolist(), start=1)
-    return [[Term(f"x{i}", row[i]) for i in groups.numbers(t, block)] for t, row in rows]
-
-
-def _with_kept(cascade: Cascade, rows: list[list[Term]]) -> list[list[Term]]:
-    """``rows``, with the shortcut ``x_{t-1}`` in front where it is kept."""
-    if cascade == "replace":
-        return rows
-    return [[Term(f"x{i}", 1.0, fixed=True), *row] for i, row in enumerate(rows)]
+def _entries(depth: int, block: int | None, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Row t - 1 and column i of each source ``x_i`` of ``x_t``, t by t. Made on the device, which need not wait."""
+    row, column = torch.tril_indices(depth, depth, device=device)
+    if block in (None, 1):
+        return row, column
+    counts = -(-torch.arange(depth, device=device) // block) + 1
+    size = sum(count(t, block) for t in range(1, depth + 1))
+    row = torch.repeat_interleave(torch.arange(depth, device=device), counts, output_size=size)
+    number = torch.arange(size, device=device) - (counts.cumsum(0) - counts)[row]  # of the source among those of x_t
+    return row, torch.minimum(number * block, row)
 
 
 def _softmax(table: Tensor, dim: int) -> Tensor:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.mixes.attended import EPS, AttendedHistory, AttendedTable
+from rewire.mixes.attended import AttendedHistory, AttendedTable
 from rewire.mixes.mix import Mix, softmax
 from rewire.mixes.several import mixes
-from rewire.mixes.tokens import inverse_rms, read_off
-from rewire.topologies import groups
 from rewire.topologies.base import (
     OF_STATES,
     Dims,
@@ -22,37 +20,21 @@ from rewire.topologies.base import (
     QKVInputs,
     Start,
     States,
-    Topology,
     check_choice,
     check_count,
-    materialize,
     no_attention,
     no_preserving_start,
     total,
 )
+from rewire.topologies.dense import DenseIncrements, count
 from rewire.topologies.registry import register_topology
 
 Form = Literal["softmax", "difference"]
 
 
-class Queries(NamedTuple):
-    """Effective weights.
-
-    Attributes:
-        w: float32 [rows, D], those of reads 2, 3, .. in turn: for each of its ways, one for each head, which is zero in
-            the channels of other heads.
-        rows: for each of these reads, how many there are.
-        table: the same for a history of states, where one softmax weighs all sources as they are.
-    """
-
-    w: Tensor
-    rows: tuple[int, ...]
-    table: AttendedTable | None = None
-
-
 @register_topology("attnres")
 @dataclasses.dataclass(frozen=True)
-class AttnRes(Topology[Queries]):
+class AttnRes(DenseIncrements[AttendedTable]):
     """Attention Residuals: every read is a softmax-weighted sum of all increments, per token (arXiv 2603.15031).
 
     ``r_t = sum_{i<t} a_ti f_i`` with ``f_0 = x_0`` and ``a_ti = softmax_i(w_t . rmsnorm(f_i))``; one more such read is
@@ -60,11 +42,11 @@ class AttnRes(Topology[Queries]):
     has a single source, thus weight 1 and no query.
 
     With ``block=S``, Block AttnRes, every S units form a group whose increments are summed: the sources of a read are
-    ``x_0``, the sums of the finished groups and, if it has an increment yet, that of the current one (see `groups`).
+    ``x_0``, the sums of the finished groups and, if it has an increment yet, that of the current one (see `dense`).
 
     A source is normed and projected when it is first read, once for all queries, and each read takes its own of these
     scores ``w_t . rmsnorm(f_i)``. One softmax over all sources as they are is that of `rewire.mixes.attended`; with
-    ``qkv``, ``heads``, ``normed`` or another form the states are the sources, and then the scores of later reads.
+    ``qkv``, ``heads``, ``normed`` or another form the weights are made of the scores here.
 
     - ``qkv=True``: a unit that begins with an attention has three queries, for its queries, keys and values. The
       shortcut inside the unit, if there is one, takes the read of the queries.
@@ -109,6 +91,7 @@ class AttnRes(Topology[Queries]):
 
     granularity: ClassVar[Granularity] = "sublayer"  # the paper's layers: attentions and MLPs, each by itself
     needs_width: ClassVar[bool] = True
+    first: ClassVar[int] = 2
 
     block: int | None = None
     scaled: bool = False
@@ -161,61 +144,41 @@ class AttnRes(Topology[Queries]):
         """Of dot products with normed vectors, whose size is the root of the width."""
         return {"queries": OF_STATES * dims.width**-0.5}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Queries:
-        w, rows = parameters["queries"].float(), tuple(ways * self.heads for ways in self._ways(dims))
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> AttendedTable:
+        """w of each read in turn, for each of its ways: one for each head, zero in the channels of other heads."""
+        w, rows = parameters["queries"].float(), [ways * self.heads for ways in self._ways(dims)]
         if self.heads > 1:
             own = torch.eye(self.heads, device=w.device).repeat_interleave(dims.width // self.heads, dim=1)  # [H, D]
             w = (w.unsqueeze(1) * own).flatten(0, 1)
-        return Queries(w, rows, AttendedTable(w, self.scaled, group=self.block or 1) if self._one_softmax() else None)
+        return AttendedTable(
+            w, self.scaled, group=self.block or 1, ways=rows, normed=self.normed, only_scores=not self._one_softmax()
+        )
 
-    def start(self, x: Tensor, weights: Queries) -> States:
-        """The sources; with a table, the newest, and the history of those that have been read and are complete."""
-        return (x,) if weights.table is None else (x, AttendedHistory(weights.table))
-
-    def read(self, states: States, weights: Queries, t: int) -> tuple[Tensor | Mix | QKVInputs, States]:
-        """``r_t``, and the states with the scores of the sources that had none yet."""
-        if weights.table is not None:
-            newest, history = states
-            reading, newest, history = groups.next_read(history, t - 1, newest)
-            (value,) = reading.read(t - 1)
-            return value, (newest, history)
-        sources, scores = self._split(states, t)
-        if t == 1:
-            return sources[0], states
-        rows, left = weights.rows[t - 2], sum(weights.rows[t - 2 :])  # of this read; of it and all later ones
-        fresh = [self._scores(source, weights.w[-left:]) for source in sources[len(scores) :]]
-        scores += tuple(score for score, _ in fresh)
-        sources = (*sources[: len(sources) - len(fresh)], *(source for _, source in fresh))
-        own, later = zip(*(score.split([rows, score.shape[-1] - rows], dim=-1) for score in scores), strict=True)
-        shares = self._shares(torch.stack(own))
+    def mix(self, history: AttendedHistory, weights: AttendedTable, t: int) -> Tensor | Mix | QKVInputs:
+        if self._one_softmax():
+            return history.mix(weights[t])
+        shares = self._shares(history.scores_of(weights[t]))  # [n, ..., rows]
         if self.normed:
-            shares = shares * torch.stack([score[..., -1:] for score in scores])
-        values, handed_on = self._mixes(sources, shares)
-        states = (*handed_on, *later)
-        if len(values) == 1:
-            return values[0], states
-        q, k, v = values
-        return QKVInputs(q, k, v, residual=q), states
+            shares = shares * history.inverse_norms
+        ways = self._mixes(history, shares)
+        if len(ways) == 1:
+            return ways[0]
+        q, k, v = ways
+        return QKVInputs(q, k, v, residual=q)
 
-    def write(self, states: States, weights: Queries, t: int, *branches: Tensor) -> States:
-        if weights.table is not None:
-            newest, history = states
-            return groups.with_increment((newest,), t, self.block, total(branches))[-1], history
-        sources, scores = self._split(states, t)
-        sources = groups.with_increment(sources, t, self.block, total(branches))
-        return (*sources, *scores[: len(sources) - 1])  # the last is new, or another than before
+    def finish(self, states: States, weights: AttendedTable, dims: Dims) -> Tensor:
+        if not self.additive:
+            return super().finish(states, weights, dims)
+        newest, history = states
+        return total((*history.states, newest))
 
-    def finish(self, states: States, weights: Queries, dims: Dims) -> Tensor:
-        if self.additive:
-            return total(self._split(states, dims.depth + 1)[0])
-        return materialize(self.read(states, weights, dims.depth + 1)[0])  # type: ignore[arg-type]
-
-    def matrix(self, weights: Queries, dims: Dims) -> Tensor:
+    def matrix(self, weights: AttendedTable, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: the weights where all scores are equal, as at the start."""
-        table = torch.ones(dims.depth + 1, dims.depth + 1, device=weights.w.device).tril()
+        like = weights.queries[0]
+        table = torch.ones(dims.depth + 1, dims.depth + 1, device=like.device).tril()
         if self.scaled or self.form == "difference":
             return table
-        counts = groups.count(torch.arange(1, dims.depth + 2, device=weights.w.device), self.block)
+        counts = like.new_tensor([count(t, self.block) for t in range(1, dims.depth + 2)])
         if not self.additive:
             return table / counts[:, None]
         table[1:-1] += table[1:-1] / counts[1:-1, None]  # unit 1 and the output take the plain stream
@@ -225,20 +188,10 @@ class AttnRes(Topology[Queries]):
         plain = self.heads == 1 and self.form == "softmax"
         return plain and not (self.qkv or self.normed or self.additive)
 
-    def _split(self, states: States, t: int) -> tuple[States, States]:
-        """Sources of read t, and the scores of those that have been read."""
-        count = groups.count(t, self.block)
-        return states[:count], states[count:]
-
     def _ways(self, dims: Dims) -> list[int]:
         """For reads 2, 3, .. in turn, how many queries; the last is the output's, unless that is the plain stream."""
         last = dims.depth if self.additive else dims.depth + 1
         return [3 if t in dims.attention else 1 for t in range(2, last + 1)]
-
-    def _scores(self, source: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., rows of w], and at the end what norms the source if sources are summed ``normed``; and the source."""
-        scores, source = read_off(source, w.T, EPS)
-        return (torch.cat([scores, inverse_rms(source, EPS)], dim=-1) if self.normed else scores), source
 
     def _shares(self, logits: Tensor) -> Tensor:
         """Weights of n sources from [n, ...]; where all are equal, exactly those of the original network."""
@@ -248,11 +201,13 @@ class AttnRes(Topology[Queries]):
         shares, _ = softmax(logits, self.scaled)
         return 1 + shares if self.additive else shares
 
-    def _mixes(self, sources: Sequence[Tensor], shares: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """For each way, the sum of n sources with ``shares`` [n, ..., rows]; and the sources, handed on."""
+    def _mixes(self, history: AttendedHistory, shares: Tensor) -> Sequence[Tensor]:
+        """For each way, the sum of the n sources with ``shares`` [n, ..., rows]."""
+        per_token = shares.movedim(0, -1)  # [..., rows, n]
         if self.heads == 1:
-            return mixes(sources, None, shares.movedim(0, -1))
-        per_head = shares.unflatten(-1, (-1, self.heads)).movedim(0, -1)  # [..., ways, H, n]
-        apart = [source.unflatten(-1, (self.heads, -1)) for source in sources]  # [..., H, D / H]
-        found, handed_on = mixes(apart, None, per_head.transpose(-3, -2))
-        return [one.flatten(-2) for one in found], [one.flatten(-2) for one in handed_on]
+            return history.mixes(None, per_token)  # type: ignore[return-value]
+        per_head = per_token.unflatten(-2, (-1, self.heads)).transpose(-3, -2)  # [..., H, ways, n]
+        apart = [source.unflatten(-1, (self.heads, -1)) for source in history.states]  # [..., H, D / H]
+        found, handed_on = mixes(apart, None, per_head)
+        history.states = tuple([one.flatten(-2) for one in handed_on])
+        return [one.flatten(-2) for one in found]

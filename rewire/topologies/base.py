@@ -125,6 +125,8 @@ class Topology(ABC, Generic[W]):
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """Start values of the learned connection weights of a trunk, float32, by name.
 
+        Those that are `torch.nn.Buffer`, as of a frozen topology, are saved and moved with the others, but not learned.
+
         Raises:
             UnsupportedTopology: the formulas have no such start, or do not fit the trunk's sizes.
         """
@@ -204,13 +206,6 @@ class Topology(ABC, Generic[W]):
     def distributions(self, weights: W, dims: Dims) -> Sequence[Tensor]:
         """Effective weights that sum to 1 by a softmax, one [n] tensor for each; none if they are not normalised."""
         return ()
-
-    def constants(self, dims: Dims) -> dict[str, Tensor]:
-        """Tensors that are saved and moved with the connection weights, but not learned, float32, by name.
-
-        `weights` gets them along with the learned ones.
-        """
-        return {}
 
     def program(self, weights: W, dims: Dims) -> Program:
         """The same formulas as sums of named values, for `rewire.freeze`.
@@ -341,8 +336,8 @@ def viewed(values: Tensor, channels: int, view: Callable[[Tensor], Tensor], dims
     """
     of_token = values.flatten(-dims)
     size = of_token.shape[-1]
-    if size % channels:
-        of_token = nn.functional.pad(of_token, (0, -size % channels))
+    if size % channels or not size:  # a view that says its sizes takes no empty tensor
+        of_token = nn.functional.pad(of_token, (0, -size % channels or channels))
     parts = [view(part) for part in of_token.split(channels, -1)]
     if size == channels == values.shape[-1]:
         return parts[0]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.mix import mix
@@ -92,10 +92,7 @@ class Frozen(Recurrence[Constants]):
         return self._after[t]
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        return {}
-
-    def constants(self, dims: Dims) -> dict[str, Tensor]:
-        """Room for `Constants`, zeros: the values come from `rewire.freeze` or a state dict.
+        """Room for `Constants`, buffers of zeros: the values come from `rewire.freeze` or a state dict.
 
         Raises:
             UnsupportedTopology: this is the program of a trunk of another depth.
@@ -105,8 +102,8 @@ class Frozen(Recurrence[Constants]):
             raise UnsupportedTopology(
                 f"{self} with a matrix {self.shape} was made for {depth} units, and the trunk has {dims.depth}."
             )
-        constants = {"table": torch.zeros(self.shape)}
-        return constants | {"channels": torch.zeros(self._rows, dims.width)} if self._rows else constants
+        sizes = {"table": self.shape} | ({"channels": [self._rows, dims.width]} if self._rows else {})
+        return {name: nn.Buffer(torch.zeros(size)) for name, size in sizes.items()}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Constants:
         return Constants(parameters["table"], parameters.get("channels"))

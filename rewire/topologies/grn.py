@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rewire.mixes.history import History, Table
+from rewire.mixes.history import Free, Table
 from rewire.mixes.mix import Mix, pending_mix
-from rewire.mixes.scored import ScoredHistory, ScoredTable
 from rewire.mixes.several import mixes
 from rewire.mixes.tokens import project
-from rewire.topologies import groups
 from rewire.topologies.base import (
     OF_STATES,
     Dims,
@@ -22,13 +20,12 @@ from rewire.topologies.base import (
     QKVInputs,
     Start,
     States,
-    Topology,
     check_count,
     materialize,
     no_attention,
     total,
 )
-from rewire.topologies.program import Line, Program, Term, Unit, branch_of
+from rewire.topologies.dense import DenseIncrements
 from rewire.topologies.registry import register_topology
 
 #: With ``last``, how many increments are added to the middle at once: activation checkpointing keeps every sum that was
@@ -42,16 +39,18 @@ class Read(NamedTuple):
     Attributes:
         b: [ways, N] or [ways, N, D] for a stack of N vectors.
         w: [D, ways], None if the weights do not depend on the input.
-        table: the weights of all reads, where the whole stack is read.
     """
 
     b: Tensor
     w: Tensor | None = None
-    table: Table | ScoredTable | None = None
+
+
+#: By t, where the stack is not read as it is.
+Weights = Table | Mapping[int, Read]
 
 
 @dataclasses.dataclass(frozen=True)
-class GRN(Topology[tuple[Read, ...]]):
+class GRN(DenseIncrements[Weights]):
     """What the generalised residual networks share (arXiv 2502.06785, Section 3.1).
 
     The states are the stack ``G_t = [f_0, .., f_{t-1}]`` with ``f_0 = x_0``. Unit t reads a weighted sum of it and
@@ -59,7 +58,7 @@ class GRN(Topology[tuple[Read, ...]]):
     of the middle increments and the last k increments: at most k + 2 vectors. (Up to 5 more are held: increments of the
     middle wait until 6 of them are added to it at once, so that not every unit makes a new sum.)
 
-    With ``block=S`` (ours; see `groups`) increments are summed over groups of S units: the stack is ``x_0``, the sums
+    With ``block=S`` (ours; see `dense`) increments are summed over groups of S units: the stack is ``x_0``, the sums
     ``g_j = f_{(j-1)S+1} + .. + f_{jS}`` of finished groups, and that of the current one if it has an increment yet. So
     ``r_t = b_t0 x_0 + sum_j b_tj g_j``, and likewise for weights that depend on the input.
 
@@ -99,9 +98,9 @@ class GRN(Topology[tuple[Read, ...]]):
         of its ways (q, k, v, or a single one), one entry for each vector of the stack. ``w`` is [R, D]: one row for
         each way of each t.
         """
-        ways, sizes = self._ways(dims), self._sizes(dims)
-        channels = (dims.width,) if self.needs_width else ()
-        parameters = {"b": torch.ones(sum(m * n for m, n in zip(ways, sizes, strict=True)), *channels)}
+        ways = self._ways(dims)
+        entries = sum(m * n for m, n in zip(ways, self.sizes(dims), strict=True))
+        parameters = {"b": torch.ones(entries, *((dims.width,) if self.needs_width else ()))}
         if self.input_dependent:
             parameters["w"] = torch.zeros(sum(ways), dims.width)
         return parameters
@@ -110,85 +109,53 @@ class GRN(Topology[tuple[Read, ...]]):
         """That of w has the root of the width in it, as its products with f do."""
         return {"b": OF_STATES} | ({"w": OF_STATES * dims.width**-0.5} if self.input_dependent else {})
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> tuple[Read, ...]:
-        """For t = 1..T+1 in turn, what its read uses."""
-        ways, sizes = self._ways(dims), self._sizes(dims)
-        flat = parameters["b"].float().split([m * n for m, n in zip(ways, sizes, strict=True)])
-        b = [rows.unflatten(0, (m, n)) for rows, m, n in zip(flat, ways, sizes, strict=True)]
-        whole, group = self.last is None, self.block or 1
-        if not self.input_dependent:
-            table = Table(parameters["b"].float(), len(b), group=group) if whole else None
-            return tuple(Read(b_t, table=table) for b_t in b)
-        w = parameters["w"].float()
-        scored = ScoredTable(parameters["b"].float(), w, ways, group) if whole else None
-        return tuple(Read(b_t, w_t.T, scored) for b_t, w_t in zip(b, w.split(ways), strict=True))
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
+        b, ways = parameters["b"].float(), self._ways(dims)
+        w = parameters["w"].float() if self.input_dependent else None
+        if self.last is None:
+            return Table(b, ways, group=self.block or 1, queries=w)
+        flat = b.split([m * n for m, n in zip(ways, self.sizes(dims), strict=True)])
+        rows = [part.unflatten(0, (m, -1)) for part, m in zip(flat, ways, strict=True)]
+        queries = [None] * len(rows) if w is None else [row.T for row in w.split(ways)]
+        return dict(zip(self.mixing(dims), map(Read, rows, queries), strict=True))
 
-    def start(self, x: Tensor, weights: tuple[Read, ...]) -> States:
-        """The stack; with a table, its newest vector and the history of those that have been read."""
-        table = weights[0].table
-        if table is None:
-            return (x,)
-        return x, ScoredHistory(table) if isinstance(table, ScoredTable) else History(table)
-
-    def read(self, states: States, weights: tuple[Read, ...], t: int) -> tuple[Tensor | Mix | QKVInputs, States]:
-        b, w, table = weights[t - 1]
-        if table is not None:
-            newest, history = states
-            reading, newest, history = groups.next_read(history, t - 1, newest)
-            return _seen([reading.mix(t - 1)] if w is None else reading.read(t - 1)), (newest, history)
-        stack = self._stack(states)
+    def mix(self, history: Any, weights: Weights, t: int) -> Tensor | Mix | QKVInputs:
+        row = weights[t]
+        if not isinstance(row, Read):
+            return _seen(history.mixes(row))
+        stack, (b, w) = self._stack(history.states), row
         # Not relu: the derivative of clamp is 1 at 0, where all scores start.
         scores = [] if w is None else [project(f, w).clamp(min=0) for f in stack]  # each [..., ways]
         if len(b) == 1:
-            return pending_mix(stack, b[0], scores=scores), states
-        return _seen(mixes(stack, b, torch.stack(scores, dim=-1))[0]), states
+            return pending_mix(stack, b[0], scores=scores)
+        return _seen(mixes(stack, b, torch.stack(scores, dim=-1))[0])
 
-    def write(self, states: States, weights: tuple[Read, ...], t: int, *branches: Tensor) -> States:
-        if self.last is None:
-            newest, history = states
-            return groups.with_increment((newest,), t, self.block, total(branches))[-1], history
-        states = (*states, total(branches))
-        return states if len(states) < self.last + 2 + _WAITING else self._stack(states)
+    def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
+        f, history = super().write(states, weights, t, *branches)
+        if self.last is None or len(history.states) + 1 < self.last + 2 + _WAITING:
+            return f, history
+        return f, Free().history().after(self._stack((*history.states, f))[:-1])
 
-    def finish(self, states: States, weights: tuple[Read, ...], dims: Dims) -> Tensor:
-        return materialize(self.read(states, weights, dims.depth + 1)[0])  # type: ignore[arg-type]
+    def static(self, weights: Weights, t: int) -> Tensor:
+        """b, the mean of the ways."""
+        return self._b(weights, t).mean(0)
 
-    def matrix(self, weights: tuple[Read, ...], dims: Dims) -> Tensor:
-        """b, float32 [T + 1, T + 1]; increments that were summed share a weight."""
-        table = torch.zeros(dims.depth + 1, dims.depth + 1, device=weights[0].b.device)
-        for t, (b, *_) in enumerate(weights, start=1):
-            row = b.transpose(0, 1).flatten(1).mean(1)  # over ways and channels: [N]
-            table[t - 1, :t] = row[self._places(t, len(row))]
-        return table
-
-    def by_destination(self, weights: tuple[Read, ...], dims: Dims) -> dict[str, Tensor]:
+    def by_destination(self, weights: Weights, dims: Dims) -> dict[str, Tensor]:
         """The biases b, of each way and channel."""
-        found = {}
-        for t, (b, *_) in enumerate(weights, start=1):
-            name = f"unit {t}" if t <= dims.depth else "output"
-            found[name] = b[:, self._places(t, b.shape[1])]
-        return found
+        names = [*(f"unit {t}" for t in range(1, dims.depth + 1)), "output"]
+        reads = zip(names, self.mixing(dims), strict=True)
+        return {name: self._b(weights, t)[:, self._places(t)] for name, t in reads}
 
-    def program(self, weights: tuple[Read, ...], dims: Dims) -> Program:
-        if self.input_dependent:
-            return super().program(weights, dims)
-        units, stack = list[Unit](), ["x0"]
-        for t in range(1, dims.depth + 1):
-            read = Line(f"r{t}", _terms(stack, weights[t - 1]))
-            stack, summed = [*stack, branch_of(t)], tuple[Line, ...]()
-            if len(stack) > weights[t].b.shape[1]:  # two of them are one in the next read: the newest, or the oldest
-                first = len(stack) - 2 if self.last is None else 1
-                line = Line(f"s{t}", (Term(stack[first], 1.0), Term(stack[first + 1], 1.0)))
-                stack, summed = [*stack[:first], line.target, *stack[first + 2 :]], (line,)
-            units.append(Unit((read,), read.target, summed))
-        output = Line("out", _terms(stack, weights[dims.depth]))
-        columns = ["x0", *(branch_of(t) for t in range(1, dims.depth + 1))]
-        return Program(tuple(units), (output,), "out", (*(unit.read for unit in units), "out"), tuple(columns))
+    def is_static(self, weights: Weights) -> bool:
+        return not self.input_dependent
 
-    def _sizes(self, dims: Dims) -> list[int]:
-        """For t = 1..T+1 in turn, the vectors in the stack."""
-        counts = [groups.count(t, self.block) for t in range(1, dims.depth + 2)]
+    def sizes(self, dims: Dims) -> list[int]:
+        counts = super().sizes(dims)
         return counts if self.last is None else [min(n, self.last + 2) for n in counts]
+
+    def _b(self, weights: Weights, t: int) -> Tensor:
+        """[ways, N] or [ways, N, D]."""
+        return weights.rows[t - 1] if isinstance(weights, Table) else weights[t].b
 
     def _stack(self, states: States) -> States:
         """``G_t``: with ``last``, increments that wait for the middle sum are added to it."""
@@ -196,11 +163,13 @@ class GRN(Topology[tuple[Read, ...]]):
             return states
         return (states[0], total(states[1 : -self.last]), *states[-self.last :])
 
-    def _places(self, t: int, vectors: int) -> list[int]:
-        """For ``f_0 .. f_{t-1}`` in turn, which vector of the stack of unit t it is part of."""
+    def _places(self, t: int) -> Sequence[int]:
         if self.last is None:
-            return [groups.group(i, self.block) for i in range(t)]
-        return [0, *(max(1, i - (t - vectors)) for i in range(1, t))]
+            return super()._places(t)
+        return [0, *(max(1, i - max(0, t - self.last - 2)) for i in range(1, t))]
+
+    def _summed(self, sources: int) -> int:
+        return super()._summed(sources) if self.last is None else 1
 
     def _ways(self, dims: Dims) -> list[int]:
         """For t = 1..T+1 in turn, how many GRN instances read."""
@@ -280,10 +249,3 @@ def _seen(ways: Sequence[Tensor | Mix]) -> Tensor | Mix | QKVInputs:
         return ways[0]
     q, k, v = map(materialize, ways)
     return QKVInputs(q, k, v, residual=q)
-
-
-def _terms(stack: Sequence[str], read: Read) -> tuple[Term, ...]:
-    """The weighted sum of the stack, for a single way."""
-    (b,) = read.b  # [N] or [N, D]
-    weights = b.tolist() if b.dim() == 1 else b.unbind()
-    return tuple(Term(name, weight) for name, weight in zip(stack, weights, strict=True))

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rewire.mixes.several import mixes
 from rewire.mixes.tokens import read_off_hidden
-from rewire.topologies import groups
 from rewire.topologies.base import (
     OF_STATES,
     Dims,
     Granularity,
     QKVInputs,
-    Recurrence,
     Start,
-    States,
     check_count,
     no_attention,
-    one_hot_previous,
-    total,
 )
+from rewire.topologies.dense import Dense
 from rewire.topologies.registry import register_topology
 
 _WAYS = 4  # q, k, v, residual
@@ -44,33 +39,21 @@ class Aggregate(NamedTuple):
     w2: Tensor
 
 
-class Weights(NamedTuple):
-    """Effective weights.
-
-    Attributes:
-        attention: units that read in four ways.
-        reads: what units 2..T and the output read with.
-    """
-
-    attention: frozenset[int]
-    reads: tuple[Aggregate, ...]
-
-
 @register_topology("muddformer")
 @dataclasses.dataclass(frozen=True)
-class MUDDFormer(Recurrence[Weights]):
+class MUDDFormer(Dense[dict[int, Aggregate]]):
     """MUDDFormer: q, k, v and shortcut each read their own per-token mix of all states (arXiv 2502.12170).
 
     ``x_t = r_t + f_t``, where ``r_t = sum_{i<t} A_ti x_i`` and the weights depend on the token's last state,
     ``A_t = gelu(rmsnorm(x_{t-1}) W1_t) W2_t + a_t`` (Equations 5 and 6). A unit that begins with an attention has four
     such reads (Equations 7 and 8), one each for q, k, v and the residual ``r_t``; they share the hidden layer, whose
-    size K is the number of weights it computes. Other units, and the output, have one. Unit 1 reads ``x_0``. The
-    states are ``x_0 .. x_{t-1}`` and, inside unit t, ``r_t``. In post-norm blocks ``r_t + f_t`` passes the norm.
+    size K is the number of weights it computes. Other units, and the output, have one. Unit 1 reads ``x_0``. In
+    post-norm blocks ``r_t + f_t`` passes the norm.
 
     The paper's optional parts are left out: its norms before and after the mixes (Equation 10) and its wider
     feed-forwards in later blocks (Equation 9).
 
-    With ``block=S`` (ours; see `groups`) reads are of ``x_0, x_S, x_2S, ..`` and of the newest state, which the weights
+    With ``block=S`` (ours; see `dense`) reads are of ``x_0, x_S, x_2S, ..`` and of the newest state, which the weights
     depend on: ``r_t = sum_{i in K_t} A_ti x_i`` with ``K_t = {i < t: i = 0 (mod S) or i = t - 1}``. These are all that
     is held, and their number stands for t in the sizes below.
 
@@ -113,8 +96,8 @@ class MUDDFormer(Recurrence[Weights]):
         """
         if self.separate_norms and not dims.attention:
             raise no_attention(self, dims.depth, "leave out separate_norms=True")
-        sizes = [ways * n for ways, n in self._reads(dims)]
-        static = [one_hot_previous(n)[-1].repeat(ways) for ways, n in self._reads(dims)]
+        sizes = [ways * n for ways, n in self._shapes(dims)]
+        static = [torch.eye(n)[-1].repeat(ways) for ways, n in self._shapes(dims)]
         # A generator of its own: the caller's is not disturbed, and the values can be set again.
         generator = torch.Generator("cpu").manual_seed(0)
         w1 = torch.randn(sum(sizes), dims.width, generator=generator, device="cpu") * dims.width**-0.5
@@ -124,51 +107,29 @@ class MUDDFormer(Recurrence[Weights]):
         """W2 sums over as many hidden units as it computes weights of states."""
         return {"static": OF_STATES, "w2": OF_STATES**2}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
-        sizes = [ways * n for ways, n in self._reads(dims)]
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> dict[int, Aggregate]:
+        """Of each read t."""
+        sizes = [ways * n for ways, n in self._shapes(dims)]
         static = parameters["static"].float().split(sizes)
         w1 = parameters["w1"].float().split(sizes)
         w2 = parameters["w2"].float().split([k * k for k in sizes])
-        reads = [
-            Aggregate(a.unflatten(0, (ways, n)), hidden.T, out.unflatten(0, (ways * n, ways * n)))
-            for (ways, n), a, hidden, out in zip(self._reads(dims), static, w1, w2, strict=True)
-        ]
-        return Weights(dims.attention, tuple(reads))
+        return {
+            t: Aggregate(a.unflatten(0, shape), hidden.T, out.unflatten(0, (len(a), len(a))))
+            for t, shape, a, hidden, out in zip(self.mixing(dims), self._shapes(dims), static, w1, w2, strict=True)
+        }
 
-    def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor | QKVInputs, States]:
-        """``r_t``, in four ways where an attention begins, and the states with the residual way."""
-        ways = _WAYS if t in weights.attention else 1
-        read, states = ([states[0]] * ways, states) if t == 1 else _mixes(states, weights.reads[t - 2])
-        value = QKVInputs(*read) if ways > 1 else read[0]
-        return value, (*states, value.residual if isinstance(value, QKVInputs) else value)
+    def mix(self, history: Any, weights: dict[int, Aggregate], t: int) -> Tensor | QKVInputs:
+        read = weights[t]
+        # [..., C n], one way after the other
+        scores, history.newest = read_off_hidden(history.newest, read.w1, read.w2, read.static.flatten(), _EPS)
+        ways: list[Tensor] = history.mixes(None, scores.unflatten(-1, read.static.shape))
+        return QKVInputs(*ways) if len(ways) > 1 else ways[0]
 
-    def merge(self, states: States, weights: Weights, t: int, *branches: Tensor) -> Tensor:
-        return total((states[-1], *branches))  # in the model's own order: bitwise equality at the start
+    def static(self, weights: dict[int, Aggregate], t: int) -> Tensor:
+        """a, the mean of the ways."""
+        return weights[t].static.mean(0)
 
-    def push(self, states: States, weights: Weights, t: int, x: Tensor) -> States:
-        return (*groups.kept(states[:-1], t, self.block), x)
-
-    def finish(self, states: States, weights: Weights, dims: Dims) -> Tensor:
-        (output,), _ = _mixes(states, weights.reads[-1])
-        return output
-
-    def matrix(self, weights: Weights, dims: Dims) -> Tensor:
-        """a, float32 [T, T + 1]: row t - 1 is what is read after unit t, over the columns x_0 .. x_T."""
-        table = torch.zeros(dims.depth, dims.depth + 1, device=weights.reads[0].static.device)
-        for t, read in enumerate(weights.reads, start=2):
-            table[t - 2, groups.numbers(t, self.block)] = read.static.mean(0)
-        return table
-
-    def _reads(self, dims: Dims) -> list[tuple[int, int]]:
-        """How many ways, and states to read, of units 2..T and the output in turn."""
-        reads = range(2, dims.depth + 2)
-        return [(_WAYS if t in dims.attention else 1, groups.count(t, self.block)) for t in reads]
-
-
-def _mixes(states: States, read: Aggregate) -> tuple[list[Tensor], States]:
-    """The weighted sum of the states for each way; and the states, as who reads them next is to take them."""
-    *earlier, newest = states
-    # [..., C n], one way after the other
-    scores, newest = read_off_hidden(newest, read.w1, read.w2, read.static.flatten(), _EPS)
-    values, sources = mixes((*earlier, newest), None, scores.unflatten(-1, read.static.shape))
-    return values, tuple(sources)
+    def _shapes(self, dims: Dims) -> list[tuple[int, int]]:
+        """Of each read, how many ways, and states to mix."""
+        ways = [_WAYS if t in dims.attention else 1 for t in self.mixing(dims)]
+        return list(zip(ways, self.sizes(dims), strict=True))

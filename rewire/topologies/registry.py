@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rewire.attributes import REGISTERED_NAME
+from rewire.errors import UnknownName
 from rewire.registry import Factories
 from rewire.topologies.base import Start, Topology
+from rewire.topologies.frozen import Frozen
 
 T = TypeVar("T", bound=Callable[..., Topology])
 
@@ -84,3 +86,29 @@ def name_and_options(topology: Topology) -> tuple[str, dict[str, Any]]:
 def options_of(topology: Topology, factory: Callable[..., Topology]) -> dict[str, Any]:
     """What to call ``factory`` with for this topology: the values of its fields that have the parameters' names."""
     return {name: getattr(topology, name) for name in inspect.signature(factory).parameters if hasattr(topology, name)}
+
+
+def named_topology(name: str, options: dict[str, Any]) -> Topology:
+    """The topology that a file names; never an import.
+
+    Raises:
+        UnknownName: there is no such name.
+        TypeError, ValueError, RewireError: options that it does not have.
+    """
+    if name == Frozen.__name__:
+        return Frozen(**options)
+    try:
+        return make_topology(name, options)
+    except UnknownName:
+        known = ", ".join(sorted([Frozen.__name__, *list_topologies()]))
+        raise UnknownName(
+            f"the topology '{name}' is not known here; known are {known}. Import or install the package that has it."
+        ) from None
+
+
+def topology_in(recipe: Any) -> Topology | None:
+    """The topology of a recipe; None if it is not known here, or the recipe is damaged."""
+    try:
+        return named_topology(recipe["topology"], recipe["options"])
+    except Exception:  # whatever a topology does with options that it was not written for
+        return None

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from rewire.bench.harness import Passes, Timing
 from rewire.bench.peers import Implementation, status
 from rewire.kernels import switch
 from rewire.kernels.kernel import Kernel, Launch
-from rewire.kernels.sums import launch
-from rewire.kernels.sums.spec import DOTS_FAN_IN, FAN_IN, MixSpec
 from rewire.plotting import plot_rates
 
 CPU = torch.device("cpu")
@@ -119,46 +116,11 @@ def test_floors_of_streams() -> None:
         assert workload.floor.backward == (4 + 4 + 1 + 4 + 1 + 1 + 4 + 4 + 4) * SIZES.state
 
 
-@pytest.mark.parametrize("n", [3, DOTS_FAN_IN + 2, FAN_IN + 1])
-def test_moved_bytes_are_those_of_the_launches(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[int] = []
-
-    def count(kernel: Kernel, used: Sequence[Tensor]) -> None:
-        if kernel.code.made_for is None:  # the second step of sums
-            return
-        found = [x for name, x in kernel.launch(used).arguments.items() if "partials" not in name]
-        tensors = [x for x in torch.utils._pytree.tree_leaves(found) if isinstance(x, Tensor)]
-        moved.append(sum(x.numel() * x.element_size() for x in tensors))
-
-    monkeypatch.setattr(Kernel, "start", count)
-    sizes = dataclasses.replace(SIZES, dtype=torch.bfloat16)
-    xs, weights = sizes.states(n), torch.ones(n)
-    wanted = workloads.weighted_sum(sizes, n, "scalar").moved
-    assert wanted is not None
-    launch.mix_forward(MixSpec(n), launch.MixInputs(xs, weights))
-    assert sum(moved) == wanted.forward
-    moved.clear()
-    launch.mix_backward(MixSpec(n), launch.GradientInputs(xs[:1], xs, weights))
-    assert sum(moved) == wanted.backward - 4 * n  # the partial sums of the weights' gradients are not counted
-
-
-def test_bytes_of_a_trunk() -> None:
+def test_floor_of_a_trunk() -> None:
     unit = SIZES.state
     trunk = workloads.trunk(SIZES, 3)
     # Four inputs and three results; three gradients, the three states that are mixed, and four gradients.
     assert trunk.floor == workloads.Bytes(7 * unit, 10 * unit)
-    assert trunk.moved == trunk.unblocked and "do not block" in trunk.remark
-    deep = workloads.trunk(SIZES, 24)
-    assert deep.moved is not None and deep.unblocked is not None
-    assert deep.floor.both < deep.moved.both < deep.unblocked.both
-    assert "in blocks of 4 mixes" in deep.remark
-    (entry,) = comparison.as_json([Row(deep, "ours", "not run: for a test")], BANDWIDTH)
-    assert entry["moved bytes"] == dataclasses.asdict(deep.moved)
-    assert entry["unblocked bytes"] == dataclasses.asdict(deep.unblocked)
-    shown = Console(width=200)
-    with shown.capture() as captured:
-        shown.print(comparison.table([Row(deep, "ours", "not run: for a test")], BANDWIDTH))
-    assert "our kernels" in captured.get() and "without blocks" in captured.get()
 
 
 def test_a_norm_is_fused_with_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +166,6 @@ def test_json(rows: list[Row], tmp_path: Path) -> None:
     assert (eager["over ours"], ours["over ours"], eager["peak bytes"]) == (2.0, 1.0, 2**21)
     assert ours["forward"]["median"] == 2e-3 and ours["forward"]["seconds"] == [1e-3, 2e-3, 3e-3]
     assert ours["forward"]["share of copy"] == pytest.approx(ours["floor bytes"]["forward"] / 2e-3 / BANDWIDTH)
-    assert ours["moved bytes"] == ours["floor bytes"] and eager["moved bytes"] is None
-    assert ours["unblocked bytes"] is None
     assert (compiled["status"], ours["status"]) == ("not run: for a test", "measured")
     assert "forward" not in compiled
 

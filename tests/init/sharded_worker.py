@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
 from models import PreNorm, Stack
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from worker import play
 
 import rewire
 
@@ -33,10 +31,7 @@ def compare(sharded: nn.Module, init: str) -> None:
         assert name not in filled or torch.equal(parameter.full_tensor(), whole.get_parameter(name)), name
 
 
-def main(rank: str, meeting_point: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=rank, WORLD_SIZE="2")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=int(rank), world_size=2)
+def like_whole() -> None:
     for init in ("idinit", "orthogonal"):
         model = Stack(PreNorm)
         roles = rewire.roles(model)
@@ -50,17 +45,14 @@ def main(rank: str, meeting_point: str) -> None:
     sharded.to_empty(device="cpu")
     rewire.initialize(sharded, "mzas", generator=generator(), roles=roles)
     compare(sharded, "mzas")
-    torch.manual_seed(int(rank))  # without a generator the first rank's values count
+    torch.manual_seed(dist.get_rank())  # without a generator the first rank's values count
     rewire.initialize(sharded, "kaiming", roles=roles)
     torch.manual_seed(0)
     whole = Stack(PreNorm)
     torch.manual_seed(0)
     rewire.initialize(whole, "kaiming", roles=roles)
     assert torch.equal(sharded.layers[1].attn.qkv.weight.full_tensor(), whole.layers[1].attn.qkv.weight)
-    print("passed", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    play(globals())

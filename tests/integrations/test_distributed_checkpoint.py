@@ -32,7 +32,7 @@ def test_one_process_resumes_what_two_saved(saved: Path) -> None:
     torch.manual_seed(1)
     model = mixed(Stack(PreNorm))
     optimizer = optimizer_of(model)
-    load(str(saved), model, optimizer)
+    load(saved, model, optimizer)
     for connection in rewire.connections(model).values():
         for weight in connection.parameters():
             assert bool(optimizer.state[weight]["momentum_buffer"].any())
@@ -42,7 +42,7 @@ def test_one_process_resumes_what_two_saved(saved: Path) -> None:
 
 @pytest.mark.slow
 def test_four_processes_resume_what_two_saved(saved: Path) -> None:
-    two_processes.run(WORKER, saved, "resume", ranks=4)
+    two_processes.play(WORKER, saved, "resume", ranks=4)
     same(torch.load(saved / "resumed.pt"), torch.load(saved / "saver.pt"))
 
 

@@ -25,12 +25,11 @@ from triton.runtime.jit import create_function_from_signature
 from rewire.kernels import MixSpec, operators
 from rewire.kernels.handwritten import gates, hidden, projection, softmax, writes
 from rewire.kernels.kernel import Kernel, Launch, noted
-from rewire.mixes import traffic
 from rewire.topologies.registry import make_topology
 
 pytestmark = pytest.mark.slow
 
-passes = script("passes")
+passes, traffic = script("passes"), script("traffic")
 
 BF16, F32 = torch.bfloat16, torch.float32
 TARGETS = {
@@ -108,9 +107,9 @@ class Usage(NamedTuple):
 
 def launches(spec: MixSpec, width: int, dtype: torch.dtype) -> list[Launch]:
     """Forward's and backward's, one for each kernel."""
-    found = traffic.plan(spec, 8192, width, dtype)
+    found = traffic.launches_of(spec, 8192, width, dtype)
     if not spec.probe:
-        found += traffic.plan(spec, 8192, width, dtype, backward=True)
+        found += traffic.launches_of(spec, 8192, width, dtype, backward=True)
     return list({made_for(one): one for one in found if made_for(one)}.values())
 
 
@@ -183,7 +182,7 @@ def test_sums_have_no_barriers(spec: MixSpec) -> None:
     (forward,) = (one for one in launches(spec, 4096, BF16) if not made_for(one).backward)
     text = compiled(forward, TARGETS["sm_90"]).asm["ptx"]
     assert "bar.sync" not in text
-    grid = made_for(forward).grid
+    grid = made_for(forward)
     elements = grid.block_rows * grid.block_cols // 128  # of a thread
     per_channel = elements // 4 * spec.pairs * (spec.weights == "channel")
     of_states = text.count("ld.global.v4") - per_channel if elements == 8 else text.count("ld.global.v2")
@@ -386,8 +385,8 @@ def main() -> None:
     for name, width, dtype in EVERYWHERE + MORE:
         for call in launches(SPECS[name], width, dtype):
             cells = [usage(compiled(call, target), target) for target in TARGETS.values()]
-            spec, backward, grid = made_for(call)
-            kernel = f"{'backward' if backward else 'forward'}, {spec.sources} sources"
+            grid = made_for(call)
+            kernel = f"{'backward' if grid.backward else 'forward'}, {grid.spec.sources} sources"
             tile = f"{grid.block_rows} x {grid.block_cols}, {grid.warps}"
             numbers = " | ".join(f"{x.registers}" + (f" ({x.spilled} B spilled)" if x.spilled else "") for x in cells)
             print(f"| {name} | {width} | {str(dtype)[6:]} | {kernel} | {tile} | {numbers} |", flush=True)

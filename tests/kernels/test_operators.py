@@ -13,6 +13,7 @@ import pytest
 import torch
 from interpreter import INTERPRETED, interpret, starts_interpreter
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from rewire.kernels import operators
 from rewire.mixes.mix import pending_mix
@@ -64,6 +65,34 @@ WEIGHTED = [("scalar", False), ("scalar", True), ("channel", False), ("channel",
 LEADS = [(2, 3), (5,), (0,), (2, 0)]
 
 
+def test_schemas_are_signatures() -> None:
+    schema = str(torch.ops.rewire.mixes.default._schema)
+    assert schema == (
+        "rewire::mixes(Tensor[] sources, Tensor? weights, Tensor[] scores, Tensor[] added, Tensor[] probes, "
+        "ScalarType? dtype, bool stacks=False, SymInt apart=0) -> Tensor[]"
+    )
+    assert str(torch.ops.rewire.gates.default._schema).endswith("float eps, float magnitude) -> (Tensor, Tensor)")
+
+
+@pytest.mark.parametrize(
+    ("stacks", "apart", "probed"), [(False, 0, False), (True, 0, False), (True, 2, False), (False, 0, True)]
+)
+@pytest.mark.parametrize("kind", ["scalar", "channel", "none"])
+def test_results_of_tensors_without_values(kind: str, stacks: bool, apart: int, probed: bool) -> None:
+    """Of two sources, or four streams and one, 3 mixes; with probes instead, dot products with them."""
+    lead, outputs, n = (2, 5), 3, 2 + 3 * stacks
+    with FakeTensorMode():
+        first = torch.empty(*lead, 4, WIDTH, dtype=BF16) if stacks else torch.empty(*lead, WIDTH, dtype=BF16)
+        sources, probes = [first, torch.empty(*lead, WIDTH)], [torch.empty(*lead, WIDTH)] * outputs * probed
+        weights = {"scalar": torch.empty(outputs, n), "channel": torch.empty(outputs, n, WIDTH), "none": None}[kind]
+        scores = [torch.empty(*lead, n)] * outputs if probed else [torch.empty(*lead, outputs, n)]
+        found = operators.mixes(sources, weights, scores, [], probes, None, stacks, apart)
+    assert {x.dtype for x in found} == {F32}
+    mixes = [(*lead, outputs - apart, WIDTH)] * stacks + [(*lead, WIDTH)] * (apart if stacks else outputs)
+    of_weights = [] if weights is None else [tuple(weights.shape)]
+    assert [tuple(x.shape) for x in found] == mixes + [*of_weights, (*lead, outputs, n)] * probed
+
+
 class TestOperators:
     __test__ = INTERPRETED
 
@@ -82,11 +111,12 @@ class TestOperators:
         given = ("layer", drawn(WIDTH), drawn(WIDTH), 1e-5)
         total, _, rstd = check(operators.mix_norm, xs, w, scores, [], None, F32, *given)
         check(operators.mix_norm_backward, grad, grad, total, rstd, "layer", drawn(WIDTH), True, xs, w, scores)
-        check(operators.mixes, xs, drawn(2, N))
-        check(operators.gather, [grad], xs, drawn(N, 1), [], [])
+        check(operators.mixes, xs, drawn(2, N), [], [], [], F32)
+        check(operators.mixes, [grad], drawn(N, 1), [], [], xs, F32)
         streams, scores = drawn(*lead, 1, WIDTH), drawn(*lead, 2, N)
-        (mixed,) = check(operators.several, streams, xs[1:], drawn(2, N), scores)
-        check(operators.several_backward, [mixed], streams, xs[1:], drawn(2, N), scores, [streams, *xs[1:]])
+        sources = [streams, *xs[1:]]
+        (mixed,) = check(operators.mixes, sources, drawn(2, N), [scores], [], [], None, True)
+        check(operators.mixes_backward, [mixed], sources, drawn(2, N), [scores], sources, True)
         assert grad.numel() or not of_weights.any()
 
     @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)
@@ -108,22 +138,26 @@ class TestOperators:
             checked(operators.mix_norm_backward, drawn(2, 3, WIDTH), grad_mix, total, rstd, norm, scale, biased, *terms)
 
     @pytest.mark.parametrize("kind", ["scalar", "channel"])
-    def test_mixes_and_gather(self, kind: str) -> None:
+    def test_mixes_with_and_without_probes(self, kind: str) -> None:
         for dtype in (F32, BF16):
-            assert {x.dtype for x in checked(operators.mixes, states(N, dtype=dtype), weights_of(kind, 4, N))} == {F32}
+            begun = checked(operators.mixes, states(N, dtype=dtype), weights_of(kind, 4, N), [], [], [], F32)
+            assert {x.dtype for x in begun} == {F32}
             for count in (1, 4):
                 added = states(1, dtype=dtype) if count == 1 else []
-                given = (states(N, dtype=dtype), states(count, dtype=dtype), weights_of(kind, count, N), added, [])
-                checked(operators.gather, *given)
+                probes = states(count, dtype=dtype)
+                *dx, dots = checked(
+                    operators.mixes, states(N, dtype=dtype), weights_of(kind, count, N), [], added, probes, dtype
+                )
+                assert {x.dtype for x in dx} == {dtype} and dots.shape[:2] == (count, N)
 
-    def test_mixes_and_gather_by_token(self) -> None:
+    def test_mixes_by_token_with_and_without_probes(self) -> None:
         for dtype in (F32, BF16):
             scores = drawn(2, N, 2, 3).permute(2, 3, 0, 1)
-            assert {x.dtype for x in checked(operators.mixes, states(N, dtype=dtype), None, scores)} == {F32}
+            begun = checked(operators.mixes, states(N, dtype=dtype), None, [scores], [], [], F32)
+            assert {x.dtype for x in begun} == {F32}
             for weights in (None, weights_of("channel", 2, N)):
-                checked(
-                    operators.gather, states(N, dtype=dtype), states(2, dtype=dtype), weights, [], scores.unbind(-2)
-                )
+                probes = states(2, dtype=dtype)
+                checked(operators.mixes, states(N, dtype=dtype), weights, scores.unbind(-2), [], probes, dtype)
 
     @pytest.mark.parametrize("lead", LEADS)
     def test_reads_that_attend(self, lead: tuple[int, ...]) -> None:
@@ -150,13 +184,14 @@ class TestOperators:
                     torch.testing.assert_close(with_it.float(), without.float() + more.float(), rtol=2e-2, atol=2e-2)
 
     @pytest.mark.parametrize("lead", LEADS)
-    def test_several_ways(self, lead: tuple[int, ...]) -> None:
+    def test_scores_of_each_source(self, lead: tuple[int, ...]) -> None:
         """Scores as parts of wider tensors, one column after the other."""
         for kind in ("scalar", "channel"):
             xs, weights = states(N, lead), weights_of(kind, 3, N)
             scores = [drawn(5, *lead).movedim(0, -1).narrow(-1, 1, 3) for _ in xs]
-            found = checked(operators.ways, xs, weights, scores)
-            torch.testing.assert_close(found, operators.several(None, xs, weights, torch.stack(scores, -1)))
+            found = checked(operators.mixes, xs, weights, scores, [], [], None)
+            in_one = operators.mixes(xs, weights, [torch.stack(scores, -1)], [], [], None)
+            torch.testing.assert_close(found, in_one)
 
     @pytest.mark.parametrize("lead", LEADS)
     def test_hidden_layers(self, lead: tuple[int, ...]) -> None:
@@ -212,7 +247,7 @@ class TestOperators:
             for columns, channels in ((N + 2, WIDTH), (N * (N + 2), N * WIDTH)):
                 weight = drawn(columns, channels).T
                 found = checked(operators.write_and_project, streams, fs, table, weight, 1e-6)
-                new = operators.several(streams, fs, None, table)[0]
+                new = operators.mixes([streams, *fs], None, [table], [], [], None, True)[0]
                 x = new if channels == WIDTH else new.flatten(-2)
                 torch.testing.assert_close(found, (new, *operators.project(x, weight, 1e-6)))
                 grad, read = torch.randn_like(found[1]), (drawn(*lead, 1, WIDTH, dtype=BF16), drawn(*lead, N, 1))
@@ -238,29 +273,27 @@ class TestOperators:
 
     @pytest.mark.parametrize("stacked", [0, 2, N])
     @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)
-    def test_several_and_its_backward(self, kind: str, scored: bool, stacked: int) -> None:
+    def test_mixes_and_their_backward(self, kind: str, scored: bool, stacked: int) -> None:
         dtype = BF16 if scored else F32
-        streams, sources = (
-            drawn(2, 3, stacked, WIDTH, dtype=dtype) if stacked else None,
-            states(N - stacked, dtype=dtype),
-        )
-        weights, scores = weights_of(kind, 2, N), drawn(2, N, 3, 2).permute(0, 2, 3, 1) if scored else None
-        grads = checked(operators.several, streams, sources, weights, scores)
-        carried = sources if streams is None else [streams, *sources]
-        for given in ([], carried):
-            checked(operators.several_backward, grads, streams, sources, weights, scores, given)
+        streams, others = [drawn(2, 3, stacked, WIDTH, dtype=dtype)] * (stacked > 0), states(N - stacked, dtype=dtype)
+        sources = [*streams, *others]
+        weights, scores = weights_of(kind, 2, N), [drawn(2, N, 3, 2).permute(0, 2, 3, 1)] * scored
+        grads = checked(operators.mixes, sources, weights, scores, [], [], None, stacked > 0)
+        for carried in ([], sources):
+            checked(operators.mixes_backward, grads, sources, weights, scores, carried, stacked > 0)
 
     @pytest.mark.parametrize("apart", [1, 2])
     @pytest.mark.parametrize(("kind", "scored"), WEIGHTED)
-    def test_several_of_which_some_are_tensors_of_their_own(self, kind: str, scored: bool, apart: int) -> None:
+    def test_stacked_mixes_of_which_some_are_tensors_of_their_own(self, kind: str, scored: bool, apart: int) -> None:
         dtype = BF16 if scored else F32
-        streams, sources = drawn(2, 3, 2, WIDTH, dtype=dtype), states(1, dtype=dtype)
-        weights, scores = weights_of(kind, 3, N), drawn(2, 3, 3, N) if scored else None
-        (together,) = operators.several(streams, sources, weights, scores)
-        stack, *others = grads = checked(operators.several, streams, sources, weights, scores, apart)
+        sources = [drawn(2, 3, 2, WIDTH, dtype=dtype), *states(1, dtype=dtype)]
+        weights, scores = weights_of(kind, 3, N), [drawn(2, 3, 3, N)] * scored
+        given = sources, weights, scores, [], [], None, True
+        (together,) = operators.mixes(*given)
+        stack, *others = grads = checked(operators.mixes, *given, apart)
         assert torch.equal(torch.stack([*stack.unbind(-2), *others], -2), together) and len(others) == apart
-        got = checked(operators.several_backward, grads, streams, sources, weights, scores, [])
-        want = operators.several_backward([together], streams, sources, weights, scores, [])
+        got = checked(operators.mixes_backward, grads, sources, weights, scores, [], True)
+        want = operators.mixes_backward([together], sources, weights, scores, [], True)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
     @pytest.mark.parametrize(("kind", "scored"), [*WEIGHTED, ("none", False)])

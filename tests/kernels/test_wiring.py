@@ -27,11 +27,9 @@ OPERATORS = (
     "mix_norm",
     "mix_backward",
     "mix_norm_backward",
-    "gather",
     "gather_attended",
     "mixes",
-    "several",
-    "several_backward",
+    "mixes_backward",
     "write_and_project",
     "write_and_project_backward",
 )
@@ -87,7 +85,9 @@ def results(model: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, T
 
 @dataclasses.dataclass
 class Launched:
-    """How often each operator ran; ``largest`` is the most states whose gradients were gathered at once."""
+    """How often each operator ran, `mixes` by what they are for; ``largest`` is the most states whose gradients were
+    gathered at once.
+    """
 
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     largest: int = 0
@@ -99,8 +99,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
     def counted(name: str, operator: Any) -> Any:
         def run(*args: Any) -> Any:
-            found.counts[name] += 1
-            found.largest = max(found.largest, len(args[1]) if name.startswith("gather") else 0)
+            probes = args[4] if name == "mixes" else args[1] if name == "gather_attended" else ()
+            stacks = name == "mixes" and args[6:7] == (True,)
+            found.counts["gather" if probes else "of streams" if stacks else name] += 1
+            found.largest = max(found.largest, len(probes))
             return operator(*args)
 
         return run
@@ -190,7 +192,7 @@ class TestWiring:
     def test_hyper_connections_write_and_read_at_once(self, launched: Launched) -> None:
         model = mixed(Net(4), "hc-static", granularity="sublayer")
         check(model, states())
-        assert launched.counts["several"] == launched.counts["several_backward"] == 8 + 1  # the first read
+        assert launched.counts["of streams"] == launched.counts["mixes_backward"] == 8 + 1  # the first read
 
     @pytest.mark.parametrize("key", ["hc-dynamic", "mhc"])
     def test_a_write_reads_what_the_next_gates_are_made_of(self, key: str, launched: Launched) -> None:

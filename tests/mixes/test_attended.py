@@ -13,10 +13,9 @@ from torch import Tensor
 from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.mixes import history
-from rewire.mixes.attended import AttendedHistory, AttendedTable
+from rewire.mixes.attended import AttendedTable
 from rewire.mixes.mix import softmax
 from rewire.topologies.base import materialize
-from rewire.topologies.groups import next_read
 
 WIDTH, READS = 6, 5
 
@@ -34,13 +33,16 @@ def chain(
 
     In groups, their branches are summed.
     """
-    history, state = AttendedHistory(AttendedTable(queries, scaled, block, group)), x
+    table = AttendedTable(queries, scaled, block, group)
+    history, state = table.history(), x
     for number in range(len(queries) + 1):
-        reading, state, history = next_read(history, number, state)
-        (of_read,) = reading.read(number)
+        history = history.read(number + 1, state)
+        state = history.newest
+        of_read = history.mix(table[number + 1])
         value = materialize(of_read)
         branch = torch.sin_(value) if in_place and number else torch.sin(value)
         branch = branch.detach() if number == ignored else branch * 2
+        history = history.kept
         state = state + branch if number % group else branch
     return state
 
@@ -162,11 +164,9 @@ class TestKernels:
         sources = [x.bfloat16() for x in torch.randn(9, 2, 3, WIDTH, generator=torch.Generator().manual_seed(1))]
         queries = leaves(8)[1].detach()
         for number in (2, 5, 8):
+            tables = [AttendedTable(queries, False, block) for block in (2, 100)]
             in_blocks, one_by_one = (
-                materialize(
-                    AttendedHistory(AttendedTable(queries, False, block)).after(sources[: number + 1]).read(number)[0]
-                )
-                for block in (2, 100)
+                materialize(table.history().after(sources[: number + 1]).mix(table[number + 1])) for table in tables
             )
             assert in_blocks.dtype == torch.bfloat16
             torch.testing.assert_close(in_blocks, one_by_one, rtol=2**-8, atol=0)
@@ -174,11 +174,12 @@ class TestKernels:
     def test_equal_scores_weigh_exactly_one_in_blocks(self) -> None:
         """The preserving start is the plain sum, in its order."""
         states = torch.randn(12, 2, 3, WIDTH, generator=torch.Generator().manual_seed(1)).unbind()
-        history, total = AttendedHistory(AttendedTable(torch.zeros(11, WIDTH), True)), torch.zeros(2, 3, WIDTH)
-        assert history.table.blocks.block == 4
-        for number, x in enumerate(states):
-            history, total = history.push(x), total + x
-            assert torch.equal(materialize(history.read(number)[0]), total)
+        table, total = AttendedTable(torch.zeros(11, WIDTH), True), torch.zeros(2, 3, WIDTH)
+        history = table.history()
+        assert table.blocks.block == 4
+        for t, x in enumerate(states, start=1):
+            history, total = history.read(t, x), total + x
+            assert torch.equal(materialize(history.mix(table[t])), total)
 
     def test_second_derivatives(self) -> None:
         def second() -> tuple[Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rewire.mixes.history import History, Table
+from rewire.topologies.base import materialize
 
 WIDTH = 4
 #: A network of mixes: (flat weights, first states, added branches) to the states that the mixes made.
@@ -34,9 +35,15 @@ def draw(
     return flat, states[:first], states[first:]
 
 
+def mixed(history: History, number: int, added: Sequence[Tensor] = ()) -> Tensor:
+    """The value of mix ``number`` of the history's table, from 0."""
+    table = history.table
+    return materialize(history.mix(table[number + table.blocks.first], added=added))
+
+
 def step(history: History, number: int, branch: Tensor) -> tuple[History, Tensor]:
     """Mix ``number``, whose result becomes a state if a later mix reads it."""
-    y = torch.tanh(history.mix(number, (branch,)).value())
+    y = torch.tanh(mixed(history, number, (branch,)))
     return (history.push(y) if number + 1 < len(history.table.rows) else history), y
 
 
@@ -94,15 +101,15 @@ def test_rows_are_mixes_and_columns_are_states(mixes: int, first: int, channels:
     table = Table(flat, mixes, first, block)
     size = table.blocks.gathered
     assert size == (block or first + mixes)
-    assert [len(row) for row in table.rows] == [first + s for s in range(mixes)]
-    assert torch.equal(torch.cat(list(table.rows)), flat)
+    assert [row.shape[1] for row in table.rows] == [first + s for s in range(mixes)]
+    assert torch.equal(torch.cat([row[0] for row in table.rows]), flat)
     near, later = table.by_state.near, table.by_state.later
     assert len(near) == first + mixes - 1  # the last mix's result is no state of the table
     for i, own in enumerate(near):
-        column = torch.stack([row[i] for row in table.rows if i < len(row)])
+        column = torch.stack([row[0, i] for row in table.rows if i < row.shape[1]])
         of_block = later[i // size].unflatten(0, (size, -1))[i % size] if i // size < len(later) else own[:0]
         assert torch.equal(torch.cat([own, of_block]), column)
-        assert len(own) == len([row for row in table.rows if i < len(row) < (i // size + 1) * size])
+        assert len(own) == len([row for row in table.rows if i < row.shape[1] < (i // size + 1) * size])
 
 
 # -- values and gradients ----------------------------------------------------------------------------------------------
@@ -136,7 +143,7 @@ def test_low_precision_gradients_round_once() -> None:
     history, upstream = History(Table(flat, 9)).push(x), torch.randn(9, 2, 3, WIDTH).bfloat16()
     outputs = []
     for s in range(9):
-        outputs.append(history.mix(s).value())
+        outputs.append(mixed(history, s))
         history = history.push(torch.zeros_like(x))
     dx, dw = torch.autograd.grad(outputs, (x, flat), list(upstream))
     column = torch.cumsum(torch.arange(9), 0)  # of x in the flat weights
@@ -185,23 +192,23 @@ def test_only_some_outputs_are_used(used: list[int], channels: bool) -> None:
     """Each mix is an output by itself here: the others send nothing back."""
     flat, first, added = draw(5, 1, channels)
 
-    def outputs(mixed: Callable[[int, list[Tensor]], Tensor]) -> list[Tensor]:
+    def outputs(of: Callable[[int, list[Tensor]], Tensor]) -> list[Tensor]:
         states = [first[0], *(branch.tanh() for branch in added)]
-        return [y for s in range(5) if s in used for y in [mixed(s, states[: s + 1])]]
+        return [y for s in range(5) if s in used for y in [of(s, states[: s + 1])]]
 
     def by_history(s: int, states: list[Tensor]) -> Tensor:
         history = History(table).push(states[0])
         for x in states[1:]:
             history = history.push(x)
-        return history.mix(s).value()
+        return mixed(history, s)
 
     def by_sum(s: int, states: list[Tensor]) -> Tensor:
-        return sum(w * x for w, x in zip(table.rows[s], states, strict=True))  # type: ignore[return-value]
+        return sum(w * x for w, x in zip(table.rows[s][0], states, strict=True))  # type: ignore[return-value]
 
     table, leaves = Table(flat, 5), (flat, *first, *added)
     got, want = (
-        torch.autograd.grad(loss(outputs(mixed)), leaves, allow_unused=True, materialize_grads=True)
-        for mixed in (by_history, by_sum)
+        torch.autograd.grad(loss(outputs(of)), leaves, allow_unused=True, materialize_grads=True)
+        for of in (by_history, by_sum)
     )
     torch.testing.assert_close(got, want)
 
@@ -265,7 +272,7 @@ def test_one_history_has_two_futures() -> None:
     start = History(Table(flat, 2)).push(x)
     futures = [start.push(branch) for branch in added]
     assert len(start.states) == 1
-    got = loss([future.mix(1).value() for future in futures])
+    got = loss([mixed(future, 1) for future in futures])
     want = loss([flat[1] * x + flat[2] * branch for branch in added])
     leaves = (flat, x, *added)
     got_grads, want_grads = (torch.autograd.grad(total, leaves, materialize_grads=True) for total in (got, want))
@@ -290,7 +297,7 @@ def test_branches_and_states_that_broadcast() -> None:
     narrow = [added[0].detach()[:, :1].requires_grad_(), added[1], added[2]]
     torch.testing.assert_close(gradients(net, flat, [x], narrow), gradients(naive, flat, [x], narrow))
     state = added[0].detach()[:1].requires_grad_()
-    got = History(Table(flat, 3)).push(x).push(state.tanh()).mix(1).value()
+    got = mixed(History(Table(flat, 3)).push(x).push(state.tanh()), 1)
     want = flat[1] * x + flat[2] * state.tanh()
     leaves = (flat, x, state)
     torch.testing.assert_close(torch.autograd.grad(loss([got]), leaves), torch.autograd.grad(loss([want]), leaves))
@@ -344,8 +351,8 @@ def test_only_the_states_are_kept_for_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
         history = History(Table(flat, 6)).push(first[0])
         for s in range(5):
-            history = history.push(history.mix(s, (added[s],)).value())
-        history.mix(5).value()
+            history = history.push(mixed(history, s, (added[s],)))
+        mixed(history, 5)
     own = {x.data_ptr() for x in history.states}
     assert {x.data_ptr() for x in kept if x.numel() >= first[0].numel()} == own
 
@@ -355,7 +362,7 @@ def test_a_state_gathers_its_gradient_in_one_pass() -> None:
     history = History(Table(flat, 6)).push(x)
     outputs = []
     for s in range(6):
-        outputs.append(history.mix(s).value())
+        outputs.append(mixed(history, s))
         history = history.push(added[s]) if s < 5 else history
     gathering = {claim.grad_fn for claim in history.claims[0][1]}
     assert len(gathering) == 1  # that of x, whatever the number of mixes

@@ -13,10 +13,11 @@ from twins import F32, F64, TOLERANCES, compare, distance, drawn, leaves_of, pen
 from rewire.kernels import switch
 from rewire.kernels.cpu import native
 from rewire.kernels.sums.spec import MAX_OUTPUTS
-from rewire.mixes.history import History, Table
+from rewire.mixes.history import Table
 from rewire.mixes.mix import pending_mix
 from rewire.mixes.norms import mark
 from rewire.mixes.several import mixes
+from rewire.topologies.base import materialize
 
 M, N, WIDTH = 3, 4, 9
 WEIGHTED = [("scalar", False), ("scalar", True), ("channel", False), ("channel", True), ("none", True)]
@@ -164,10 +165,11 @@ class TestByKernels(Cases):
         x, branches = drawn(2, WIDTH), drawn(count, 2, WIDTH)
 
         def result() -> Tensor:
-            state, history = x, History(Table(flat, count))
-            for number in range(count):
-                history = history.push(state)
-                state = history.mix(number, (torch.tanh(state) * branches[number],)).value()
+            table, state = Table(flat, count), x
+            history = table.history()
+            for t in range(1, count + 1):
+                history = history.read(t, state)
+                state = materialize(history.mix(table[t], added=(torch.tanh(state) * branches[t - 1],)))
             return state
 
         leaves = [flat, x, branches]

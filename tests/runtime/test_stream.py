@@ -222,7 +222,7 @@ def test_pytree_round_trip(written: int) -> None:
     assert type(again.held) is type(stream.held)
     doubled = pytree.tree_map_only(Tensor, lambda t: t.double(), stream)
     assert doubled.dtype == torch.float64
-    assert doubled.weights.value.matrix.dtype == torch.float32
+    assert doubled.weights.value.rows[0].dtype == torch.float32
 
 
 def test_looks_like_its_hidden_states() -> None:

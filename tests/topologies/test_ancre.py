@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from formulas import by_reference, unpacked
 from torch import Tensor, nn
 from toy_nets import begin, net, opened, plain, run
 
+from rewire.conformance import reference
+from rewire.conformance.references import ancre as formulas
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import ANCRe, Topology, list_topologies, make_topology
 from rewire.topologies.ancre import ANCReCascaded, ANCReConstant, Cascade
@@ -18,26 +21,11 @@ NORMALIZED = ["ingoing", "outgoing"]
 KINDS = [*NORMALIZED, "none"]
 
 
-def naive_p(logits: Tensor, depth: int, kind: str, tau: float) -> dict[tuple[int, int], float]:
-    """Section 4.1 as written: p[i, j] for 0 <= i < j <= K."""
-    c, pairs = {}, [(i, j) for j in range(1, depth + 1) for i in range(j)]
-    for value, pair in zip(logits.double().tolist(), pairs, strict=True):
-        c[pair] = value
-    if kind == "none":
-        return c
-    e = {pair: math.exp(value / tau) for pair, value in c.items()}
-    side = 1 if kind == "ingoing" else 0
-    return {pair: e[pair] / sum(e[other] for other in pairs if other[side] == pair[side]) for pair in pairs}
-
-
-def naive_run(x: Tensor, blocks: list[nn.Module], p: dict[tuple[int, int], float], keep: bool) -> list[Tensor]:
-    xs = [x]
-    for j, block in enumerate(blocks, start=1):
-        new = block(xs[j - 1])
-        for i in range(j):
-            new = new + p[i, j] * xs[i]
-        xs.append(new + xs[j - 1] if keep else new)
-    return xs
+def shares(logits: Tensor, depth: int, kind: str, tau: float) -> dict[tuple[int, int], float]:
+    """p[i, j] for 0 <= i < j <= T."""
+    name, pairs = f"ancre-{kind}", [(i, j) for j in range(1, depth + 1) for i in range(j)]
+    c = unpacked(name, {"logits": logits}, Dims(depth), reference(name).with_options({}))["c"]
+    return {pair: float(p) for pair, p in formulas.shortcuts(c, pairs, kind, tau).items()}
 
 
 def learned(topology: Topology, depth: int, start: str = "preserve") -> nn.Parameter:
@@ -59,7 +47,7 @@ def test_formulas(kind: str, cascade: str, depth: int) -> None:
     torch.manual_seed(0)
     topology = ANCRe(kind, temperature=0.3, cascade=cascade)  # type: ignore[arg-type]
     logits = torch.randn(depth * (depth + 1) // 2)
-    p = naive_p(logits, depth, kind, 0.3)
+    p = shares(logits, depth, kind, 0.3)
     weights = topology.weights({"logits": logits}, Dims(depth))
     table = topology.matrix(weights, Dims(depth))
     assert table.dtype == torch.float32
@@ -69,8 +57,8 @@ def test_formulas(kind: str, cascade: str, depth: int) -> None:
             want = p.get((i, row + 1), 0.0)
             assert float(table[row, i]) == pytest.approx(want, rel=1e-5, abs=0)
     x, blocks = torch.randn(2, 3, 8, dtype=torch.float64), net(depth, torch.float64)
-    xs = naive_run(x, blocks, p, cascade == "keep")
-    torch.testing.assert_close(run(topology, weights, x, blocks), xs[-1], rtol=1e-5, atol=1e-5)
+    want, _ = by_reference(topology, {"logits": logits}, x, blocks)
+    torch.testing.assert_close(run(topology, weights, x, blocks), want, rtol=1e-5, atol=1e-5)
 
 
 def test_states_are_all_x() -> None:
@@ -78,7 +66,7 @@ def test_states_are_all_x() -> None:
     blocks, x = net(depth), torch.randn(3, 8)
     logits = torch.randn(10)
     weights = topology.weights({"logits": logits}, Dims(depth))
-    xs = naive_run(x, blocks, naive_p(logits, depth, "ingoing", 0.3), False)
+    output, reads = by_reference(topology, {"logits": logits}, x, blocks)
     states = begin(topology, x, weights)
     for t, block in enumerate(blocks, start=1):
         newest, opened = topology.read(states, weights, t)
@@ -88,7 +76,7 @@ def test_states_are_all_x() -> None:
     newest, history = states
     assert torch.equal(history.states[0], x)
     assert topology.finish(states, weights, Dims(depth)) is newest
-    for got, want in zip((*history.states, newest), xs, strict=True):
+    for got, want in zip((*history.states, newest), (*reads, output), strict=True):
         torch.testing.assert_close(got, want)
 
 
@@ -98,7 +86,7 @@ def test_sums(kind: str, start: str) -> None:
     topology, depth = ANCRe(kind), 7  # type: ignore[arg-type]
     torch.manual_seed(0)
     logits = torch.randn(28) if start == "random" else learned(topology.for_start("preserve"), depth, start)
-    p = topology.weights({"logits": logits}, Dims(depth)).matrix
+    p = topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth))
     torch.testing.assert_close(p.sum(1 if kind == "ingoing" else 0), torch.ones(depth))
     assert (p >= 0).all()
     assert (p.triu(1) == 0).all()
@@ -109,10 +97,14 @@ def test_paper_starts() -> None:
         assert (ANCRe(kind).parameters(Dims(5), "paper")["logits"] == 0).all()  # type: ignore[arg-type]
     uniform = torch.tensor([[1, 0, 0], [1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3]])
     for topology in (ANCRe(), ANCRe("none"), ANCRe("none", cascade="keep")):
-        torch.testing.assert_close(topology.weights(topology.parameters(Dims(3), "paper"), Dims(3)).matrix, uniform)
+        torch.testing.assert_close(
+            topology.matrix(topology.weights(topology.parameters(Dims(3), "paper"), Dims(3)), Dims(3)), uniform
+        )
     outgoing = ANCRe("outgoing")
     want = torch.tensor([[1 / 3, 0, 0], [1 / 3, 1 / 2, 0], [1 / 3, 1 / 2, 1]])
-    torch.testing.assert_close(outgoing.weights(outgoing.parameters(Dims(3), "paper"), Dims(3)).matrix, want)
+    torch.testing.assert_close(
+        outgoing.matrix(outgoing.weights(outgoing.parameters(Dims(3), "paper"), Dims(3)), Dims(3)), want
+    )
 
 
 def preserving(kind: str, **options: Any) -> ANCRe:
@@ -130,7 +122,7 @@ def test_preserving_start_is_exact(kind: str, temperature: float, depth: int, ca
     assert logits.dtype == torch.float32
     assert logits.shape == (depth * (depth + 1) // 2,)
     original = torch.eye(depth) if cascade == "replace" else torch.zeros(depth, depth)
-    assert torch.equal(topology.weights({"logits": logits}, Dims(depth)).matrix, original)
+    assert torch.equal(topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth)), original)
 
 
 class Relu(nn.Module):
@@ -164,7 +156,9 @@ def test_logits_have_the_gradients_of_the_paper_s_start(kind: str, depth: int) -
     for topology, start in ((preserving(kind), "preserve"), (ANCRe(kind), "paper")):  # type: ignore[arg-type]
         logits = learned(topology, depth, start)
         torch.manual_seed(0)
-        topology.weights({"logits": logits}, Dims(depth)).matrix.backward(torch.randn(depth, depth))
+        topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth)).backward(
+            torch.randn(depth, depth)
+        )
         gradients.append(logits.grad)
     assert torch.equal(*gradients)
 
@@ -198,7 +192,7 @@ def test_gradients_near_one_hot_are_not_noise(kind: str, depth: int) -> None:
     logits = nn.Parameter(0.01 * math.log(depth / 1e-8) * (row == column))  # others have a weight of 1e-8 together
     torch.manual_seed(0)
     upstream = torch.randn(depth, depth)
-    topology.weights({"logits": logits}, Dims(depth)).matrix.backward(upstream)
+    topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth)).backward(upstream)
     exact = logits.detach().double().requires_grad_()
     table = torch.full((depth, depth), -math.inf, dtype=torch.float64).index_put((row, column), exact / 0.01)
     table.softmax(1 if kind == "ingoing" else 0).backward(upstream.double())
@@ -220,8 +214,8 @@ def test_learns_a_shortcut(kind: str) -> None:
     teacher = logits.detach().clone()
     teacher[shortcut] = teacher.max() + (0 if kind == "none" else 0.05)
     target = topology.weights({"logits": teacher}, Dims(depth))
-    assert target.matrix[-1, 0] > 0.6
-    start = topology.weights({"logits": logits}, Dims(depth)).matrix[-1, 0].item()
+    assert topology.matrix(target, Dims(depth))[-1, 0] > 0.6
+    start = topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth))[-1, 0].item()
     optimizer = torch.optim.Adam([logits], lr=1e-2 if kind == "none" else 1e-3)
     for _ in range(600):
         x = torch.randn(64, 8)
@@ -229,7 +223,7 @@ def test_learns_a_shortcut(kind: str) -> None:
         out = run(topology, topology.weights({"logits": logits}, Dims(depth)), x, blocks)
         nn.functional.mse_loss(out, run(topology, target, x, blocks)).backward()
         optimizer.step()
-    end = topology.weights({"logits": logits}, Dims(depth)).matrix
+    end = topology.matrix(topology.weights({"logits": logits}, Dims(depth)), Dims(depth))
     assert start == 0
     assert end[-1, 0] > 0.4
 
@@ -241,7 +235,7 @@ def test_bf16_states(kind: str) -> None:
     logits = learned(topology, depth)
     weights = topology.weights({"logits": logits}, Dims(depth))
     out = run(topology, weights, x, blocks)
-    assert {w.dtype for w in (weights.matrix, *weights.table.rows, *weights.table.by_state.near)} == {torch.float32}
+    assert {w.dtype for w in (*weights.rows, *weights.by_state.near)} == {torch.float32}
     assert out.dtype == torch.bfloat16
     out.float().square().mean().backward()
     assert logits.grad is not None
@@ -260,8 +254,8 @@ def test_autocast_leaves_the_weights_in_float32(kind: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = topology.weights({"logits": logits}, Dims(depth))
         out = run(topology, got, x, blocks)
-    assert {w.dtype for w in (got.matrix, *got.table.rows, *got.table.by_state.near)} == {torch.float32}
-    assert torch.equal(got.matrix, want.matrix)
+    assert {w.dtype for w in (*got.rows, *got.by_state.near)} == {torch.float32}
+    assert all(map(torch.equal, got.rows, want.rows))
     assert out.dtype == torch.float32  # as in the plain network: float32 stream + bfloat16 branch
 
 
@@ -345,7 +339,7 @@ def test_constant(cascade: Cascade) -> None:
     x, blocks = torch.randn(4, 8, dtype=torch.float64), net(depth, torch.float64)
     assert topology.parameters(Dims(depth), "paper") == {}
     weights = topology.weights({}, Dims(depth))
-    want = naive_run(x, blocks, p, cascade == "keep")[-1]
+    want, _ = by_reference(topology, {}, x, blocks)
     torch.testing.assert_close(run(topology, weights, x, blocks), want, rtol=1e-6, atol=1e-6)
     table = topology.matrix(weights, Dims(depth))
     for row in range(depth):

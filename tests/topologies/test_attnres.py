@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from formulas import by_reference
 from torch import Tensor, nn
 from toy_nets import WIDTH, begin, net, plain, run
 from x_transformers.x_transformers import AttentionResidual
 
 from rewire.errors import UnsupportedTopology
 from rewire.kernels.cpu import plain as by_torch
-from rewire.mixes.attended import AttendedHistory
+from rewire.mixes.attended import AttendedTable
 from rewire.topologies import Recurrence, list_topologies, make_topology
-from rewire.topologies.attnres import AttnRes, Queries
+from rewire.topologies.attnres import AttnRes
 from rewire.topologies.base import Dims, Start, materialize
 from rewire.topologies.registry import name_and_options
 
@@ -31,50 +32,15 @@ VARIANTS += [AttnRes(normed=True), AttnRes(3, scaled=True, normed=True)]
 ATTENTION = frozenset({1, 2, 5})
 
 
-def weights_of(topology: AttnRes, queries: Tensor, depth: int | None = None) -> Queries:
+def weights_of(topology: AttnRes, queries: Tensor, depth: int | None = None) -> AttendedTable:
     attention = ATTENTION if topology.qkv else frozenset[int]()
     return topology.weights({"queries": queries}, Dims(depth or len(queries), WIDTH, attention))
 
 
-def read_of(topology: AttnRes, sources: Sequence[Tensor], weights: Queries, t: int) -> Tensor:
+def read_of(topology: AttnRes, sources: Sequence[Tensor], weights: AttendedTable, t: int) -> Tensor:
     """Read t of the given sources."""
-    history = AttendedHistory(weights.table).after(sources[:-1])
+    history = weights.history().after(sources[:-1])
     return materialize(topology.read((sources[-1], history), weights, t)[0])
-
-
-def naive(topology: AttnRes, x: Tensor, blocks: list[nn.Module], queries: Tensor) -> Tensor:
-    """The formulas as written: r_1, f_1, r_2, .. and the output as r_{T+1}."""
-    group, fs, row = topology.block or 1, [x], 0
-    for t in range(1, len(blocks) + 2):
-        sources = [x]
-        for first in range(1, t, group):
-            sources.append(torch.stack(fs[first : min(first + group, t)]).sum(0))
-        if t > len(blocks) and topology.additive:
-            return torch.stack(sources).sum(0)
-        keys = [source / (source.square().mean(-1, keepdim=True) + 1e-6).sqrt() for source in sources]
-        values = keys if topology.normed else sources
-        reads = []
-        for _ in range(3 if topology.qkv and t in ATTENTION and t > 1 else 1):
-            if t == 1:
-                reads.append(x)
-                continue
-            parts = []
-            for channels in torch.arange(WIDTH).chunk(topology.heads):
-                w = queries[row, channels].double()
-                e = torch.stack([torch.einsum("d,...d->...", w, key[..., channels]).exp() for key in keys])
-                share = e / e.sum(0) * (len(sources) if topology.scaled else 1)
-                if topology.form == "difference":
-                    share = 1 + share - 1 / len(sources)
-                elif topology.additive:
-                    share = 1 + share
-                parts.append((share.unsqueeze(-1) * torch.stack(values)[..., channels]).sum(0))
-            reads.append(torch.cat(parts, -1))
-            row += 1
-        if t > len(blocks):
-            return reads[0]
-        # the shortcut reads as the queries do
-        fs.append(blocks[t - 1](*reads, *reads[: len(reads) // 3]))
-    raise RuntimeError
 
 
 @pytest.mark.parametrize("topology", VARIANTS)
@@ -82,13 +48,14 @@ def naive(topology: AttnRes, x: Tensor, blocks: list[nn.Module], queries: Tensor
 def test_formulas(topology: AttnRes, depth: int) -> None:
     queries = torch.randn_like(topology.parameters(Dims(depth, WIDTH), "paper")["queries"]).requires_grad_()
     assert queries.shape == (depth - topology.additive, WIDTH)
-    compare_with_naive(topology, queries, net(depth, torch.float64))
+    compare_with_reference(topology, queries, net(depth, torch.float64))
 
 
-def compare_with_naive(topology: AttnRes, queries: Tensor, blocks: list[nn.Module]) -> None:
+def compare_with_reference(topology: AttnRes, queries: Tensor, blocks: list[nn.Module]) -> None:
+    attention = ATTENTION - {1} if topology.qkv else frozenset[int]()  # unit 1 reads x_0 as it is
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     got = run(topology, weights_of(topology, queries, len(blocks)), x, blocks)
-    want = naive(topology, x, blocks, queries)
+    want = by_reference(topology, {"queries": queries}, x, blocks, Dims(len(blocks), WIDTH, attention))[0]
     torch.testing.assert_close(got, want)
     inputs, upstream = (x, queries, *nn.ModuleList(blocks).parameters()), torch.randn_like(x)
     grads = [torch.autograd.grad(out, inputs, upstream, allow_unused=True) for out in (got, want)]
@@ -115,7 +82,7 @@ def test_formulas_of_separate_queries(topology: AttnRes) -> None:
     blocks = net(depth, torch.float64)
     blocks = [Mixer().double() if t in ATTENTION else block for t, block in enumerate(blocks, start=1)]
     blocks[0] = net(1, torch.float64)[0]
-    compare_with_naive(topology, queries, blocks)
+    compare_with_reference(topology, queries, blocks)
 
 
 def test_any_leading_shape() -> None:
@@ -147,15 +114,10 @@ def test_sources_of_the_block_variant(form: Any) -> None:
     states = begin(topology, x, queries)
     for t, sources in enumerate(want, start=1):
         _, opened = topology.read(states, queries, t)
-        if form == "softmax":
-            newest, history = opened
-            complete = (t - 1) % 3 == 0
-            assert not complete or torch.equal(history.states[-1], newest)
-            held = (*history.states, *([] if complete else [newest]))
-        else:
-            held = opened[: len(sources.split())]
-            assert len(opened) == (2 if t > 1 else 1) * len(held)
-            assert t == 1 or opened[-1].shape[-1] == 8 + 1 - t  # scores of the newest source: of the reads left
+        newest, history = opened
+        complete = (t - 1) % 3 == 0
+        assert not complete or torch.equal(history.states[-1], newest)
+        held = (*history.states, *([] if complete else [newest]))
         assert " ".join(f"{source[0] / 10:.0f}" for source in held) == sources
         states = topology.write(opened, queries, t, fs[t]) if t < 8 else states
 

@@ -6,6 +6,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import toy_nets
+from formulas import by_reference
 from torch import Tensor, nn
 from toy_nets import plain
 
@@ -23,31 +24,13 @@ def drawn(depth: int) -> dict[str, Tensor]:
     return {name: (value + 0.5 * torch.randn_like(value)).requires_grad_() for name, value in start.items()}
 
 
-def naive(x: Tensor, blocks: list[nn.Module], parameters: dict[str, Tensor], form: Form) -> Tensor:
-    """The paper's matrices, token by token."""
-    p = {name: value.double() for name, value in parameters.items()}
-    for t, block in enumerate(blocks):
-        rows = []
-        for state, f in zip(x.reshape(-1, WIDTH), block(x).reshape(-1, WIDTH), strict=True):
-            k = f / f.norm()
-            normed = state / (state.square().mean() + 1e-6).sqrt()
-            b = 2 * torch.sigmoid(p["gate"][t] @ normed + p["gate_bias"][t])
-            v = p["value"][t] @ state + p["value_bias"][t]
-            if form == "delta":
-                rows.append((torch.eye(WIDTH, dtype=k.dtype) - b * torch.outer(k, k)) @ state + b * v * k)
-            else:
-                rows.append(state + f + (b - 1) * (v - k @ state) * k)
-        x = torch.stack(rows).reshape(x.shape)
-    return x
-
-
 @pytest.mark.parametrize("form", get_args(Form))
 @pytest.mark.parametrize("depth", [1, 3])
 def test_formulas(form: Form, depth: int) -> None:
     topology, blocks, dims = DDL(form), net(depth, torch.float64), Dims(depth, WIDTH)
     parameters, x = drawn(depth), torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     got = toy_nets.run(topology, topology.weights(parameters, dims), x, blocks)
-    want = naive(x, blocks, parameters, form)
+    want = by_reference(topology, parameters, x, blocks)[0]
     torch.testing.assert_close(got, want)
     inputs, upstream = (x, *parameters.values(), *nn.ModuleList(blocks).parameters()), torch.randn_like(x)
     torch.testing.assert_close(*(torch.autograd.grad(out, inputs, upstream) for out in (got, want)))

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 import toy_nets
+from formulas import by_reference, unpacked
 from torch import Tensor, nn
 from toy_nets import net, opened, plain
 
+from rewire.conformance import reference
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import DenseFormer, make_topology
 from rewire.topologies.base import Dims, States
@@ -16,31 +18,9 @@ from rewire.topologies.denseformer import Averages
 OPTIONS = [(1, 1), (2, 1), (1, 2), (2, 3), (3, 2), (4, 5), (7, 1)]
 
 
-def naive_rows(alpha: Tensor, depth: int, dilation: int, period: int) -> dict[int, dict[int, float]]:
-    """a_t by t and i, for the averaging t."""
-    values, rows = iter(alpha.double().tolist()), {}
-    for t in range(1, depth + 1):
-        if t % period == 0:
-            rows[t] = {i: next(values) for i in range(t + 1) if i % dilation == t % dilation}
-    assert next(values, None) is None
-    return rows
-
-
-def naive_run(x: Tensor, blocks: list[nn.Module], rows: dict[int, dict[int, float]]) -> Tensor:
-    xs, y = [x], x
-    for t, block in enumerate(blocks, start=1):
-        xs.append(y + block(y))
-        y = xs[t]
-        if t in rows:
-            y = torch.zeros_like(x)
-            for i, a in rows[t].items():
-                y = y + a * xs[i]
-    return y
-
-
 def run(topology: DenseFormer, weights: Averages, x: Tensor, blocks: list[nn.Module]) -> Tensor:
     def check(t: int, read: Any, opened: States, written: States) -> None:
-        *past, y = opened if weights.table is None else (*opened[1].states, opened[0])
+        y, past = opened[0], opened[1].states
         assert len(past) == t and past[0].data_ptr() == x.data_ptr()  # x_0 .. x_{t-1}
         assert read is y
 
@@ -52,17 +32,18 @@ def run(topology: DenseFormer, weights: Averages, x: Tensor, blocks: list[nn.Mod
 def test_formulas(depth: int, dilation: int, period: int) -> None:
     topology = DenseFormer(dilation, period)
     alpha = torch.randn_like(topology.parameters(Dims(depth), "paper")["alpha"]) * 0.5
-    rows = naive_rows(alpha, depth, dilation, period)
     weights = topology.weights({"alpha": alpha}, Dims(depth))
     x, blocks = torch.randn(2, 3, 8, dtype=torch.float64), net(depth, torch.float64)
-    want = naive_run(x, blocks, rows)
+    want, _ = by_reference(topology, {"alpha": alpha}, x, blocks, Dims(depth))
+    options = reference("denseformer").with_options({"dilation": dilation, "period": period})
+    a = unpacked("denseformer", {"alpha": alpha}, Dims(depth), options)["alpha"]
     torch.testing.assert_close(run(topology, weights, x, blocks), want, rtol=1e-6, atol=1e-6)
     table = topology.matrix(weights, Dims(depth))
     assert table.dtype == torch.float32
     assert table.shape == (depth, depth + 1)
     for t in range(1, depth + 1):
-        row = rows.get(t, {t: 1.0})
-        assert table[t - 1].tolist() == pytest.approx([row.get(i, 0.0) for i in range(depth + 1)])
+        row = a[t - 1] if t % period == 0 else torch.eye(depth + 1)[t]
+        assert table[t - 1].tolist() == pytest.approx(row.tolist())
 
 
 @pytest.mark.parametrize("start", ["preserve", "paper"])

@@ -56,7 +56,9 @@ def as_frozen(topology: Topology, weights: Any, dims: Dims, threshold: float = 0
     table = matrix(pruned)
     made, channels = frozen("it", fold(pruned), (table.shape[0], table.shape[1]))
     tensors = {"table": table} | ({"channels": torch.stack(channels)} if channels else {})
-    assert {name: t.shape for name, t in made.constants(dims).items()} == {n: t.shape for n, t in tensors.items()}
+    assert {name: t.shape for name, t in made.parameters(dims, "preserve").items()} == {
+        n: t.shape for n, t in tensors.items()
+    }
     return made, made.weights(tensors, dims)
 
 
@@ -86,7 +88,6 @@ def test_same_function_and_matrix(key: str, depth: int, parallel: int) -> None:
         # constants are written with the digits of float32, and the branches amplify
         torch.testing.assert_close(run(made, constants, dims, x, post_norm, parallel), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(made.matrix(constants, dims), topology.matrix(weights, dims))
-    assert made.parameters(dims, "paper") == {}
 
 
 @pytest.mark.parametrize("key", [key for key in EVERY if key not in STATIC])
@@ -213,7 +214,7 @@ def test_a_state_that_is_not_read_is_not_kept_in_post_norm_either() -> None:
     topology = make_topology("denseformer", {})
     weights = topology.weights({"alpha": torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0])}, Dims(2))
     made, constants = as_frozen(topology, weights, Dims(2))
-    assert [made.held(t) for t in range(3)] == [("x0",), ("x0",), ("y2",)]
+    assert [made.held(t) for t in range(3)] == [("x0",), ("x0",), ("r3",)]
     x = torch.randn(3, WIDTH)
     want = run(topology, weights, Dims(2), x, True)
     torch.testing.assert_close(run(made, constants, Dims(2), x, True), want)
@@ -238,9 +239,9 @@ def test_something_is_held_while_a_branch_runs() -> None:
 def test_a_program_of_another_depth() -> None:
     made = frozen("it", ancre([1.0], [0.0, 1.0]), (2, 2))[0]
     with pytest.raises(UnsupportedTopology, match="was made for 2 units, and the trunk has 3"):
-        made.constants(Dims(3))
+        made.parameters(Dims(3), "preserve")
     with pytest.raises(UnsupportedTopology, match=r"matrix \[99999, 2\]"):
-        frozen("it", ancre([1.0], [0.0, 1.0]), (99999, 2))[0].constants(Dims(2))
+        frozen("it", ancre([1.0], [0.0, 1.0]), (99999, 2))[0].parameters(Dims(2), "preserve")
     with pytest.raises(UnsupportedTopology, match=r"Frozen\(it\) is frozen already"):
         made.program(None, Dims(2))
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from formulas import by_reference
+from torch import nn
 from toy_nets import WIDTH, begin, net, plain, run_learned
 
 from rewire.errors import UnsupportedTopology
@@ -15,28 +16,6 @@ from rewire.topologies.gated import GatedHyperConnections
 
 Gated = GatedHyperConnections
 VARIANTS = [Gated(4, 3), Gated(3, 2, "streams"), Gated(2, 3, norm_eps=1e-2)]
-
-
-def naive(topology: Gated, x: Tensor, blocks: list[Any], values: dict[str, Tensor]) -> Tensor:
-    """The formulas as written, stream by stream."""
-    n, streams = topology.streams, [x] * topology.streams
-
-    def read(number: int) -> tuple[Tensor, Tensor]:
-        normed = [s / ((s**2).mean(-1, keepdim=True) + topology.norm_eps) ** 0.5 for s in streams]
-        normed = [s * (1 + w) for s, w in zip(normed, values["norm"][number], strict=True)]
-        vector = torch.cat(normed, -1)
-        hidden = vector @ values["down"][number] / n
-        gates = torch.sigmoid((hidden * torch.sigmoid(hidden)) @ values["up"][number]).chunk(n, -1)
-        if topology.reads == "normed":
-            return sum(g * s for g, s in zip(gates, normed, strict=True)) / n, vector  # type: ignore[return-value]
-        return 2 * sum(g * s for g, s in zip(gates, streams, strict=True)) / n, vector
-
-    for t, block in enumerate(blocks):
-        seen, vector = read(t)
-        write = 2 * torch.sigmoid(vector @ values["inject"][t] / n)
-        f = block(seen)
-        streams = [s + write[..., i, None] * f for i, s in enumerate(streams)]
-    return read(len(blocks))[0]
 
 
 def learned(topology: Gated, depth: int, start: Any = "preserve", noise: float = 0.0) -> dict[str, nn.Parameter]:
@@ -50,7 +29,7 @@ def test_formulas_and_gradients(topology: Gated, depth: int) -> None:
     values = learned(topology, depth, "paper", noise=0.5)
     twins = {name: value.detach().double().requires_grad_() for name, value in values.items()}
     x, blocks = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True), net(depth, torch.float64)
-    got, want = run_learned(topology, values, x, blocks), naive(topology, x, blocks, twins)
+    got, want = run_learned(topology, values, x, blocks), by_reference(topology, twins, x, blocks)[0]
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)  # 1 + w is float32
     got_grads = torch.autograd.grad(got.square().sum(), [x, *values.values()])
     want_grads = torch.autograd.grad(want.square().sum(), [x, *twins.values()])

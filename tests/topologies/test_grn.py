@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import toy_nets
+from formulas import by_reference
 from torch import Tensor, nn
 from toy_nets import WIDTH, begin, opened, plain
 
@@ -61,45 +62,6 @@ def randomised(topology: Topology, dims: Dims) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def naive_stack(increments: list[Tensor], last: int | None) -> list[Tensor]:
-    """Section 3.1, "Reducing memory and computation", from all increments f_0, f_1, .. so far."""
-    first, rest = increments[:1], increments[1:]
-    if last is None or len(rest) <= last:
-        return first + rest
-    middle = torch.zeros_like(first[0])
-    for f in rest[:-last]:
-        middle = middle + f
-    return [*first, middle, *rest[-last:]]
-
-
-def naive_run(b: Tensor, w: Tensor | None, x: Tensor, blocks: list[nn.Module], dims: Dims, last: int | None) -> Tensor:
-    """Section 3.1's sums, one number at a time from the flat parameters."""
-    entries, rows = iter(b), iter(() if w is None else w)
-
-    def instance(stack: list[Tensor]) -> Tensor:
-        row = next(rows, None)
-        result = torch.zeros_like(x)
-        for f in stack:
-            weight = next(entries)
-            if row is not None:
-                weight = weight + torch.relu((f * row).sum(-1, keepdim=True))
-            result = result + weight * f
-        return result
-
-    increments = [x]
-    for t, block in enumerate(blocks, start=1):
-        stack = naive_stack(increments, last)
-        if t in dims.attention:
-            increments.append(block(instance(stack), instance(stack), instance(stack)))
-        else:
-            r = instance(stack)
-            increments.append(block(r))
-    output = instance(naive_stack(increments, last))
-    assert next(entries, None) is None
-    assert next(rows, None) is None
-    return output
-
-
 @pytest.mark.parametrize("last", [None, 1, 2, 9])
 @pytest.mark.parametrize(("depth", "leading"), [(1, (3,)), (2, (2, 3)), (5, (2, 1, 3))])
 @pytest.mark.parametrize("name", NAMES)
@@ -110,7 +72,7 @@ def test_formulas_and_gradients(name: str, depth: int, leading: tuple[int, ...],
     x = torch.randn(*leading, WIDTH, dtype=torch.float64, requires_grad=True)
     out = run(topology, parameters, x, blocks, dims)
     twins = {key: value.detach().double().requires_grad_() for key, value in parameters.items()}
-    want = naive_run(twins["b"], twins.get("w"), x, blocks, dims, last)
+    want = by_reference(topology, twins, x, blocks, dims)[0]
     assert out.dtype == torch.float64
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
     cotangent = torch.randn_like(out)

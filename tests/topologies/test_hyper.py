@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from formulas import by_reference
 from hyper_connections import HyperConnections as Package
 from torch import Tensor, nn
 from toy_nets import WIDTH, begin, net, plain, run_learned
@@ -23,40 +24,6 @@ VARIANTS = [
 ]
 
 
-def naive(topology: Streams, x: Tensor, blocks: list[Any], values: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The formulas as written, one stream and one weight at a time: the output, and what each unit reads."""
-    fractions = topology.parts
-    n = values["static"].shape[1]
-    streams, reads = list(x.chunk(n, -1)) if fractions > 1 else [x] * n, []
-    for t, block in enumerate(blocks):
-
-        def gate(i: int, column: int, t: int = t, old: tuple[Tensor, ...] = tuple(streams)) -> Tensor:
-            value = values["static"][t, i, column]
-            if "dynamic" in values:
-                normed = old[i] / ((old[i] ** 2).mean(-1, keepdim=True) + 1e-6) ** 0.5
-                scale = values["scale"][t, 1 if column == fractions + n else 0]
-                value = value + scale * torch.tanh((normed * values["dynamic"][t, :, column]).sum(-1, keepdim=True))
-            return value
-
-        reads.append(torch.cat([sum(gate(i, k) * streams[i] for i in range(n)) for k in range(fractions)], -1))
-        f = block(reads[-1])
-        parts = f.chunk(n, -1) if fractions > 1 else [f] * n
-        streams = [
-            sum(gate(i, fractions + j) * streams[i] for i in range(n)) + gate(j, fractions + n) * parts[j]
-            for j in range(n)
-        ]
-    if isinstance(topology, FracConnections):
-        return torch.cat(streams, -1), reads
-    if topology.output == "learned":  # type: ignore[attr-defined]
-        weights = [value[0] for value in values["last_static"]]
-        if "dynamic" in values:
-            normed = [stream / ((stream**2).mean(-1, keepdim=True) + 1e-6) ** 0.5 for stream in streams]
-            dynamic = [torch.tanh((one * values["last_dynamic"][:, 0]).sum(-1, keepdim=True)) for one in normed]
-            weights = [w + values["last_scale"][0] * d for w, d in zip(weights, dynamic, strict=True)]
-        return sum(w * stream for w, stream in zip(weights, streams, strict=True)), reads
-    return sum(streams) / (1 if topology.output == "sum" else n), reads  # type: ignore[attr-defined]
-
-
 def learned(topology: Streams, depth: int, start: str = "preserve", noise: float = 0.0) -> dict[str, nn.Parameter]:
     values = topology.parameters(Dims(depth, WIDTH), start)  # type: ignore[arg-type]
     return {name: nn.Parameter(value + noise * torch.randn_like(value)) for name, value in values.items()}
@@ -70,7 +37,7 @@ def test_formulas_and_gradients(topology: Streams, depth: int, shape: tuple[int,
     twins = {name: value.detach().double().requires_grad_() for name, value in values.items()}
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     blocks = net(depth, torch.float64)
-    got, (want, _) = run_learned(topology, values, x, blocks), naive(topology, x, blocks, twins)
+    got, (want, _) = run_learned(topology, values, x, blocks), by_reference(topology, twins, x, blocks)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     got_grads = torch.autograd.grad(got.square().sum(), [x, *values.values()])
     want_grads = torch.autograd.grad(want.square().sum(), [x, *twins.values()])
@@ -89,7 +56,7 @@ def test_written_and_read_in_one_pass(topology: HyperConnections, dtype: torch.d
     twins = {name: value.detach().double().requires_grad_() for name, value in values.items()}
     x = torch.randn(2, 3, WIDTH).to(dtype).requires_grad_()
     exact, blocks = x.detach().double().requires_grad_(), net(4, dtype)
-    want, _ = naive(topology, exact, copy.deepcopy(nn.ModuleList(blocks)).double(), twins)
+    want, _ = by_reference(topology, twins, exact, copy.deepcopy(nn.ModuleList(blocks)).double())
     got = run_learned(topology, values, x, blocks)
     found = torch.autograd.grad(got.square().sum(), [x, *values.values()])
     wanted = torch.autograd.grad(want.square().sum(), [exact, *twins.values()])
@@ -226,7 +193,7 @@ def test_matrix(topology: Streams) -> None:
         for k in range(parts):  # the weight of part k of f_i in part k of each read and of the output
             fs = torch.zeros(depth + 1, WIDTH, dtype=torch.float64)
             fs[i].view(parts, -1)[k] = 1
-            out, reads = naive(topology, fs[0], [lambda _, f=f: f for f in fs[1:]], static)
+            out, reads = by_reference(topology, static, fs[0], [lambda _, f=f: f for f in fs[1:]])
             want[:, i] += torch.stack([*reads, out]).view(depth + 1, parts, -1)[:, k, 0].detach() / parts
     torch.testing.assert_close(table.double(), want, rtol=1e-5, atol=1e-5)
     assert torch.autograd.grad(table.sum(), values["static"])[0].any()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import toy_nets
+from formulas import by_reference
 from torch import Tensor, nn
 from toy_nets import plain
 from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
@@ -32,37 +33,6 @@ PRESERVING = [
 ]
 
 
-def naive(topology: Topology, x: Tensor, blocks: list[nn.Module], parameters: dict[str, Tensor]) -> Tensor:
-    """Sections 2.1 to 2.3 and Equations 5 and 6 as written; the weights of a difference as they are documented."""
-    p = {name: value.double() for name, value in parameters.items()}
-    xs = [x]
-    first_gain = 0
-    for i, block in enumerate(blocks):
-        f, x = block(xs[-1]), xs[-1]
-        a, b = torch.ones(2, dtype=torch.float64)
-        if "logits" in p:
-            e_a, e_b = p["logits"][i, 0].exp(), p["logits"][i, 1].exp()
-            a, b = topology.total * e_a / (e_a + e_b), topology.total * e_b / (e_a + e_b)  # type: ignore[attr-defined]
-            if topology.form == "difference":  # type: ignore[attr-defined]
-                a, b = a + 1 - topology.total / 2, b + 1 - topology.total / 2  # type: ignore[attr-defined]
-        if isinstance(topology, LaurelRW):
-            xs.append(a * f + b * x)
-            continue
-        ba = torch.einsum("dr,re->ed", p["down"][i], p["up"][i])  # B A, [out, in]
-        shortcut = x
-        if isinstance(topology, LaurelPA):
-            used = xs[-topology.last :]
-            for j, state in enumerate(used):
-                shortcut = shortcut + p["gains"][first_gain + j] * (ba @ state.unsqueeze(-1)).squeeze(-1)
-            first_gain += len(used)
-        else:
-            shortcut = shortcut + (ba @ x.unsqueeze(-1)).squeeze(-1)
-        new = a * f + b * shortcut
-        xs.append(new)
-    assert "gains" not in p or first_gain == len(p["gains"])
-    return xs[-1]
-
-
 def run(topology: Topology, weights: object, x: Tensor, blocks: list[nn.Module]) -> Tensor:
     def check(t: int, read: Any, opened: States, written: States) -> None:
         assert read is opened[-1]
@@ -82,7 +52,7 @@ def test_formulas(topology: Topology, depth: int) -> None:
     parameters, blocks = drawn(topology, depth), net(depth, torch.float64)
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     got = run(topology, topology.weights(parameters, Dims(depth, WIDTH)), x, blocks)
-    want = naive(topology, x, blocks, parameters)
+    want = by_reference(topology, parameters, x, blocks)[0]
     # a and b come from a float32 softmax; everything else is float64 from float32 parameters.
     close: Any = {"rtol": 1e-5, "atol": 1e-5} if "logits" in parameters else {}
     torch.testing.assert_close(got, want, **close)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import math
 import os
 import subprocess
@@ -12,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from formulas import by_reference
 from hyper_connections import mHC as Package
 from torch import Tensor, nn
 from toy_nets import WIDTH, begin, net, plain, run_learned
 
+from rewire.conformance.references import mhc as formulas
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import list_topologies, make_topology
 from rewire.topologies.base import Dims, materialize
@@ -32,70 +33,6 @@ VARIANTS = [
 ]
 
 
-def naive_sinkhorn(logits: Tensor, iterations: int, eps: float = 0.0) -> Tensor:
-    """As published, columns first; with eps, as in the code of DeepSeek-V4."""
-    matrix = torch.exp(logits)
-    matrix = matrix / matrix.sum(-2, keepdim=True) + eps
-    matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
-    return matrix
-
-
-def naive_residual(topology: MHC, z: Tensor) -> Tensor:
-    """H_res [..., out, in]."""
-    n = topology.streams
-    if topology.residual == "sinkhorn":
-        return naive_sinkhorn(z.unflatten(-1, (n, n)), topology.iterations, topology.eps)
-    if topology.residual == "identity":
-        return torch.eye(n, dtype=z.dtype).expand(*z.shape[:-1], n, n)
-    if topology.residual == "permutations":
-        corners = [torch.eye(n, dtype=z.dtype)[list(order)] for order in orders(n)]
-        weights = z.exp() / z.exp().sum(-1, keepdim=True)
-        return sum(weights[..., k, None, None] * corner for k, corner in enumerate(corners))  # type: ignore[return-value]
-    pairs = list(itertools.combinations(range(n), 2))
-    units = [
-        torch.zeros(n, n, dtype=z.dtype).index_put((torch.tensor(i), torch.tensor(j)), z.new_ones(())) for i, j in pairs
-    ]
-    skew = sum(z[..., k, None, None] * (unit - unit.T) for k, unit in enumerate(units))
-    eye = torch.eye(n, dtype=z.dtype)
-    return torch.linalg.inv(eye - skew / 2) @ (eye + skew / 2)
-
-
-def orders(n: int) -> list[tuple[int, ...]]:
-    """All permutations: the largest number at the last place of each order of the others, at the one before, ..."""
-    if n == 1:
-        return [(0,)]
-    return [(*o[:place], n - 1, *o[place:]) for place in reversed(range(n)) for o in orders(n - 1)]
-
-
-def naive(topology: MHC, x: Tensor, blocks: list[Any], values: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The formulas as written, stream by stream: the output, and what each unit reads."""
-    n, streams, reads = topology.streams, [x] * topology.streams, []
-    added = topology.eps if topology.residual == "identity" else 0.0
-
-    def normed() -> Tensor:
-        flat = torch.cat(streams, -1)
-        return flat / ((flat**2).mean(-1, keepdim=True) + topology.norm_eps) ** 0.5
-
-    def pre(logits: Tensor) -> Tensor:
-        weights = torch.sigmoid(logits) + topology.eps
-        return sum(weights[..., i, None] * streams[i] for i in range(n))  # type: ignore[return-value]
-
-    for t, block in enumerate(blocks):
-        b, alpha, phi = values["static"][t], values["scale"][t], values["dynamic"][t]
-        alphas = torch.cat([a.expand(size) for a, size in zip(alpha, topology.scaled, strict=True)])
-        logits = alphas * (normed() @ phi) + b
-        reads.append(pre(logits[..., :n]))
-        post = topology.magnitude * torch.sigmoid(logits[..., n : 2 * n]) + added
-        res, f = naive_residual(topology, logits[..., 2 * n :]), block(reads[-1])
-        streams = [sum(res[..., o, i, None] * streams[i] for i in range(n)) + post[..., o, None] * f for o in range(n)]
-    if topology.output == "learned":
-        return pre(values["last_scale"] * (normed() @ values["last_dynamic"]) + values["last_static"]), reads
-    return sum(streams) / (1 if topology.output == "sum" else n), reads
-
-
 def learned(topology: MHC, depth: int, start: str = "preserve", noise: float = 0.0) -> dict[str, nn.Parameter]:
     values = topology.parameters(Dims(depth, WIDTH), start)  # type: ignore[arg-type]
     return {name: nn.Parameter(value + noise * torch.randn_like(value)) for name, value in values.items()}
@@ -108,7 +45,7 @@ def test_formulas_and_gradients(topology: MHC, depth: int, shape: tuple[int, ...
     values = learned(topology, depth, "paper", noise=0.5)
     twins = {name: value.detach().double().requires_grad_() for name, value in values.items()}
     x, blocks = torch.randn(shape, dtype=torch.float64, requires_grad=True), net(depth, torch.float64)
-    got, (want, _) = run_learned(topology, values, x, blocks), naive(topology, x, blocks, twins)
+    got, (want, _) = run_learned(topology, values, x, blocks), by_reference(topology, twins, x, blocks)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     got_grads = torch.autograd.grad(got.square().sum(), [x, *values.values()])
     want_grads = torch.autograd.grad(want.square().sum(), [x, *twins.values()])
@@ -127,7 +64,7 @@ def test_sinkhorn_in_float32(size: float, iterations: int, eps: float) -> None:
     assert got.isfinite().all() and got_grad.isfinite().all()
     assert eps > 0 or torch.allclose(got.sum(-1), torch.ones(64, 4))
     if size < 1000:  # where the twin does not overflow
-        want = naive_sinkhorn(exact, iterations, eps)
+        want = torch.stack([formulas.sinkhorn(one, iterations, eps) for one in exact])
         (want_grad,) = torch.autograd.grad(want, exact, upstream.double())
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(got_grad.double(), want_grad, rtol=1e-4, atol=1e-5)
@@ -153,7 +90,9 @@ def test_sinkhorn_three_times_differentiated() -> None:
         (second,) = torch.autograd.grad(first.square().sum(), logits, create_graph=True)
         return torch.autograd.grad(second.square().sum(), logits)[0]
 
-    torch.testing.assert_close(curvature(lambda x: sinkhorn(x, 2, 0.0)), curvature(lambda x: naive_sinkhorn(x, 2)))
+    torch.testing.assert_close(
+        curvature(lambda x: sinkhorn(x, 2, 0.0)), curvature(lambda x: formulas.sinkhorn(x, 2, 0.0))
+    )
     constant = logits.detach()
     weights = torch.ones(3, 3, dtype=torch.float64, requires_grad=True)
     grad = sinkhorn_backward(weights, constant, 2, 0.0)
@@ -356,7 +295,7 @@ def test_matrix(residual: Any, output: Any) -> None:
     static["dynamic"] = static["dynamic"][:, : 3 * (depth + 1)]
     if output == "learned":
         static["last_dynamic"] = static["last_dynamic"][: 3 * (depth + 1)]
-    out, reads = naive(topology, fs[0], [lambda _, f=f: f for f in fs[1:]], static)
+    out, reads = by_reference(topology, static, fs[0], [lambda _, f=f: f for f in fs[1:]])
     torch.testing.assert_close(table.double(), torch.stack([*reads, out]), rtol=1e-5, atol=1e-5)
 
 
@@ -437,7 +376,7 @@ def test_hyper_connections_package() -> None:
 def test_liger_kernels(tmp_path: Path) -> None:
     """Its Triton kernels, forward and backward, in Triton's interpreter, which has to be chosen before the import.
 
-    The layout of weights is the same, H_res [out, in], and so is the order, rows first.
+    The layout of weights is the same, H_res [out, in]; rows come before columns there, which shows in few digits.
     """
     values = learned(MHC(4), 1, "paper", noise=0.3)
     streams, (f, upstream) = torch.randn(3, 4, WIDTH, requires_grad=True), torch.randn(2, 3, WIDTH)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import toy_nets
+from formulas import by_reference
 from torch import Tensor, nn
-from toy_nets import WIDTH, plain
+from toy_nets import WIDTH, opened, plain
 
 from rewire.topologies import list_topologies, make_topology
 from rewire.topologies.base import Dims, QKVInputs, States
@@ -35,35 +36,11 @@ class Block(nn.Module):
 net = functools.partial(toy_nets.net, branch=Block)
 
 
-def naive(x: Tensor, blocks: list[nn.Module], dims: Dims, parameters: dict[str, Tensor]) -> Tensor:
-    """Equations 3 and 5 to 8 as written, with weights taken from the flat parameters one read after the other."""
-    static, w1, w2 = (parameters[name].double() for name in ("static", "w1", "w2"))
-    read_static = read_w1 = read_w2 = 0
-    xs, means = [x], [x] * 4  # x_0; what the next block reads: q, k, v, residual
-    for i, block in enumerate(blocks, start=1):
-        xs.append(means[3] + block(*means))
-        ways = 4 if i + 1 in dims.attention else 1
-        size = ways * (i + 1)
-        a = static[read_static : read_static + size]
-        first, second = w1[read_w1 : read_w1 + size], w2[read_w2 : read_w2 + size**2].reshape(size, size)
-        read_static, read_w1, read_w2 = read_static + size, read_w1 + size, read_w2 + size**2
-        normed = xs[i] / (xs[i].square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        hidden = torch.einsum("kd,...d->...k", first, normed)
-        hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
-        dense = torch.einsum("kl,...k->...l", second, hidden) + a
-        means = []
-        for way in range(ways):
-            means.append(sum(dense[..., way * (i + 1) + j, None] * xs[j] for j in range(i + 1)))
-        means *= 4 // ways
-    assert (read_static, read_w1, read_w2) == (len(static), len(w1), len(w2))
-    return means[0]
-
-
 def run(weights: object, x: Tensor, blocks: list[nn.Module], dims: Dims) -> Tensor:
     def check(t: int, read: Any, opened: States, written: States) -> None:
-        assert len(opened) == len(written) == t + 1
-        assert isinstance(read, QKVInputs) == (t in dims.attention)
-        assert opened[-1] is (read.residual if isinstance(read, QKVInputs) else read)
+        assert len(opened[1].states) == len(written[1].states) == t
+        assert isinstance(read, QKVInputs) == (t in dims.attention and t > 1)
+        assert opened[0] is (read.residual if isinstance(read, QKVInputs) else read)
 
     return toy_nets.run(MUDD, weights, x, blocks, dims, check)
 
@@ -78,7 +55,7 @@ def test_formulas(dims: Dims) -> None:
     parameters, blocks = drawn(dims), net(dims.depth, torch.float64)
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     got = run(MUDD.weights(parameters, dims), x, blocks, dims)
-    want = naive(x, blocks, dims, parameters)
+    want = by_reference(MUDD, parameters, x, blocks, dims)[0]
     torch.testing.assert_close(got, want)
     inputs, upstream = (x, *parameters.values(), *nn.ModuleList(blocks).parameters()), torch.randn_like(x)
     torch.testing.assert_close(*[torch.autograd.grad(out, inputs, upstream) for out in (got, want)])
@@ -102,7 +79,7 @@ def test_starts_as_the_plain_network_bitwise(dims: Dims, dtype: torch.dtype, sta
     assert torch.equal(out, plain(x, blocks))
     assert torch.equal(MUDD.matrix(weights, dims), torch.eye(dims.depth + 1)[1:])
     f, g = torch.randn(2, 4, WIDTH).to(dtype)
-    assert torch.equal(MUDD.merge((x, x), weights, 1, f, g), x + f + g)  # branches in parallel
+    assert torch.equal(MUDD.merge(opened(MUDD, x, weights), weights, 1, f, g), x + f + g)  # branches in parallel
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
@@ -139,10 +116,11 @@ def test_post_norm_adds_to_the_residual_way() -> None:
     dims = TRUNKS[3]
     weights = MUDD.weights(drawn(dims), dims)
     x, y, f, normed = torch.randn(4, 3, WIDTH)
-    value, opened = MUDD.read((x, y), weights, 2)
+    value, states = MUDD.read((y, opened(MUDD, x, weights)[1]), weights, 2)
     assert isinstance(value, QKVInputs)
-    assert torch.equal(MUDD.merge(opened, weights, 2, f), value.residual + f)
-    assert all(map(torch.equal, MUDD.push(opened, weights, 2, normed), (x, y, normed)))
+    assert torch.equal(MUDD.merge(states, weights, 2, f), value.residual + f)
+    newest, history = MUDD.push(states, weights, 2, normed)
+    assert newest is normed and all(map(torch.equal, history.states, (x, y)))
 
 
 def test_matrix() -> None:
@@ -155,9 +133,10 @@ def test_matrix() -> None:
 def test_weights_are_float32_under_autocast() -> None:
     dims, sources = TRUNKS[-1], tuple(torch.randn(4, 2, WIDTH))
     weights = MUDD.weights(drawn(dims), dims)
-    want = MUDD.read(sources, weights, 4)[0]
+    history = opened(MUDD, sources[0], weights)[1].after(sources[1:3])
+    want = MUDD.read((sources[3], history), weights, 4)[0]
     with torch.autocast("cpu", torch.bfloat16):
-        got = MUDD.read(sources, weights, 4)[0]
+        got = MUDD.read((sources[3], history), weights, 4)[0]
         assert run(weights, sources[0], net(5), dims).dtype == torch.float32
     assert isinstance(got, QKVInputs) and isinstance(want, QKVInputs)
     for way in ("q", "k", "v", "residual"):

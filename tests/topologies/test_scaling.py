@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import toy_nets
+from formulas import by_reference
 from torch import Tensor, nn
 from toy_nets import plain
 
@@ -17,15 +18,6 @@ from rewire.topologies.scaling import BranchScale, LayerScale
 WIDTH = 6
 net = functools.partial(toy_nets.net, width=WIDTH)
 NAMES = ["rezero", "skipinit", "layerscale"]
-
-
-def naive(x: Tensor, blocks: list[nn.Module], scales: Tensor) -> Tensor:
-    """x_t = x_{t-1} + alpha_t f_t as written, channel by channel."""
-    table = scales.unsqueeze(-1).expand(-1, WIDTH) if scales.dim() == 1 else scales
-    for block, alpha in zip(blocks, table, strict=True):
-        f = block(x)
-        x = torch.stack([x[..., c] + alpha[c] * f[..., c] for c in range(WIDTH)], dim=-1)
-    return x
 
 
 def run(topology: Topology, weights: object, x: Tensor, blocks: list[nn.Module]) -> Tensor:
@@ -44,7 +36,7 @@ def test_formulas(name: str, depth: int) -> None:
     weights = topology.weights({"scales": scales}, Dims(depth, WIDTH))
     upstream = torch.randn_like(x)
     inputs = (x, scales, *nn.ModuleList(blocks).parameters())
-    got, want = run(topology, weights, x, blocks), naive(x, blocks, scales.double())
+    got, want = run(topology, weights, x, blocks), by_reference(topology, {"scales": scales}, x, blocks)[0]
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, inputs, upstream))
 

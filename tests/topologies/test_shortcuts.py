@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import toy_nets
+from formulas import by_reference
 from torch import Tensor, nn
 from toy_nets import plain
 
@@ -40,45 +41,13 @@ def drawn(topology: Topology, depth: int) -> dict[str, Tensor]:
     return {name: (0.5 * torch.randn_like(value)).requires_grad_() for name, value in start.items()}
 
 
-def naive(key: str, x: Tensor, blocks: list[nn.Module], parameters: dict[str, Tensor]) -> Tensor:
-    """The models' own lines, unit by unit."""
-    p, depth = {name: value.double() for name, value in parameters.items()}, len(blocks)
-    if key.startswith("x0-lambdas"):
-        first = x
-        for i, block in enumerate(blocks):
-            mix = p["resid_lambdas"][i] * x + p["x0_lambdas"][i] * first
-            x = (mix if key == "x0-lambdas" else x) + block(mix)
-        return x
-    if key == "unet":
-        pairs = depth // 2
-        left: list[Tensor] = []
-        for i, block in enumerate(blocks):
-            if i >= depth - pairs:
-                x = x + p["skip_weights"][i - (depth - pairs)] * left.pop()
-            x = x + block(x)
-            if i < pairs:
-                left.append(x)
-        return x
-    for i, block in enumerate(blocks):
-        f = block(x)
-        if key.startswith("scale"):
-            zero, one = torch.zeros(WIDTH), torch.ones(WIDTH)
-            u, v = p.get("shortcut_bias", [zero] * depth)[i], p.get("branch_bias", [zero] * depth)[i]
-            x = (x + u) * p["shortcut"][i] + (f + v) * p.get("branch", [one] * depth)[i]
-            continue
-        b = torch.sigmoid(p["gates"][i] / (0.3 if key == "gate" else 2.0))
-        a = torch.sqrt((1 - b**2).clamp(min=1e-3))
-        x = a * x + b * f if key == "gate" else (1 + a - 0.75**0.5) * x + (0.5 + b) * f
-    return x
-
-
 @pytest.mark.parametrize("key", SCHEMES)
 @pytest.mark.parametrize("depth", [2, 3, 6])
 def test_formulas(key: str, depth: int) -> None:
     topology, blocks, dims = made(key), net(depth, torch.float64), Dims(depth, WIDTH)
     parameters, x = drawn(topology, depth), torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     got = toy_nets.run(topology, topology.weights(parameters, dims), x, blocks)
-    want = naive(key, x, blocks, parameters)
+    want = by_reference(topology, parameters, x, blocks)[0]
     # Gates come from a float32 sigmoid, biases are multiplied in float32; all else is float64 of float32 parameters.
     close: Any = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(got, want, **close)

@@ -90,42 +90,34 @@ def sums(
     return None if dots is None else [*outs, *dots]
 
 
-def several(
-    streams: Tensor | None,
-    sources: Sequence[Tensor],
-    weights: Tensor | None,
-    scores: Tensor | None,
-    apart: int = 0,
+def mixes(
+    sources: Sequence[Tensor], weights: Tensor | None, scores: Tensor | None, stacks: bool, apart: int
 ) -> list[Tensor]:
-    """`operators.several`, of tensors of one dtype that this kernel `knows`."""
-    terms = _evenly(_apart(streams, sources))
+    """`operators.mixes`, of tensors of one dtype that this kernel `knows`; scores are one tensor [..., M, N]."""
+    terms = _evenly(_one_by_one(sources, stacks))
     shape, results = terms[0].shape, len(weights) if weights is not None else scores.shape[-2]  # type: ignore[union-attr]
-    stack = None if streams is None else terms[0].new_empty(*shape[:-1], results - apart, shape[-1])
-    single = [terms[0].new_empty(shape) for _ in range(results if stack is None else apart)]
-    outs = _apart(stack, single)
-    done = _run(_Tensors(outs, (), (), terms, ()), weights, weights is not None and weights.dim() == 3, scores)
+    made = [terms[0].new_empty(*shape[:-1], results - apart, shape[-1])] if stacks else []
+    made += [terms[0].new_empty(shape) for _ in range(apart if stacks else results)]
+    tensors = _Tensors(_one_by_one(made, stacks), (), (), terms, ())
+    done = _run(tensors, weights, weights is not None and weights.dim() == 3, scores)
     assert done is not None
-    return single if stack is None else [stack, *single]
+    return made
 
 
-def several_backward(
+def mixes_backward(
     grads: Sequence[Tensor],
-    streams: Tensor | None,
     sources: Sequence[Tensor],
     weights: Tensor | None,
     scores: Tensor | None,
     carried: Sequence[Tensor],
+    stacks: bool,
 ) -> list[Tensor]:
-    """`operators.several_backward`, of tensors of one dtype that this kernel `knows`."""
-    made = [_empty(x) for x in (sources if streams is None else (streams, *sources))]
-    outs: Sequence[Tensor] = made
-    joined, terms = carried, grads
-    if streams is not None:
-        outs, terms = _apart(made[0], made[1:]), _apart(grads[0], grads[1:])
-        joined = _apart(carried[0], carried[1:]) if carried else ()
+    """`operators.mixes_backward`, of tensors of one dtype that this kernel `knows`."""
+    made = [_empty(x) for x in sources]
     by_channel = weights is not None and weights.dim() == 3
     across = None if weights is None else weights.transpose(0, 1)
-    tensors = _Tensors(outs, _evenly(_apart(streams, sources)), _evenly(joined), _evenly(terms), ())
+    states, joined, terms = (_evenly(_one_by_one(of, stacks)) for of in (sources, carried, grads))
+    tensors = _Tensors(_one_by_one(made, stacks), states, joined, terms, ())
     dots = _run(tensors, across, by_channel, None if scores is None else scores.mT)
     assert dots is not None
     if weights is not None and scores is not None and not by_channel:
@@ -140,8 +132,9 @@ def over_tokens(x: Tensor, kept: int) -> Tensor:
     return x.unsqueeze(0).flatten(0, -1 - kept).sum(0)
 
 
-def _apart(streams: Tensor | None, others: Sequence[Tensor]) -> Sequence[Tensor]:
-    return others if streams is None else [*streams.unbind(-2), *others]
+def _one_by_one(tensors: Sequence[Tensor], stacks: bool) -> Sequence[Tensor]:
+    """Tensors of which the first may be a stack of several."""
+    return [*tensors[0].unbind(-2), *tensors[1:]] if stacks and tensors else tensors
 
 
 def _evenly(tensors: Sequence[Tensor]) -> list[Tensor]:

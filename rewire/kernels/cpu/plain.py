@@ -40,7 +40,7 @@ def combine(
     Returns:
         A new tensor [..., D] in the dtype that plain adds of sources and added would have.
     """
-    compiled = _in_one_pass(sources, weights, added, (), scores)
+    compiled = _in_one_pass(sources, weights, added, scores)
     if compiled is not None:
         return compiled[0]
     sources, added, scores = _of_one_shape(sources, added, scores)
@@ -130,9 +130,9 @@ def combine_with_token_dots(
     for m, x in enumerate(states):
         row = None if weights is None else weights[m]
         carried = added if len(states) == 1 else added[m : m + 1]
-        dx.append(combine(grads, row, carried, scores[..., m, :].split(1, -1)))
+        dx.append(combine(grads, row, carried, scores[..., m, :].split(1, -1)).to(x.dtype))
         for g in grads:  # one at a time: a product is as large as a state
-            product = g.to(scores.dtype) * x
+            product = g.to(torch.promote_types(g.dtype, scores.dtype)) * x
             of_tokens.append(product.sum(-1))
             if weights is not None:
                 of_channels.append(native.over_tokens(product, 1) if per_channel else of_tokens[-1].sum())
@@ -145,27 +145,13 @@ def combine_backward(
     grad: Tensor, sources: Sequence[Tensor], weights: Tensor | None, scores: Sequence[Tensor]
 ) -> list[Tensor]:
     """Gradients of `combine` (N sources, the weights if given, the scores), all of one shape or scores [..., 1]."""
-    if weights is not None and not scores:
-        dx, dots = combine_with_dots([grad], sources, weights.unsqueeze(1))
-        return [*dx, dots.squeeze(1)]
     columns = None if weights is None else weights.unsqueeze(1)
-    compiled = _in_one_pass([grad], columns, (), sources, scores)
-    if compiled is not None:
-        *found, of_tokens = compiled
-        if weights is not None:
-            by_weight = found.pop() if weights.dim() == 2 else native.over_tokens(of_tokens, 2)
-            found.append(by_weight.squeeze(1).to(weights.dtype))
-        return [*found, *of_tokens.unbind(-2)]
-    g = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    dx, of_weights, of_scores = list[Tensor](), list[Tensor](), list[Tensor]()
-    for n, (x, score) in enumerate(zip(sources, scores, strict=True)):
-        # one at a time: with weights per channel, a sum with scores per token is as large as a state
-        dx.append((g * (score if weights is None else weights[n] + score)).to(x.dtype))
-        product = g * x
-        of_scores.append(product.sum(-1, keepdim=True))
-        if weights is not None:
-            of_weights.append(of_scores[-1].sum() if weights.dim() == 1 else native.over_tokens(product, 1))
-    return [*dx, *([torch.stack(of_weights)] if of_weights else []), *of_scores]
+    if not scores:
+        assert columns is not None
+        dx, dots = combine_with_dots([grad], sources, columns)
+        return [*dx, dots.squeeze(1)]
+    dx, of_weights, of_scores = combine_with_token_dots([grad], sources, columns, torch.stack(list(scores), -2))
+    return [*dx, *([] if of_weights is None else [of_weights.squeeze(1)]), *of_scores.unbind(-2)]
 
 
 @torch.no_grad()
@@ -224,17 +210,13 @@ def _in_one_pass(
     terms: Sequence[Tensor],
     weights: Tensor | None,
     added: Sequence[Tensor],
-    states: Sequence[Tensor],
     scores: Sequence[Tensor],
 ) -> list[Tensor] | None:
-    """`native.sums`, the scores being a [..., 1] for each term or, of one term, for each state."""
-    of_states, table = len(states) > 0, None
-    if scores:
-        if any(score.shape != (*terms[0].shape[:-1], 1) for score in scores):
-            return None
-        table = torch.stack(list(scores), -2 if of_states else -1)  # [..., M, 1] or [..., 1, N]
-    per_channel = weights is not None and weights.dim() == 2 + of_states
-    return native.sums(terms, weights, per_channel, added, states, table)
+    """`native.sums` of one result, the scores being a [..., 1] for each term."""
+    if any(score.shape != (*terms[0].shape[:-1], 1) for score in scores):
+        return None
+    table = torch.stack(list(scores), -1) if scores else None  # [..., 1, N]
+    return native.sums(terms, weights, weights is not None and weights.dim() == 2, added, scores=table)
 
 
 class _Total:

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rewire.kernels.arguments import Layout, layout
-from rewire.kernels.kernel import MOST_PLANS, Code, Kernel
+from rewire.kernels.arguments import Metadata, metadata
+from rewire.kernels.kernel import MOST_KEPT, Code, Kernel
 
 #: What changes from call to call, or starts anywhere.
 _ANY = {"do_not_specialize": ["tokens"], "do_not_specialize_on_alignment": ["static", "scale"]}
@@ -280,7 +280,7 @@ def forward(
     by_token = products.reshape(-1, *products.shape[len(lead) :])
     read = torch.empty(*lead, n, 1, dtype=torch.float32, device=products.device)
     table = torch.empty(*lead, n, n + 1, dtype=torch.float32, device=products.device)
-    kernel, *_ = _plan(layout(by_token), n, iterations, eps, magnitude, False)
+    kernel, *_ = _fitted(metadata(by_token), n, iterations, eps, magnitude, False)
     kernel((by_token, static.contiguous(), scale.contiguous(), read, table))
     return read, table.mT
 
@@ -299,7 +299,7 @@ def backward(
     scale, [n + 1, n + 2] or [2, 2 n + n n].
     """
     by_token, columns = products.reshape(-1, *products.shape[-1 if iterations else -2 :]), scale.shape[0]
-    kernel, programs, strides = _plan(layout(by_token), grad_read.shape[-2], iterations, eps, magnitude, True)
+    kernel, programs, strides = _fitted(metadata(by_token), grad_read.shape[-2], iterations, eps, magnitude, True)
     found = torch.empty_strided(by_token.shape, strides, dtype=torch.float32, device=products.device)
     partials = torch.empty(programs, 1 + static.numel() // columns, columns, dtype=torch.float32, device=found.device)
     given = (by_token, static.contiguous(), scale.contiguous(), grad_read.contiguous(), grad_write.mT.contiguous())
@@ -307,9 +307,9 @@ def backward(
     return found.view(products.shape), partials[0] if programs == 1 else partials.sum(0)
 
 
-@functools.lru_cache(MOST_PLANS)
-def _plan(
-    products: Layout, n: int, iterations: int, eps: float, magnitude: float, backward: bool
+@functools.lru_cache(MOST_KEPT)
+def _fitted(
+    products: Metadata, n: int, iterations: int, eps: float, magnitude: float, backward: bool
 ) -> tuple[Kernel, int, tuple[int, ...]]:
     """The kernel for products of all tokens, of a list of tensors in the order of its parameters; its programs; and
     the strides of the products' gradient.
@@ -340,7 +340,7 @@ def _plan(
     return kernel, programs, strides
 
 
-def _dense(x: Layout) -> tuple[int, ...]:
+def _dense(x: Metadata) -> tuple[int, ...]:
     """Strides of a tensor without gaps whose dimensions lie in the order of those of ``x``."""
     strides, step = [0] * len(x.shape), 1
     for dim in sorted(range(len(x.shape)), key=lambda dim: (x.strides[dim], -dim)):

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rewire.kernels.arguments import Layout, layout
+from rewire.kernels.arguments import Metadata, metadata
 from rewire.kernels.handwritten import projection, totals
 from rewire.kernels.handwritten.projection import PRECISION
-from rewire.kernels.kernel import MOST_PLANS, PROGRAMS, Code, Kernel
+from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Code, Kernel
 
 #: Rows of a tile, columns of h in it, and warps, by the columns of the weight: what registers hold.
 FORWARD = {16: (64, 16, 4), 32: (64, 32, 4), 64: (32, 32, 4), 128: (32, 32, 8)}
@@ -108,7 +108,7 @@ def forward(hidden: Tensor, weight: Tensor, static: Tensor) -> Tensor:
     """
     by_column = _by_column(hidden)
     scores = torch.empty_like(by_column)
-    kernel, _ = _plan(layout(by_column), (), False)
+    kernel, _ = _fitted(metadata(by_column), (), False)
     kernel((by_column, weight.contiguous(), static.contiguous(), scores))
     return scores.movedim(0, -1)
 
@@ -137,7 +137,7 @@ def backward(
     """
     by_column, most = _by_column(hidden), hidden.shape[-1]
     given = grad.reshape(-1, most)
-    kernel, programs = _plan(layout(by_column), given.stride(), True)
+    kernel, programs = _fitted(metadata(by_column), given.stride(), True)
     of_hidden = torch.empty_like(by_column)
     of_weight, of_static = (by_column.new_empty(programs, *shape) for shape in ((most, most), (most,)))
     kernel((given, by_column, weight.contiguous(), of_hidden, of_weight, of_static))
@@ -151,8 +151,8 @@ def _by_column(hidden: Tensor) -> Tensor:
     return hidden.movedim(-1, 0).contiguous()
 
 
-@functools.lru_cache(MOST_PLANS)
-def _plan(hidden: Layout, grad: tuple[int, ...], backward: bool) -> tuple[Kernel, int]:
+@functools.lru_cache(MOST_KEPT)
+def _fitted(hidden: Metadata, grad: tuple[int, ...], backward: bool) -> tuple[Kernel, int]:
     """The kernel of a list of tensors, in the order of its parameters, and its programs; ``grad`` are strides."""
     most, rows = hidden.shape[0], math.prod(hidden.shape[1:])
     columns = max(16, 1 << (most - 1).bit_length())  # the next power of two that a matrix product takes

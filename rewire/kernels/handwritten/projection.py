@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rewire.kernels.arguments import Layout, layout, row_stride, stream_strides
-from rewire.kernels.kernel import MOST_PLANS, PROGRAMS, Code, Kernel
+from rewire.kernels.arguments import Metadata, metadata, row_stride, stream_strides
+from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Code, Fitted, Kernel
 
 #: Of matrix products in the kernels: as exact as float32, by three products of tensor cores where there are such.
 PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
@@ -190,20 +190,6 @@ def products_of_read(
         tl.store(result + (token * N + stream), tl.sum(total, 1, keep_dims=True), mask=token < tokens)
 
 
-class _Plan(NamedTuple):
-    """What is done for tensors of given layouts.
-
-    Attributes:
-        copied: whether the rows of x are, those of what is carried, and those of a read's gradient.
-        programs: how many leave partial sums.
-        kernel: of a list of tensors, in the order of its parameters.
-    """
-
-    copied: tuple[bool, bool, bool]
-    programs: int
-    kernel: Kernel
-
-
 def forward(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False) -> tuple[Tensor, Tensor]:
     """``x @ weight``, [..., K], each of the K contiguous; and, with eps, ``r`` [rows], float32.
 
@@ -216,16 +202,16 @@ def forward(x: Tensor, weight: Tensor, eps: float | None, clamped: bool = False)
     if weight.shape[1] > MOST:
         found = [forward(x, columns, eps, clamped) for columns in weight.split(MOST, dim=1)]
         return torch.cat([scores.movedim(-1, 0) for scores, _ in found]).movedim(0, -1), found[0][1]
-    plan = _plan_forward(layout(x), layout(weight), eps, clamped)
+    fitted = _fitted_forward(metadata(x), metadata(weight), eps, clamped)
     lead, most = x.shape[:-1], weight.shape[1]
     scores = torch.empty(most, *lead, dtype=torch.float32, device=x.device)
     inverse = torch.empty(lead.numel() * (eps is not None), dtype=torch.float32, device=x.device)
-    plan.kernel((x.contiguous() if plan.copied[0] else x, weight, scores, inverse))
+    fitted.kernel((*fitted.even(x), weight, scores, inverse))
     return scores.movedim(0, -1), inverse
 
 
-@functools.lru_cache(MOST_PLANS)
-def _plan_forward(x: Layout, weight: Layout, eps: float | None, clamped: bool) -> _Plan:
+@functools.lru_cache(MOST_KEPT)
+def _fitted_forward(x: Metadata, weight: Metadata, eps: float | None, clamped: bool) -> Fitted:
     (rows, cols, stride), most = _rows(x), weight.shape[1]
     numbers = {
         "x_stride": cols if stride is None else stride,
@@ -238,7 +224,7 @@ def _plan_forward(x: Layout, weight: Layout, eps: float | None, clamped: bool) -
     programs = -(-rows // constants["BLOCK_ROWS"])
     code = Code(lambda: project_forward, (programs, 1, 1), constants)
     places = {"x": 0, "weight": 1, "scores": 2, "inverse": 3}
-    return _Plan((stride is None, False, False), programs, Kernel(code, x.device, places, numbers))
+    return Fitted(Kernel(code, x.device, places, numbers), (stride is None,))
 
 
 class Read(NamedTuple):
@@ -303,28 +289,28 @@ def backward_in_parts(
     # As forward made them; saved tensors may come back with other strides (`save_on_cpu`).
     by_column = scores.reshape(rows, most).t().contiguous() if normed or clamped else inverse
     factors = None if read is None else read.factors.reshape(-1, read.factors.shape[-2])
-    joined = [None if t is None else layout(t) for t in (carried, read and read.grad, factors)]
-    plan = _plan_backward(layout(x), layout(weight), tuple(map(layout, given)), normed, clamped, *joined)
+    joined = [None if t is None else metadata(t) for t in (carried, read and read.grad, factors)]
+    fitted = _fitted_backward(metadata(x), metadata(weight), tuple(map(metadata, given)), normed, clamped, *joined)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    partials = torch.empty(plan.programs, most, cols, dtype=torch.float32, device=x.device)
+    partials = torch.empty(fitted.programs[0], most, cols, dtype=torch.float32, device=x.device)
     states = (x, inverse if carried is None else carried, inverse if read is None else read.grad)
-    even = [state.contiguous() if copied else state for state, copied in zip(states, plan.copied, strict=True)]
+    even = fitted.even(*states)
     factors = inverse if factors is None else factors
-    plan.kernel((given[0], given[-1], by_column, inverse, *even, weight, factors, grad_x, partials))
+    fitted.kernel((given[0], given[-1], by_column, inverse, *even, weight, factors, grad_x, partials))
     return grad_x, partials
 
 
-@functools.lru_cache(MOST_PLANS)
-def _plan_backward(
-    x: Layout,
-    weight: Layout,
-    grads: tuple[Layout, ...],
+@functools.lru_cache(MOST_KEPT)
+def _fitted_backward(
+    x: Metadata,
+    weight: Metadata,
+    grads: tuple[Metadata, ...],
     normed: bool,
     clamped: bool,
-    carried: Layout | None,
-    grad_read: Layout | None,
-    factors: Layout | None,
-) -> _Plan:
+    carried: Metadata | None,
+    grad_read: Metadata | None,
+    factors: Metadata | None,
+) -> Fitted:
     """``grads`` are [rows, columns], ``factors`` [tokens, streams]."""
     (rows, cols, stride), most = _rows(x), weight.shape[1]
     given = {"APART": len(grads) > 1, "CARRIED": carried is not None, "READ": grad_read is not None}
@@ -347,9 +333,8 @@ def _plan_backward(
     names = (*given_names, "grad_x", "weight_partials")
     places = {name: place for place, name in enumerate(names)}
     code = Code(lambda: project_backward, (programs, col_programs, 1), constants)
-    return _Plan(
-        (stride is None, along[0] is None, along[1] is None), programs, Kernel(code, x.device, places, numbers)
-    )
+    copied = stride is None, along[0] is None, along[1] is None
+    return Fitted(Kernel(code, x.device, places, numbers), copied, (programs, col_programs))
 
 
 def products(grad: Tensor, streams: Tensor) -> Tensor:
@@ -359,15 +344,14 @@ def products(grad: Tensor, streams: Tensor) -> Tensor:
         grad: of a read, [..., 1, D].
         streams: [..., n, D].
     """
-    kernel, of_grad, of_streams = _plan_products(layout(grad), layout(streams))
+    fitted = _fitted_products(metadata(grad), metadata(streams))
     result = torch.empty(*streams.shape[:-1], 1, dtype=torch.float32, device=streams.device)
-    kernel((grad.contiguous() if of_grad else grad, streams.contiguous() if of_streams else streams, result))
+    fitted.kernel((*fitted.even(grad, streams), result))
     return result
 
 
-@functools.lru_cache(MOST_PLANS)
-def _plan_products(grad: Layout, streams: Layout) -> tuple[Kernel, bool, bool]:
-    """The kernel, and whether gradients and streams have to be copied, their rows not being even."""
+@functools.lru_cache(MOST_KEPT)
+def _fitted_products(grad: Metadata, streams: Metadata) -> Fitted:
     *lead, n, cols = streams.shape
     of_grad, strides = row_stride(grad.shape, grad.strides), stream_strides(streams)
     numbers = {
@@ -379,10 +363,10 @@ def _plan_products(grad: Layout, streams: Layout) -> tuple[Kernel, bool, bool]:
     constants = {"N": n, "COLS": cols, "BLOCK_ROWS": rows, "BLOCK_COLS": columns, "num_warps": 4}
     code = Code(lambda: products_of_read, (-(-math.prod(lead) // rows), 1, 1), constants)
     kernel = Kernel(code, streams.device, {"grad": 0, "streams": 1, "result": 2}, numbers)
-    return kernel, of_grad is None, strides is None
+    return Fitted(kernel, (of_grad is None, strides is None))
 
 
-def _rows(x: Layout) -> tuple[int, int, int | None]:
+def _rows(x: Metadata) -> tuple[int, int, int | None]:
     """Rows, columns, and the elements between rows; None if they are not even."""
     return math.prod(x.shape[:-1]), x.shape[-1], row_stride(x.shape, x.strides)
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rewire.kernels.arguments import Layout, layout, row_stride
-from rewire.kernels.kernel import MOST_PLANS, Code, Kernel
+from rewire.kernels.arguments import Metadata, metadata, row_stride
+from rewire.kernels.kernel import MOST_KEPT, Code, Fitted, Kernel
 
 #: Rows of a program that holds a few numbers for each.
 ROWS = 128
@@ -129,13 +129,13 @@ def forward(scores: Sequence[Tensor], begun: Tensor | None, count: int) -> tuple
     like = given[0] if begun is None else begun[0]
     shares = like.new_empty((len(given) + (begun is not None), *like.shape))
     statistics = like.new_empty((2, *like.shape))
-    plan = _plan_forward(layout(shares), None if begun is None else begun.stride(0), count)
-    plan((*given, statistics if begun is None else begun, shares, statistics))
+    fitted = _fitted_forward(metadata(shares), None if begun is None else begun.stride(0), count)
+    fitted((*given, statistics if begun is None else begun, shares, statistics))
     return shares, statistics
 
 
-@functools.lru_cache(MOST_PLANS)
-def _plan_forward(shares: Layout, begun: int | None, count: int) -> Kernel:
+@functools.lru_cache(MOST_KEPT)
+def _fitted_forward(shares: Metadata, begun: int | None, count: int) -> Kernel:
     """``begun`` is the distance of its rows."""
     n, rows = shares.shape[0] - (begun is not None), math.prod(shares.shape[1:])
     constants = {"N": n, "BEGUN": begun is not None, "DIVIDED": count > 0, "BLOCK": ROWS, "num_warps": 4}
@@ -153,15 +153,13 @@ def tally(grad: Tensor, total: Tensor, statistics: Tensor, count: int) -> Tensor
         count: what the products are divided by.
     """
     result = statistics.new_empty((3, *statistics.shape[1:]))
-    kernel, of_grad, of_total = _plan_tally(layout(grad), layout(total), count)
-    tensors = (grad.contiguous() if of_grad else grad, total.contiguous() if of_total else total)
-    kernel((*tensors, statistics.contiguous(), result))
+    fitted = _fitted_tally(metadata(grad), metadata(total), count)
+    fitted.kernel((*fitted.even(grad, total), statistics.contiguous(), result))
     return result
 
 
-@functools.lru_cache(MOST_PLANS)
-def _plan_tally(grad: Layout, total: Layout, count: int) -> tuple[Kernel, bool, bool]:
-    """The kernel, and whether gradients and values have to be copied, their rows not being even."""
+@functools.lru_cache(MOST_KEPT)
+def _fitted_tally(grad: Metadata, total: Metadata, count: int) -> Fitted:
     rows, cols = math.prod(grad.shape[:-1]), grad.shape[-1]
     strides = [row_stride(x.shape, x.strides) for x in (grad, total)]
     along = [cols if stride is None else stride for stride in strides]
@@ -169,7 +167,8 @@ def _plan_tally(grad: Layout, total: Layout, count: int) -> tuple[Kernel, bool, 
     constants = {"COLS": cols, "BLOCK_ROWS": TILE[0], "BLOCK_COLS": TILE[1], "num_warps": 4}
     code = Code(lambda: tally_kernel, (-(-rows // TILE[0]), 1, 1), constants)
     places = {"grad": 0, "total": 1, "statistics": 2, "result": 3}
-    return Kernel(code, grad.device, places, numbers), strides[0] is None, strides[1] is None
+    copied = tuple([stride is None for stride in strides])
+    return Fitted(Kernel(code, grad.device, places, numbers), copied)
 
 
 def shares(scores: Sequence[Tensor], tallies: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -181,12 +180,12 @@ def shares(scores: Sequence[Tensor], tallies: Sequence[Tensor]) -> tuple[Tensor,
     """
     given = [s.movedim(-1, 0).contiguous() for s in scores]
     result = given[0].new_empty((len(given) + 1, *given[0].shape))
-    _plan_shares(layout(result))((*given, *[t.contiguous() for t in tallies], result))
+    _fitted_shares(metadata(result))((*given, *[t.contiguous() for t in tallies], result))
     return result[:-1], result[-1]
 
 
-@functools.lru_cache(MOST_PLANS)
-def _plan_shares(shares: Layout) -> Kernel:
+@functools.lru_cache(MOST_KEPT)
+def _fitted_shares(shares: Metadata) -> Kernel:
     states, reads, rows = shares.shape[0] - 1, shares.shape[1], math.prod(shares.shape[2:])
     last = states + reads
     places: dict[str, Any] = {"scores": tuple(range(states)), "tallies": tuple(range(states, last)), "shares": last}

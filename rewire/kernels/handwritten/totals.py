@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rewire.kernels.arguments import Layout, layout
-from rewire.kernels.kernel import MOST_PLANS, At, Code, Kernel
+from rewire.kernels.arguments import Metadata, metadata
+from rewire.kernels.kernel import MOST_KEPT, At, Code, Kernel
 
 #: Elements of a tile, and sums of it at the most.
 TILE, MOST_SUMS = 2048, 128
@@ -92,12 +92,12 @@ def kernel(sums: Sequence[Sums], device: torch.device) -> Kernel:
 def added_up(partials: Sequence[Tensor]) -> list[Tensor]:
     """Each summed over its first dimension, float32 [...]; they are float32 [parts, ...] and contiguous."""
     results = [x.new_empty(x.shape[1:]) for x in partials]
-    _plan(tuple([layout(x) for x in partials]))((*partials, *results))
+    _fitted(tuple([metadata(x) for x in partials]))((*partials, *results))
     return results
 
 
-@functools.lru_cache(MOST_PLANS)
-def _plan(partials: tuple[Layout, ...]) -> Kernel:
+@functools.lru_cache(MOST_KEPT)
+def _fitted(partials: tuple[Metadata, ...]) -> Kernel:
     sizes = [math.prod(x.shape[1:]) for x in partials]
     return kernel(
         [

@@ -11,17 +11,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rewire.kernels.arguments import Layout, layout, row_stride, stream_strides
+from rewire.kernels.arguments import Metadata, metadata, row_stride, stream_strides
 from rewire.kernels.handwritten.projection import PRECISION, Read
 from rewire.kernels.handwritten.totals import added_up
-from rewire.kernels.kernel import MOST_PLANS, PROGRAMS, Code, Kernel
+from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Code, Fitted, Kernel
 
 #: Rows and columns of a tile, warps, and stages of loads: what registers and shared memory hold for up to
 #: `operators.MOST_WRITTEN` streams and `operators.MOST_PRODUCTS` products. Forward by the bytes of an element.
@@ -196,24 +196,6 @@ def write_backward(
         tl.store(weight_partials + place, totals[j], mask=(col < WIDTH) & (k[:, None] < K))
 
 
-class _Plan(NamedTuple):
-    """What is done for tensors of given layouts.
-
-    Attributes:
-        copied: which tensors are, their rows not being even.
-        kernel: of a list of tensors, in the order of its parameters.
-        programs: of rows and of columns, of which each leaves partial sums.
-    """
-
-    copied: tuple[bool, ...]
-    kernel: Kernel
-    programs: tuple[int, int]
-
-    def even(self, *tensors: Tensor) -> list[Tensor]:
-        """These, of which some are copied."""
-        return [x.contiguous() if copy else x for x, copy in zip(tensors, self.copied, strict=True)]
-
-
 def forward(
     streams: Tensor, branches: Sequence[Tensor], table: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,25 +208,27 @@ def forward(
         weight: float32, of each stream [D, K] or of a token's side by side [n D, K].
         eps: of the norm.
     """
-    plan = _plan_forward(layout(streams), tuple(map(layout, branches)), layout(weight), eps, dtype.itemsize)
+    fitted = _fitted_forward(metadata(streams), tuple(map(metadata, branches)), metadata(weight), eps, dtype.itemsize)
     (*lead, n, width), (channels, most) = streams.shape, weight.shape
     rows = (*lead, n) if channels == width else lead
     written = torch.empty(streams.shape, dtype=dtype, device=streams.device)
     products = torch.empty(most, *rows, dtype=torch.float32, device=streams.device)
     inverse = torch.empty(math.prod(rows), dtype=torch.float32, device=streams.device)
-    plan.kernel((*plan.even(streams, *branches), table.contiguous(), weight, written, products, inverse))
+    fitted.kernel((*fitted.even(streams, *branches), table.contiguous(), weight, written, products, inverse))
     return written, products.movedim(0, -1), inverse
 
 
-@functools.lru_cache(MOST_PLANS)
-def _plan_forward(streams: Layout, branches: tuple[Layout, ...], weight: Layout, eps: float, itemsize: int) -> _Plan:
+@functools.lru_cache(MOST_KEPT)
+def _fitted_forward(
+    streams: Metadata, branches: tuple[Metadata, ...], weight: Metadata, eps: float, itemsize: int
+) -> Fitted:
     copied, numbers = _terms(streams, branches)
     numbers |= {"weight_strides": weight.strides, "K": weight.shape[1], "eps": eps}
     constants = _constants(FORWARD[itemsize], streams, weight)
     programs = -(-numbers["tokens"] // constants["BLOCK_ROWS"])
     code = Code(lambda: write_forward, (programs, 1, 1), constants)
     places = _places(len(branches), "streams", "branches", "table", "weight", "written", "products", "inverse")
-    return _Plan(copied, Kernel(code, streams.device, places, numbers), (programs, 1))
+    return Fitted(Kernel(code, streams.device, places, numbers), copied, (programs, 1))
 
 
 def backward(
@@ -272,31 +256,33 @@ def backward(
     # As forward made them; saved tensors may come back with other strides (`save_on_cpu`).
     known = [x.contiguous() for x in (products.reshape(-1, most).t(), inverse, written)]
     by_row, factors = grad.reshape(-1, most), inverse if read is None else read.factors.reshape(-1, n)
-    joined = [None if x is None else layout(x) for x in (carried, read and read.grad, read and factors)]
-    plan = _plan_backward(layout(streams), tuple(map(layout, branches)), layout(weight), layout(by_row), *joined)
-    *terms, of_written, of_read = plan.even(
+    joined = [None if x is None else metadata(x) for x in (carried, read and read.grad, read and factors)]
+    fitted = _fitted_backward(
+        metadata(streams), tuple(map(metadata, branches)), metadata(weight), metadata(by_row), *joined
+    )
+    *states, of_written, of_read = fitted.even(
         streams, *branches, inverse if carried is None else carried, inverse if read is None else read.grad
     )
     of_streams, *of_branches = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (streams, *branches))
     floats: dict[str, Any] = {"dtype": torch.float32, "device": streams.device}
-    of_table = torch.empty(plan.programs[1], *table.shape, **floats)
-    of_weight = torch.empty(plan.programs[0], most, weight.shape[0], **floats)
+    of_table = torch.empty(fitted.programs[1], *table.shape, **floats)
+    of_weight = torch.empty(fitted.programs[0], most, weight.shape[0], **floats)
     results = (of_streams, *of_branches, of_table, of_weight)
-    plan.kernel((of_written, of_read, factors, by_row, *known, weight, *terms, table, *results))
+    fitted.kernel((of_written, of_read, factors, by_row, *known, weight, *states, table, *results))
     of_table, of_weight = added_up((of_table, of_weight))
     return of_streams, of_branches, of_table, of_weight
 
 
-@functools.lru_cache(MOST_PLANS)
-def _plan_backward(
-    streams: Layout,
-    branches: tuple[Layout, ...],
-    weight: Layout,
-    grad: Layout,
-    carried: Layout | None,
-    grad_read: Layout | None,
-    factors: Layout | None,
-) -> _Plan:
+@functools.lru_cache(MOST_KEPT)
+def _fitted_backward(
+    streams: Metadata,
+    branches: tuple[Metadata, ...],
+    weight: Metadata,
+    grad: Metadata,
+    carried: Metadata | None,
+    grad_read: Metadata | None,
+    factors: Metadata | None,
+) -> Fitted:
     """``grad`` is [rows, K], ``factors`` [tokens, n]."""
     copied, numbers = _terms(streams, branches)
     n, width = streams.shape[-2:]
@@ -315,10 +301,10 @@ def _plan_backward(
     names += ("streams", "branches", "table", "grad_streams", "grad_branches", "table_partials", "weight_partials")
     code = Code(lambda: write_backward, (*programs, 1), constants)
     copied += (carried is not None and of_carried is None, grad_read is not None and of_read is None)
-    return _Plan(copied, Kernel(code, streams.device, _places(len(branches), *names), numbers), programs)
+    return Fitted(Kernel(code, streams.device, _places(len(branches), *names), numbers), copied, programs)
 
 
-def _terms(streams: Layout, branches: tuple[Layout, ...]) -> tuple[tuple[bool, ...], dict[str, Any]]:
+def _terms(streams: Metadata, branches: tuple[Metadata, ...]) -> tuple[tuple[bool, ...], dict[str, Any]]:
     """Which of streams and branches have to be copied; and strides and sizes as the kernels know them."""
     *lead, n, width = streams.shape
     strides, of_branches = stream_strides(streams), [row_stride(x.shape, x.strides) for x in branches]
@@ -330,7 +316,7 @@ def _terms(streams: Layout, branches: tuple[Layout, ...]) -> tuple[tuple[bool, .
     return (strides is None, *(stride is None for stride in of_branches)), numbers
 
 
-def _constants(tile: tuple[int, int, int, int], streams: Layout, weight: Layout) -> dict[str, Any]:
+def _constants(tile: tuple[int, int, int, int], streams: Metadata, weight: Metadata) -> dict[str, Any]:
     (n, width), (channels, most) = streams.shape[-2:], weight.shape
     rows, cols, warps, stages = tile
     constants = {"N": n, "WIDTH": width, "EACH": channels == width, "PRECISION": PRECISION}

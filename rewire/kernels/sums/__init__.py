@@ -1,1 +1,1 @@
-"""Weighted sums: kernels whose source is generated from a `MixSpec`. Spec, source, plan, launch."""
+"""Weighted sums: kernels whose source is generated from a `MixSpec`. Spec, source, routine, launch."""

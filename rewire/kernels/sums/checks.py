@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from rewire.kernels.arguments import Layout
+from rewire.kernels.arguments import Metadata
 from rewire.kernels.sums.spec import MAX_NORM_WIDTH, MixSpec
 
 
-def check_forward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked: int) -> None:
+def check_forward(spec: MixSpec, given: Mapping[str, Sequence[Metadata]], stacked: int) -> None:
     """Raise TypeError or ValueError unless `launch.mix_forward` can take such tensors."""
     _check(
         spec,
@@ -27,7 +27,7 @@ def check_forward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked:
     _check_stacked(stacked, 0 if spec.norm else spec.outputs, "mixes without a norm")
 
 
-def check_backward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked: int) -> None:
+def check_backward(spec: MixSpec, given: Mapping[str, Sequence[Metadata]], stacked: int) -> None:
     """The same for `launch.mix_backward`."""
     _check(
         spec,
@@ -46,7 +46,7 @@ def check_backward(spec: MixSpec, given: Mapping[str, Sequence[Layout]], stacked
         raise ValueError("Sources whose gradients are stacked have to be of one dtype.")
 
 
-def _check(spec: MixSpec, given: Mapping[str, Sequence[Layout]], states: Sequence[str], **counts: int) -> None:
+def _check(spec: MixSpec, given: Mapping[str, Sequence[Metadata]], states: Sequence[str], **counts: int) -> None:
     """Numbers, dtypes, devices and shapes; ``states`` are the names of all tensors [..., D]."""
     _check_dtypes([x for name in states for x in given[name]], [*given["weights"], *given["scores"]])
     devices = {x.device for of in given.values() for x in of}
@@ -69,7 +69,7 @@ def _check(spec: MixSpec, given: Mapping[str, Sequence[Layout]], states: Sequenc
         raise ValueError(f"Scores of a mix of {list(shape)} have to be {[*shape[:-1], 1]}.")
 
 
-def _check_dtypes(states: Sequence[Layout], factors: Sequence[Layout]) -> None:
+def _check_dtypes(states: Sequence[Metadata], factors: Sequence[Metadata]) -> None:
     wrong = sorted({str(x.dtype) for x in states} - {"torch.float32", "torch.bfloat16", "torch.float16"})
     if wrong:
         raise TypeError(f"The kernels mix float32, bfloat16 and float16, in float32; got {', '.join(wrong)}.")

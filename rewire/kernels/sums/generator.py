@@ -26,7 +26,7 @@ def source(spec: MixSpec, backward: bool = False) -> str:
 
     Raises:
         ValueError: gradients of a norm need whole rows in registers, which do not hold sums per channel beside them:
-            `plan` composes such mixes of two kernels. Dot products alone are no mix that would have gradients.
+            `routine` composes such mixes of two kernels. Dot products alone are no mix that would have gradients.
     """
     if backward and (spec.dots_only or (spec.norm and spec.weights == "channel")):
         raise ValueError(f"No single kernel for the gradients of {spec}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 from rewire.kernels import cache
 from rewire.kernels.kernel import PROGRAMS, Code
@@ -14,14 +14,17 @@ from rewire.kernels.sums.spec import MAX_DOTS, MixSpec
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """How rows and columns are divided.
+    """A generated kernel, and how rows and columns are divided for it.
 
     Attributes:
+        spec, backward: what it computes.
         row_programs, col_programs: the grid.
         block_rows, block_cols: the tile that a program holds at a time.
         warps: of a program.
     """
 
+    spec: MixSpec
+    backward: bool
     row_programs: int
     col_programs: int
     block_rows: int
@@ -29,21 +32,33 @@ class Grid:
     warps: int
 
     @classmethod
-    def of(cls, spec: MixSpec, rows: int, cols: int, itemsize: int, sums: bool) -> Grid:
+    def of(cls, spec: MixSpec, backward: bool, rows: int, cols: int, itemsize: int) -> Grid:
         """Tiles that registers hold: see `_tile`. Few programs, which loop, where each leaves sums over its rows."""
+        sums = backward or spec.probe
         block_rows, block_cols, warps = _tile(spec, cols, sums, itemsize)
         row_programs, col_programs = -(-rows // block_rows), -(-cols // block_cols)
         if sums and spec.along_rows:  # columns are divided only where rows are few
             col_programs = min(col_programs, 1 if spec.attended else max(1, PROGRAMS // max(1, row_programs)))
         if sums and (spec.weights != "none" or spec.norm is not None):
             row_programs = min(row_programs, max(1, PROGRAMS // max(1, col_programs)))
-        return cls(row_programs, col_programs, block_rows, block_cols, warps)
+        return cls(spec, backward, row_programs, col_programs, block_rows, block_cols, warps)
 
-    def parts(self, sums: str, spec: MixSpec) -> int:
+    def parts(self, sums: str) -> int:
         """Of how many programs each leaves a part of those sums, by the name of the parameter for them."""
         if sums == "score_partials":
             return self.col_programs
-        return self.row_programs * (self.col_programs if sums == "weight_partials" and spec.weights == "scalar" else 1)
+        of_all = sums == "weight_partials" and self.spec.weights == "scalar"
+        return self.row_programs * (self.col_programs if of_all else 1)
+
+    def code(self) -> Code:
+        constants = {
+            "BLOCK_ROWS": self.block_rows,
+            "BLOCK_COLS": self.block_cols,
+            "num_warps": self.warps,
+            "enable_fp_fusion": True,  # said explicitly: the default of Triton is about to change
+        }
+        programs = (self.row_programs, self.col_programs, 1)
+        return Code(lambda: kernel(self.spec, self.backward), programs, constants, self)
 
 
 def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int, int]:
@@ -66,26 +81,6 @@ def _tile(spec: MixSpec, cols: int, sums: bool, itemsize: int) -> tuple[int, int
         elements = 2
     block_cols = min(width, 32 * elements)
     return 128 * elements // block_cols, block_cols, 4
-
-
-class Generated(NamedTuple):
-    """What a kernel was generated for."""
-
-    spec: MixSpec
-    backward: bool
-    grid: Grid
-
-
-def generated(spec: MixSpec, backward: bool, grid: Grid) -> Code:
-    """The kernel of a spec, divided so."""
-    programs = (grid.row_programs, grid.col_programs, 1)
-    constants = {
-        "BLOCK_ROWS": grid.block_rows,
-        "BLOCK_COLS": grid.block_cols,
-        "num_warps": grid.warps,
-        "enable_fp_fusion": True,  # said explicitly: the default of Triton is about to change
-    }
-    return Code(lambda: kernel(spec, backward), programs, constants, Generated(spec, backward, grid))
 
 
 @functools.cache

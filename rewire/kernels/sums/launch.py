@@ -1,7 +1,7 @@
 """Runs the generated kernels on tensors [..., D]. No autograd.
 
-What is done for tensors of given shapes, strides and dtypes is a `plan.Plan`. Plans are kept, and nothing is checked or
-computed twice.
+What is done for tensors of given shapes, strides and dtypes is a `routine.Routine`. Routines are kept, and nothing is
+checked or computed twice.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.kernels.arguments import layout
-from rewire.kernels.kernel import MOST_PLANS
-from rewire.kernels.sums import plan
-from rewire.kernels.sums.plan import Plan
+from rewire.kernels.arguments import metadata
+from rewire.kernels.kernel import MOST_KEPT
+from rewire.kernels.sums import routine
+from rewire.kernels.sums.routine import Routine
 from rewire.kernels.sums.spec import MixSpec
 from rewire.torch_internals import tensor_guards
 
@@ -29,8 +29,8 @@ class MixInputs(NamedTuple):
     Attributes:
         sources: [..., D], float32, bfloat16 or float16, of one shape; rows may be strided, each in its own way.
         weights: float32 [outputs, N] or [outputs, N, D]; the first dimension may be missing for one output.
-        scores: float32 [..., 1], outputs times N, those of the first output first; or [..., outputs] of each source,
-            or [..., N] of each probe; or in one tensor [..., outputs, N].
+        scores: float32, one tensor [..., outputs, N]; or [..., 1], outputs times N, those of the first output first; or
+            [..., outputs] of each source, or [..., N] of each probe.
         added: [..., D], outputs times ``spec.added``, those of the first output first.
         accumulators: float32 [..., D], one for each output.
         probes: [..., D], one for each output.
@@ -42,7 +42,7 @@ class MixInputs(NamedTuple):
 
     sources: Sequence[Tensor] = ()
     weights: Tensor | None = None
-    scores: Sequence[Tensor] | Tensor = ()
+    scores: Sequence[Tensor] = ()
     added: Sequence[Tensor] = ()
     accumulators: Sequence[Tensor] = ()
     probes: Sequence[Tensor] = ()
@@ -53,9 +53,18 @@ class MixInputs(NamedTuple):
 
     def groups(self) -> tuple[Sequence[Tensor], ...]:
         """Each field as a sequence."""
-        weights, scale, bias = _maybe(self.weights), _maybe(self.norm_weight), _maybe(self.norm_bias)
-        terms = (self.sources, weights, _several(self.scores), self.added)
-        return (*terms, self.accumulators, self.probes, scale, bias, _maybe(self.means))
+        sources, weights, scores, added, accumulators, probes, scale, bias, means, _ = self
+        return (
+            sources,
+            () if weights is None else (weights,),
+            scores,
+            added,
+            accumulators,
+            probes,
+            () if scale is None else (scale,),
+            () if bias is None else (bias,),
+            () if means is None else (means,),
+        )
 
 
 class Mixed(NamedTuple):
@@ -100,7 +109,7 @@ class GradientInputs(NamedTuple):
     grads: Sequence[Tensor]
     sources: Sequence[Tensor] = ()
     weights: Tensor | None = None
-    scores: Sequence[Tensor] | Tensor = ()
+    scores: Sequence[Tensor] = ()
     mixes: Sequence[Tensor] = ()
     rstd: Tensor | None = None
     grad_mixes: Sequence[Tensor] = ()
@@ -110,9 +119,18 @@ class GradientInputs(NamedTuple):
 
     def groups(self) -> tuple[Sequence[Tensor], ...]:
         """Each field as a sequence."""
-        weights, rstd, scale = _maybe(self.weights), _maybe(self.rstd), _maybe(self.norm_weight)
-        of_norm = (self.mixes, rstd, self.grad_mixes, scale)
-        return (self.grads, self.sources, weights, _several(self.scores), *of_norm, self.carried)
+        grads, sources, weights, scores, mixes, rstd, grad_mixes, scale, carried, _ = self
+        return (
+            grads,
+            sources,
+            () if weights is None else (weights,),
+            scores,
+            mixes,
+            () if rstd is None else (rstd,),
+            grad_mixes,
+            () if scale is None else (scale,),
+            carried,
+        )
 
 
 class Gradients(NamedTuple):
@@ -162,7 +180,7 @@ def mix_forward(
         TypeError: a dtype that the kernels do not accumulate exactly enough (float64), or do not know.
         ValueError: shapes or arguments do not fit the spec.
     """
-    apart, others = _run(plan.forward, spec, inputs, (dtype, eps, stacked))
+    apart, others = _run(routine.forward, spec, inputs, (dtype, eps, stacked))
     return Mixed(apart, **others)
 
 
@@ -176,52 +194,51 @@ def mix_backward(spec: MixSpec, inputs: GradientInputs, stacked: int = 0) -> Gra
     Raises:
         TypeError, ValueError: as in `mix_forward`.
     """
-    apart, others = _run(plan.backward, spec, inputs, (stacked,))
+    apart, others = _run(routine.backward, spec, inputs, (stacked,))
     return Gradients(apart, **others)
 
 
-# Plans.
+# Routines.
 
 
 class _Known(NamedTuple):
-    """A plan, and whether tensors have the layouts that it is for."""
+    """A routine, and whether tensors are such as it is for."""
 
-    plan: Plan
+    routine: Routine
     alike: Callable[..., bool]
 
 
-#: By what is asked for and the layouts of tensors; and by the former alone, the one that was used last.
-_plans: dict[Any, _Known] = {}
+#: By what is asked for and the metadata of tensors; and by the former alone, the one that was used last.
+_routines: dict[Any, _Known] = {}
 _sizes = operator.attrgetter("shape", "dtype", "device")
-_lock = threading.Lock()  # for threads that make plans; who looks one up needs none
+_lock = threading.Lock()  # for threads that make routines; to look one up needs none
 
 
 def _run(
-    make: Callable[..., Plan], spec: MixSpec, inputs: MixInputs | GradientInputs, options: tuple[Any, ...]
+    make: Callable[..., Routine], spec: MixSpec, inputs: MixInputs | GradientInputs, options: tuple[Any, ...]
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """The results of the plan for these tensors."""
+    """The results of the routine for these tensors."""
     groups = inputs.groups()
     tensors = list(itertools.chain.from_iterable(groups))
     question = (make, spec, options, inputs.stacks, tuple(map(len, groups)))
-    known = last = _plans.get(question)
+    known = last = _routines.get(question)
     if known is None or not known.alike(*tensors):
-        # Each once for all tensors: twice as fast as a `Layout` of each.
+        # Each once for all tensors: twice as fast as a `Metadata` of each.
         key = question, tuple(map(_sizes, tensors)), tuple(map(Tensor.stride, tensors))
-        known = _plans.get(key)
+        known = _routines.get(key)
         if known is None:
-            by_field = {name: [layout(x) for x in group] for name, group in zip(inputs._fields, groups, strict=False)}
-            table = isinstance(inputs.scores, Tensor)
-            made = make(spec, plan.given(by_field, inputs.stacks, table, spec.probe), *options)
+            by_field = {name: [metadata(x) for x in group] for name, group in zip(inputs._fields, groups, strict=False)}
+            made = make(spec, routine.given(by_field, inputs.stacks, spec.probe), *options)
             known = _Known(made, _alike(tensors))
             _keep(key, known)
         if known is not last:
             _keep(question, known)
-    return known.plan(tensors)
+    return known.routine(tensors)
 
 
 def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Whether tensors have the layouts of these: in C++, four times as fast as by a key. It says no more often than it
-    has to: where one tensor is given twice, or needs gradients where another did not.
+    """A test of tensors for the metadata of these: in C++, four times as fast as by a key. The answer may be no without
+    need: where one tensor is given twice, or needs gradients where another did not.
     """
     return tensor_guards(tensors) or (lambda *_: False)
 
@@ -229,15 +246,7 @@ def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 def _keep(key: Any, known: _Known) -> None:
     """The oldest go when there are too many."""
     with _lock:
-        _plans.pop(key, None)
-        while len(_plans) >= MOST_PLANS:
-            del _plans[next(iter(_plans))]
-        _plans[key] = known
-
-
-def _several(x: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
-    return (x,) if isinstance(x, Tensor) else x
-
-
-def _maybe(x: Tensor | None) -> tuple[Tensor, ...]:
-    return () if x is None else (x,)
+        _routines.pop(key, None)
+        while len(_routines) >= MOST_KEPT:
+            del _routines[next(iter(_routines))]
+        _routines[key] = known

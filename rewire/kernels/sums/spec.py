@@ -7,7 +7,7 @@ import functools
 from typing import Any, Literal
 
 Weights = Literal["none", "scalar", "channel"]
-Norm = Literal["rms", "layer"]
+NormKind = Literal["rms", "layer"]
 
 #: Sources of one kernel, and pairs of a source and an output, by kind of weight. `launch` chains kernels for more:
 #: arguments stay bounded, and so do the number of different kernels and the time to compile one.
@@ -68,7 +68,7 @@ class MixSpec:
     scores: bool = False
     added: int = 0
     outputs: int = 1
-    norm: Norm | None = None
+    norm: NormKind | None = None
     keep_mix: bool = False
     probe: bool = False
     accumulate: bool = False

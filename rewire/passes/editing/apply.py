@@ -80,7 +80,7 @@ def above(path: str) -> list[str]:
 
 def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection], advice: str) -> Gate:
     entries = [
-        Entry(trunk, connections[trunk], trunk in plan.opens, adds, plan.ordered, plan.outside.get(trunk, False))
+        Entry(trunk, connections[trunk], trunk in plan.begins, adds, plan.ordered, plan.outside.get(trunk, False))
         for trunk, adds in plan.adds.items()
     ]
     if plan.method:

@@ -1,6 +1,6 @@
-"""Pass: which calls carry a trunk's stream, and which of their functions have to be opened.
+"""Pass: which calls carry a trunk's stream, and which of their functions are entered.
 
-A function is *opened* if its own code adds to the stream, or reads it: its variables hold tensors, and a `Depth` holds
+A function is *entered* if its own code adds to the stream, or reads it: its variables hold tensors, and a `Depth` holds
 the stream. A function that only hands the stream on, to the blocks that it calls, stays as it is.
 """
 
@@ -33,7 +33,7 @@ class Carriers:
         begin: the call in which the stream starts.
         first: the block with which it starts, where that is another one: called by itself, it begins a stream, too.
         scopes: the calls, outermost first.
-        opened: those whose functions are opened.
+        entered: those whose functions are entered.
     """
 
     def __init__(self, found: Finding, name: str, sources: Sources, others: Collection[Key]) -> None:
@@ -46,7 +46,7 @@ class Carriers:
         self._values()
         self.begin = self.first = self._beginning()
         self.scopes = dict.fromkeys(self._carriers())  # in order, and quickly looked up
-        self.opened = self._opened()
+        self.entered = self._entered()
 
     def _values(self) -> None:
         for number, (add, passage) in enumerate(zip(self.adds, self.chain.passages, strict=True)):
@@ -85,37 +85,37 @@ class Carriers:
         """Whether it is the call of a helper that is no method."""
         return scope.helper and scope.parent is not None and not self.sources.function(scope)[2]
 
-    def _opened(self) -> list[Scope]:
+    def _entered(self) -> list[Scope]:
         """The carriers whose own code adds to the stream or reads it."""
-        opened = {self.begin, *(add.op.scope for add in self.adds)}
+        entered = {self.begin, *(add.op.scope for add in self.adds)}
         for op, stage in self.stage.items():
             for user in self.flow.users[op]:
                 if stage == len(self.adds) and user not in self.on_way:
                     continue  # the trunk has ended
                 scope = self.innermost(user) or next(iter(self.scopes))
                 if stage or self.begin.holds(scope):
-                    opened.add(scope)
-        opened.update(scope for scope in self.scopes if self._is_function(scope))
+                    entered.add(scope)
+        entered.update(scope for scope in self.scopes if self._is_function(scope))
         home = [scope for scope in self.scopes if self.hold_all(scope)][-1]
         if home is not self.begin and self._may_skip_the_first(home):
-            opened.add(home)
+            entered.add(home)
             self.begin = home
         if not_run([self.flow], self.trunk):
-            opened.add(home)  # one that runs later will not return the stream, and is noticed there
+            entered.add(home)  # one that runs later will not return the stream, and is noticed there
         if self.trunk.loops and not _is_container(home):
-            opened.add(home)  # which notices that more passes run
+            entered.add(home)  # which notices that more passes run
         for scope in self.scopes:
-            if (scope.path, scope.code) in self.others or (scope not in opened and not self._hands_on(scope)):
-                opened.add(scope)
+            if (scope.path, scope.code) in self.others or (scope not in entered and not self._hands_on(scope)):
+                entered.add(scope)
         for scope in reversed(self.scopes):
-            if scope in opened and scope.parent in self.scopes and self._is_function(scope):
-                opened.add(scope.parent)  # which has to call another function
-        functions = {(scope.path, scope.code) for scope in opened}  # one text for all calls of a function
-        opened.update(scope for scope in self.scopes if (scope.path, scope.code) in functions)
+            if scope in entered and scope.parent in self.scopes and self._is_function(scope):
+                entered.add(scope.parent)  # which has to call another function
+        functions = {(scope.path, scope.code) for scope in entered}  # one text for all calls of a function
+        entered.update(scope for scope in self.scopes if (scope.path, scope.code) in functions)
         for scope in reversed(self.begin.chain()[:-1]):
-            if scope in opened and self.brought(scope, self.chain.entry, 0) and not self.hold_all(scope):
+            if scope in entered and self.brought(scope, self.chain.entry, 0) and not self.hold_all(scope):
                 self.begin = scope
-        return [scope for scope in self.scopes if scope in opened]
+        return [scope for scope in self.scopes if scope in entered]
 
     def _may_skip_the_first(self, home: Scope) -> bool:
         """Whether a function may leave out the block with which the stream begins: then it begins in front of it."""

@@ -78,6 +78,7 @@ class Sum:
         last: whether its value is returned at once.
         norm: what reads the value first.
         site: how many of the function's adds come before it; None if that differs from call to call, as in a loop.
+        branches: where a loop adds parallel branches one by one, how many; the last one completes the residual add.
     """
 
     at: Span
@@ -87,6 +88,7 @@ class Sum:
     last: bool = False
     norm: Written | None = None
     site: int | None = None
+    branches: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +204,7 @@ class FunctionPlan:
         substituted: whether it takes the place of the class's own method (see `Pattern.forwards`).
         edits: by where they are.
         adds: for each trunk, position of the stream when the function is called -> adds that it makes.
-        opens: the trunks that start in it, and where: the names of parameters, or the place of an expression.
+        begins: the trunks that begin in it, and where: the names of parameters, or the place of an expression.
         norms: paths, below the module, of norms that are computed with a read, and what stands in the way.
         outside: for each trunk, whether some calls have no stream, in all ways of looking at the model.
         ran: expressions that ran when the model was looked at.
@@ -217,7 +219,7 @@ class FunctionPlan:
     substituted: bool = False
     edits: dict[Any, Edit] = dataclasses.field(default_factory=dict)
     adds: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
-    opens: dict[str, Any] = dataclasses.field(default_factory=dict)
+    begins: dict[str, Any] = dataclasses.field(default_factory=dict)
     norms: dict[str, str | None] = dataclasses.field(default_factory=dict)
     outside: dict[str, bool] = dataclasses.field(default_factory=dict)
     ran: set[Span] = dataclasses.field(default_factory=set)
@@ -228,7 +230,7 @@ class FunctionPlan:
         return list(self.adds)
 
     @property
-    def opened(self) -> bool:
+    def entered(self) -> bool:
         """Whether its variables hold tensors where streams run."""
         return any(not isinstance(edit, Reach) for edit in self.edits.values())
 

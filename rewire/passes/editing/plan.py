@@ -45,7 +45,7 @@ def plan(
     plans: Plans,
     definitions: Mapping[type[nn.Module], FunctionType] = MappingProxyType({}),
     separate: Mapping[int, Projections] = MappingProxyType({}),
-    opened: Collection[Key] = (),
+    entered: Collection[Key] = (),
     separate_norms: bool = False,
 ) -> set[Key]:
     """Add what changes for one trunk of one flow to ``plans``.
@@ -56,7 +56,7 @@ def plan(
         plans: by path of a module and code of a function.
         definitions: functions that take the place of the forwards of modules of these classes.
         separate: for residual adds whose attention has separate q/k/v inputs: where it projects them.
-        opened: functions that hold tensors where streams run, because of other trunks.
+        entered: functions that hold tensors where streams run, because of other trunks.
         separate_norms: whether the norms before such attentions get copies for keys and values.
 
     Returns:
@@ -67,7 +67,7 @@ def plan(
         UnsupportedTopology: q, k and v of an attention cannot be taken apart.
     """
     sources = Sources(definitions, plans)
-    carriers = Carriers(found, name, sources, opened)
+    carriers = Carriers(found, name, sources, entered)
     handed = _Planner(found, name, carriers, separate).run()
     for number, projections in separate.items():
         plan_attention(carriers, number, found.trunks[name].sites[number].width, projections, separate_norms)
@@ -82,16 +82,16 @@ class _Planner:
 
     def run(self) -> set[Key]:
         """Plan all edits but those of attentions; the functions that only hand the stream on."""
-        carriers, opened = self.carriers, self.carriers.opened
+        carriers, entered = self.carriers, self.carriers.entered
         check_in_place(carriers)
-        closed = [scope for scope in carriers.scopes if scope not in opened]
+        closed = [scope for scope in carriers.scopes if scope not in entered]
         handed = {(scope.path, scope.code) for scope in closed if scope.code is not None}
         # a function that only hands a stream on would not notice that it lost it: then none may run without one
         outside = set() if handed else _outside(self.found)
-        for scope in opened:
+        for scope in entered:
             known = self.sources.plan(scope).outside
             known[self.name] = known.get(self.name, True) and (scope.path, scope.code) in outside
-        for scope in opened:
+        for scope in entered:
             self._entry(scope)
             for child in carriers.scopes:
                 if child.parent is scope:
@@ -100,13 +100,13 @@ class _Planner:
             self._add(number, add)
         self._passages()
         self._casts()
-        self._end(opened)
+        self._end(entered)
         self._ran()
         return handed
 
     def _ran(self) -> None:
-        """Note which expressions of opened functions ran: calls that did not may be one of blocks, too."""
-        plans = {scope: self.sources.plan(scope) for scope in self.carriers.opened}
+        """Note which expressions of entered functions ran: calls that did not may be one of blocks, too."""
+        plans = {scope: self.sources.plan(scope) for scope in self.carriers.entered}
         for op in self.flow:
             place = op.place
             for scope in reversed(op.scope.chain()):
@@ -115,7 +115,7 @@ class _Planner:
                 place = scope.call
 
     def _entry(self, scope: Scope) -> None:
-        """How the stream gets into an opened function, and how many adds it makes."""
+        """How the stream gets into an entered function, and how many adds it makes."""
         function = self.sources.plan(scope)
         inside = [number for number, add in enumerate(self.adds) if scope.holds(add.op.scope)]
         start = inside[0] if inside else self._adds_before(scope)
@@ -165,7 +165,7 @@ class _Planner:
         function = self.sources.plan(scope)
         for number, trunk in enumerate(function.trunks):
             other = function.edits.get(("parameter", name, number))
-            starts = trunk != self.name and function.opens.get(trunk) == (name,)
+            starts = trunk != self.name and function.begins.get(trunk) == (name,)
             if starts and isinstance(other, Parameter) and other.item == item:
                 raise EditError(f"'{name}' at {function.text.where()} is where another trunk starts, too: '{trunk}'")
         for trunk, chain in self.found.chains.items():
@@ -199,7 +199,7 @@ class _Planner:
         Raises:
             EditError: the later one does not take up what the earlier one has made.
         """
-        known = function.opens.setdefault(self.name, place)
+        known = function.begins.setdefault(self.name, place)
         if known == place or known is None or place is None:
             return True
         text = function.text
@@ -210,7 +210,7 @@ class _Planner:
                 f"the residual stream starts in different places of {text.where()}, in evaluation and in training "
                 "mode or in two calls"
             )
-        function.opens[self.name] = later
+        function.begins[self.name] = later
         if later == place:
             function.edits.pop(("open", earlier), None)
         return later == place or isinstance(earlier[0], str)
@@ -233,7 +233,8 @@ class _Planner:
         check_add(self.found, add)
         parts, shortcut = [], add.shortcut
         for op in add.inner:
-            parts.append(Sum(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut, more=True))
+            if op.place != add.op.place:
+                parts.append(Sum(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut, more=True))
             shortcut = op
         inner = _operands(function.text, at, add.op.inputs[0] is shortcut, parts)
         for part in parts[: len(parts) - len(inner)]:
@@ -242,7 +243,8 @@ class _Planner:
         last = self._returned(add, add.op.scope, nodes)
         norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
         site = number - next(n for n, other in enumerate(self.adds) if add.op.scope.holds(other.op.scope))
-        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, False, last, norm, site))
+        branches = len(add.branches) if len(parts) < len(add.inner) else 1
+        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, False, last, norm, site, branches))
         self._states_after(number, add)
 
     def _states_after(self, number: int, add: Add) -> None:
@@ -280,18 +282,19 @@ class _Planner:
                     raise EditError("the residual stream is reshaped outside the functions that it runs through")
                 at = self.sources.span(scope, op)
                 same = op.name in CASTS and (op in casts or op.dtype == op.inputs[0].dtype)
+                same = same or (add.flattened and op in casts)
                 self.sources.plan(scope).put(("view", at), View(at, same, op.name == UNSCALED))
 
     def _casts(self) -> None:
         """Casts that changed nothing: in another precision they make a new tensor, which is the stream's value, too."""
         for scope, place, op in self.flow.casts:
-            if scope in self.carriers.opened and self.carriers.stage.get(op, len(self.adds)) < len(self.adds):
+            if scope in self.carriers.entered and self.carriers.stage.get(op, len(self.adds)) < len(self.adds):
                 nodes = self.sources.text(scope).at(*place)
                 if any(isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) for node in nodes):
                     at = place_of(*place)
                     self.sources.plan(scope).edits.setdefault(("view", at), View(at, True))
 
-    def _end(self, opened: Sequence[Scope]) -> None:
+    def _end(self, entered: Sequence[Scope]) -> None:
         """Let the function that calls the blocks look behind them whether the stream has ended."""
         around = [scope for scope in self.carriers.scopes if self.carriers.hold_all(scope)]
         if not around or any(add.op.scope is around[-1] for add in self.adds):
@@ -305,7 +308,7 @@ class _Planner:
         except EditError:
             return
         last = behind(function.text, calls)
-        if last is not None and home in opened and not is_conditional(function.text, calls):
+        if last is not None and home in entered and not is_conditional(function.text, calls):
             return  # they all run
         if last is not None:
             function.adds.setdefault(self.name, {})

@@ -62,7 +62,7 @@ def check_add(found: Finding, add: Add) -> None:
     adds = {other.op for chain in found.chains.values() for other in chain.adds}
     here = [op for op in found.flow if op.scope is add.op.scope and op.place == place is not None]
     made = [op for op in here if op.name == add.op.name]
-    others = [op for op in made if op not in adds]
+    others = [op for op in made if op not in adds and op not in _looped(add)]
     passes, name = {other.op for chain in found.again for other in chain.adds}, path or type(found.flow.model).__name__
     if others and passes.issuperset(others):
         raise EditError(
@@ -75,6 +75,13 @@ def check_add(found: Finding, add: Add) -> None:
             "residual adds of the stream by themselves (they add the stream to itself, say, or several branches to one "
             "value): write those in another statement, or parallel branches as `x + f + g`"
         )
+
+
+def _looped(add: Add) -> list[Op]:
+    """Sums at the place of an add that are a part of it: a loop adds parallel branches, one in each turn."""
+    elsewhere = [op.place for op in add.inner if op.place != add.op.place]
+    twice = len(elsewhere) > len(set(elsewhere))  # several sums in each turn
+    return [] if twice else [op for op in add.inner if op.place == add.op.place]
 
 
 def check_returns(carriers: Carriers, scope: Scope) -> None:

@@ -58,8 +58,8 @@ class _Editor:
         self.conditional = is_conditional(self.text, [e.at for e in self.edits if isinstance(e, Sum) and not e.more])
 
     def run(self) -> str:
-        changes = [self._entry()] if self.plan.opened else []
-        if self.plan.opened and self.plan.adds:
+        changes = [self._entry()] if self.plan.entered else []
+        if self.plan.entered and self.plan.adds:
             changes += [self._leave(node) for node in ast.walk(self.text.tree) if self._is_own_return(node)]
         # Of several changes of one expression, the outermost first: those of an argument, then the kinds in turn.
         own = [
@@ -70,7 +70,7 @@ class _Editor:
             for change in writer(self, edit)
         ]
         changes += sorted([*own, *self._reached()], key=lambda change: (not change.argument, -change.indent))
-        changes += self._data() if self.plan.opened and self.plan.adds else []
+        changes += self._data() if self.plan.entered and self.plan.adds else []
         if not self.plan.method:
             changes += [self._gate_parameter(), *self._supers()]
         return rendered(self.text.text, changes)
@@ -191,7 +191,7 @@ class _Editor:
         """A line behind a statement."""
         statement = next(node for node in self.text.nodes[edit.at] if isinstance(node, ast.stmt))
         to = "-1" if edit.trunks == (0,) else ", ".join(map(str, (-1, *edit.trunks)))
-        of = self.depth if self.plan.opened else self._gate
+        of = self.depth if self.plan.entered else self._gate
         return self._line_behind(statement, *(f"{name} = {of}.reach({name}, {to})" for name in edit.names))
 
     def _open(self, edit: Open) -> list[Change]:
@@ -399,6 +399,7 @@ class _Editor:
             branches.insert(0, branch)
         how = [self.text.text[slice(*self.text.span(option))] for option in addition.options] + self._how(edit)
         how += [f"site={edit.site}"] if edit.site is not None and self.conditional else []
+        how += [f"of={edit.branches}"] if edit.branches > 1 else []
 
         def write(render: Render) -> str:
             (start, end), (first, last) = self.text.span(addition.node), self.text.span(shortcut)

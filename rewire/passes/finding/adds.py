@@ -10,6 +10,8 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Iterator
 
+import torch
+
 from rewire.code.text import place_of, within
 from rewire.conventions import POSITIONAL
 from rewire.passes.finding.flow import Flow, Op, Scope, common
@@ -23,6 +25,8 @@ VIEWS = frozenset(
 )
 #: Sums with a branch on some rows, as of stochastic depth over a part of the batch; it is zero on the others.
 SCATTERED = frozenset({"index_add", "scatter_add"})
+#: Operations that only scale a state and add to it, where nothing else of theirs is made of it.
+_AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "dropout"}) | CASTS | VIEWS
 #: Why a weighted sum of the stream and a branch is no residual add.
 SCALED = "its shortcut is scaled: connections would have to learn the factor, and those of a plain `x + f` are replaced"
 #: Why other operations with a state and a branch are none.
@@ -31,6 +35,8 @@ _LIKE_ADDS = {
     "lerp": "mixes the state and a branch with `lerp`: only sums are connected",
     "addcmul": "adds a branch with `addcmul`: only sums are connected, `x + a * f` say",
     "sum": "sums a stack of the state and a branch: only `x + f` is connected",
+    "setitem": "adds to a part of the state in place: write `x = torch.index_add(x, 0, rows, f)`, or `x + f` of an f "
+    "that is zero elsewhere",
 }
 #: And sums with what was made of a state.
 _SHORTCUTS = {
@@ -55,6 +61,7 @@ class Add:
         branches: what is added to the shortcut, in order.
         post: operations between the addition and the next state.
         region: the operations that the branches are: between the source (excluded) and their ends.
+        flattened: whether rows are added to the state in other dimensions, which it leaves again at once (DINOv2).
     """
 
     op: Op
@@ -65,11 +72,31 @@ class Add:
     region: frozenset[Op]
     inner: list[Op] = dataclasses.field(default_factory=list)
     post: list[Op] = dataclasses.field(default_factory=list)
+    flattened: bool = False
+
+    @property
+    def shape(self) -> torch.Size | None:
+        """Of the next state."""
+        return self.state.shape if self.flattened else self.op.shape
 
     @property
     def result(self) -> Op:
         """The value that the stream has after this add."""
         return self.post[-1] if self.post else self.op
+
+    @property
+    def affine(self) -> bool:
+        """Whether what follows the add only scales its sum, and adds to it."""
+        made = {self.op, *self.post}
+        for op in self.post:
+            alone = op.name in ("add", "sub") or sum(source in made for source in op.inputs) == 1
+            if (
+                op.name not in _AFFINE
+                or not alone
+                or (op.name not in ("add", "sub", "mul") and op.inputs[0] not in made)
+            ):
+                return False
+        return bool(self.post)
 
     def block(self) -> list[Scope]:
         """The calls of modules around the addition and all that its branches do with weights."""
@@ -87,6 +114,9 @@ def residual_adds(flow: Flow) -> tuple[list[Add], dict[Add, str]]:
         add = _is_sum(op) and (_parallel(op, found, flow) or _plain(op, flow, found) or _projected(op))
         if op.name in SCATTERED and op.node is None and len(op.inputs) > 1:
             add = _plain(op, flow, found)
+            back = [user.shape == add.state.shape and user.name in VIEWS for user in flow.users[op]] if add else []
+            if add and add.state.shape is not None and op.shape != add.state.shape:
+                add.flattened = bool(back) and all(back)
         if not add:
             rejected.update(_near_miss(op, flow))
             continue
@@ -130,6 +160,10 @@ def _near_miss(op: Op, flow: Flow) -> dict[Add, str]:
     operands = op.inputs
     if op.name == "sum":
         operands = operands[0].inputs if operands and operands[0].name == "stack" else ()
+    elif op.name == "setitem":  # `x[rows] += f`
+        part = operands[-1]
+        selected = [o.inputs[:1] == operands[:1] and o.name == "getitem" for o in part.inputs]
+        operands = (operands[0], part.inputs[1 - selected.index(True)]) if _is_sum(part) and any(selected) else ()
     elif op.name not in _LIKE_ADDS and not _is_sum(op):
         return {}
     for shortcut, branch in itertools.permutations(operands, 2):

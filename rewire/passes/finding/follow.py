@@ -156,7 +156,7 @@ class _Follower(fx.Tracer):
             raise TraceError(f"forward of {type(module).__name__} is not a Python function")
         opaque: set[str] = set()
         decisions: list[bool] = []
-        last = next(reversed(self.graph.nodes), None)
+        last = next(iter(reversed(self.graph.nodes)), None)
         for _ in range(_ATTEMPTS):
             try:
                 return self._attempt(view, function, args, kwargs, call, opaque, decisions)

@@ -77,14 +77,14 @@ def channels_of(add: Add, readers: Sequence[Op]) -> tuple[int | None, int]:
         told = _told(op, op.scope.module) if below else None
         if told is not None:
             width, dim = told
-            if add.op.shape is not None and len(add.op.shape) >= -dim:
-                return int(add.op.shape[dim]), dim
+            if add.shape is not None and len(add.shape) >= -dim:
+                return int(add.shape[dim]), dim
             return width, dim
     first = min((op for op in add.region if op.weighted), key=lambda op: op.index, default=None)
-    if add.op.shape is None or first is None:
+    if add.shape is None or first is None:
         return None, -1
-    dim = 1 - len(add.op.shape) if first.name.startswith("conv") else -1
-    return int(add.op.shape[dim]), dim
+    dim = 1 - len(add.shape) if first.name.startswith("conv") else -1
+    return int(add.shape[dim]), dim
 
 
 def _told(op: Op, module: nn.Module | None) -> tuple[int, int] | None:

@@ -139,7 +139,7 @@ class _Script:
     def _adds(self, chain: Chain, number: int, layout: Layout) -> None:
         for site, (add, passage) in enumerate(zip(chain.adds, chain.passages, strict=True)):
             for op in (*(passage if site else ()), *casts_of(add)):
-                if op.name in VIEWS:
+                if op.name in VIEWS and not (add.flattened and op in casts_of(add)):
                     self._put(op, number, "view")
             shortcut = add.shortcut
             for op in (*add.inner, add.op):
@@ -257,11 +257,13 @@ class _Wiring(Recorder):
                     shortcut = self.made[op.inputs[0].index]
                     nothing = torch.zeros_like(shortcut)
                     branch = func(*_swapped(args, shortcut, nothing), **_swapped(kwargs, shortcut, nothing))
+                    branch = branch if wires.value is None else branch.view_as(wires.value)
                 branch = self.written[1] if branch is self.written[0] else branch
                 scaled = op.scale is not None and op.scale != 1
                 self.parts[number].append(branch * op.scale if scaled else branch)
                 if what == "add":
-                    new = wires.add(self.parts[number], made)
+                    rows = wires.value if op.name in SCATTERED else None
+                    new = wires.add(self.parts[number], made if rows is None else made.view_as(rows))
                     self.parts[number] = []
         return new
 

@@ -58,9 +58,9 @@ class Wires:
         with plainly(), outside_autocast(plain.device):
             if not layout.closes_unit(site):
                 self._exact = total((self._exact, *new))
-                return self._rounded(plain)
+                return self._rounded(plain)  # which `push` may change
             f, self._branches = self._last(total(tuple(self._branches))), []
-            if site in layout.posts:
+            if site in layout.posts and layout.makes_state(site):
                 merged = layout.recurrence.merge(self._states, self.weights, layout.units[site], f)
                 self._exact = layout.restored(materialize(merged))
                 return self._rounded(plain)
@@ -70,6 +70,11 @@ class Wires:
     def push(self, state: Tensor) -> Tensor:
         """What is read after the operations behind an add have made ``state`` of its sum."""
         unit, exact = self.layout.units[self.site - 1], _exact(state)
+        if not self.layout.makes_state(self.site - 1):
+            change = exact - self._exact
+            self._branches, self._exact = [*self._branches, change], exact
+            self.qkv = self.qkv and {way: (x + change).to(x.dtype) for way, x in self.qkv.items()}
+            return self._rounded(state)
         with plainly(), outside_autocast(state.device):
             if _is_cut(self.value, state):  # then the earlier states, too, are without gradients from here on
                 self._states = self.topology.viewed(self._states, Tensor.detach)

@@ -159,7 +159,7 @@ def test_float16_rounds_as_torch_does() -> None:
 def test_signs_that_torch_has_not_stored() -> None:
     x = torch.randn(5, 1, dtype=torch.complex64).conj().imag
     assert x.is_neg() and native.sums([x, x], torch.ones(2), False) is None
-    (total,) = native.several(None, [x, x.clone()], torch.ones(1, 2), None)
+    (total,) = native.mixes([x, x.clone()], torch.ones(1, 2), None, False, 0)
     torch.testing.assert_close(total, 2 * x)
 
 

@@ -158,10 +158,10 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 
 
 @contextlib.contextmanager
-def planned_anew() -> Iterator[pytest.MonkeyPatch]:
-    """Plans of other launches mean nothing here, and those of here nothing later."""
+def made_anew() -> Iterator[pytest.MonkeyPatch]:
+    """Routines of other launches mean nothing here, and those of here nothing later."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_plans", {})
+        patch.setattr(launch, "_routines", {})
         yield patch
 
 
@@ -266,7 +266,7 @@ class TestKernels:
         means, given = draw(sources, 2, 3) if attended else None, MixInputs(*inputs, probes=probes)
         if attended:  # one tensor, each number of all rows in one piece
             table = torch.stack(case.scores).view(outputs, sources, 2, 3).movedim((0, 1), (-2, -1))
-            given = given._replace(scores=table, means=means)
+            given = given._replace(scores=[table], means=means)
         found = launch.mix_forward(spec, given)
         for got, want in zip(found.mixes, reference.mixes(spec, *inputs), strict=True):
             rounded_once(got, want)
@@ -324,15 +324,15 @@ class TestKernels:
 
         streams = draw(2, 3, 1, width).expand(2, 3, n, width) if expanded else stack(n)
         table = draw(3, 2, 2, n + 1).transpose(0, 1) if uneven else draw(2, n + 1, 2, 3).permute(2, 3, 0, 1)
-        branch, grads, carried = draw(2, 3, width), stack(2), stack(n)
+        tables, branch, grads, carried = [table], draw(2, 3, width), stack(2), stack(n)
         spec, weights, scores = MixSpec(n + 1, "scalar", True, outputs=2), draw(2, n + 1), by_pair(table)
         apart = launch.mix_forward(spec, MixInputs([*streams.unbind(-2), branch], weights, scores))
-        given = MixInputs([streams, branch], weights, table, stacks=True)
+        given = MixInputs([streams, branch], weights, tables, stacks=True)
         assert all(map(torch.equal, apart.mixes, launch.mix_forward(spec, given).mixes))
         back = dataclasses.replace(spec, carried=True)
         terms = (list(grads.unbind(-2)), [*streams.unbind(-2), branch], weights, scores)
         by_part = launch.mix_backward(back, GradientInputs(*terms, carried=[*carried.unbind(-2), branch]), stacked=n)
-        in_one = GradientInputs([grads], [streams, branch], weights, table, carried=[carried, branch], stacks=True)
+        in_one = GradientInputs([grads], [streams, branch], weights, tables, carried=[carried, branch], stacks=True)
         found = launch.mix_backward(back, in_one, stacked=n)
         assert found.added is None and torch.equal(found.apart[0], by_part.apart[0])
         for name in ("stacked", "weights", "scores"):
@@ -342,10 +342,10 @@ class TestKernels:
         """More rows than programs have at once, so that each loops; and more than one block of columns."""
         for kind in ("scalar", "channel"):
             case = Case.of(MixSpec(2, kind, True, outputs=2), 300, lead=(70,))
-            with planned_anew() as patch:
+            with made_anew() as patch:
                 patch.setattr(grid, "PROGRAMS", 8)
                 case.check()
-        with planned_anew() as patch:
+        with made_anew() as patch:
             patch.setattr(grid, "PROGRAMS", 3)
             Case.of(MixSpec(2, "scalar", True, norm="layer", keep_mix=True), 300, lead=(20,)).check()
 
@@ -360,7 +360,7 @@ class TestKernels:
     def test_a_chain_rounds_as_one_kernel_would(self) -> None:
         case = Case.of(MixSpec(12, "channel", True, added=1), 40)
         whole = case.forward(keep_mix=False).mixes[0]
-        with planned_anew() as patch:
+        with made_anew() as patch:
             patch.setattr("rewire.kernels.sums.spec.FAN_IN", 5)
             assert torch.equal(case.forward(keep_mix=False).mixes[0], whole)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from false_friends import FALSE_FRIENDS, Gated
+from flows import Written
 from models import (
     DEPTH,
     CrossBlock,
@@ -32,6 +33,7 @@ from models import (
 from torch import Tensor, nn
 
 import rewire
+from rewire.passes.finding.adds import between, residual_adds
 
 ATTENTION, FFN = ("attn", "attention", ()), ("mlp", "ffn", ())
 
@@ -217,3 +219,96 @@ def test_near_misses_are_left_alone_with_a_reason(written: str, why: str, tmp_pa
     assert not report.trunks and [left.path for left in report.left] == ["0.linear", "1.linear"]
     for left in report.left:
         assert left.why.startswith(why) and left.written == written and left.place == f"{file}:8"
+
+
+# -- on flows that are written by hand
+
+
+def test_operations_between_two() -> None:
+    net = Written()
+    x = net.op("input")
+    left, right, aside = net.op("relu", x, at="inner"), net.op("tanh", x), net.op("neg", x)
+    end = net.op("mul", left, right)
+    net.op("mul", aside, end)
+    assert between(x, end) == {x, left, right, end}
+    assert between(x, end, net.scope("")) == {x, left, right, end}
+    assert between(x, left, net.scope("inner")) == {x, left}
+    assert between(end, end) == {end}
+    assert between(end, x) == between(left, right) == frozenset()
+
+
+def test_ways_do_not_leave_a_call() -> None:
+    """What they start from may stand outside."""
+    net = Written()
+    x = net.op("input")
+    outside = net.linear(x, "other")
+    inside = net.op("relu", outside, at="block")
+    end = net.op("add", inside, x, at="block")
+    assert between(x, end, net.scope("block")) == {x, end}
+    assert between(outside, end, net.scope("block")) == {outside, inside, end}
+    assert between(x, inside, net.scope("block")) == frozenset()
+
+
+def test_a_projected_shortcut_is_no_branch() -> None:
+    """``x + (g(x) + f(x))``: the sum inside looks like one with a projected shortcut, and x is not its branch."""
+    net = Written()
+    x = net.op("input")
+    g, f = net.linear(x, "block.g"), net.linear(net.linear(x, "block.f"), "block.f")
+    inner = net.op("add", g, f, at="block")
+    outer = net.op("add", x, inner, at="block")
+    found, _ = residual_adds(net.flow())
+    (add,) = (add for add in found if add.op is outer)
+    assert add.shortcut is add.source is x and add.branches == [inner]
+
+
+def test_parallel_branches_are_one_add() -> None:
+    net = Written()
+    x = net.op("input")
+    first = net.op("add", x, net.linear(x, "block.f"), at="block")
+    outer = net.op("add", first, net.linear(x, "block.g"), at="block")
+    (add,), _ = residual_adds(net.flow())
+    assert add.op is outer and add.inner == [first] and [op.scope.path for op in add.branches] == ["block.f", "block.g"]
+
+
+def test_what_is_used_before_the_second_branch_is_an_add_of_its_own() -> None:
+    net = Written()
+    x = net.op("input")
+    first = net.op("add", x, net.linear(x, "block.f"), at="block")
+    net.op("add", first, net.linear(x, "block.g"), at="block")
+    net.op("relu", first)
+    assert residual_adds(net.flow())[0][0].op is first
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8), (3, 8), (2, 1, 8)])
+def test_what_is_broadcast_is_no_state(shape: tuple[int, ...]) -> None:
+    net = Written()
+    x = net.op("input", shape=shape)
+    net.op("add", x, net.op("expand", net.linear(x, "block.f", shape)), at="block")
+    assert len(residual_adds(net.flow())[0]) == (shape == (2, 3, 8))
+
+
+@pytest.mark.parametrize("given", [("x", "residual"), ("x",), ("residual",), ()])
+def test_a_branch_of_the_block_before_is_added_where_a_call_gets_both(given: tuple[str, ...]) -> None:
+    """``x, residual = norm(x, residual)``: the branch has run before, and the state is a sum."""
+    net = Written()
+    x = net.op("input")
+    state = net.op("add", x, net.linear(x, "0.f"), at="0")
+    branch = net.linear(net.linear(state, "0.g"), "0.g")
+    net.scope("1").arguments = {name: [{"x": branch, "residual": state}[name]] for name in given}
+    added = net.op("add", branch, state, at="1")
+    net.op("mul", added, net.linear(added, "1.f"), at="1")
+    found = {add.op: add for add in residual_adds(net.flow())[0]}
+    assert (added in found) == (len(given) == 2)
+    if added in found:
+        assert found[added].shortcut is state and found[added].branches == [branch]
+
+
+def test_a_mask_that_each_block_adds_is_no_state() -> None:
+    """It is given to the call, like the branch, but no sum."""
+    net = Written()
+    mask = net.op("input")
+    branch = net.linear(net.linear(mask, "0.g"), "0.g")
+    net.scope("1").arguments = {"x": [branch], "mask": [mask]}
+    added = net.op("add", branch, mask, at="1")
+    net.op("mul", added, net.linear(added, "1.f"), at="1")
+    assert residual_adds(net.flow())[0] == []

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from flows import CODE, Written
 from written_nets import assert_right, written_net
+
+from rewire.passes.finding.chains import LONG, chains
+from rewire.passes.finding.flow import Op
 
 COLLECTED = "states = []\nfor block in self.blocks:\n    x = block(x)\n    states.append(x)\n"
 
@@ -33,3 +37,73 @@ def test_skips_in_one_forward() -> None:
 
 def test_skips_into_blocks_are_adds_of_the_stream() -> None:
     assert_right(written_net(body=COLLECTED + "for block in self.blocks:\n    x = block(x) + states.pop()"), adds=12)
+
+
+@pytest.mark.parametrize("last", ["relu", "layer_norm", ""])
+def test_what_follows_the_last_add_belongs_to_it_if_it_follows_the_others(last: str) -> None:
+    """All adds stand in one forward: the network's final norm does, too."""
+    net = Written()
+    x = net.op("input")
+    for number, name in enumerate(["relu", "relu", last]):
+        x = net.op("add", x, net.linear(x, f"layers.{number}"), place=(CODE, 0))
+        x = net.op(name, x) if name else x
+    (chain,), _ = chains(net.flow())
+    assert [[op.name for op in add.post] for add in chain.adds] == [["relu"], ["relu"], ["relu"] * (last == "relu")]
+
+
+def test_what_follows_the_last_add_is_compared_with_those_of_its_own_expression() -> None:
+    net = Written()
+    x = net.op("input")
+    x = net.op("add", x, net.linear(x, "first"), place=(CODE, 2))
+    for number in range(2):
+        x = net.op("relu", net.op("add", x, net.linear(x, f"layers.{number}"), place=(CODE, 0)))
+    (chain,), _ = chains(net.flow())
+    assert [[op.name for op in add.post] for add in chain.adds] == [[], ["relu"], ["relu"]]
+
+
+@pytest.mark.parametrize("last", ["layer_norm", "relu"])
+def test_what_a_block_does_behind_its_add_belongs_to_the_last_one_too(last: str) -> None:
+    """Whatever the other blocks do there; what follows the blocks does not."""
+    net = Written()
+    x = net.op("input")
+    for block, name in zip("012", ["layer_norm", "layer_norm", last], strict=True):
+        x = net.op("add", x, net.linear(x, f"{block}.f"), at=block)
+        x = net.op(name, x, at=f"{block}.norm")
+    net.op("layer_norm", x, at="norm")
+    (chain,), _ = chains(net.flow())
+    assert [[op.scope.path for op in add.post] for add in chain.adds] == [["0.norm"], ["1.norm"], ["2.norm"]]
+
+
+def test_a_skip_around_all_adds_of_a_forward_is_a_long_one() -> None:
+    net = Written()
+    x = first = net.op("input")
+    for number in range(3):
+        x = net.op("add", x, net.linear(x, f"layers.{number}"), place=(CODE, 0))
+    around = net.op("add", first, net.op("relu", x), place=(CODE, 2))
+    (chain,), rejected = chains(net.flow())
+    assert len(chain.adds) == 3 and {add.op: why for add, why in rejected.items()} == {around: LONG}
+
+
+def test_of_two_ways_on_the_longer_one_is_the_stream() -> None:
+    net = Written()
+    x = net.op("input")
+    x = net.op("add", x, net.linear(x, "0"))
+    net.op("add", x, net.linear(x, "aside"))
+    end = net.op("add", x, net.linear(x, "1"))
+    last = net.op("add", end, net.linear(end, "2"))
+    found, _ = chains(net.flow())
+    assert [add.op for add in found[0].adds] == [x, end, last]
+
+
+def test_a_stream_that_ends_in_the_code_of_another_is_cut_there() -> None:
+    """The last pass through a loop, whose state began anew, goes on with the stream of another name."""
+    net = Written()
+
+    def loop(x: Op) -> None:
+        for number in range(2):
+            x = net.op("add", x, net.linear(x, f"layers.{number}"), place=(CODE, 2 * number))
+
+    loop(net.op("input"))
+    x = net.op("input")
+    loop(net.op("add", x, net.linear(x, "first"), place=(CODE, 8)))
+    assert [len(chain.adds) for chain in chains(net.flow())[0]] == [2, 1, 2]

@@ -8,9 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from mixing import llama
-from models import NanoGPT, PostNorm, PreNorm, Stack, UNet, token_ids, vectors
+from models import NanoGPT, PostNorm, PreNorm, SeparateAttention, Stack, UNet, token_ids, vectors
 from torch import Tensor, nn
 
 import rewire
@@ -44,19 +43,10 @@ class Stop(Identity):
         return torch.zeros_like(grad)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o_proj(F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x)))
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.attn, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.attn, self.mlp = nn.LayerNorm(WIDTH), SeparateAttention(WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm(x))

@@ -1,0 +1,77 @@
+"""The command that checks implementations of schemes."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rewire import conformance
+from rewire.cli import output
+from rewire.cli.app import app
+from rewire.cli.arguments import imported, users_code
+from rewire.conformance.ours import ours
+from rewire.console import progress
+from rewire.errors import RewireError
+
+
+@app.command("conformance")
+def conformance_command(
+    scheme: Annotated[str | None, typer.Argument(help="Which scheme; without, all are listed.")] = None,
+    implementation: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODULE:CALLABLE",
+            help="Called without arguments, returns the implementation; without, rewire's own is checked.",
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Of the scheme, if it is not the paper's; repeatable."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where it is run.")] = "cpu",
+    vectors: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write the test cases of SCHEME, or of all, as files instead.")
+    ] = None,
+) -> None:
+    """Compare an implementation of a scheme with the paper's formulas, and name its mistake."""
+    if vectors is not None:
+        with progress(f"writing test cases to {vectors}"):
+            files = conformance.write(vectors, [scheme] if scheme else None)
+        typer.echo(f"wrote {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB, to {vectors}")
+        return
+    if scheme is None:
+        output.console().print(output.table("schemes", conformance.list_schemes()))
+        return
+    options = dict(map(_option, option or []))
+    made = ours(scheme, **options) if implementation is None else _made(implementation)
+    with progress(f"checking {scheme}"):
+        report = conformance.check(scheme, made, device=device, **options)
+    typer.echo(str(report))
+    raise typer.Exit(0 if report.agrees else 1)
+
+
+def _made(spec: str) -> conformance.Implementation:
+    module, _, name = spec.partition(":")
+    if not (module and name):
+        raise RewireError(f"'{spec}' names no implementation: give 'package.module:callable'.")
+    make = imported(module, name)
+    with users_code():
+        made: conformance.Implementation = make()
+    if not callable(made):
+        raise RewireError(
+            f"'{spec}' returned a {type(made).__name__}, not a function of hidden states, weights and branches."
+        )
+    return made
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise typer.BadParameter(f"'{text}' is no option: give NAME=VALUE, as in streams=2.")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value  # a word

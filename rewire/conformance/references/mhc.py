@@ -1,0 +1,143 @@
+"""mHC: manifold-constrained hyper-connections (arXiv 2512.24880).
+
+H starts as n copies of x_0, H [n, D]. Unit t, per token:
+
+    x'     = rms_norm(vec(H))                                           over all n D channels (eq. 7)
+    z_pre  = alpha_pre x' phi_pre + b_pre                               [n]
+    z_post = alpha_post x' phi_post + b_post                            [n]
+    z_res  = alpha_res x' phi_res + b_res                               [n, n]
+    H_pre  = sigmoid(z_pre),  H_post = 2 sigmoid(z_post)                (eq. 8)
+    H_res  = Sinkhorn-Knopp(z_res)                                      (eq. 8 and 9)
+    H'     = H_res H + H_post^T f_t(H_pre H)                            (eq. 3)
+
+H_res[o, i] takes stream i to stream o; its rows sum to 1. The output is the sum of the streams.
+
+Of other models: ``output`` "mean" (GLM-5 Next) or "learned", one more read H_pre H (DeepSeek-V4); ``eps``, added to
+H_pre and within Sinkhorn-Knopp (DeepSeek-V4: 1e-6); ``magnitude``, the 2 of H_post. ``residual`` is what H_res is:
+"sinkhorn", "identity" (Hunyuan V4, which adds eps to H_post, too), "permutations" (mHC-lite, arXiv 2601.05732),
+"cayley" (JPmHC, arXiv 2602.18308).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Weights = Mapping[str, Tensor]
+Kept = Callable[[Tensor], Tensor]
+
+DRAWN = {"phi_pre": "normal(0, 0.02)", "phi_post": "normal(0, 0.02)", "phi_res": "normal(0, 0.02)"}
+
+
+def parameters(
+    depth: int,
+    width: int,
+    attention: Collection[int] = (),
+    *,
+    streams: int = 4,
+    output: str = "sum",
+    residual: str = "sinkhorn",
+    **options: Any,
+) -> dict[str, Tensor]:
+    """The scales are those of the paper, the others those of DeepSeek-V4's code; the paper does not give them."""
+    n, f64 = streams, torch.float64
+    columns = {"sinkhorn": (n, n), "permutations": (math.factorial(n),), "cayley": (n * (n - 1) // 2,)}
+    sizes = {"pre": (n,), "post": (n,)} | ({"res": columns[residual]} if residual in columns else {})
+    found = {f"alpha_{kind}": torch.full((depth,), 0.01, dtype=f64) for kind in sizes}
+    found |= {f"b_{kind}": torch.zeros(depth, *size, dtype=f64) for kind, size in sizes.items()}
+    found |= {f"phi_{kind}": torch.full((depth, n * width, *size), math.nan, dtype=f64) for kind, size in sizes.items()}
+    if residual == "identity":
+        found["b_pre"] += math.log(1 / (n - 1))  # H_pre is 1/n, as in Hunyuan V4
+    if output == "learned":
+        found["last_alpha"] = torch.full((1,), 0.01, dtype=f64)
+        found["last_b"] = found["b_pre"][0].clone()
+        found["last_phi"] = torch.full((n * width, n), math.nan, dtype=f64)
+    return found
+
+
+def forward(
+    x: Tensor,
+    weights: Weights,
+    branches: Sequence[Any],
+    kept: Kept,
+    *,
+    streams: int = 4,
+    output: str = "sum",
+    iterations: int = 20,
+    residual: str = "sinkhorn",
+    magnitude: float = 2.0,
+    eps: float = 0.0,
+    norm_eps: float = 1e-6,
+) -> Tensor:
+    n, tokens = streams, range(len(x))
+    H = torch.stack([x] * n, 1)  # [N, n, D]
+    for t, branch in enumerate(branches):
+        w = {name: value[t] for name, value in weights.items() if not name.startswith("last")}
+        H_pre, H_post, H_res = [], [], []
+        for token in tokens:
+            normed = rms_norm(H[token].flatten(), norm_eps)  # eq. 7
+            z_pre = w["alpha_pre"] * (normed @ w["phi_pre"]) + w["b_pre"]
+            z_post = w["alpha_post"] * (normed @ w["phi_post"]) + w["b_post"]
+            H_pre.append(torch.sigmoid(z_pre) + eps)  # eq. 8
+            H_post.append(magnitude * torch.sigmoid(z_post) + (eps if residual == "identity" else 0))
+            if residual == "identity":
+                H_res.append(torch.eye(n, dtype=x.dtype))
+                continue
+            z_res = w["alpha_res"] * torch.tensordot(normed, w["phi_res"], 1) + w["b_res"]
+            if residual == "sinkhorn":
+                H_res.append(sinkhorn(z_res, iterations, eps))  # eq. 9
+            else:
+                H_res.append(permutations(z_res, n) if residual == "permutations" else cayley(z_res, n))
+        read = torch.stack([sum(H_pre[token][i] * H[token, i] for i in range(n)) for token in tokens])
+        f = branch(read)
+        new = []
+        for token in tokens:  # eq. 3
+            mixed = [sum(H_res[token][o, i] * H[token, i] for i in range(n)) for o in range(n)]
+            new.append(torch.stack([mixed[o] + H_post[token][o] * f[token] for o in range(n)]))
+        H = kept(torch.stack(new))
+    if output == "learned":
+        return torch.stack([last_read(H[token], weights, eps, norm_eps) for token in tokens])
+    return H.sum(1) if output == "sum" else H.mean(1)
+
+
+def last_read(H: Tensor, weights: Weights, eps: float, norm_eps: float) -> Tensor:
+    normed = rms_norm(H.flatten(), norm_eps)
+    gates = torch.sigmoid(weights["last_alpha"] * (normed @ weights["last_phi"]) + weights["last_b"]) + eps
+    return gates @ H
+
+
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x**2).mean() + eps)
+
+
+def sinkhorn(z: Tensor, iterations: int, eps: float) -> Tensor:
+    """eq. 9: M <- T_r(T_c(M)), T_c dividing columns and T_r rows by their sums, from M = exp(z)."""
+    M = torch.exp(z - z.max())  # a factor that the first division removes
+    for iteration in range(iterations):
+        if iteration == 0:  # DeepSeek-V4 adds eps behind this division, and inside all others
+            M = M / M.sum(0, keepdim=True) + eps
+        else:
+            M = M / (M.sum(0, keepdim=True) + eps)
+        M = M / (M.sum(1, keepdim=True) + eps)
+    return M
+
+
+def permutations(z: Tensor, n: int) -> Tensor:
+    """sum_k softmax(z)_k P_k over the permutations in lexicographic order, P[o, order[o]] = 1."""
+    shares, total = torch.softmax(z, 0), torch.zeros(n, n, dtype=z.dtype)
+    for share, order in zip(shares, itertools.permutations(range(n)), strict=True):
+        total = total + share * torch.eye(n, dtype=z.dtype)[list(order)]
+    return total
+
+
+def cayley(z: Tensor, n: int) -> Tensor:
+    """(I - A/2)^-1 (I + A/2), where the skew A has z above its diagonal, row by row."""
+    A, eye = torch.zeros(n, n, dtype=z.dtype), torch.eye(n, dtype=z.dtype)
+    for value, (i, j) in zip(z, itertools.combinations(range(n), 2), strict=True):
+        A = A + value * (torch.outer(eye[i], eye[j]) - torch.outer(eye[j], eye[i]))
+    return torch.linalg.solve(eye - A / 2, eye + A / 2)

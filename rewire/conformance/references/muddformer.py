@@ -1,0 +1,76 @@
+"""MUDDFormer: multiway dynamic dense connections (arXiv 2502.12170, Section 2).
+
+    A_t = gelu(rms_norm(x_{t-1}) W1_t) W2_t + a_t                       (eq. 6)
+    r_t = sum_{i<t} A_ti x_i                                            (eq. 5)
+    x_t = r_t + f_t(r_t)
+
+Where an attention begins there are four such sums, for q, k, v and the residual (eq. 7 and 8), whose weights come
+from one hidden layer; elsewhere one. Unit 1 reads x_0; the output is one more sum. The hidden layer has as many units
+as it computes weights. Without the norms of eq. 10. Not in the paper: ``block=S``, sums over x_0, x_S, x_2S, .. and
+x_{t-1} alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Weights = Mapping[str, Tensor]
+Kept = Callable[[Tensor], Tensor]
+
+DRAWN = {"W1": "normal(0, 1 / sqrt(D))"}
+
+
+def parameters(
+    depth: int, width: int, attention: Collection[int] = (), *, block: int | None = None
+) -> dict[str, Tensor]:
+    """``a`` [T, C, n], ``W1`` [T, D, C, n], ``W2`` [T, C, n, C, n]: row t - 2 is that of the reads t = 2..T+1, each of
+    which uses as many of the C = 4 ways and n sources as it has.
+    """
+    most, f64 = len(sources(depth + 1, block)), torch.float64
+    a = torch.zeros(depth, 4, most, dtype=f64)
+    for t in range(2, depth + 2):
+        a[t - 2, :, len(sources(t, block)) - 1] = 1  # the newest
+    W1 = torch.full((depth, width, 4, most), math.nan, dtype=f64)
+    return {"a": a, "W1": W1, "W2": torch.zeros(depth, 4, most, 4, most, dtype=f64)}
+
+
+def forward(
+    x: Tensor,
+    weights: Weights,
+    branches: Sequence[Any],
+    kept: Kept,
+    *,
+    block: int | None = None,
+    norm_eps: float = 1e-6,
+) -> Tensor:
+    def read(t: int, ways: int) -> list[Tensor]:
+        numbers = sources(t, block)
+        if t == 1:
+            return [x] * ways
+        n, last = len(numbers), states[t - 1]
+        normed = last / torch.sqrt((last**2).mean(-1, keepdim=True) + norm_eps)
+        W1, W2 = weights["W1"][t - 2, :, :ways, :n], weights["W2"][t - 2, :ways, :n, :ways, :n]
+        hidden = torch.nn.functional.gelu(torch.tensordot(normed, W1, 1))  # [N, C, n]
+        A = torch.tensordot(hidden, W2, 2) + weights["a"][t - 2, :ways, :n]  # eq. 6
+        return [sum(A[:, way, j, None] * states[i] for j, i in enumerate(numbers)) for way in range(ways)]  # eq. 5
+
+    states = [x]
+    for t, branch in enumerate(branches, start=1):
+        if branch.attention:
+            q, k, v, r = read(t, 4)  # eq. 7 and 8
+            f = branch(q, k, v, r)
+        else:
+            (r,) = read(t, 1)
+            f = branch(r)
+        states.append(kept(r + f))
+    return read(len(branches) + 1, 1)[0]
+
+
+def sources(t: int, block: int | None) -> list[int]:
+    """The i of the states that are read."""
+    return [i for i in range(t) if i % (block or 1) == 0 or i == t - 1]

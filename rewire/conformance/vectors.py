@@ -1,0 +1,99 @@
+"""The test cases as files, for implementations that are not called from Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rewire.conformance.cases import KINDS, Case, cases
+from rewire.conformance.checker import expected
+from rewire.conformance.running import Branch, of_reference, run
+from rewire.conformance.schemes import Reference, list_schemes, reference
+
+#: Options of which there are files, beside the paper's.
+VARIANTS: Mapping[str, tuple[dict[str, Any], ...]] = {
+    "mhc": ({"output": "learned", "eps": 1e-6}, {"output": "mean", "eps": 1e-6, "norm_eps": 1e-5}),
+    "attnres": ({"block": 2}, {"qkv": True, "block": 2, "normed": True}),
+    "dca": ({"last": 1},),
+    "residual-scale": ({"branch": True, "bias": True},),
+}
+
+
+def write(folder: str | Path, schemes: list[str] | None = None) -> list[Path]:
+    """Write the cases, one file for each, ``<folder>/<scheme>/<options>/<case>.safetensors``.
+
+    The same bytes on each run with one version of torch on one kind of processor. Inputs and weights are the same
+    everywhere; what follows from them may differ elsewhere in the last digits of float64.
+
+    Args:
+        folder: where to.
+        schemes: which; all if not given.
+
+    Returns:
+        The files.
+
+    Example:
+        >>> files = rewire.conformance.write("vectors", ["residual"])
+        >>> files[0].parts[-1]
+        'typical.safetensors'
+    """
+    written = []
+    for name in schemes or list_schemes():
+        known = reference(name)
+        for options in ({}, *VARIANTS.get(name, ())):
+            for case in cases(known, options):
+                path = Path(folder, name, _called(options), f"{case.name.replace(' ', '-')}.safetensors")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # A single entry: several would be written in an order that changes from run to run.
+                save_file(tensors(known, case), path, {"case": json.dumps(about(known, case), sort_keys=True)})
+                written.append(path)
+    return written
+
+
+def tensors(known: Reference, case: Case) -> dict[str, Tensor]:
+    """Everything about a case, float64."""
+    states: list[Tensor] = []
+
+    def noted(state: Tensor) -> Tensor:
+        states.append(state.detach())
+        return state
+
+    found = {"x": case.x, "upstream": case.upstream, "outer": case.outer}
+    found |= {f"weights.{name}": value for name, value in case.weights.items()}
+    computed = run(of_reference(known, case.options, noted), case, torch.float64)
+    start = known.parameters(case.depth, case.x.shape[-1], case.attention, **case.options)
+    found |= {f"start.{name}": value for name, value in start.items() if not value.isnan().any()}
+    for t in range(1, case.depth + 1):
+        found[f"inner.{t}"] = case.inner[t - 1]
+        reads = [value for name, value in computed.items() if f"{name}.".startswith(f"reads.{t}.")]
+        found[f"returns.{t}"] = Branch(t in case.attention, case.inner[t - 1], case.outer[t - 1], [])(*reads)
+    found |= {f"states.{t}": state for t, state in enumerate(states, start=1)}
+    return {name: value.contiguous().clone() for name, value in (found | computed).items()}
+
+
+def about(known: Reference, case: Case) -> dict[str, Any]:
+    """What else is to be known of a case, as JSON."""
+    low = KINDS[case.name].low
+    allowed = {"float32": expected(known, case, torch.float32)[1]}
+    if low:
+        allowed["bfloat16"] = expected(known, case, torch.bfloat16)[1]
+    return {
+        "scheme": known.name,
+        "source": known.source,
+        "case": case.name,
+        "why": KINDS[case.name].why,
+        "options": {name: case.options[name] for name in known.options},
+        "attention": sorted(case.attention),
+        "drawn": {name: how for name, how in known.drawn.items() if name in case.weights},
+        "allowed": allowed,
+    }
+
+
+def _called(options: Mapping[str, Any]) -> str:
+    return "-".join(f"{name}={value}" for name, value in options.items()) or "paper"

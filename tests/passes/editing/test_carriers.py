@@ -1,0 +1,71 @@
+"""Which calls carry a trunk's stream, and which of their functions are opened."""
+
+from __future__ import annotations
+
+import torch
+from written_nets import BLOCK, BODY, written_input, written_net
+
+from rewire.passes.editing.carriers import Carriers
+from rewire.passes.editing.sources import Sources
+from rewire.passes.find import find
+from rewire.passes.prepare import prepare
+
+
+def carriers(block: str = BLOCK, body: str = BODY, others: set[str] = frozenset()) -> Carriers:  # type: ignore[assignment]
+    """Of the one trunk of a net of three blocks."""
+    torch.manual_seed(0)
+    finding = find(prepare(written_net(block, body), (written_input(),)), "run").evaluation
+    (name,) = finding.trunks
+    codes = {op.scope.path: op.scope.code for op in finding.flow}
+    return Carriers(finding, name, Sources({}, {}), {(path, codes[path]) for path in others})
+
+
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def opened(found: Carriers) -> list[str]:
+    return [scope.path for scope in found.entered]
+
+
+def test_blocks_are_opened_and_what_calls_them_is_not() -> None:
+    found = carriers()
+    assert [scope.path for scope in found.scopes] == ["", *BLOCKS]
+    assert opened(found) == BLOCKS
+    assert found.begin.path == "blocks.0"
+
+
+def test_stages_count_the_adds_before_a_value() -> None:
+    found = carriers()
+    states = [found.chain.entry, *(add.op for add in found.adds)]
+    assert [found.stage[state] for state in states] == list(range(7))
+    assert found.on_way == {add.op for add in found.adds} and not found.in_post
+
+
+def test_what_is_read_behind_the_last_add_opens_nothing() -> None:
+    """The trunk has ended: the value is a tensor."""
+    assert opened(carriers(body=f"{BODY}\nx = torch.tanh(x) * x.mean()")) == BLOCKS
+
+
+def test_what_is_read_between_the_blocks_opens_the_function_that_reads_it() -> None:
+    body = "for block in self.blocks:\n    x = block(x)\n    self.seen = x.mean()"
+    assert opened(carriers(body=body)) == ["", *BLOCKS]
+
+
+def test_what_is_read_before_the_first_add_opens_nothing() -> None:
+    assert opened(carriers(body=f"self.seen = x.mean()\n{BODY}")) == BLOCKS
+
+
+def test_a_post_is_yet_to_be_made_of_a_sum() -> None:
+    found = carriers("x = torch.tanh(x + self.f(x))\nreturn torch.tanh(x + self.g(x))")
+    assert found.in_post == {add.op for add in found.adds}
+    assert found.on_way == {op for add in found.adds for op in (add.op, *add.post)}
+    assert opened(found) == BLOCKS
+
+
+def test_functions_that_other_trunks_open_are_opened() -> None:
+    assert opened(carriers(others={""})) == ["", *BLOCKS]
+
+
+def test_adds_in_the_function_that_calls_the_branches_open_that_one_alone() -> None:
+    found = carriers(body="for block in self.blocks:\n    x = x + block.f(x)")
+    assert opened(found) == [""] and found.begin.path == ""
