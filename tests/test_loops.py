@@ -391,6 +391,7 @@ def test_checkpointed_passes(cls: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [Recurrent, Summed, Raven, Hierarchical, Tiny])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
 def test_compiled_whole(cls: Any) -> None:
     model, x = made(cls)
     rewired = perturbed(rewire.compile(model, "hc-dynamic", loop="restart", example_inputs=(x,)))
