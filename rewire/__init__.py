@@ -53,8 +53,7 @@ from rewire.topologies import (
     register_topology,
 )
 from rewire.training import parameter_groups, sparsity_penalty
-
-__version__ = "0.2.0"
+from rewire.version import __version__ as __version__
 
 show_those_of_the_environment()
 

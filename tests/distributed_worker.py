@@ -281,7 +281,7 @@ def other_recipes() -> None:
     shapes = (("ancre-ingoing", {}), ("muddformer", {}))
     for own in (True, False):
         in_seconds("rank 1 has topology muddformer where", lambda own=own: shard(differing(*shapes), own_group=own)(x))
-    with mock.patch("rewire.__version__", f"0.{dist.get_rank()}"):
+    with mock.patch("rewire.ranks.meeting.__version__", f"0.{dist.get_rank()}"):
         in_seconds("rank 1 has rewire 0.1 where rank 0 has 0.0", lambda: shard(make())(x))
 
 

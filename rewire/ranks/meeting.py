@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from rewire.errors import RewireError
 from rewire.torch_internals import default_store
+from rewire.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -50,8 +51,6 @@ def store_of(name: str) -> Store:
 
 def facts_of(trunks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What must agree, as plain data: the version of rewire, and for each trunk its recipe."""
-    from rewire import __version__
-
     facts = {"rewire": __version__, "trunks": trunks}
     plain: dict[str, Any] = json.loads(json.dumps(facts, sort_keys=True, default=lambda value: type(value).__name__))
     return plain

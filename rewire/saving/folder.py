@@ -25,6 +25,7 @@ from rewire.errors import RewireError, WrappedModel
 from rewire.files import make_folder, staged, token_of, tokens
 from rewire.runtime.connection import Connection, SeparateNorms, learned_connections, parsed
 from rewire.saving.recipes import described, difference, first_line, is_recipe, rewired_by
+from rewire.version import __version__
 
 RECIPE = "rewire.json"
 #: The version of the folder's format. Raise it whenever older files would be read as something else.
@@ -64,7 +65,7 @@ def save(
     _check_savable(state)
     recipe = {
         "format": _FORMAT,
-        "versions": {"rewire": _version(), "torch": str(torch.__version__)},
+        "versions": {"rewire": __version__, "torch": str(torch.__version__)},
         "model": type(model).__name__,
         "start": next(iter(found.values())).start,
         "trunks": described(model),
@@ -168,12 +169,6 @@ def _check_savable(state: dict[str, Tensor]) -> None:
             raise RewireError(f"'{name}' is on the meta device: there is nothing to save.")
 
 
-def _version() -> str:
-    from rewire import __version__
-
-    return __version__
-
-
 def _part(model: nn.Module, weights: Part) -> dict[str, Tensor]:
     """Entries of the state dict, the parameters and buffers themselves."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
@@ -267,7 +262,7 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
         raise RewireError(f"'{path}' is damaged: {type(error).__name__}: {first_line(error)}") from error
     if form != _FORMAT:
         raise RewireError(
-            f"'{path}' cannot be read by rewire {_version()} (- saved, + here):"
+            f"'{path}' cannot be read by rewire {__version__} (- saved, + here):"
             + difference([f"format: {form}", f"versions: {recipe.get('versions')}"], [f"format: {_FORMAT}"])
         )
     damage = _damage(recipe)

@@ -1,0 +1,3 @@
+"""The version of rewire."""
+
+__version__ = "0.2.0"
