@@ -25,3 +25,11 @@ def test_a_branch_that_is_a_number_in_some_calls(block: str, topology: str) -> N
     for length in (3, 2):
         given = (torch.randn(2, length, WIDTH),)
         assert_close(evaluate(net, given, {}), evaluate(rewired, given, {}), 1e-5, 1e-4)
+
+
+@pytest.mark.parametrize("topology", ["residual", "ancre-ingoing", "hc-static"])
+def test_parallel_branches_in_two_statements_keep_the_factor_of_the_first(topology: str) -> None:
+    net = written_net("h = self.f(x)\ny = torch.add(x, h, alpha=0.5)\nreturn y + self.g(x)")
+    rewired = rewire.compile(net, topology, example_inputs=(written_input(),), validate=False)
+    given = (torch.randn(2, 3, WIDTH),)
+    assert_close(evaluate(net, given, {}), evaluate(rewired, given, {}), 1e-5, 1e-4)
