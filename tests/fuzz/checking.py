@@ -13,11 +13,11 @@ from unittest import mock
 import numpy as np
 import torch
 from comparing import operations, tensors_in
-from fuzz.nets import WIDTH, Net
 from mixing import autograd_alone, learned
 from torch import Tensor, nn
 
 import rewire
+from fuzz.nets import WIDTH, Net
 from rewire.copies import ByPlace
 from rewire.kernels.cpu import plain
 

@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fuzz import twins
 from hypothesis import strategies as st
 from torch import nn
+
+from fuzz import twins
 
 WIDTH = 8
 

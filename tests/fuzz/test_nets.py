@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+
 from fuzz.checking import check
 from fuzz.nets import Net, nets
-from hypothesis import HealthCheck, given, settings
 
 
 @pytest.fixture(scope="module")

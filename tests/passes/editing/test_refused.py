@@ -24,7 +24,6 @@ def test_a_sum_that_is_not_itself_the_operand_of_the_next(block: str) -> None:
 @pytest.mark.parametrize(
     ("block", "runs", "others"),
     [
-        ("h = x\nfor f in (self.f, self.g):\n    x = x + f(h)\nreturn x", 2, 1),
         ("h, y = [x, self.f(x)], x\nfor a in h[::-1]:\n    y = a + y\nreturn y", 2, 1),
         ("y = [x]\nfor f in (self.f, self.g, self.f):\n    y.append(y[0] + f(y[-1]))\nreturn y[-1]", 3, 2),
     ],
