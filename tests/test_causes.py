@@ -1049,9 +1049,29 @@ class OneStep(OneStart):
         return x * y
 
 
-def test_a_function_that_adds_for_two_streams_is_refused() -> None:
-    with pytest.raises(rewire.EditError, match="adds to another trunk, too"):
-        rewire.compile(OneStep(), "residual", example_inputs=(vectors(),))
+class OneStepCut(OneStep):
+    """The same, where gradients of the first of them are cut: it is left alone."""
+
+    def step(self, layer: nn.Module, x: Tensor) -> Tensor:
+        if layer in self.left:
+            x = x.detach()
+        return x + layer(x)
+
+
+class OneStepOnce(OneStep):
+    """The same, where the first of them is a single add: there is nothing to connect it with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.left[1:]
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("model", [OneStep, OneStepCut, OneStepOnce])
+def test_a_function_that_adds_for_two_streams_is_refused(model: type[nn.Module], validate: bool) -> None:
+    """It would begin the stream of one with the other's tensor, whether that one is connected or not."""
+    with pytest.raises(rewire.EditError, match="adds to another stream, too"):
+        rewire.compile(model(), "residual", example_inputs=(vectors(),), validate=validate)
 
 
 class Siamese(nn.Module):

@@ -309,7 +309,7 @@ class History:
         table, first = self.table, self.table.first[number]
         rows, scores = table.rows[number], self._scores_of(number)
         ways, count = rows.shape[:2]
-        by_torch = not scores and torch.compiler.is_compiling() and not switch.uses_kernels(self.states[0])
+        by_torch = len(scores) == 0 and torch.compiler.is_compiling() and not switch.uses_kernels(self.states[0])
         if self.claims is None or by_torch:
             if ways == 1:
                 return [Mix(self.states[:count], rows[0], scores)]

@@ -392,7 +392,8 @@ def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:
     branch, kind = named(add)
     name = f"{block}.{branch}" if block else branch
     post = tuple(dict.fromkeys(_called_in(op, block, len(scopes)) for op in add.post))
-    site = Site(name, block, branch, kind, post, *channels_of(add, list(_readers(flow, add.state))), add.affine)
+    affine = add.affine and flow.held.keys().isdisjoint(add.post)  # not in place: the value before would be lost
+    site = Site(name, block, branch, kind, post, *channels_of(add, list(_readers(flow, add.state))), affine)
     for pattern in reversed(patterns):
         site = dataclasses.replace(site, kind=pattern.kind(site))
     return site

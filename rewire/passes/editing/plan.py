@@ -168,10 +168,12 @@ class _Planner:
             starts = trunk != self.name and function.begins.get(trunk) == (name,)
             if starts and isinstance(other, Parameter) and other.item == item:
                 raise EditError(f"'{name}' at {function.text.where()} is where another trunk starts, too: '{trunk}'")
-        for trunk, chain in self.found.chains.items():
-            for call in (call for add in chain.adds for call in add.op.scope.chain()):
+        places = {(add.op.scope.path, add.op.place) for add in self.adds if add.op.place is not None}
+        own = {op for chain in self.found.passes(self.name) for add in chain.adds for op in (add.op, *add.inner)}
+        for op in (op for op in self.flow if (op.scope.path, op.place) in places and op not in own):
+            for call in op.scope.chain():
                 if (call.path, call.code) == (scope.path, scope.code) and call not in self.carriers.scopes:
-                    raise EditError(f"the function at {function.text.where()} adds to another trunk, too: '{trunk}'")
+                    raise EditError(f"the function at {function.text.where()} adds to another stream, too")
 
     def _number_made(self, value: Op, scope: Scope) -> int | None:
         """Which of several tensors that an expression in ``scope`` makes ``value`` is; None if it is the only one."""
