@@ -330,11 +330,13 @@ def test_biases_of_generalised_residual_networks(
         connection.b.copy_(torch.randn(connection.b.shape))  # type: ignore[operator, union-attr]
     rewire.plot(model, tmp_path / "b.png", "bars")
     assert [ax.get_title() for ax in figures[0].axes] == ["unit 1", "unit 2", "unit 3", "output"]
-    for t, (ax, read) in enumerate(zip(figures[0].axes, connection.effective(), strict=True), start=1):
-        heights = [bar.get_height() for bar in ax.patches]  # type: ignore[attr-defined]
-        b = read.b[0] if read.b.dim() == 3 else read.b[0, :, None]
+    topology, dims = connection.layout.topology, connection.layout.dims
+    biases = connection.values()["b"].split(topology.sizes(dims))  # type: ignore[attr-defined]
+    for t, (ax, b) in enumerate(zip(figures[0].axes, biases, strict=True), start=1):
+        heights = [bar.get_height() for bar in ax.patches]
         stack = [0, *range(1, t)] if last is None else {1: [0], 2: [0, 1], 3: [0, 1, 2], 4: [0, 1, 1, 2]}[t]
-        assert heights == pytest.approx(b.double().quantile(0.5, -1)[stack].tolist())
+        of_channels = b.double() if b.dim() == 2 else b.double()[:, None]
+        assert heights == pytest.approx(of_channels.quantile(0.5, -1)[stack].tolist())
 
 
 def test_plots_of_what_has_no_weights(tmp_path: Path) -> None:
