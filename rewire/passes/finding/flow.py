@@ -14,6 +14,7 @@ from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rewire.trunk import LeftAlone
@@ -241,8 +242,12 @@ def plain_name(name: str) -> str:
 
 
 def makes_alike(name: str) -> bool:
-    """Whether an operation makes a tensor of another one's shape, and not of its values: ``zeros_like``."""
-    return name.endswith("_like") or name in _NEW
+    """Whether an operation makes a tensor of another one's shape, and not of its values: ``zeros_like``.
+
+    Not among several processes: there it may be made for a collective, which fills it with values unseen.
+    """
+    alone = not (dist.is_available() and dist.is_initialized())
+    return alone and (name.endswith("_like") or name in _NEW)
 
 
 def common(first: list[Any], second: list[Any]) -> list[Any]:

@@ -1,0 +1,1 @@
+"""What mixes are timed beside: pieces of work, other libraries, and the table."""
