@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from on_mixes.peers import Implementation
-from on_mixes.workloads import EAGER, OURS, Workload
 from rich import box
 from rich.table import Table
 from torch import Tensor, nn
 
+from on_mixes.peers import Implementation
+from on_mixes.workloads import EAGER, OURS, Workload
 from rewire.bench import harness
 from rewire.bench.harness import Passes, Timing
 from rewire.passes.validating.tensors import relative_error

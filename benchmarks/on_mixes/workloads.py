@@ -10,10 +10,10 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from on_mixes import peers
-from on_mixes.peers import Implementation, Results
 from torch import Tensor, nn
 
+from on_mixes import peers
+from on_mixes.peers import Implementation, Results
 from rewire.mixes.attended import AttendedTable
 from rewire.mixes.history import Table
 from rewire.mixes.mix import mix, pending_mix, softmax
