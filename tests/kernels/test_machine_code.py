@@ -346,8 +346,9 @@ def test_every_kernel_of_a_trunk(case: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Kernel, "launch", note)
     found = passes.measure(make_topology(name, options), depth)["kernels"]
-    kernels = {made_for(one): one for one in found if made_for(one)}  # the others below
-    for (spec, backward, _), call in kernels.items():
+    grids = [(made_for(one), one) for one in found if made_for(one)]  # the others below
+    kernels = {(g.spec, g.backward, g.block_rows, g.block_cols, g.warps): one for g, one in grids}
+    for (spec, backward, *_), call in kernels.items():
         kernel = compiled(call, TARGETS["sm_90"])
         text, about = kernel.asm["ptx"], f"{'backward' if backward else 'forward'} of {spec}"
         channel = spec.probe and spec.weights == "channel"
