@@ -30,6 +30,7 @@ class Site:
         kind: ``attention``, ``cross-attention``, ``ffn``, ``parallel``, ``conv`` or ``branch``.
         post: modules and operations between the add and the new state (post-norm, ``relu(x + f)``).
         affine: whether these only scale the state and add to it (``l * x + m * x0`` between blocks).
+        in_place: whether these write to the sum.
         width: channels of the stream; None if the structure does not tell.
         channel_dim: dimension of the channels: -1 where they come last, -3 in an image.
     """
@@ -42,6 +43,7 @@ class Site:
     width: int | None = None
     channel_dim: int = -1
     affine: bool = False
+    in_place: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

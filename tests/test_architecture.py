@@ -110,5 +110,6 @@ ROOMS = {
         "torch_internals.py",
         "training.py",
         "trunk.py",
+        "version.py",
     ),
 }

@@ -115,6 +115,7 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
         )
     resolved = topology.granularity if granularity == "auto" else granularity
     separate = resolved == "sublayer" or trunk.post_norm or trunk.blocks == 1
+    separate |= any(site.in_place for site in trunk.sites)  # of a sum inside a unit, what was read would be written to
     units = tuple(range(1, len(trunk.sites) + 1)) if separate else trunk.units
     attention = _attention_units(trunk, topology, units)
     return Layout(trunk.name, topology, units, trunk.width, attention, trunk.channel_dim, trunk.posts, trunk.loops)

@@ -322,8 +322,8 @@ def _agree(evaluation: Finding, training: Finding) -> None:
             for finding in (evaluation, training):
                 finding.chains[name].adds[-1].post = []
         agreed = [
-            dataclasses.replace(site, post=post, affine=bool(post) and scales)
-            for (site, _), post, scales in zip(sites, posts, affine, strict=True)
+            dataclasses.replace(mine, post=post, affine=bool(post) and scales, in_place=mine.in_place or yours.in_place)
+            for (mine, yours), post, scales in zip(sites, posts, affine, strict=True)
         ]
         evaluation.trunks[name] = dataclasses.replace(one, sites=tuple(agreed))
 
@@ -392,8 +392,10 @@ def _site(flow: Flow, add: Add, patterns: Sequence[Pattern] = ()) -> Site:
     branch, kind = named(add)
     name = f"{block}.{branch}" if block else branch
     post = tuple(dict.fromkeys(_called_in(op, block, len(scopes)) for op in add.post))
-    affine = add.affine and flow.held.keys().isdisjoint(add.post)  # not in place: the value before would be lost
-    site = Site(name, block, branch, kind, post, *channels_of(add, list(_readers(flow, add.state))), affine)
+    in_place = not flow.held.keys().isdisjoint(add.post)
+    site = Site(
+        name, block, branch, kind, post, *channels_of(add, list(_readers(flow, add.state))), add.affine, in_place
+    )
     for pattern in reversed(patterns):
         site = dataclasses.replace(site, kind=pattern.kind(site))
     return site
