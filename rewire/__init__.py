@@ -3,6 +3,7 @@
 model = rewire.compile(model, topology="ancre-ingoing")
 """
 
+from rewire import conformance as conformance
 from rewire.backend import Backend
 from rewire.compiler import compile, inspect
 from rewire.diagnostics.measure import diagnose
