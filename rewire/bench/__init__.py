@@ -1,1 +1,1 @@
-"""Workloads, other implementations to compare with, and the timing of both: `rewire bench`."""
+"""How long models take, plain and rewired, measured in turn: `rewire bench`."""

@@ -327,9 +327,7 @@ class Depth:
             OutOfOrder: ``shortcut`` is not the value of a stream of this function.
             WidthMismatch: a branch has another shape than the stream.
         """
-        live = self._holding(shortcut)
-        value = shortcut if live is None else live.values[0]
-        given = [_tensor_of(branch, shortcut, value) for branch in branches]
+        given = [self._branch(branch, shortcut) for branch in branches]
         if not self.live and all(entry.outside and not entry.begins for entry in self.entries):
             return _plain_sum(shortcut, given, alpha)  # a call without a stream; a lost one is missed at its end
         if more or (of > 1 and len(self._shortcut(shortcut)[1]) + len(given) < of):
@@ -343,6 +341,16 @@ class Depth:
         self.live.remove(live)
         self._check_count(live, True)
         return live.stream
+
+    def _branch(self, branch: Any, shortcut: Tensor) -> Tensor:
+        """What is added to a shortcut, as a tensor: a branch that is skipped may be the number 0."""
+        if isinstance(branch, Tensor):
+            return branch
+        if callable(branch):  # the shortcut may be the stream's value in other dimensions, to which rows are added
+            live, rows = self._holding(shortcut), branch(torch.zeros_like(shortcut))
+            added: Tensor = rows.view_as(shortcut if live is None else live.values[0])
+            return added
+        return torch.as_tensor(branch, dtype=shortcut.dtype, device=shortcut.device)
 
     def _shortcut(self, shortcut: Tensor) -> tuple[Live, tuple[Tensor, ...]]:
         """The stream whose value a shortcut is, and the branches that were added to it already."""
@@ -585,19 +593,6 @@ def _root(x: Tensor) -> Tensor:
     """What a view is a view of."""
     base = viewed(x)
     return x if base is None else base
-
-
-def _tensor_of(branch: Any, shortcut: Tensor, value: Tensor) -> Tensor:
-    """What is added to a shortcut, as a tensor: a branch that is skipped may be the number 0.
-
-    The shortcut may be the stream's value in other dimensions, to which rows are added.
-    """
-    if isinstance(branch, Tensor):
-        return branch
-    if callable(branch):
-        rows: Tensor = branch(torch.zeros_like(shortcut))
-        return rows.view_as(value)
-    return torch.as_tensor(branch, dtype=shortcut.dtype, device=shortcut.device)
 
 
 def _scaled(branches: list[Tensor], alpha: float) -> list[Tensor]:

@@ -105,11 +105,10 @@ class SeparateInputs:
             what = what[projection]
         if isinstance(what, tuple):
             return lambda value: self._fused(projection, Fused(*what), value)
-        by_position = what if what == "qkv" else what[:1]
         by_name = {"query": "q", "key": "k", "value": "v"} if what == "qkv" else None
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = [self._input(value, way) for value, way in zip(args, by_position, strict=False)]
+            given = [self._input(value, way) for value, way in zip(args, what, strict=False)]
             ways = dict.fromkeys(kwargs, what) if by_name is None else by_name
             named = {name: self._input(kwargs[name], ways[name]) for name in kwargs.keys() & ways.keys()}
             return projection(*given, *args[len(given) :], **{**kwargs, **named})
