@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 from on_mixes import comparison, workloads
+from on_mixes.chart import plot_rates
 from rich.console import Console
 from rich.progress import track
 
 from rewire.bench import harness
-from rewire.plotting import plot_rates
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Pictures of learned weights and of benchmarks. Needs matplotlib: ``pip install 'rewire[viz]'``."""
 
 from rewire.plotting.bars import plot_bars
-from rewire.plotting.charts import plot_curves, plot_differences, plot_rates, plot_times
+from rewire.plotting.charts import plot_curves, plot_differences, plot_times
 from rewire.plotting.weights import plot_arcs, plot_heatmap
 
 __all__ = [
@@ -10,6 +10,5 @@ __all__ = [
     "plot_curves",
     "plot_differences",
     "plot_heatmap",
-    "plot_rates",
     "plot_times",
 ]

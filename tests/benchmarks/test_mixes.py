@@ -9,6 +9,7 @@ import matplotlib.image
 import pytest
 import torch
 from on_mixes import comparison, workloads
+from on_mixes.chart import plot_rates
 from on_mixes.comparison import Row
 from on_mixes.peers import Implementation, status
 from rich.console import Console
@@ -18,7 +19,6 @@ from rewire.bench import harness
 from rewire.bench.harness import Passes, Timing
 from rewire.kernels import switch
 from rewire.kernels.kernel import Kernel, Launch
-from rewire.plotting import plot_rates
 
 CPU = torch.device("cpu")
 SIZES = workloads.Sizes(1, 6, 16, torch.float32, CPU)
