@@ -97,13 +97,14 @@ read what is said of it. If a row is wrong, or out of date, please open an issue
 
 
 def table(rows: list[dict[str, Any]], with_scheme: bool) -> list[str]:
-    columns = ["project", "version", "where", *(["scheme"] if with_scheme else []), "options", "result"]
+    columns = ["project", *(["scheme"] if with_scheme else []), "result", "where", "options"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
         options = ", ".join(f"`{name}={value!r}`" for name, value in row["options"].items())
-        cells = [row["project"], row["version"], f"`{row['what']}`"]
-        cells += [f"[{row['scheme']}]({row['scheme']}.md)"] if with_scheme else []
-        lines.append(f"| {' | '.join([*cells, options, result(row)])} |")
+        scheme = [f"[{row['scheme']}]({row['scheme']}.md)"] if with_scheme else []
+        where = ", ".join(f"`{name}`" for name in row["what"].split(", "))  # each may have a line of its own
+        cells = [f"{row['project']} {row['version']}", *scheme, result(row), where, options]
+        lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 
 
