@@ -7,6 +7,9 @@ Each job runs in a process of its own and has a limit in time; when it ends, a l
 have one there are not run again, so that any number of calls with budgets makes one run. A job that fails costs its own
 line, which says why; ``--retry`` runs it again. What matters most comes first. Ends with 1 if a job failed.
 
+With ``--here`` no job waits for the start of a process: each runs once in a process of its own, several at a time, which
+fills the caches of compiled kernels, and is then measured in this one.
+
 A pattern is the start of a name, as of a path (``check``, ``step/llama-1b/dca``), or has wildcards (``step/*/eager``).
 """
 
@@ -14,10 +17,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import secrets
 import signal
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +63,8 @@ def run(
     found = {}
     with Progress(console=console) as progress:
         bar = progress.add_task("jobs", total=len(jobs))
-        for record in processes.run_all(jobs, command, environment(setting), options.workers, options.budget):
+        how = command, environment(setting), options.workers, options.budget
+        for record in here(jobs, setting, *how) if options.here else processes.run_all(jobs, *how):
             processes.append(options.out, record | {"setting": about})
             found[record["job"]] = record
             reason = f": {record['error']}" if "error" in record else ""
@@ -65,6 +72,22 @@ def run(
             progress.console.print(line, markup=False, highlight=False)
             progress.advance(bar)
     return found
+
+
+def here(
+    jobs: list[Job], setting: Setting, command: Sequence[str], environment: dict[str, str], workers: int, budget: float
+) -> Iterator[Record]:
+    """Run the jobs one after the other in this process, once all have run elsewhere to compile their kernels."""
+    end = time.monotonic() + budget
+    together = [dataclasses.replace(job, alone=False) for job in jobs]
+    for _ in processes.run_all(together, command, environment, workers, budget / 2):
+        pass
+    for job in jobs:
+        if time.monotonic() > end:
+            return
+        start = time.monotonic()
+        found = processes.outcome(job, lambda: {"machine": harness.machine(setting.device)})
+        yield {"job": job.name, "seconds": round(time.monotonic() - start, 1), **found}
 
 
 def main() -> int:
@@ -76,6 +99,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the jobs and what is known of them, and end")
     parser.add_argument("--tables", action="store_true", help="print what is known, and end")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="checks at the same time")
+    parser.add_argument("--here", action="store_true", help="measure in this process")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="tiny sizes")
     parser.add_argument("--seed", type=int, help="of the checks; that of the file, or fresh")
@@ -87,6 +111,8 @@ def main() -> int:
     def of(seed: int) -> Setting:
         return Setting(torch.device(options.device), options.small, seed)
 
+    if options.here and options.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("--here on a CPU: set TRITON_INTERPRET=1.")  # it is read where rewire is imported
     if options.one:
         result, name = options.one
         (job,) = (job for job in all_jobs(of(options.seed)) if job.name == name)

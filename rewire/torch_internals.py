@@ -11,10 +11,12 @@ layer in ``patterns/torch_layers.py`` calls the layer's ``_sa_block`` and ``_ff_
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._library.utils
 import torch.utils._python_dispatch
 import torch.utils._pytree
 from torch import Tensor, nn
@@ -199,6 +201,23 @@ def compiled_by(backend: str, graph: torch.fx.GraphModule, inputs: Sequence[Any]
     if backend == "inductor":
         return torch._inductor.compile(graph, list(inputs), options)
     return torch._dynamo.lookup_backend(backend)(graph, inputs)  # type: ignore[arg-type]
+
+
+def spare_inductor_a_description(operator: torch._ops.OpOverload) -> None:
+    """Tell Inductor how to lower an operator, as it would decide itself when it first meets one in a graph.
+
+    Up to 2.12 it then describes the arguments for its log, and what these were computed of, and so on: a time that
+    grows exponentially with depth, whether or not anyone reads the log.
+    """
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
+    if (
+        lowering is None
+        or operator in lowering.lowerings
+        or torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+    ):
+        return
+    tag = torch._library.utils.get_layout_constraint_tag(operator, with_default=True)
+    lowering.make_fallback(operator, layout_constraint=lowering.tag_to_layout_constraint(tag), warn=False)
 
 
 def options_of_mode(mode: str) -> dict[str, Any]:

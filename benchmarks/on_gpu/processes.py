@@ -59,18 +59,23 @@ def run_here(job: Job, result: Path, about: Callable[[], Mapping[str, Any]]) -> 
     """Run a job and write its record, with what ``about`` tells, to ``result``; returns the exit status."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux: it ends with the process that started it
-    try:
-        record: Record = {"status": "done", "result": job.run(), **about()}
-    except Skipped as reason:
-        record = {"status": "skipped", "error": str(reason)}
-    except Exception as error:
-        traceback.print_exc()
-        summary = next(iter(str(error).splitlines()), "")
-        record = {"status": "failed", "error": f"{type(error).__name__}: {summary}"}
+    record = outcome(job, about)
     whole = result.with_suffix(".part")
     whole.write_text(json.dumps(record))
     whole.rename(result)
     return int(record["status"] == "failed")
+
+
+def outcome(job: Job, about: Callable[[], Mapping[str, Any]]) -> Record:
+    """What became of a job that runs in this process."""
+    try:
+        return {"status": "done", "result": job.run(), **about()}
+    except Skipped as reason:
+        return {"status": "skipped", "error": str(reason)}
+    except Exception as error:
+        traceback.print_exc()
+        summary = next(iter(str(error).splitlines()), "")
+        return {"status": "failed", "error": f"{type(error).__name__}: {summary}"}
 
 
 # In the process that starts them.

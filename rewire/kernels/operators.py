@@ -25,11 +25,12 @@ from rewire.kernels.sums.launch import mix_backward as launch_backward
 from rewire.kernels.sums.launch import mix_forward as launch_forward
 from rewire.kernels.sums.spec import MAX_NORM_WIDTH, Weights, spec_of
 from rewire.kernels.switch import listened
+from rewire.torch_internals import spare_inductor_a_description
 
 #: Columns of a hidden layer up to which kernels compute it.
 MOST_HIDDEN = 128
 #: Streams and products of each up to which one kernel writes the streams and makes the products.
-MOST_WRITTEN, MOST_PRODUCTS = 4, 32
+MOST_WRITTEN, MOST_PRODUCTS = 4, 8
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -55,6 +56,7 @@ def _operator(results: Callable[..., Any]) -> Callable[[_Function], _Function]:
         asked = tuple(inspect.signature(results).parameters)
 
         def fake(*args: object, **kwargs: object) -> object:
+            spare_inductor_a_description(operator)
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             return results(**{parameter: given.arguments[parameter] for parameter in asked})
@@ -62,7 +64,7 @@ def _operator(results: Callable[..., Any]) -> Callable[[_Function], _Function]:
         torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
         torch.library.impl(name, "CompositeExplicitAutograd")(function)
         torch.library.register_fake(name)(fake)
-        operator: Callable[..., object] = getattr(torch.ops.rewire, function.__name__).default
+        operator = getattr(torch.ops.rewire, function.__name__).default
 
         @functools.wraps(function)
         def call(*args: object) -> object:
@@ -346,9 +348,8 @@ def gather_attended(
 
 
 def _write_like(streams: Tensor, branches: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    (*lead, n, width), (channels, most) = streams.shape, weight.shape
     written = _like(streams, functools.reduce(torch.promote_types, [x.dtype for x in (streams, *branches)]))
-    products = _float(streams, most, *(lead if channels > width else [*lead, n]))
+    products = _float(streams, weight.shape[1], *streams.shape[:-1])
     return written, products.movedim(0, -1), _float(streams, products[0].numel())
 
 
@@ -357,7 +358,7 @@ def write_and_project(
     streams: Tensor, branches: Sequence[Tensor], table: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`mixes` of streams [..., n, D] and branches [..., D], with ``table`` [..., n, n + branches] for scores; and
-    what `project` returns of the new streams, or of those of a token side by side, if the weight is [n D, K].
+    what `project` returns of the new streams.
     """
     from rewire.kernels.handwritten import writes
 
@@ -384,7 +385,7 @@ def write_and_project_backward(
     table: Tensor,
     weight: Tensor,
 ) -> list[Tensor]:
-    """Gradients of `write_and_project`: of the streams, of each branch, of the table, of the weight, [K, channels].
+    """Gradients of `write_and_project`: of the streams, of each branch, of the table, of the weight, [K, D].
 
     ``grad`` is that of the products, ``carried`` that of the new streams; what a read of these sends back is as in
     `project_backward`.

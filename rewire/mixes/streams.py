@@ -271,7 +271,9 @@ def write_and_project(
         H' [..., n, C]; and, where there is a kernel, what it has read off.
     """
     n, tensors = streams.shape[-2], [streams, *branches]
-    fits = n == weights.shape[-1] <= operators.MOST_WRITTEN and projection.shape[1] <= operators.MOST_PRODUCTS
+    # Products of a token's streams side by side are of longer rows: a kernel of their own makes these faster.
+    each, few = len(projection) == streams.shape[-1], projection.shape[1] <= operators.MOST_PRODUCTS
+    fits = each and few and n == weights.shape[-1] <= operators.MOST_WRITTEN
     even = weights.shape[:-2] == streams.shape[:-2] and all(f.shape[-2] == 1 for f in branches)
     some = len(branches) > 0 and streams.numel() > 0 and projection.dtype == torch.float32
     if not (fits and even and some and in_one_pass(tensors, n)):

@@ -229,7 +229,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]
     return calls
 
 
-#: Bytes that backward of more than 64 columns spills; sm_90 nothing.
+#: Bytes that backward of more than 64 columns spills.
 SPILLED = {"sm_80": 248, "gfx942": 596}
 
 
@@ -254,32 +254,32 @@ def test_projections(target: str, width: int, columns: int, started: list[tuple[
         done = specialised(kernel, arguments | known, TARGETS[target])
         two_gradients = 8 if target == "sm_80" and arguments.get("APART") else 0
         assert usage(done, TARGETS[target]).spilled <= max(allowed, two_gradients)
+        assert done.metadata.shared <= (64 << 10 if target == "gfx942" else 99 << 10)
         assert target == "gfx942" or re.search(r"ld\.global\.v4|cp\.async\.cg", done.asm["ptx"])
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize(("n", "each"), [(2, False), (3, True), (4, True), (4, False)])
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("target", TARGETS)
 def test_writes_that_are_projected(
-    target: str, n: int, each: bool, dtype: torch.dtype, started: list[tuple[Any, dict[str, Any]]]
+    target: str, n: int, dtype: torch.dtype, started: list[tuple[Any, dict[str, Any]]]
 ) -> None:
-    """Of dynamic hyper-connections and mHC. Shared memory is what AMD's GPUs have, and NVIDIA's consumer GPUs."""
-    columns, channels = (n + 2, 2048) if each else (n * (n + 2), n * 2048)
+    """Of dynamic hyper-connections: nothing is spilled, and sums along rows do not wait for other warps. Shared memory
+    is what AMD's GPUs have, and NVIDIA's consumer GPUs.
+    """
     streams, branch = torch.empty(256, n, 2048, dtype=dtype), torch.empty(256, 2048, dtype=dtype)
-    table, weight = torch.empty(256, n, n + 1), torch.empty(columns, channels).T
+    table, weight = torch.empty(256, n, n + 1), torch.empty(n + 2, 2048).T
     written, products, inverse = writes.forward(streams, [branch], table, weight, 1e-6, dtype)
     read = projection.Read(branch[:, None], torch.empty(256, n, 1))
     writes.backward(products, streams, read, written, products, inverse, streams, [branch], table, weight)
-    (forward, *_), (backward, of_backward), _ = started
-    tile = dict(zip(("BLOCK_ROWS", "BLOCK_COLS", "num_warps", "num_stages"), writes.BACKWARD_ON_AMD, strict=True))
-    on_amd = {"PRECISION": "ieee"} if target == "gfx942" else {}
-    started[1] = backward, of_backward | (tile if on_amd else {})
-    assert (forward, backward) == (writes.write_forward, writes.write_backward)
+    assert [kernel for kernel, _ in started[:2]] == [writes.write_forward, writes.write_backward]
     for kernel, arguments in started[:2]:
-        done = specialised(kernel, arguments | on_amd, TARGETS[target])
-        assert usage(done, TARGETS[target]).spilled <= (56 if n == 4 and not each else 16)
+        done = specialised(kernel, arguments, TARGETS[target])
+        assert usage(done, TARGETS[target]).spilled == 0
         assert done.metadata.shared <= (64 << 10 if target == "gfx942" else 99 << 10)
-        assert target == "gfx942" or re.search(r"ld\.global\.v4|cp\.async\.cg", done.asm["ptx"])
+        if target != "gfx942":
+            assert barriers_in_loops(done.asm["ptx"]) <= 2  # of tiles that are loaded ahead
+            assert re.search(r"ld\.global\.v4|cp\.async\.c[ag]", done.asm["ptx"])
 
 
 #: Of MUDDFormer: units of one read, and of four of 6, 15 and 32 states.
@@ -291,11 +291,11 @@ def test_hidden_layers(target: str, columns: int, started: list[tuple[Any, dict[
     scores = hidden.forward(layer, weight, static)
     hidden.backward(scores, x, read, weight, layer, torch.empty(256), None)
     names = [kernel.__name__ for kernel, _ in started]
-    assert names == ["hidden_forward", "hidden_backward", "project_backward", "add_up"]
+    assert names == ["hidden_forward", "hidden_backward", "project_backward", "project_weights", "add_up"]
     for kernel, arguments in started:
         exact = {"PRECISION": "ieee"} if target == "gfx942" and "PRECISION" in arguments else {}
         found = usage(specialised(kernel, arguments | exact, TARGETS[target]), TARGETS[target])
-        assert kernel.__name__ == "project_backward" or found.spilled == 0
+        assert kernel.__name__.startswith("project_") or found.spilled == 0
 
 
 @pytest.mark.parametrize("iterations", [0, 20])
@@ -326,7 +326,7 @@ def test_sums_that_begin_in_float32() -> None:
 @pytest.mark.parametrize("case", passes.CASES)
 def test_every_kernel_of_a_trunk(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """24 blocks, whose reads have up to 49 states; width 2048, bfloat16. Those that are written by hand spill nothing,
-    but for writes that are projected.
+    but for gradients of states of more than 64 columns of a projection.
 
     Gathers of 13 or 16 gradients with weights of both kinds, and some that add up along rows, spill 2 or 4 numbers,
     others none. States are loaded as vectors. Sums have barriers only where their float32 results, of loads in
@@ -360,10 +360,8 @@ def test_every_kernel_of_a_trunk(case: str, monkeypatch: pytest.MonkeyPatch) -> 
         else:
             assert text.count("bar.sync") <= 2 * spec.outputs * (call.arguments["mixes"][0].dtype == F32), about
     for kernel, arguments in by_hand.values():
-        most = 48 if kernel.__name__.startswith("write_") else 0  # see `test_writes_that_are_projected`
-        assert usage(specialised(kernel, arguments, TARGETS["sm_90"]), TARGETS["sm_90"]).spilled <= most, (
-            kernel.__name__
-        )
+        found_use = usage(specialised(kernel, arguments, TARGETS["sm_90"]), TARGETS["sm_90"])
+        assert found_use.spilled <= (64 if kernel.__name__ == "project_backward" else 0), kernel.__name__
 
 
 @pytest.mark.parametrize("target", TARGETS)

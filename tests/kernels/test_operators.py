@@ -244,17 +244,13 @@ class TestOperators:
         for lead in ((3,), (2, 3)):
             streams, fs = drawn(*lead, N, WIDTH, dtype=BF16), [drawn(*lead, WIDTH, dtype=BF16) for _ in range(branches)]
             table = drawn(*lead, N, N + branches)
-            for columns, channels in ((N + 2, WIDTH), (N * (N + 2), N * WIDTH)):
-                weight = drawn(columns, channels).T
-                found = checked(operators.write_and_project, streams, fs, table, weight, 1e-6)
-                new = operators.mixes([streams, *fs], None, [table], [], [], None, True)[0]
-                x = new if channels == WIDTH else new.flatten(-2)
-                torch.testing.assert_close(found, (new, *operators.project(x, weight, 1e-6)))
-                grad, read = torch.randn_like(found[1]), (drawn(*lead, 1, WIDTH, dtype=BF16), drawn(*lead, N, 1))
-                for carried, *sent in ((streams, *read), (None, None, None)):
-                    checked(
-                        operators.write_and_project_backward, grad, carried, *sent, *found, streams, fs, table, weight
-                    )
+            weight = drawn(N + 2, WIDTH).T
+            found = checked(operators.write_and_project, streams, fs, table, weight, 1e-6)
+            new = operators.mixes([streams, *fs], None, [table], [], [], None, True)[0]
+            torch.testing.assert_close(found, (new, *operators.project(new, weight, 1e-6)))
+            grad, read = torch.randn_like(found[1]), (drawn(*lead, 1, WIDTH, dtype=BF16), drawn(*lead, N, 1))
+            for carried, *sent in ((streams, *read), (None, None, None)):
+                checked(operators.write_and_project_backward, grad, carried, *sent, *found, streams, fs, table, weight)
 
     def test_tensors_that_other_ranks_still_compute(self) -> None:
         """Tensor parallelism hands over branches, and gradients, that stand for what a collective will have written."""

@@ -194,11 +194,13 @@ class TestWiring:
         check(model, states())
         assert launched.counts["of streams"] == launched.counts["mixes_backward"] == 8 + 1  # the first read
 
-    @pytest.mark.parametrize("key", ["hc-dynamic", "mhc"])
-    def test_a_write_reads_what_the_next_gates_are_made_of(self, key: str, launched: Launched) -> None:
+    @pytest.mark.parametrize(("key", "together"), [("hc-dynamic", 8 - 1), ("mhc", 0)])
+    def test_a_write_reads_what_the_next_gates_are_made_of(self, key: str, together: int, launched: Launched) -> None:
+        """Where each stream has gates of its own."""
         model = mixed(Net(4), key, granularity="sublayer")
         check(model, states())
-        assert launched.counts["write_and_project"] == launched.counts["write_and_project_backward"] == 8 - 1
+        counts = launched.counts
+        assert counts["write_and_project"] == counts["write_and_project_backward"] == together
 
     @pytest.mark.parametrize("key", ["ancre-ingoing", "grn-v2"])
     def test_states_of_other_shapes_and_no_tokens(self, key: str) -> None:

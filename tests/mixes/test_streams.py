@@ -394,7 +394,7 @@ class TestByKernels(Cases):
 
     def test_written_streams_that_lie_anywhere(self) -> None:
         """Streams that are one tensor, wider rows, and gradients, saved tensors and factors of other strides."""
-        streams, table, branches, weight = arguments_of_written(F32, False)
+        streams, table, branches, weight = arguments_of_written(F32, True)
         wide = torch.randn(2, 3, N, 2 * WIDTH).requires_grad_()
         for x in (streams[..., :1, :].expand(2, 3, N, WIDTH), wide[..., :WIDTH], streams.transpose(0, 1)):
             given = (x, table.transpose(0, 1) if x.shape[0] == 3 else table)

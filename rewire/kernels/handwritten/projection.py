@@ -20,16 +20,62 @@ from torch import Tensor
 
 from rewire.kernels.arguments import Metadata, metadata, row_stride, stream_strides
 from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Code, Fitted, Kernel
+from rewire.kernels.switch import INTERPRETED
 
 #: How exact matrix products in the kernels are: as float32, by three products of tensor cores where there are any.
 PRECISION = "tf32x3" if torch.version.hip is None else "ieee"
+#: What matrices of bfloat16 are multiplied as: the interpreter multiplies none of these.
+OPERAND = tl.float32 if INTERPRETED else tl.bfloat16
 #: Columns of the weight that one kernel takes.
 MOST = 128
-#: Rows and columns of a tile, and warps, by the columns of the weight: what registers hold.
-FORWARD = {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 8), 128: (64, 32, 8)}
-BACKWARD = {16: (32, 64, 4), 32: (32, 64, 4), 64: (16, 32, 8), 128: (16, 32, 8)}
+#: Rows and columns of a tile, warps, and tiles that are loaded ahead, by the columns of the weight: the
+#: fastest of ``benchmarks/on_gpu/tiles.py`` on an H200 that fit into the shared memory of smaller GPUs.
+FORWARD = {16: (64, 64, 4, 4), 32: (64, 64, 4, 3), 64: (64, 32, 4, 4), 128: (64, 32, 4, 3)}
+BACKWARD = {16: (16, 256, 4, 1), 32: (32, 128, 4, 1), 64: (32, 128, 4, 1), 128: (16, 128, 4, 1)}
+WEIGHTS = {16: (32, 64, 4, 4), 32: (32, 128, 4, 3), 64: (32, 128, 4, 3), 128: (32, 64, 4, 3)}
 #: Rows and columns of a tile of the products of a read's gradient.
 TILE = (16, 256)
+
+
+@triton.jit
+def _halves(x, OPERAND: tl.constexpr):
+    """A float32 as bfloat16 and what that leaves: together 16 of its 24 digits."""
+    high = x.to(tl.bfloat16)
+    return high.to(OPERAND), (x - high.to(tl.float32)).to(tl.bfloat16).to(OPERAND)
+
+
+@triton.jit
+def _thirds(x, OPERAND: tl.constexpr):
+    """A float32 as the sum of three bfloat16: all of its 24 digits."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high.to(OPERAND), middle.to(OPERAND), (rest - middle.to(tl.float32)).to(tl.bfloat16).to(OPERAND)
+
+
+@triton.jit
+def _dot(a, b, total, PRECISION: tl.constexpr, OPERAND: tl.constexpr):
+    """``total + a b`` of float32 matrices, or one of which is bfloat16: the other is then such a sum, and the products
+    are as exact, at half the price.
+    """
+    if a.dtype == tl.bfloat16:
+        high, middle, low = _thirds(b, OPERAND)
+        a = a.to(OPERAND)
+        return tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low, total)))
+    elif b.dtype == tl.bfloat16:
+        high, middle, low = _thirds(a, OPERAND)
+        b = b.to(OPERAND)
+        return tl.dot(high, b, tl.dot(middle, b, tl.dot(low, b, total)))
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _dot_halves(a, b, total, OPERAND: tl.constexpr):
+    """``total + a b`` of float32 matrices, for a result that is rounded to bfloat16."""
+    high, low = _halves(a, OPERAND)
+    first, second = _halves(b, OPERAND)
+    return tl.dot(high, first, tl.dot(high, second, tl.dot(low, first, total)))
 
 
 @triton.jit(do_not_specialize=["rows", "K"])
@@ -47,24 +93,26 @@ def project_forward(
     NORMED: tl.constexpr,
     CLAMPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """CLAMPED, scores below zero are stored as the zero that has a sign: backward can tell it from others."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # [BLOCK_ROWS, 1]
     k = tl.arange(0, BLOCK_K)[None, :]
     total = tl.zeros([BLOCK_ROWS, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
-    for first in range(0, COLS, BLOCK_COLS):
+    for first in tl.range(0, COLS, BLOCK_COLS, num_stages=STAGES):
         col = first + tl.arange(0, BLOCK_COLS)
         inside = (row < rows) & (col[None, :] < COLS)
-        values = tl.load(x + (row * x_stride + col[None, :]), mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(x + (row * x_stride + col[None, :]), mask=inside, other=0.0)
         place = col[:, None] * weight_strides[0] + k * weight_strides[1]
         w = tl.load(weight + place, mask=(col[:, None] < COLS) & (k < K), other=0.0)
-        total = tl.dot(values, w, total, input_precision=PRECISION)
+        total = _dot(values if values.dtype == tl.bfloat16 else values.to(tl.float32), w, total, PRECISION, OPERAND)
         if NORMED:
-            squares += values * values
+            squares += values.to(tl.float32) * values.to(tl.float32)
     if NORMED:
         r = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / COLS + eps)  # [BLOCK_ROWS, 1]
         tl.store(inverse + row, r, mask=row < rows)
@@ -75,10 +123,42 @@ def project_forward(
     tl.store(scores + (k.to(tl.int64) * rows + row), total, mask=(row < rows) & (k < K))
 
 
-_STRIDES = ["grad_row_stride", "grad_stride", "later_row_stride", "later_stride", "factor_stride", "stream_stride"]
+_STRIDES = ["grad_row_stride", "grad_stride", "later_row_stride", "later_stride"]
 
 
-@triton.jit(do_not_specialize=["rows", "K", "FIRST", *_STRIDES])
+@triton.jit
+def _gradient(
+    grad,
+    grad_row_stride,
+    grad_stride,
+    later,
+    later_row_stride,
+    later_stride,
+    scores,
+    row,
+    k,
+    rows,
+    K,
+    FIRST,
+    CLAMPED: tl.constexpr,
+    APART: tl.constexpr,
+):
+    """That of scores at rows and columns k, which are those of a tile one way or the other. APART, it comes in two
+    tensors; CLAMPED, it is 0 where a score was below zero.
+    """
+    given, row_stride, known = grad + k * grad_stride, grad_row_stride, (row < rows) & (k < K)
+    if APART:
+        is_later = k >= FIRST
+        given = tl.where(is_later, later + (k - FIRST) * later_stride, given)
+        row_stride = tl.where(is_later, later_row_stride, row_stride)
+    g = tl.load(given + row * row_stride, mask=known, other=0.0)
+    if CLAMPED:
+        s = tl.load(scores + (k.to(tl.int64) * rows + row), mask=known, other=0.0)
+        g = tl.where(s.to(tl.int32, bitcast=True) < 0, 0.0, g)
+    return g
+
+
+@triton.jit(do_not_specialize=["rows", "K", "FIRST", "factor_stride", "stream_stride", *_STRIDES])
 def project_backward(
     grad,  # float32 [rows, FIRST]
     grad_row_stride,
@@ -86,10 +166,9 @@ def project_backward(
     later,  # float32 [rows, K - FIRST], if APART
     later_row_stride,
     later_stride,
-    FIRST,
     scores,  # float32 [K, rows], if NORMED or CLAMPED
     inverse,  # float32 [rows], if NORMED
-    x,  # [rows, cols]
+    x,  # [rows, cols], if NORMED
     x_stride: tl.constexpr,
     weight,  # float32 [cols, K]
     weight_strides: tl.constexpr,
@@ -101,9 +180,9 @@ def project_backward(
     factor_stride,
     stream_stride,
     grad_x,  # [rows, cols], contiguous
-    weight_partials,  # float32 [row programs, K, cols]
     rows,
     K,
+    FIRST,
     COLS: tl.constexpr,
     WIDTH: tl.constexpr,
     TOKEN_ROWS: tl.constexpr,
@@ -113,36 +192,30 @@ def project_backward(
     CARRIED: tl.constexpr,
     READ: tl.constexpr,
     PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """``dx = r g W^T - r^2 (sum_k g_k s_k) / D x`` for scores ``s = r x W``, and ``dW = x^T (r g)``.
+    """``dx = r g W^T - r^2 (sum_k g_k s_k) / D x`` for scores ``s = r x W``.
 
-    Not NORMED, r is 1 and the second term is not there. CLAMPED, g is 0 where s was below zero. APART, g comes in two
-    tensors. READ, x are streams of tokens: each in a row of its own, or those of a token side by side in one row; and
-    ``m_i dr`` is added for a read ``sum_i m_i x_i`` of a token.
+    Not NORMED, r is 1 and the second term is not there. READ, x are streams of tokens: each in a row of its own, or
+    those of a token side by side in one row; and ``m_i dr`` is added for a read ``sum_i m_i x_i`` of a token.
     """
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]
     k = tl.arange(0, BLOCK_K)
     place = col * weight_strides[0] + k[:, None] * weight_strides[1]
     w = tl.load(weight + place, mask=(col < COLS) & (k[:, None] < K), other=0.0)  # [BLOCK_K, BLOCK_COLS]
-    given, row_stride = grad + k[None, :] * grad_stride, grad_row_stride  # [1, BLOCK_K]
-    if APART:
-        is_later = k[None, :] >= FIRST
-        given = tl.where(is_later, later + (k[None, :] - FIRST) * later_stride, given)
-        row_stride = tl.where(is_later, later_row_stride, row_stride)
-    total = tl.zeros([BLOCK_K, BLOCK_COLS], tl.float32)
-    for first in range(tl.program_id(0) * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS):
+    step = tl.num_programs(0) * BLOCK_ROWS
+    for first in tl.range(tl.program_id(0) * BLOCK_ROWS, rows, step, num_stages=STAGES):
         row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]  # [BLOCK_ROWS, 1]
         inside = (row < rows) & (col < COLS)
-        known = (row < rows) & (k[None, :] < K)
-        g = tl.load(given + row * row_stride, mask=known, other=0.0)
-        values = tl.load(x + (row * x_stride + col), mask=inside, other=0.0).to(tl.float32)
+        strides = grad, grad_row_stride, grad_stride, later, later_row_stride, later_stride
+        g = _gradient(*strides, scores, row, k[None, :], rows, K, FIRST, CLAMPED, APART)
+        dx = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
         if CARRIED:
             dx = tl.load(carried + (row * carried_stride + col), mask=inside, other=0.0).to(tl.float32)
-        else:
-            dx = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
         if READ:
             token = row // TOKEN_ROWS
             dr = tl.load(grad_read + (token * grad_read_stride + col % WIDTH), mask=inside, other=0.0).to(tl.float32)
@@ -150,19 +223,65 @@ def project_backward(
             of_tile = tl.program_id(1) * BLOCK_COLS if WIDTH == COLS or WIDTH % BLOCK_COLS == 0 else col
             factor = token * factor_stride + (row % TOKEN_ROWS + of_tile // WIDTH) * stream_stride
             dx += tl.load(factors + factor, mask=(row < rows) & (of_tile < COLS), other=0.0) * dr
-        if NORMED or CLAMPED:
-            s = tl.load(scores + (k[None, :].to(tl.int64) * rows + row), mask=known, other=0.0)
-        if CLAMPED:
-            g = tl.where(s.to(tl.int32, bitcast=True) < 0, 0.0, g)
         if NORMED:
+            known = (row < rows) & (k[None, :] < K)
+            s = tl.load(scores + (k[None, :].to(tl.int64) * rows + row), mask=known, other=0.0)
             r = tl.load(inverse + row, mask=row < rows, other=0.0)
+            values = tl.load(x + (row * x_stride + col), mask=inside, other=0.0).to(tl.float32)
             dx -= values * (r * r * tl.sum(g * s, 1, keep_dims=True) * (1.0 / COLS))
             g *= r
-        dx = tl.dot(g, w, dx, input_precision=PRECISION)
+        # From zero: what stands in registers as it is loaded does not have to be moved to where products are.
+        total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+        if grad_x.dtype.element_ty == tl.bfloat16:
+            dx += _dot_halves(g, w, total, OPERAND)
+        else:
+            dx += tl.dot(g, w, total, input_precision=PRECISION)
         tl.store(grad_x + (row * COLS + col), dx, mask=inside)
-        total = tl.dot(tl.trans(g), values, total, input_precision=PRECISION)
-    place = (tl.program_id(0).to(tl.int64) * K + k[:, None]) * COLS + col
-    tl.store(weight_partials + place, total, mask=(col < COLS) & (k[:, None] < K))
+
+
+@triton.jit(do_not_specialize=["rows", "K", "FIRST", *_STRIDES])
+def project_weights(
+    grad,  # these as above
+    grad_row_stride,
+    grad_stride,
+    later,
+    later_row_stride,
+    later_stride,
+    scores,
+    inverse,
+    x,
+    x_stride: tl.constexpr,
+    partials,  # float32 [row programs, K, cols]
+    rows,
+    K,
+    FIRST,
+    COLS: tl.constexpr,
+    NORMED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    APART: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``dW = x^T (r g)``, for the same scores."""
+    col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]
+    k = tl.arange(0, BLOCK_K)[:, None]
+    total = tl.zeros([BLOCK_K, BLOCK_COLS], tl.float32)
+    step = tl.num_programs(0) * BLOCK_ROWS
+    for first in tl.range(tl.program_id(0) * BLOCK_ROWS, rows, step, num_stages=STAGES):
+        row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+        strides = grad, grad_row_stride, grad_stride, later, later_row_stride, later_stride
+        g = _gradient(*strides, scores, row[None, :], k, rows, K, FIRST, CLAMPED, APART)  # [BLOCK_K, BLOCK_ROWS]
+        if NORMED:
+            g *= tl.load(inverse + row, mask=row < rows, other=0.0)[None, :]
+        inside = (row[:, None] < rows) & (col < COLS)
+        values = tl.load(x + (row[:, None] * x_stride + col), mask=inside, other=0.0)
+        total = _dot(g, values if values.dtype == tl.bfloat16 else values.to(tl.float32), total, PRECISION, OPERAND)
+    place = (tl.program_id(0).to(tl.int64) * K + k) * COLS + col
+    tl.store(partials + place, total, mask=(col < COLS) & (k < K))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -287,40 +406,42 @@ def backward_in_parts(
         grads = [torch.cat(list(grads), -1)]
     given, normed = [grad.reshape(rows, grad.shape[-1]) for grad in grads], inverse.numel() > 0
     # As forward made them; saved tensors may come back with other strides (`save_on_cpu`).
+    inverse = inverse.contiguous()
     by_column = scores.reshape(rows, most).t().contiguous() if normed or clamped else inverse
     factors = None if read is None else read.factors.reshape(-1, read.factors.shape[-2])
     joined = [None if t is None else metadata(t) for t in (carried, read and read.grad, factors)]
-    fitted = _fitted_backward(metadata(x), metadata(weight), tuple(map(metadata, given)), normed, clamped, *joined)
+    shapes = metadata(x), tuple(map(metadata, given)), normed, clamped
+    of_states, of_weight = _fitted_backward(*shapes, metadata(weight), *joined), _fitted_weights(*shapes)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    partials = torch.empty(fitted.programs[0], most, cols, dtype=torch.float32, device=x.device)
+    partials = torch.empty(of_weight.programs[0], most, cols, dtype=torch.float32, device=x.device)
     states = (x, inverse if carried is None else carried, inverse if read is None else read.grad)
-    even = fitted.even(*states)
-    factors = inverse if factors is None else factors
-    fitted.kernel((given[0], given[-1], by_column, inverse, *even, weight, factors, grad_x, partials))
+    values, *even = of_states.even(*states)
+    known = (given[0], given[-1], by_column, inverse, values)
+    of_states.kernel((*known, *even, weight, inverse if factors is None else factors, grad_x))
+    of_weight.kernel((*known, partials))
     return grad_x, partials
+
+
+_Grads = tuple[Metadata, ...]  # [rows, columns]
 
 
 @functools.lru_cache(MOST_KEPT)
 def _fitted_backward(
     x: Metadata,
-    weight: Metadata,
-    grads: tuple[Metadata, ...],
+    grads: _Grads,
     normed: bool,
     clamped: bool,
+    weight: Metadata,
     carried: Metadata | None,
     grad_read: Metadata | None,
     factors: Metadata | None,
 ) -> Fitted:
-    """``grads`` are [rows, columns], ``factors`` [tokens, streams]."""
+    """``factors`` are [tokens, streams]."""
     (rows, cols, stride), most = _rows(x), weight.shape[1]
-    given = {"APART": len(grads) > 1, "CARRIED": carried is not None, "READ": grad_read is not None}
-    constants = {"NORMED": normed, "CLAMPED": clamped} | given | _constants(BACKWARD, cols, most)
-    col_programs = -(-cols // constants["BLOCK_COLS"])
-    programs = min(-(-rows // constants["BLOCK_ROWS"]), max(1, PROGRAMS // col_programs))
-    numbers: dict[str, Any] = {"rows": rows, "K": most, "FIRST": grads[0].shape[1]}
-    numbers["grad_row_stride"], numbers["grad_stride"] = grads[0].strides
-    numbers["later_row_stride"], numbers["later_stride"] = grads[-1].strides
-    numbers |= {"x_stride": cols if stride is None else stride, "weight_strides": weight.strides}
+    constants = _constants(BACKWARD, cols, most) | {"CARRIED": carried is not None, "READ": grad_read is not None}
+    constants |= {"NORMED": normed, "CLAMPED": clamped, "APART": len(grads) > 1}
+    programs = _programs(rows, cols, constants)
+    numbers = _numbers(x, grads) | {"weight_strides": weight.strides}
     along = [cols if t is None else row_stride(t.shape, t.strides) for t in (carried, grad_read)]
     width, token_rows = cols, 1
     if grad_read is not None and factors is not None:
@@ -329,12 +450,39 @@ def _fitted_backward(
     even = [t.shape[-1] if t and step is None else step for t, step in zip((carried, grad_read), along, strict=True)]
     numbers |= {"carried_stride": even[0], "grad_read_stride": even[1], "WIDTH": width, "TOKEN_ROWS": token_rows}
     numbers["factor_stride"], numbers["stream_stride"] = (0, 0) if factors is None else factors.strides
-    given_names = ("grad", "later", "scores", "inverse", "x", "carried", "grad_read", "weight", "factors")
-    names = (*given_names, "grad_x", "weight_partials")
-    places = {name: place for place, name in enumerate(names)}
-    code = Code(lambda: project_backward, (programs, col_programs, 1), constants)
+    names = (*_KNOWN, "carried", "grad_read", "weight", "factors", "grad_x")
+    code = Code(lambda: project_backward, (*programs, 1), constants)
     copied = stride is None, along[0] is None, along[1] is None
-    return Fitted(Kernel(code, x.device, places, numbers), copied, (programs, col_programs))
+    return Fitted(Kernel(code, x.device, {name: place for place, name in enumerate(names)}, numbers), copied, programs)
+
+
+@functools.lru_cache(MOST_KEPT)
+def _fitted_weights(x: Metadata, grads: _Grads, normed: bool, clamped: bool) -> Fitted:
+    rows, cols, _ = _rows(x)
+    constants = _constants(WEIGHTS, cols, sum(grad.shape[1] for grad in grads))
+    constants |= {"NORMED": normed, "CLAMPED": clamped, "APART": len(grads) > 1}
+    programs, names = _programs(rows, cols, constants), (*_KNOWN, "partials")
+    code, places = Code(lambda: project_weights, (*programs, 1), constants), {n: place for place, n in enumerate(names)}
+    return Fitted(Kernel(code, x.device, places, _numbers(x, grads)), (), programs)
+
+
+#: Tensors that both kernels of backward take, in turn.
+_KNOWN = ("grad", "later", "scores", "inverse", "x")
+
+
+def _numbers(x: Metadata, grads: _Grads) -> dict[str, Any]:
+    """What both kernels of backward take beside tensors."""
+    rows, cols, stride = _rows(x)
+    numbers: dict[str, Any] = {"rows": rows, "K": sum(grad.shape[1] for grad in grads), "FIRST": grads[0].shape[1]}
+    numbers["grad_row_stride"], numbers["grad_stride"] = grads[0].strides
+    numbers["later_row_stride"], numbers["later_stride"] = grads[-1].strides
+    return numbers | {"x_stride": cols if stride is None else stride}
+
+
+def _programs(rows: int, cols: int, constants: dict[str, Any]) -> tuple[int, int]:
+    """How many share the rows, and how many the columns."""
+    of_cols = -(-cols // constants["BLOCK_COLS"])
+    return min(-(-rows // constants["BLOCK_ROWS"]), max(1, PROGRAMS // of_cols)), of_cols
 
 
 def products(grad: Tensor, streams: Tensor) -> Tensor:
@@ -371,8 +519,14 @@ def _rows(x: Metadata) -> tuple[int, int, int | None]:
     return math.prod(x.shape[:-1]), x.shape[-1], row_stride(x.shape, x.strides)
 
 
-def _constants(tiles: dict[int, tuple[int, int, int]], cols: int, most: int) -> dict[str, Any]:
+def _constants(tiles: dict[int, tuple[int, int, int, int]], cols: int, most: int) -> dict[str, Any]:
     columns = max(16, 1 << (most - 1).bit_length())  # the next power of two that a matrix product takes
-    block_rows, block_cols, warps = tiles[columns]
-    sizes = {"BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols, "BLOCK_K": columns}
-    return {"COLS": cols, "PRECISION": PRECISION, "num_warps": warps, "enable_fp_fusion": True} | sizes
+    block_rows, block_cols, warps, stages = tiles[columns]
+    sizes = {"BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols, "BLOCK_K": columns, "STAGES": stages}
+    return {
+        "COLS": cols,
+        "PRECISION": PRECISION,
+        "OPERAND": OPERAND,
+        "num_warps": warps,
+        "enable_fp_fusion": True,
+    } | sizes

@@ -3,7 +3,7 @@
 The next unit's gates are made of products of the streams that this one writes, `projection.forward`. While a kernel
 has the new streams in registers it makes these, too; and backward hands on the new streams' gradient in registers.
 """
-# ruff: noqa: N803, N806, RUF005  (constants of a kernel are written in capitals; Triton knows no starred tuples)
+# ruff: noqa: N803, N806  (constants of a kernel are written in capitals; Triton knows no starred tuples)
 # mypy: disable-error-code="no-untyped-def, assignment, misc"
 
 from __future__ import annotations
@@ -19,86 +19,94 @@ import triton.language as tl
 from torch import Tensor
 
 from rewire.kernels.arguments import Metadata, metadata, row_stride, stream_strides
-from rewire.kernels.handwritten.projection import PRECISION, Read
+from rewire.kernels.handwritten.projection import Read
 from rewire.kernels.handwritten.totals import added_up
 from rewire.kernels.kernel import MOST_KEPT, PROGRAMS, Code, Fitted, Kernel
 
-#: Rows and columns of a tile, warps, and stages of loads: what registers and shared memory hold for up to
-#: `operators.MOST_WRITTEN` streams and `operators.MOST_PRODUCTS` products. Forward by the bytes of an element.
-FORWARD = {2: (64, 32, 8, 3), 4: (32, 16, 4, 3)}
-BACKWARD = (16, 64, 8, 2)
-BACKWARD_ON_AMD = (16, 32, 4, 2)  # where exact matrix products take more registers
+#: Rows and columns of a tile, warps, and tiles that are loaded ahead: each row lies in one warp, so that sums along it
+#: need no barrier. Chosen as those of projections.
+FORWARD = (8, 128, 8, 3)
+BACKWARD = (4, 128, 2, 1)
+#: Elements of a row that a thread holds, in these tiles.
+VECTOR = 4
 
 
-@triton.jit(do_not_specialize=["tokens", "K"])
+@triton.jit
+def _within(x, VECTOR: tl.constexpr):
+    """Sums of as many neighbours along a row as a thread holds: [rows, columns / VECTOR]."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // VECTOR, VECTOR]), 2)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def write_forward(
     streams,  # [tokens, N, WIDTH]
     stream_strides: tl.constexpr,
     branches,  # of each [tokens, WIDTH]
     branch_strides: tl.constexpr,
     table,  # float32 [tokens, N, N + branches]
-    weight,  # float32 [WIDTH, K] if EACH, else [N WIDTH, K]
+    weight,  # float32 [WIDTH, K]
     weight_strides: tl.constexpr,
     written,  # [tokens, N, WIDTH]
-    products,  # float32 [K, rows]: of tokens or, if EACH, of their streams
-    inverse,  # float32 [rows]
+    products,  # float32 [K, tokens N]
+    inverse,  # float32 [tokens N]
     tokens,
-    K,
     eps,
+    K: tl.constexpr,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
-    EACH: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    """``H'_j = sum_i t_ji H_i + sum_b t_jb f_b``, and ``r (H' W)`` of each stream, or of a token's side by side."""
-    OF_TOKEN: tl.constexpr = N if EACH else 1  # rows of products
+    """``H'_j = sum_i t_ji H_i + sum_b t_jb f_b``, and ``r (H' W)`` of each stream."""
     TERMS: tl.constexpr = N + len(branch_strides)
     token = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]  # [BLOCK_ROWS, 1]
-    k = tl.arange(0, BLOCK_K)[None, :]
-    sums, squares = (), ()
-    for _ in tl.static_range(OF_TOKEN):
-        sums += (tl.zeros([BLOCK_ROWS, BLOCK_K], tl.float32),)
-        squares += (tl.zeros([BLOCK_ROWS, 1], tl.float32),)
-    for first in range(0, WIDTH, BLOCK_COLS):
-        col = first + tl.arange(0, BLOCK_COLS)
-        inside = (token < tokens) & (col[None, :] < WIDTH)
-        xs = ()
+    factors, sums, squares = (), (), ()
+    for pair in tl.static_range(N * TERMS):
+        factors += (tl.load(table + (token * (N * TERMS) + pair), mask=token < tokens, other=0.0),)
+    for _ in tl.static_range(N):
+        squares += (tl.zeros([BLOCK_ROWS, BLOCK_COLS // VECTOR], tl.float32),)
+    for _ in tl.static_range(N * K):
+        sums += (tl.zeros([BLOCK_ROWS, BLOCK_COLS // VECTOR], tl.float32),)
+    for first in tl.range(0, WIDTH, BLOCK_COLS, num_stages=STAGES):
+        col = first + tl.arange(0, BLOCK_COLS)[None, :]
+        inside = (token < tokens) & (col < WIDTH)
+        xs, ys, of_squares, of_products = (), (), (), ()
         for i in tl.static_range(N):
-            place = token * stream_strides[0] + (i * stream_strides[1] + col[None, :])
+            place = token * stream_strides[0] + (i * stream_strides[1] + col)
             xs += (tl.load(streams + place, mask=inside, other=0.0).to(tl.float32),)
         for b in tl.static_range(len(branch_strides)):
-            place = token * branch_strides[b] + col[None, :]
+            place = token * branch_strides[b] + col
             xs += (tl.load(branches[b] + place, mask=inside, other=0.0).to(tl.float32),)
         for j in tl.static_range(N):
-            factors = table + (token * (N * TERMS) + j * TERMS)
-            y = tl.load(factors, mask=token < tokens, other=0.0) * xs[0]
+            y = factors[j * TERMS] * xs[0]
             for i in tl.static_range(1, TERMS):
-                y += tl.load(factors + i, mask=token < tokens, other=0.0) * xs[i]
+                y += factors[j * TERMS + i] * xs[i]
             rounded = y.to(written.dtype.element_ty)
-            tl.store(written + (token * (N * WIDTH) + (j * WIDTH + col[None, :])), rounded, mask=inside)
-            y = rounded.to(tl.float32)  # as it is read from memory
-            row = col[:, None] if EACH else j * WIDTH + col[:, None]
-            place = row * weight_strides[0] + k * weight_strides[1]
-            w = tl.load(weight + place, mask=(col[:, None] < WIDTH) & (k < K), other=0.0)
-            total = tl.dot(y, w, sums[j if EACH else 0], input_precision=PRECISION)
-            square = squares[j if EACH else 0] + tl.sum(y * y, 1, keep_dims=True)
-            sums = sums[: j if EACH else 0] + (total,) + sums[(j if EACH else 0) + 1 :]
-            squares = squares[: j if EACH else 0] + (square,) + squares[(j if EACH else 0) + 1 :]
-    for j in tl.static_range(OF_TOKEN):
-        row = token * OF_TOKEN + j
-        r = tl.rsqrt(squares[j] / (N * WIDTH // OF_TOKEN) + eps)
+            tl.store(written + (token * (N * WIDTH) + (j * WIDTH + col)), rounded, mask=inside)
+            ys += (rounded.to(tl.float32),)  # as it is read from memory
+        for j in tl.static_range(N):
+            of_squares += (squares[j] + _within(ys[j] * ys[j], VECTOR),)
+        for k in tl.static_range(K):
+            place = col * weight_strides[0] + k * weight_strides[1]
+            w = tl.load(weight + place, mask=col < WIDTH, other=0.0)
+            for j in tl.static_range(N):
+                of_products += (sums[k * N + j] + _within(ys[j] * w, VECTOR),)
+        squares, sums = of_squares, of_products
+    for j in tl.static_range(N):
+        row = token * N + j
+        r = tl.rsqrt(tl.sum(squares[j], 1, keep_dims=True) / WIDTH + eps)
         tl.store(inverse + row, r, mask=token < tokens)
-        place = k.to(tl.int64) * (tokens * OF_TOKEN) + row
-        tl.store(products + place, sums[j] * r, mask=(token < tokens) & (k < K))
+        for k in tl.static_range(K):
+            total = tl.sum(sums[k * N + j], 1, keep_dims=True)
+            tl.store(products + (k * tokens.to(tl.int64) * N + row), total * r, mask=token < tokens)
 
 
 _STRIDES = ["grad_row_stride", "grad_stride", "factor_stride", "factor_step"]
 
 
-@triton.jit(do_not_specialize=["tokens", "K", *_STRIDES])
+@triton.jit(do_not_specialize=["tokens", *_STRIDES])
 def write_backward(
     carried,  # [tokens, N, WIDTH], if CARRIED
     carried_strides: tl.constexpr,
@@ -107,13 +115,13 @@ def write_backward(
     factors,  # float32 [tokens, N], if READ
     factor_stride,
     factor_step,
-    grad,  # float32 [rows, K]
+    grad,  # float32 [tokens N, K]
     grad_row_stride,
     grad_stride,
-    products,  # float32 [K, rows]
-    inverse,  # float32 [rows]
+    products,  # float32 [K, tokens N]
+    inverse,  # float32 [tokens N]
     written,  # [tokens, N, WIDTH], contiguous
-    weight,  # float32 [WIDTH, K] if EACH, else [N WIDTH, K]
+    weight,  # float32 [WIDTH, K]
     weight_strides: tl.constexpr,
     streams,  # [tokens, N, WIDTH]
     stream_strides: tl.constexpr,
@@ -123,57 +131,59 @@ def write_backward(
     grad_streams,  # [tokens, N, WIDTH]
     grad_branches,  # of each [tokens, WIDTH]
     table_partials,  # float32 [column programs, tokens, N, N + branches]
-    weight_partials,  # float32 [row programs, K, WIDTH or N WIDTH]
+    weight_partials,  # float32 [row programs, K, WIDTH]
     tokens,
-    K,
+    K: tl.constexpr,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
-    EACH: tl.constexpr,
     CARRIED: tl.constexpr,
     READ: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """The gradient of H', ``d_j = c_j + m_j dr + r g W^T - r^2 (sum_k g_k s_k) / D H'_j``, of what came for the streams
     (c), for a read ``sum_j m_j H'_j`` and for products s; and ``dH_i = sum_j t_ji d_j``, ``dt_ji = <H_i, d_j>``.
     """
-    OF_TOKEN: tl.constexpr = N if EACH else 1
     TERMS: tl.constexpr = N + len(branch_strides)
-    SHARE: tl.constexpr = OF_TOKEN / (N * WIDTH)
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]
-    k = tl.arange(0, BLOCK_K)
+    rows = tokens.to(tl.int64) * N
     totals = ()
-    for _ in tl.static_range(1 if EACH else N):
-        totals += (tl.zeros([BLOCK_K, BLOCK_COLS], tl.float32),)
-    for first in range(tl.program_id(0) * BLOCK_ROWS, tokens, tl.num_programs(0) * BLOCK_ROWS):
+    for _ in tl.static_range(K):
+        totals += (tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32),)
+    step = tl.num_programs(0) * BLOCK_ROWS
+    for first in tl.range(tl.program_id(0) * BLOCK_ROWS, tokens, step, num_stages=STAGES):
         token = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]  # [BLOCK_ROWS, 1]
         there = token < tokens
         inside = there & (col < WIDTH)
+        gs, shares = (), ()
+        for j in tl.static_range(N):
+            row = token * N + j
+            r = tl.load(inverse + row, mask=there, other=0.0)
+            dot = tl.zeros([BLOCK_ROWS, 1], tl.float32)
+            for k in tl.static_range(K):
+                g = tl.load(grad + (row * grad_row_stride + k * grad_stride), mask=there, other=0.0)
+                dot += g * tl.load(products + (k * rows + row), mask=there, other=0.0)
+                gs += (g * r,)
+            shares += (r * r * dot * (1.0 / WIDTH),)
         if READ:
             dr = tl.load(grad_read + (token * grad_read_stride + col), mask=inside, other=0.0).to(tl.float32)
         ds = ()
         for j in tl.static_range(N):
-            row = token * OF_TOKEN + (j if EACH else 0)
-            known = there & (k[None, :] < K)
-            g = tl.load(grad + (row * grad_row_stride + k[None, :] * grad_stride), mask=known, other=0.0)
-            place = k[None, :].to(tl.int64) * (tokens * OF_TOKEN) + row
-            s = tl.load(products + place, mask=known, other=0.0)
-            r = tl.load(inverse + row, mask=there, other=0.0)
             x = tl.load(written + (token * (N * WIDTH) + (j * WIDTH + col)), mask=inside, other=0.0).to(tl.float32)
-            d = -x * (r * r * tl.sum(g * s, 1, keep_dims=True) * SHARE)
+            d = -x * shares[j]
             if CARRIED:
                 place = token * carried_strides[0] + (j * carried_strides[1] + col)
                 d += tl.load(carried + place, mask=inside, other=0.0).to(tl.float32)
             if READ:
                 d += tl.load(factors + (token * factor_stride + j * factor_step), mask=there, other=0.0) * dr
-            g *= r
-            place = (col if EACH else j * WIDTH + col) * weight_strides[0] + k[:, None] * weight_strides[1]
-            w = tl.load(weight + place, mask=(col < WIDTH) & (k[:, None] < K), other=0.0)
-            ds += (tl.dot(g, w, d, input_precision=PRECISION),)
-            total = tl.dot(tl.trans(g), x, totals[0 if EACH else j], input_precision=PRECISION)
-            totals = totals[: 0 if EACH else j] + (total,) + totals[(0 if EACH else j) + 1 :]
+            new = ()
+            for k in tl.static_range(K):
+                place, g = col * weight_strides[0] + k * weight_strides[1], gs[j * K + k]
+                d += g * tl.load(weight + place, mask=col < WIDTH, other=0.0)
+                new += (totals[k] + g * x,)
+            totals = new
+            ds += (d,)
         partials = table_partials + (tl.program_id(1).to(tl.int64) * tokens + token) * (N * TERMS)
         for i in tl.static_range(TERMS):
             if i < N:
@@ -190,10 +200,9 @@ def write_backward(
                 tl.store(grad_streams + (token * (N * WIDTH) + (i * WIDTH + col)), dx, mask=inside)
             else:
                 tl.store(grad_branches[i - N] + (token * WIDTH + col), dx, mask=inside)
-    for j in tl.static_range(1 if EACH else N):
-        row = tl.program_id(0).to(tl.int64) * K + k[:, None]
-        place = row * (WIDTH if EACH else N * WIDTH) + (j * WIDTH + col)
-        tl.store(weight_partials + place, totals[j], mask=(col < WIDTH) & (k[:, None] < K))
+    for k in tl.static_range(K):
+        place = (tl.program_id(0).to(tl.int64) * K + k) * WIDTH + col
+        tl.store(weight_partials + place, tl.sum(totals[k], 0, keep_dims=True), mask=col < WIDTH)
 
 
 def forward(
@@ -205,26 +214,23 @@ def forward(
         streams: [..., n, D].
         branches: of each [..., D].
         table: float32 [..., n, n + branches], what each new stream takes of the streams and of the branches.
-        weight: float32, of each stream [D, K] or of a token's side by side [n D, K].
+        weight: float32 [D, K].
         eps: of the norm.
     """
-    fitted = _fitted_forward(metadata(streams), tuple(map(metadata, branches)), metadata(weight), eps, dtype.itemsize)
-    (*lead, n, width), (channels, most) = streams.shape, weight.shape
-    rows = (*lead, n) if channels == width else lead
+    fitted = _fitted_forward(metadata(streams), tuple(map(metadata, branches)), metadata(weight), eps)
+    most, rows = weight.shape[1], streams.shape[:-1]
     written = torch.empty(streams.shape, dtype=dtype, device=streams.device)
     products = torch.empty(most, *rows, dtype=torch.float32, device=streams.device)
-    inverse = torch.empty(math.prod(rows), dtype=torch.float32, device=streams.device)
+    inverse = torch.empty(rows.numel(), dtype=torch.float32, device=streams.device)
     fitted.kernel((*fitted.even(streams, *branches), table.contiguous(), weight, written, products, inverse))
     return written, products.movedim(0, -1), inverse
 
 
 @functools.lru_cache(MOST_KEPT)
-def _fitted_forward(
-    streams: Metadata, branches: tuple[Metadata, ...], weight: Metadata, eps: float, itemsize: int
-) -> Fitted:
+def _fitted_forward(streams: Metadata, branches: tuple[Metadata, ...], weight: Metadata, eps: float) -> Fitted:
     copied, numbers = _terms(streams, branches)
-    numbers |= {"weight_strides": weight.strides, "K": weight.shape[1], "eps": eps}
-    constants = _constants(FORWARD[itemsize], streams, weight)
+    numbers |= {"weight_strides": weight.strides, "eps": eps}
+    constants = _constants(FORWARD, streams, weight) | {"VECTOR": VECTOR}
     programs = -(-numbers["tokens"] // constants["BLOCK_ROWS"])
     code = Code(lambda: write_forward, (programs, 1, 1), constants)
     places = _places(len(branches), "streams", "branches", "table", "weight", "written", "products", "inverse")
@@ -243,7 +249,7 @@ def backward(
     table: Tensor,
     weight: Tensor,
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-    """Gradients of the streams, of the branches, of the table, and of the weight, [K, D] or [K, n D].
+    """Gradients of the streams, of the branches, of the table, and of the weight, [K, D].
 
     Args:
         grad: of the products.
@@ -286,11 +292,11 @@ def _fitted_backward(
     """``grad`` is [rows, K], ``factors`` [tokens, n]."""
     copied, numbers = _terms(streams, branches)
     n, width = streams.shape[-2:]
-    constants = _constants(BACKWARD if torch.version.hip is None else BACKWARD_ON_AMD, streams, weight)
+    constants = _constants(BACKWARD, streams, weight)
     constants |= {"CARRIED": carried is not None, "READ": grad_read is not None}
     of_carried = None if carried is None else stream_strides(carried)
     of_read = None if grad_read is None else row_stride(grad_read.shape, grad_read.strides)
-    numbers |= {"weight_strides": weight.strides, "K": weight.shape[1]}
+    numbers |= {"weight_strides": weight.strides}
     numbers |= {"carried_strides": of_carried or (n * width, width)}
     numbers |= {"grad_read_stride": width if of_read is None else of_read}
     numbers["grad_row_stride"], numbers["grad_stride"] = grad.strides
@@ -317,11 +323,9 @@ def _terms(streams: Metadata, branches: tuple[Metadata, ...]) -> tuple[tuple[boo
 
 
 def _constants(tile: tuple[int, int, int, int], streams: Metadata, weight: Metadata) -> dict[str, Any]:
-    (n, width), (channels, most) = streams.shape[-2:], weight.shape
-    rows, cols, warps, stages = tile
-    constants = {"N": n, "WIDTH": width, "EACH": channels == width, "PRECISION": PRECISION}
-    constants |= {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "BLOCK_K": max(16, 1 << (most - 1).bit_length())}
-    return constants | {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    (n, width), (rows, cols, warps, stages) = streams.shape[-2:], tile
+    constants = {"N": n, "K": weight.shape[1], "WIDTH": width, "STAGES": stages}
+    return constants | {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "num_warps": warps, "enable_fp_fusion": True}
 
 
 def _places(branches: int, *names: str) -> dict[str, Any]:
