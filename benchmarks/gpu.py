@@ -7,8 +7,8 @@ Each job runs in a process of its own and has a limit in time; when it ends, a l
 have one there are not run again, so that any number of calls with budgets makes one run. A job that fails costs its own
 line, which says why; ``--retry`` runs it again. What matters most comes first. Ends with 1 if a job failed.
 
-With ``--here`` no job waits for the start of a process: each runs once in a process of its own, several at a time, which
-fills the caches of compiled kernels, and is then measured in this one.
+With ``--here`` no job waits for the start of a process: each runs once in a process of its own, several at a time,
+which fills the caches of compiled kernels, and is then measured in this one.
 
 A pattern is the start of a name, as of a path (``check``, ``step/llama-1b/dca``), or has wildcards (``step/*/eager``).
 """

@@ -3,9 +3,9 @@
     PYTHONPATH=tests python -P benchmarks/throughput.py --out benchmarks/results/throughput.json [--shape llama-350m]
     PYTHONPATH=tests python -P benchmarks/throughput.py --device cpu --small    # runs anywhere; times mean nothing
 
-Every variant is a process of its own, since kernels are switched on or off where rewire is imported. They compile at the
-same time, and then take turns: in each round each of them makes the same few steps (forward, backward, fused AdamW), so
-that ratios to the plain model are of the same minute of the same machine.
+Every variant is a process of its own, since kernels are switched on or off where rewire is imported. They compile at
+the same time, and then take turns: in each round each of them makes the same few steps (forward, backward, fused
+AdamW), so that ratios to the plain model are of the same minute of the same machine.
 """
 
 from __future__ import annotations

@@ -144,6 +144,17 @@ def test_the_script_goes_on_after_jobs_that_die(tmp_path: Path) -> None:
     assert again == third and "failed  test/killed" in done.stdout and "done    test/passes" in done.stdout
 
 
+@pytest.mark.slow
+def test_jobs_of_times_run_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = ["--here", "--jobs", "test/fails", "bandwidth/gates of 4 streams"]
+    refused, found = gpu(tmp_path, *jobs)
+    assert refused.returncode == 2 and "TRITON_INTERPRET=1" in refused.stderr and not found
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    done, found = gpu(tmp_path, *jobs)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert {record["job"]: record["status"] for record in found} == {"test/fails": "failed", jobs[-1]: "done"}
+
+
 #: One of each kind, and of each way through its code.
 TINY = [
     "check/kernel",
