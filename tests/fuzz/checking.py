@@ -150,7 +150,7 @@ def _as_its_twin(
     except rewire.RewireError as error:
         return "" if isinstance(error, rewire.UnsupportedTopology) else f"{type(error).__name__}: {error}"
     weights = learned(rewired)
-    if {name: w.shape for name, w in weights.items()} != {name: w.shape for name, w in learned(plain).items()}:
+    if _adds(rewired) != _adds(plain) or weights.keys() != learned(plain).keys():
         return ""  # not all of it was found in this form, and `rewire.inspect` says so
     with torch.no_grad():
         for name, weight in weights.items():
@@ -164,6 +164,12 @@ def _as_its_twin(
     except (rewire.OutOfOrder, rewire.UnsupportedCall) as error:  # it may take another way
         return f"{type(error).__name__} when called: {error}"
     return ""
+
+
+def _adds(model: nn.Module) -> dict[str, list[tuple[str, bool]]]:
+    """Of each trunk the block of each add, and whether something makes the next state of its sum."""
+    trunks = rewire.inspect(model).trunks
+    return {trunk.name: [(site.block, bool(site.post)) for site in trunk.sites] for trunk in trunks}
 
 
 def _assert_equal(model: nn.Module, rewired: nn.Module, inputs: tuple[Tensor, ...], exact: bool) -> None:

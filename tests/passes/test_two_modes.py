@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mixing import shaken
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import rewire
 from rewire.passes.find import find
 from rewire.passes.prepare import prepare
 
@@ -77,3 +80,86 @@ def test_what_follows_the_last_add_in_both_modes_is_its_post() -> None:
     found = find(prepare(nn.Sequential(*(Both(True) for _ in range(3))), (torch.randn(2, 3, WIDTH),)), "run")
     (trunk,) = found.trunks.values()
     assert [site.post for site in trunk.sites] == [("tanh",)] * 3
+
+
+def added(f: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
+    return x + f(norm(x))
+
+
+class Adder(nn.Module):
+    def forward(self, f: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
+        return x + f(norm(x))
+
+
+class Scaled(nn.Module):
+    """A block that scales the state in one mode, and adds here."""
+
+    def __init__(self, mode: bool) -> None:
+        super().__init__()
+        self.norm, self.f, self.mode = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training == self.mode:
+            x = x * 0.7
+        x = x + self.f(self.norm(x))
+        return x
+
+
+class ScaledForHelper(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training == self.mode:
+            x = x * 0.7
+        x = added(self.f, self.norm, x)
+        return x
+
+
+class ScaledForMethod(Scaled):
+    def add(self, x: Tensor) -> Tensor:
+        return x + self.f(self.norm(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training == self.mode:
+            x = x * 0.7
+        x = checkpoint(self.add, x, use_reentrant=False)  # type: ignore[assignment]
+        return x
+
+
+class ScaledForModule(Scaled):
+    def __init__(self, mode: bool) -> None:
+        super().__init__(mode)
+        self.adder = Adder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training == self.mode:
+            x = x * 0.7
+        x = self.adder(self.f, self.norm, x)
+        return x
+
+
+@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("topology", ["hc-dynamic", "mhc", "attnres"])
+@pytest.mark.parametrize("block", [ScaledForHelper, ScaledForMethod, ScaledForModule])
+def test_a_stream_that_starts_in_a_function_or_in_what_it_calls(block: type[Scaled], topology: str, mode: bool) -> None:
+    """The first read, of the tensor that comes in, is the tensor itself only while connections do not mix."""
+    x, outputs = torch.randn(2, 3, WIDTH), []
+    for made in (Scaled, block):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(made(mode) for _ in range(3)))
+        rewired = shaken(rewire.compile(model, topology, example_inputs=(x,), validate=False), 0.3, 1)
+        outputs.append([rewired.train(training)(x) for training in (False, True)])
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_stream_that_starts_with_an_expression_or_in_what_is_called() -> None:
+    class Renamed(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training:
+                return added(self.f, self.norm, x)
+            y = x * 0.7
+            y = y + self.f(self.norm(y))
+            return y
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Renamed(True) for _ in range(3)))
+    with pytest.raises(rewire.EditError, match="starts in different places"):
+        rewire.compile(model, "hc-dynamic", example_inputs=(torch.randn(2, 3, WIDTH),), validate=False)

@@ -121,7 +121,9 @@ class _Planner:
         start = inside[0] if inside else self._adds_before(scope)
         if scope is not self.carriers.begin and scope.holds(self.carriers.begin):
             function.adds.setdefault(self.name, {})
-            return  # the stream starts in what it calls
+            function.begins_inside.add(self.name)  # the stream starts in what it calls
+            self._check_one_start(function)
+            return
         function.adds.setdefault(self.name, {})[start] = len(inside)
         check_returns(self.carriers, scope)
         number = function.trunks.index(self.name)
@@ -202,20 +204,27 @@ class _Planner:
             EditError: the later one does not take up what the earlier one has made.
         """
         known = function.begins.setdefault(self.name, place)
+        self._check_one_start(function)
         if known == place or known is None or place is None:
             return True
         text = function.text
         earlier, later = sorted((known, place), key=lambda p: (0, 0, 0) if isinstance(p[0], str) else (1, p[0], p[2]))
         names = earlier if isinstance(earlier[0], str) else (_variable(text, earlier),)
         if isinstance(later[0], str) or _variable(text, later) not in names:
-            raise EditError(
-                f"the residual stream starts in different places of {text.where()}, in evaluation and in training "
-                "mode or in two calls"
-            )
+            raise _two_starts(text)
         function.begins[self.name] = later
         if later == place:
             function.edits.pop(("open", earlier), None)
         return later == place or isinstance(earlier[0], str)
+
+    def _check_one_start(self, function: FunctionPlan) -> None:
+        """Refuse a trunk that starts with an expression of a function and, in another call, in what that calls.
+
+        One that starts with a parameter is no such case: the parameter is then left as it is (`write`).
+        """
+        place = function.begins.get(self.name)
+        if self.name in function.begins_inside and place is not None and not isinstance(place[0], str):
+            raise _two_starts(function.text)
 
     def _through(self, scope: Scope, child: Scope) -> None:
         function, call = self.sources.plan(scope), self.sources.call(child)
@@ -331,6 +340,8 @@ class _Planner:
             if child.parent is not scope or child.helper or child.module is None or child.call is None:
                 continue
             function = self.sources.plan(scope)
+            if scope.path and not child.path.startswith(f"{scope.path}."):
+                return None  # it was given as an argument: no module of this one's
             path = child.path.removeprefix(scope.path).lstrip(".")
             if path not in function.norms:
                 looks = [op for ops in child.arguments.values() for op in ops] == values
@@ -355,6 +366,13 @@ def _operands(text: Text, at: Span, first: bool, parts: Sequence[Sum]) -> tuple[
         inner.insert(0, (part.at, part.first))
         at, first = part.at, part.first
     return tuple(inner)
+
+
+def _two_starts(text: Text) -> EditError:
+    return EditError(
+        f"the residual stream starts in different places of {text.where()}, in evaluation and in training mode or in "
+        "two calls"
+    )
 
 
 def _variable(text: Text, at: Span) -> str | None:

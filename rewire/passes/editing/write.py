@@ -120,8 +120,9 @@ class _Editor:
         return Change(line, line, lambda _: "".join(f"{indent}{statement}\n" for statement in lines))
 
     def _begins_later(self, edit: Parameter) -> bool:
-        """Whether the trunk of a parameter, if it starts in this call, starts with an expression."""
-        return any(type(other) is Open and other.trunk == edit.trunk for other in self.edits)
+        """Whether the trunk of a parameter, if it starts in this call, starts with an expression, or further in."""
+        inside = self.plan.trunks[edit.trunk] in self.plan.begins_inside
+        return inside or any(type(other) is Open and other.trunk == edit.trunk for other in self.edits)
 
     def _how(self, edit: Parameter | Open | Sum | Through) -> list[str]:
         """Keyword arguments of a method of `Depth`."""
