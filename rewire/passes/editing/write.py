@@ -121,8 +121,10 @@ class _Editor:
 
     def _begins_later(self, edit: Parameter) -> bool:
         """Whether the trunk of a parameter, if it starts in this call, starts with an expression, or further in."""
-        inside = self.plan.trunks[edit.trunk] in self.plan.begins_inside
-        return inside or any(type(other) is Open and other.trunk == edit.trunk for other in self.edits)
+        its = self.plan.trunks[edit.trunk : edit.trunk + 1]  # none of an attention, which only reads
+        return not self.plan.begins_inside.isdisjoint(its) or any(
+            type(other) is Open and other.trunk == edit.trunk for other in self.edits
+        )
 
     def _how(self, edit: Parameter | Open | Sum | Through) -> list[str]:
         """Keyword arguments of a method of `Depth`."""
