@@ -32,7 +32,7 @@ MOST = 128
 #: fastest of ``benchmarks/on_gpu/tiles.py`` on an H200 that fit into the shared memory of smaller GPUs.
 FORWARD = {16: (64, 64, 4, 4), 32: (64, 64, 4, 3), 64: (64, 32, 4, 4), 128: (64, 32, 4, 3)}
 BACKWARD = {16: (16, 256, 4, 1), 32: (32, 128, 4, 1), 64: (32, 128, 4, 1), 128: (16, 128, 4, 1)}
-WEIGHTS = {16: (32, 64, 4, 4), 32: (32, 128, 4, 3), 64: (32, 128, 4, 3), 128: (32, 64, 4, 3)}
+WEIGHTS = {16: (32, 64, 4, 4), 32: (32, 128, 4, 3), 64: (32, 128, 4, 3), 128: (32, 128, 8, 3)}
 #: Rows and columns of a tile of the products of a read's gradient.
 TILE = (16, 256)
 
