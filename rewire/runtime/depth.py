@@ -423,7 +423,7 @@ class Depth:
 
         def pushed(part: Any) -> Tensor:
             live.stream = live.stream.push(self._tensor(part), more)
-            value = live.read(norm)
+            value, live.apart = live.read(norm), False
             return part if more else value
 
         return with_item(state, item, pushed)
@@ -464,7 +464,8 @@ class Depth:
             live.stream = live.stream.push(self._tensor(value))
         else:
             return value
-        return live.read()
+        value, live.apart = live.read(), False
+        return value
 
     def view(self, function: Callable[..., Tensor], *values: Any) -> Tensor:
         """``function(*values)``, other dimensions of the numbers of one of them: the stream goes on in these."""
@@ -484,7 +485,9 @@ class Depth:
         Raises:
             OutOfOrder: the factor is another one now.
         """
-        result, (live, held) = function(*values), self._held(values)
+        live, held = self._held(values)
+        # Where queries, keys and values read the stream apart, of each of them.
+        result = function(*values) if live is None or live.qkv is None else self.separate.apply(function, *values)
         if live is not None and factor:
             self._check_factor(function(*(1.0 if value is held else value for value in values)))
         if live is not None and self._holding(result) is not live:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from every_topology import EVERY, NOT_PRESERVING, PRE_NORM_ONLY, WITH_ATTENTION
 from mixing import learned, shaken
 from runtime.test_skipped import Block, Net, results, vectors
@@ -161,3 +163,51 @@ class Normed(Scaling):
 def test_what_is_multiplied_with_itself_is_not_only_scaled() -> None:
     with pytest.raises(rewire.UnsupportedTopology, match="the state passes"):
         rewire.compile(Normed(), "hc-static", example_inputs=(vectors(),))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o_proj(F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x)))  # type: ignore[no-any-return]
+
+
+class Apart(nn.Module):
+    """A block with an attention, in front of whose norm the state is perhaps scaled, and copied."""
+
+    def __init__(self, copy: Callable[[Tensor], Tensor] | None, scaled: bool) -> None:
+        super().__init__()
+        self.norm, self.copy, self.scaled = nn.LayerNorm(8), copy, scaled
+        self.attn = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scaled:
+            x = x * 0.5
+        if self.copy is None:
+            return x + self.attn(self.norm(x))
+        x = self.copy(x)
+        return x + self.attn(self.norm(x))
+
+
+COPIES = {
+    "clone": lambda x: x.clone(),
+    "cast": lambda x: x.double().float(),
+    "contiguous": lambda x: x.contiguous(),
+    "view": lambda x: x.view(2, 2, 2, 8).view(2, 4, 8),
+}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("topology", ["dca", "muddformer"])
+def test_copies_of_what_queries_keys_and_values_read_apart(topology: str, copy: str, scaled: bool) -> None:
+    """They are copies for each of the three: that of one was projected for all, in silence behind a product."""
+    x, outputs = torch.randn(2, 4, 8), []
+    for function in (None, COPIES[copy]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), *(Apart(function, scaled) for _ in range(3)))
+        rewired = rewire.compile(model, topology, example_inputs=(x,), validate=False)
+        outputs.append(shaken(rewired, 0.3, 1)(x))
+    torch.testing.assert_close(outputs[1], outputs[0])
