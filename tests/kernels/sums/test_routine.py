@@ -288,14 +288,15 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], Sta
     calls: list[tuple[str, Any]] = []
     parameters: dict[str, list[list[str]]] = {}
     for module, verb in ((projection, "project"), (gates, "sinkhorn"), (writes, "write")):
-        names = [f"{verb}_forward", f"{verb}_backward"]
+        names = [f"{verb}_forward", f"{verb}_backward", *["project_weights"] * (module is projection)]
         parameters[module.__name__] = [getattr(module, name).arg_names for name in names]
         for name in names:
             monkeypatch.setattr(module, name, Function(getattr(module, name).arg_names, calls))
     monkeypatch.setattr(writes, "added_up", lambda partials: [x.sum(0) for x in partials])
     modules = (projection, writes)
-    for fitted in (*(getattr(m, f"_fitted_{way}") for m in modules for way in ("forward", "backward")), gates._fitted):
-        fitted.cache_clear()
+    fitted = [getattr(m, f"_fitted_{way}") for m in modules for way in ("forward", "backward")]
+    for routine in (*fitted, projection._fitted_weights, gates._fitted):
+        routine.cache_clear()
 
     def named(module: Any) -> Started:
         found = [
@@ -335,11 +336,11 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], Sta
 
 @pytest.mark.parametrize(("name", "shape"), [("x", (2, 5, 8)), ("products", (2, 5, 8)), ("streams", (2, 5, 3, 8))])
 def test_kernels_written_by_hand_start_directly_too(name: str, shape: tuple[int, ...], by_hand: Any) -> None:
-    x = torch.zeros(shape)
-    assert [(way, given[name].data_ptr()) for way, given in by_hand[name](x)] == [("by Triton", x.data_ptr())] * 2
+    x, kernels = torch.zeros(shape), 3 if name == "x" else 2
+    assert [(way, given[name].data_ptr()) for way, given in by_hand[name](x)] == [("by Triton", x.data_ptr())] * kernels
     for _ in range(2):
         x = torch.zeros(shape)
-        assert [(way, given[name]) for way, given in by_hand[name](x)] == [("directly", x.data_ptr())] * 2
+        assert [(way, given[name]) for way, given in by_hand[name](x)] == [("directly", x.data_ptr())] * kernels
 
 
 def test_kernels_written_by_hand_take_rows_as_they_lie(by_hand: Any) -> None:
@@ -351,7 +352,7 @@ def test_kernels_written_by_hand_take_rows_as_they_lie(by_hand: Any) -> None:
     for x, stride in ((wide, 16), (single, 0), (uneven, 8)):
         for _ in range(2):
             found = [given for _, given in by_hand["x"](x)]
-            assert [given["x_stride"] for given in found] == [stride, stride]
+            assert [given["x_stride"] for given in found] == [stride] * 3
         assert all((given["x"] == x.data_ptr()) == (x is not uneven) for given in found)
     turned = torch.zeros(3, 2, 5, 8).movedim(0, -2)
     uneven = torch.zeros(5, 2, 3, 8).transpose(0, 1)
