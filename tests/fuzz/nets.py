@@ -433,6 +433,14 @@ class Net:
         effects = {"python's random", "numpy's random", "random scale", "statistic"}
         return self.body == "checkpoint" and not effects.isdisjoint(part for parts in self.forwards for part in parts)
 
+    @property
+    def counts_the_start(self) -> bool:
+        """Whether a statistic is made in front of the first add: of the tensor that the trunk starts with or, if it
+        starts in this function and not in one that is called, of what is read of it.
+        """
+        parts = self.forwards[self.order[0]]
+        return "statistic" in parts[: next(number for number, part in enumerate(parts) if part in ADDS)]
+
     def _written(self, forms: dict[str, str], plain: dict[str, str], name: str) -> str:
         return plain.get(name, forms[name]) if self.twin else forms[name]
 
