@@ -28,8 +28,8 @@ def test_kernels_are_started(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "host.json").read_text())
     plain, ancre, mhc, *others = report["trunks"]
     assert (plain["kernels"], ancre["kernels"]) == (0, 2)  # two sums, and the gradients of two states
-    # Of four sublayers: 3 and 4 from each to the next, 4 and 4 for the first read and the last write.
-    assert mhc["kernels"] == (3 * 7 + 8) / 2
+    # Of four sublayers: 4 and 5 from each to the next, and as many for the first read and the last write.
+    assert mhc["kernels"] == (3 * 9 + 9) / 2
     liger = [row["kernels"] > 0 for row in others if row["trunk"] == "mhc, liger-kernel"]
     assert all(liger) and len(liger) == (importlib.util.find_spec("liger_kernel") is not None)
     assert {row["operator"] for row in report["operators"]} == {"mix", "mix_backward", "mixes with a probe"}
