@@ -22,10 +22,11 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this tree, whether it is installed or not
 sys.path.insert(1, str(Path(__file__).parents[1] / "tests"))
@@ -252,23 +253,13 @@ def run(
 def _start(variant: Variant, setting: Setting) -> Worker:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
+    # A few compilers each: many variants compile at the same time.
     environment = {"REWIRE_KERNELS": "on" if variant.kernels else "off", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
-    with _environment(environment):
-        process = context.Process(target=work, args=(there, variant, setting), daemon=False)
+    with mock.patch.dict(os.environ, environment):  # which it takes over
+        process = context.Process(target=work, args=(there, variant, setting))
         process.start()
     there.close()
     return Worker(variant, process, here)
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def results(workers: Sequence[Worker]) -> list[dict[str, Any]]:

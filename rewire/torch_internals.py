@@ -203,18 +203,18 @@ def compiled_by(backend: str, graph: torch.fx.GraphModule, inputs: Sequence[Any]
     return torch._dynamo.lookup_backend(backend)(graph, inputs)  # type: ignore[arg-type]
 
 
+#: Whether Inductor describes the arguments of operators that it meets for the first time: 2.11 does, 2.13 does not.
+INDUCTOR_DESCRIBES = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
+
+
 def spare_inductor_a_description(operator: torch._ops.OpOverload) -> None:
     """Tell Inductor how to lower an operator, as it would decide itself when it first meets one in a graph.
 
-    Up to 2.12 it then describes the arguments for its log, and what these were computed of, and so on: a time that
-    grows exponentially with depth, whether or not anyone reads the log.
+    It would then describe the arguments for its log, and what these were computed of, and so on: a time that grows
+    exponentially with depth, whether or not anyone reads the log.
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
-    if (
-        lowering is None
-        or operator in lowering.lowerings
-        or torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
-    ):
+    if not INDUCTOR_DESCRIBES or lowering is None or operator in lowering.lowerings:
         return
     tag = torch._library.utils.get_layout_constraint_tag(operator, with_default=True)
     lowering.make_fallback(operator, layout_constraint=lowering.tag_to_layout_constraint(tag), warn=False)

@@ -307,11 +307,9 @@ class _Written(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         weight, table, written, products, inverse, streams, *branches = ctx.saved_tensors
         if grad is None or by_torch(grad):
-            x = of_tokens(written, weight)
             of_x, of_weight = None, None
             if grad is not None:
-                of_x, of_weight = gradients(functools.partial(by_autograd, eps=ctx.eps), (x, weight), grad)
-                of_x = of_x.view(written.shape)
+                of_x, of_weight = gradients(functools.partial(by_autograd, eps=ctx.eps), (written, weight), grad)
             total = added_up([carried, by_read(written, of_read, factors), of_x])
             if total is None:
                 return None, of_weight, None, *[None] * (1 + len(branches))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rewire.plotting.style import BLUE, FAINT, INK, MUTED, Path, open_axes, saved_figure
-
-if TYPE_CHECKING:
-    pass
 
 
 def plot_times(seconds: dict[str, tuple[float, ...]], path: Path) -> None:

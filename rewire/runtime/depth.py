@@ -423,7 +423,7 @@ class Depth:
 
         def pushed(part: Any) -> Tensor:
             live.stream = live.stream.push(self._tensor(part), more)
-            value, live.apart = live.read(norm), False
+            value, live.apart = live.read(norm), False  # made here: nobody else has projected it
             return part if more else value
 
         return with_item(state, item, pushed)
