@@ -41,6 +41,12 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "attnres-additive": ("attnres", {"additive": True}),
     "attnres-qkv": ("attnres", {"qkv": True, "heads": 2}),
     "attnres-normed": ("attnres", {"normed": True, "block": 2}),
+    "ancre-few": ("ancre-ingoing", {"units": [-1], "sources": ["x0"]}),
+    "denseformer-few": ("denseformer", {"units": [-1, "output"], "sources": ["x0"]}),
+    "grn-v2-few": ("grn-v2", {"sources": [1]}),
+    "grn-v3-few": ("grn-v3", {"units": [-1, "output"], "sources": ["x0", -1]}),
+    "muddformer-few": ("muddformer", {"units": [-1, "output"], "sources": ["x0"], "channels": ["v", "shortcut"]}),
+    "attnres-few": ("attnres", {"units": ["output"], "sources": [1]}),
 }
 
 #: Those whose formulas have no start that equals the plain residual network.
@@ -54,6 +60,7 @@ PRE_NORM_ONLY = {
     *("frac-hc", "frac-hc-static", "mhc", "mhc-identity", "mhc-permutations", "mhc-cayley"),
     *("hc-gated", "hc-gated-streams"),
     *("attnres", "attnres-scaled", "attnres-groups", "attnres-additive", "attnres-qkv", "attnres-normed"),
+    *("grn-v2-few", "grn-v3-few", "attnres-few"),
 }
 
 #: Those that need an attention.

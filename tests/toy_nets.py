@@ -79,3 +79,15 @@ def run_learned(topology: Topology, parameters: Any, x: Tensor, blocks: Sequence
     """`run` with the weights that these parameters make."""
     weights = topology.weights(parameters, Dims(len(blocks), x.shape[-1]))
     return run(topology, weights, x, blocks)
+
+
+class Mixer(nn.Module):
+    """A branch with four inputs, which stands for an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, *ways: Tensor) -> Tensor:
+        q, k, v, residual = ways
+        return self.inner(torch.cat([q, 2 * k, 3 * v, residual.tanh()], -1))

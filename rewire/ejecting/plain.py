@@ -7,7 +7,7 @@ Names that are defined here take the place of the same names in `rewire.mixes`, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -121,6 +121,14 @@ class Free:
         """The history before its first state."""
         return History(self)
 
+    def holding(self, states: Iterable[Tensor], plain: Tensor | None = None) -> History:
+        """A history of these states; and what a unit would read that mixes none."""
+        history = self.history()
+        for x in states:
+            history = history.push(x)
+        history.plain = plain
+        return history
+
 
 class Table(Free):
     """Weights of reads in turn, each of all states so far, in one way or several.
@@ -185,12 +193,14 @@ class History:
 
     Attributes:
         joined: whether the newest state is inside a group, and of no later read.
+        plain: of few connections, what the unit reads where it mixes nothing.
     """
 
-    __slots__ = ("joined", "scores", "states", "table")
+    __slots__ = ("joined", "plain", "scores", "states", "table")
 
     def __init__(self, table: Any, states: tuple[Tensor, ...] = (), scores: tuple[Tensor, ...] = ()) -> None:
         self.table, self.states, self.scores, self.joined = table, states, scores, False
+        self.plain: Tensor | None = None
 
     def read(self, t: int, x: Tensor) -> Self:
         """The history as read t has it, with the newest state."""

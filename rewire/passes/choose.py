@@ -8,7 +8,8 @@ from typing import Any
 from rewire.errors import UnknownName, UnsupportedTopology, WidthMismatch
 from rewire.runtime.layout import Layout
 from rewire.topologies import Topology, make_topology
-from rewire.topologies.base import Start, as_recurrence
+from rewire.topologies.base import Dims, Start, as_recurrence
+from rewire.topologies.registry import placed_topology
 from rewire.trunk import Trunk
 
 
@@ -117,13 +118,19 @@ def layout_of(trunk: Trunk, topology: Topology, granularity: str) -> Layout:
     separate = resolved == "sublayer" or trunk.post_norm or trunk.blocks == 1
     separate |= any(site.in_place for site in trunk.sites)  # of a sum inside a unit, what was read would be written to
     units = tuple(range(1, len(trunk.sites) + 1)) if separate else trunk.units
+    topology = placed_topology(topology, [trunk.sites[n].kind for n in _opening(units)])
     attention = _attention_units(trunk, topology, units)
     return Layout(trunk.name, topology, units, trunk.width, attention, trunk.channel_dim, trunk.posts, trunk.loops)
 
 
-def _attention_units(trunk: Trunk, topology: Topology, units: Sequence[int]) -> list[int]:
+def _opening(units: Sequence[int]) -> list[int]:
+    """The first residual add of each unit."""
+    return [n for n in range(len(units)) if n == 0 or units[n] != units[n - 1]]
+
+
+def _attention_units(trunk: Trunk, topology: Topology, units: Sequence[int]) -> Collection[int]:
     """Units that begin with an attention, for a topology that gives attentions separate q/k/v inputs."""
     if not topology.reads_qkv:
         return []
-    opening = [n for n in range(len(units)) if n == 0 or units[n] != units[n - 1]]
-    return [units[n] for n in opening if trunk.sites[n].kind in ("attention", "parallel")]
+    found = [units[n] for n in _opening(units) if trunk.sites[n].kind in ("attention", "parallel")]
+    return topology.attention_units(Dims(units[-1], trunk.width, frozenset(found)))

@@ -74,9 +74,11 @@ def layouts_of(recipes: Any) -> dict[str, Layout]:
         raise RewireError(f"the recipe is damaged: its trunks are {recipes!r}.")
     layouts = {path: layout_of(path, recipe, path) for path, recipe in recipes.items()}
     for path, layout in layouts.items():
+        recipe, made = recipes[path], recipe_of(layout)
+        recipe = {**recipe, "options": made["options"] | recipe["options"]}  # options that came later have defaults
         saved, here = (
             sorted(f"{key}: {json.dumps(r[key], sort_keys=True)}" for key in r.keys() - {"scales", "sites"})
-            for r in (recipes[path], recipe_of(layout))
+            for r in (recipe, made)
         )
         if saved != here:
             raise RewireError(f"the recipe of '{path}' differs from what it makes:{difference(saved, here)}")

@@ -10,13 +10,15 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rewire.mixes.history import Table
+from rewire.errors import UnsupportedTopology
+from rewire.mixes.history import Free, Table
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.topologies.base import (
     OF_STATES,
     Dims,
     FirstOrder,
     Granularity,
+    QKVInputs,
     Start,
     States,
     W,
@@ -24,10 +26,12 @@ from rewire.topologies.base import (
     check_count,
     no_preserving_start,
     one_hot_previous,
+    total,
 )
 from rewire.topologies.dense import Dense, count
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
+from rewire.topologies.wiring import Few, Sources, Units
 
 Normalize = Literal["ingoing", "outgoing", "none"]
 Cascade = Literal["replace", "keep"]
@@ -51,34 +55,52 @@ class Destinations(Dense[W]):
         x: Tensor = history.newest
         return x
 
+    def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
+        return (0,)
+
+    def read(self, states: States, weights: W, t: int) -> tuple[Tensor | QKVInputs, States]:
+        return (states[0], states) if isinstance(weights, Few) else super().read(states, weights, t)
+
     def row(self, weights: Any, t: int, x: Tensor) -> Any:
         """The weights with which the states are mixed into ``x_t``: x is one of them."""
         return weights[t]
 
     def merge(self, states: States, weights: W, t: int, *branches: Tensor) -> Tensor | Mix:
-        x, history = states
+        if isinstance(weights, Few) and t not in weights:
+            return total((states[0], *branches))
+        if isinstance(weights, Few):
+            x, known = states[0], _known(states, weights, t)
+            history = Free().holding(known[i] for i in weights.sources[t])
+        else:
+            x, history = states
         kept = (x,) if self.cascade == "keep" else ()
         mixed: Tensor | Mix = history.mix(self.row(weights, t, x), added=(*kept, *branches))
         return mixed
 
+    def push(self, states: States, weights: W, t: int, x: Tensor) -> States:
+        if isinstance(weights, Few):
+            return (x, *weights.of(_known(states, weights, t), t + 1, t - 1))
+        return super().push(states, weights, t, x)
+
     def program(self, weights: W, dims: Dims) -> Program:
         """The shortcut ``x_{t-1}`` that is kept stands in front."""
         rows = []
+        mixing = set(self.mixing(dims))
         for t in range(1, dims.depth + 1):
-            terms = zip(self.sources(t), self.static(weights, t).tolist(), strict=True)
+            if t not in mixing:
+                rows.append([Term(f"x{t - 1}", 1.0, fixed=self.cascade == "keep")])
+                continue
+            terms = zip(self.sources_of(t, dims), self.static(weights, t).tolist(), strict=True)
             kept = [Term(f"x{t - 1}", 1.0, fixed=True)] if self.cascade == "keep" else []
             rows.append([*kept, *(Term(f"x{i}", p) for i, p in terms)])
         return recurrence(rows)
-
-    def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
-        return (0,)
 
     def finish(self, states: States, weights: W, dims: Dims) -> Tensor:
         return states[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class ANCRe(Destinations[Table]):
+class ANCRe(Destinations[Table | Few]):
     """Learned shortcuts from every earlier state, ``x_t = f_t + sum_{i<t} p_it x_i`` (ANCRe, Section 4.1).
 
     Unit t reads ``r_t = x_{t-1}``; the trunk's output is ``x_T``; the states are ``x_0 .. x_t``. The shortcut
@@ -110,6 +132,9 @@ class ANCRe(Destinations[Table]):
     these shortcuts only. They are all that is held, and 1/t above becomes ``1/|K_t|``. E is among them, so that the
     preserving start stays exact. (Outgoing, a state between groups has one destination, and its weight stays 1.)
 
+    **Few shortcuts.** With ``units`` and ``sources`` (ours; see `dense`) few ``x_t`` are such a sum, of few states, and
+    softmaxes are over these shortcuts only; the others are ``x_t = x_{t-1} + f_t``.
+
     Args:
         normalize: "ingoing", "outgoing" or "none".
         temperature: tau > 0; the paper takes 0.01 for language models and 0.1 for DiT. Unused by "none".
@@ -135,6 +160,7 @@ class ANCRe(Destinations[Table]):
         check_choice("normalize", self.normalize, get_args(Normalize))
         check_choice("cascade", self.cascade, get_args(Cascade))
         check_choice("form", self.form, get_args(Form))
+        super().__post_init__()
         check_count("block", self.block, 1, optional=True)
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature!r}: it has to be a positive number, like 0.01.")
@@ -151,26 +177,65 @@ class ANCRe(Destinations[Table]):
         """``logits``, float32, flat: for t = 1..T in turn, one entry for each of its sources, ascending.
 
         Raises:
-            UnsupportedTopology: a preserving start of the softmax by itself.
+            UnsupportedTopology: a preserving start of the softmax by itself; or shortcuts of which all are alone in
+                their softmax, so that nothing would be learned.
         """
-        table = self._start_table(dims.depth, start)  # [T, T]
-        return {"logits": table[_entries(dims.depth, self.block)]}
+        if self.few and self.normalize != "none" and all(len(places) == 1 for places in self._together(dims).values()):
+            raise UnsupportedTopology(
+                f"topology '{self.registered_name}' would learn nothing: of these sources, each has one unit that reads "
+                "it, and a softmax over one weight is 1. Name more units, or use 'ancre-ingoing'."
+            )
+        table = self._start_table(dims, start)  # [T, T]
+        return {"logits": table[self._entries(dims)]}
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:
         """Stored is ``c / tau``, whose softmax p is: under Adam, a rate of lr for c is one of ``lr / tau`` for that."""
         return {"logits": OF_STATES if self.normalize == "none" else self.temperature}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Table:
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Table | Few:
         """The effective shortcut weights: of each t in turn, p of its sources."""
         depth, p = dims.depth, parameters["logits"].float()
-        if self.normalize != "none":
-            row, column = _entries(depth, self.block, p.device)
-            matrix = self._normalized(p, row, column, depth)  # P [T, T], 0 where ``x_i`` is no source of ``x_t``
+        if self.normalize == "none":
+            return self.table(dims, p)
+        if self.few:
+            return self.table(dims, self._few_weights(p, dims))
+        row, column = self._entries(dims, p.device)
+        matrix = self._normalized(p, row, column, depth)  # P [T, T], 0 where ``x_i`` is no source of ``x_t``
+        if self.form == "difference":
+            start = self._normalized(torch.zeros_like(p), row, column, depth)
+            matrix = self._original(depth).to(p.device) + (matrix - start)
+        return self.table(dims, matrix[row, column])
+
+    def _few_weights(self, logits: Tensor, dims: Dims) -> Tensor:
+        """p of few shortcuts, without tensors of indices: made of lists, graphs of a GPU could not capture them."""
+        single, found = logits.unbind(), dict[int, Tensor]()
+        for places in self._together(dims).values():
+            c = torch.stack([single[place] for place in places])[None] / self.temperature
+            p = _softmax(c, 1)
             if self.form == "difference":
-                start = self._normalized(torch.zeros_like(p), row, column, depth)
-                matrix = self._original(depth).to(p.device) + (matrix - start)
-            p = matrix[row, column]
-        return self.table(dims, p)
+                p = p - _softmax(torch.zeros_like(c), 1)
+            found.update(zip(places, p[0].unbind(), strict=True))
+        original = self.form == "difference" and self.cascade == "replace"
+        pairs = enumerate(self._pairs(dims))
+        return torch.stack([found[place] + float(original and i == t - 1) for place, (t, i) in pairs])
+
+    def _pairs(self, dims: Dims) -> list[tuple[int, int]]:
+        """Of few shortcuts, t and i of each."""
+        return [(t, i) for t, numbers in self.wired(dims).items() for i in numbers]
+
+    def _together(self, dims: Dims) -> dict[int, list[int]]:
+        """Of few shortcuts, the places of those that one softmax is of: by their t, or by their i."""
+        together: dict[int, list[int]] = {}
+        for place, (t, i) in enumerate(self._pairs(dims)):
+            together.setdefault(t if self.normalize == "ingoing" else i, []).append(place)
+        return together
+
+    def _entries(self, dims: Dims, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        """Row t - 1 and column i of each source ``x_i`` of ``x_t``, t by t."""
+        if not self.few:
+            return _entries(dims.depth, self.block, device)
+        row, column = torch.tensor(self._pairs(dims), device=device).unbind(1)
+        return row - 1, column
 
     def _normalized(self, logits: Tensor, row: Tensor, column: Tensor, depth: int) -> Tensor:
         table = logits.new_full((depth, depth), -math.inf).index_put((row, column), logits / self.temperature)
@@ -180,22 +245,24 @@ class ANCRe(Destinations[Table]):
         """P of the original network."""
         return one_hot_previous(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
 
-    def distributions(self, weights: Table, dims: Dims) -> Sequence[Tensor]:
+    def distributions(self, weights: Table | Few, dims: Dims) -> Sequence[Tensor]:
         """The weights into each state (ingoing), or out of each (outgoing); those of a difference are none."""
         if self.normalize == "none" or self.form == "difference":
             return ()
+        static = {t: self.static(weights, t) for t in self.mixing(dims)}
         if self.normalize == "ingoing":
-            return [row[0] for row in weights.rows]
-        out_of: list[list[Tensor]] = [[] for _ in range(dims.depth)]
-        for t, row in enumerate(weights.rows, start=1):
-            for i, p in zip(self.sources(t), row[0], strict=True):
-                out_of[i].append(p)
-        return [torch.stack(column) for column in out_of]
+            return [*static.values()]
+        out_of: dict[int, list[Tensor]] = {}
+        for t, row in static.items():
+            for i, p in zip(self.sources_of(t, dims), row, strict=True):
+                out_of.setdefault(i, []).append(p)
+        return [torch.stack(column) for _, column in sorted(out_of.items())]
 
-    def _start_table(self, depth: int, start: Start) -> Tensor:
+    def _start_table(self, dims: Dims, start: Start) -> Tensor:
         """Start logits, float32 [T, T]; entries above the diagonal mean nothing."""
+        depth, sizes = dims.depth, dict(zip(self.mixing(dims), self.sizes(dims), strict=True))
         if start == "paper":
-            each = [1 / count(t, self.block) if self.normalize == "none" else 0.0 for t in range(1, depth + 1)]
+            each = [1 / sizes.get(t, 1) if self.normalize == "none" else 0.0 for t in range(1, depth + 1)]
             return torch.tensor(each)[:, None].expand(depth, depth)
         if self.normalize == "none":
             return self._original(depth)
@@ -206,29 +273,41 @@ class ANCRe(Destinations[Table]):
 
 @register_topology("ancre-ingoing")
 def ancre_ingoing(
-    temperature: float = 0.01, cascade: Cascade = "replace", form: Form = "softmax", block: int | None = None
+    temperature: float = 0.01,
+    cascade: Cascade = "replace",
+    form: Form = "softmax",
+    block: int | None = None,
+    units: Units = None,
+    sources: Sources = None,
 ) -> ANCRe:
     """ANCRe: learned shortcuts between all states, weights into each state sum to 1 (arXiv 2602.09009)."""
-    return ANCRe("ingoing", temperature, cascade, form, block)
+    return ANCRe("ingoing", temperature, cascade, form, block, units=units, sources=sources)
 
 
 @register_topology("ancre-outgoing")
 def ancre_outgoing(
-    temperature: float = 0.01, cascade: Cascade = "replace", form: Form = "softmax", block: int | None = None
+    temperature: float = 0.01,
+    cascade: Cascade = "replace",
+    form: Form = "softmax",
+    block: int | None = None,
+    units: Units = None,
+    sources: Sources = None,
 ) -> ANCRe:
     """ANCRe with weights out of each state that sum to 1 (arXiv 2602.09009, Table 4)."""
-    return ANCRe("outgoing", temperature, cascade, form, block)
+    return ANCRe("outgoing", temperature, cascade, form, block, units=units, sources=sources)
 
 
 @register_topology("ancre-none")
-def ancre_none(cascade: Cascade = "replace", block: int | None = None) -> ANCRe:
+def ancre_none(
+    cascade: Cascade = "replace", block: int | None = None, units: Units = None, sources: Sources = None
+) -> ANCRe:
     """ANCRe with free weights, its diverging ablation (arXiv 2602.09009, Table 4)."""
-    return ANCRe("none", cascade=cascade, block=block)
+    return ANCRe("none", cascade=cascade, block=block, units=units, sources=sources)
 
 
 @register_topology("ancre-constant")
 @dataclasses.dataclass(frozen=True)
-class ANCReConstant(Destinations[None]):
+class ANCReConstant(Destinations[Few | None]):
     """All shortcuts with the fixed weights 1/t, ANCRe's diverging ablation (arXiv 2602.09009, Table 5).
 
     ``x_t = f_t + (x_0 + .. + x_{t-1}) / t``, read ``x_{t-1}``, output ``x_T`` (Section 5.4). Nothing is
@@ -247,6 +326,7 @@ class ANCReConstant(Destinations[None]):
 
     def __post_init__(self) -> None:
         check_choice("cascade", self.cascade, get_args(Cascade))
+        super().__post_init__()
         check_count("block", self.block, 1, optional=True)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
@@ -259,14 +339,14 @@ class ANCReConstant(Destinations[None]):
             raise no_preserving_start(self, "its weights are fixed at 1/t")
         return {}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> None:
-        return None
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Few | None:
+        return self.chosen(dims, [None for _ in self.mixing(dims)]) if self.few else None
 
-    def row(self, weights: None, t: int, x: Tensor) -> Tensor:
-        n = count(t, self.block)
+    def row(self, weights: Few | None, t: int, x: Tensor) -> Tensor:
+        n = len(weights.sources[t]) if isinstance(weights, Few) else count(t, self.block)
         return x.new_full((n,), 1 / n, dtype=torch.float32)  # without parameters, `weights` does not know the device
 
-    def static(self, weights: None, t: int) -> Tensor:
+    def static(self, weights: Few | None, t: int) -> Tensor:
         return self.row(weights, t, torch.empty(()))
 
 
@@ -319,6 +399,12 @@ class ANCReCascaded(FirstOrder[Tensor]):
             kept = [Term(f"x{i}", 1.0, fixed=True)] if self.cascade == "keep" else []
             rows.append([*kept, Term(f"x{i}", scale)])
         return recurrence(rows)
+
+
+def _known(states: States, weights: Few, t: int) -> dict[int, Tensor]:
+    """By number, the states that there are when ``x_t`` is made."""
+    newest, *held = states
+    return {**dict(zip(weights.held(t, t - 2), held, strict=True)), t - 1: newest}
 
 
 def _entries(depth: int, block: int | None, device: torch.device | None = None) -> tuple[Tensor, Tensor]:

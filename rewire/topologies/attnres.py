@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
-from rewire.mixes.attended import AttendedHistory, AttendedTable
+from rewire.mixes.attended import EPS, AttendedHistory, AttendedTable
 from rewire.mixes.mix import Mix, softmax
 from rewire.mixes.several import mixes
+from rewire.mixes.tokens import inverse_rms, project_normed
 from rewire.topologies.base import (
     OF_STATES,
     Dims,
@@ -26,15 +27,16 @@ from rewire.topologies.base import (
     no_preserving_start,
     total,
 )
-from rewire.topologies.dense import DenseIncrements, count
+from rewire.topologies.dense import DenseIncrements
 from rewire.topologies.registry import register_topology
+from rewire.topologies.wiring import QKV, Channel, Few, by_channel, checked_channels, of_attention
 
 Form = Literal["softmax", "difference"]
 
 
 @register_topology("attnres")
 @dataclasses.dataclass(frozen=True)
-class AttnRes(DenseIncrements[AttendedTable]):
+class AttnRes(DenseIncrements[AttendedTable | Few]):
     """Attention Residuals: every read is a softmax-weighted sum of all increments, per token (arXiv 2603.15031).
 
     ``r_t = sum_{i<t} a_ti f_i`` with ``f_0 = x_0`` and ``a_ti = softmax_i(w_t . rmsnorm(f_i))``; one more such read is
@@ -72,6 +74,10 @@ class AttnRes(DenseIncrements[AttendedTable]):
 
     Of a sum of normed sources there is none.
 
+    With ``units`` and ``sources`` (ours; see `dense`) few units read, and their sources are the sum of all increments
+    that are not named, and those that are; other units read the plain sum of all. With ``qkv`` and ``channels`` only
+    the inputs of attentions that are named have a read, and the shortcut goes with q.
+
     From all of them, all queries have a gradient at once. If every branch starts at zero output, only the output's has
     one at first (the score of ``x_0``; in the additive form none has); all others move from the second step on.
 
@@ -84,6 +90,7 @@ class AttnRes(DenseIncrements[AttendedTable]):
         heads: H, 1 or more; has to divide the width.
         normed: sources are summed as they are normed.
         separate_norms: with ``qkv``, each of the three reads passes a norm of its own, a copy at first.
+        channels: with ``qkv``, some of "q", "k", "v", "shortcut"; None: all.
 
     Raises:
         ValueError: an option is out of its range, or two exclude each other.
@@ -101,8 +108,11 @@ class AttnRes(DenseIncrements[AttendedTable]):
     heads: int = 1
     normed: bool = False
     separate_norms: bool = False
+    channels: tuple[Channel, ...] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "channels", checked_channels(self.channels, (*QKV, "shortcut")))
+        super().__post_init__()
         check_count("block", self.block, 1, optional=True)
         check_count("heads", self.heads, 1)
         check_choice("form", self.form, get_args(Form))
@@ -110,6 +120,19 @@ class AttnRes(DenseIncrements[AttendedTable]):
             raise ValueError("scaled=True is another form of the weights than additive=True or form='difference'.")
         if self.separate_norms and not self.qkv:
             raise ValueError("separate_norms=True gives the reads of q, k and v a norm each: pass qkv=True, too.")
+        if self.channels and not self.qkv:
+            raise ValueError("channels= chooses among the reads of q, k and v: pass qkv=True, too.")
+
+    @property
+    def few(self) -> bool:
+        return super().few or self.channels is not None
+
+    def reads(self, dims: Dims) -> range:
+        """Without the output's, if that is the plain stream."""
+        return range(self.first, dims.depth + 2 - self.additive)
+
+    def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
+        return of_attention(self.channels, t in dims.attention)
 
     @property
     def reads_qkv(self) -> bool:  # type: ignore[override]
@@ -144,44 +167,55 @@ class AttnRes(DenseIncrements[AttendedTable]):
         """Queries are multiplied with normed vectors, whose size is the root of the width."""
         return {"queries": OF_STATES * dims.width**-0.5}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> AttendedTable:
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> AttendedTable | Few:
         """w of each read in turn, for each of its ways: one for each head, zero in the channels of other heads."""
         w, rows = parameters["queries"].float(), [ways * self.heads for ways in self._ways(dims)]
         if self.heads > 1:
             own = torch.eye(self.heads, device=w.device).repeat_interleave(dims.width // self.heads, dim=1)  # [H, D]
             w = (w.unsqueeze(1) * own).flatten(0, 1)
+        if self.few:
+            return self.chosen(dims, w.split(rows))
         return AttendedTable(
-            w, self.scaled, group=self.block or 1, ways=rows, normed=self.normed, only_scores=not self._one_softmax()
+            w, self.scaled, group=self.group, ways=rows, normed=self.normed, only_scores=not self._one_softmax()
         )
 
-    def mix(self, history: AttendedHistory, weights: AttendedTable, t: int) -> Tensor | Mix | QKVInputs:
-        if self._one_softmax():
+    def mix(self, history: Any, weights: AttendedTable | Few, t: int) -> Tensor | Mix | QKVInputs:
+        if isinstance(weights, Few):
+            logits = torch.stack([project_normed(x, weights[t].T, EPS) for x in history.states])
+            inverse_norms = torch.stack([inverse_rms(x, EPS) for x in history.states]) if self.normed else None
+        elif self._one_softmax():
             return history.mix(weights[t])
-        shares = self._shares(history.scores_of(weights[t]))  # [n, ..., rows]
-        if self.normed:
-            shares = shares * history.inverse_norms
+        else:
+            logits, inverse_norms = history.scores_of(weights[t]), history.inverse_norms if self.normed else None
+        shares = self._shares(logits)  # [n, ..., rows]
+        if inverse_norms is not None:
+            shares = shares * inverse_norms
         ways = self._mixes(history, shares)
+        if isinstance(weights, Few) and weights.channels[t]:
+            x = history.plain
+            return by_channel({"q": x, "k": x, "v": x}, weights.channels[t], ways)
         if len(ways) == 1:
             return ways[0]
         q, k, v = ways
         return QKVInputs(q, k, v, residual=q)
 
-    def finish(self, states: States, weights: AttendedTable, dims: Dims) -> Tensor:
+    def finish(self, states: States, weights: AttendedTable | Few, dims: Dims) -> Tensor:
         if not self.additive:
             return super().finish(states, weights, dims)
+        if isinstance(weights, Few):
+            plain: Tensor = states[0]
+            return plain
         newest, history = states
         return total((*history.states, newest))
 
-    def matrix(self, weights: AttendedTable, dims: Dims) -> Tensor:
+    def matrix(self, weights: AttendedTable | Few, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: the weights where all scores are equal, as at the start."""
-        like = weights.queries[0]
+        like = weights[self.mixing(dims)[0]] if isinstance(weights, Few) else weights.queries[0]
         table = torch.ones(dims.depth + 1, dims.depth + 1, device=like.device).tril()
         if self.scaled or self.form == "difference":
             return table
-        counts = like.new_tensor([count(t, self.block) for t in range(1, dims.depth + 2)])
-        if not self.additive:
-            return table / counts[:, None]
-        table[1:-1] += table[1:-1] / counts[1:-1, None]  # unit 1 and the output take the plain stream
+        for t, size in zip(self.mixing(dims), self.sizes(dims), strict=True):  # unit 1 takes the plain stream
+            table[t - 1] = table[t - 1] / size + self.additive * table[t - 1]
         return table
 
     def _one_softmax(self) -> bool:
@@ -189,9 +223,11 @@ class AttnRes(DenseIncrements[AttendedTable]):
         return plain and not (self.qkv or self.normed or self.additive)
 
     def _ways(self, dims: Dims) -> list[int]:
-        """For reads 2, 3, .. in turn, how many queries; the last is the output's, unless that is the plain stream."""
-        last = dims.depth if self.additive else dims.depth + 1
-        return [3 if t in dims.attention else 1 for t in range(2, last + 1)]
+        """For each read that has queries in turn, how many."""
+        reads = self.mixing(dims)
+        if self.few:
+            return [len(self.separate(t, dims) or ("shortcut",)) for t in reads]
+        return [3 if t in dims.attention else 1 for t in reads]
 
     def _shares(self, logits: Tensor) -> Tensor:
         """Weights of n sources from [n, ...]; where all are equal, exactly those of the original network."""

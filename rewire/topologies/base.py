@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 
 import torch
@@ -120,6 +120,18 @@ class Topology(ABC, Generic[W]):
     def for_start(self, start: Start) -> Topology[W]:
         """The topology itself; or another form of its formulas, which has such a start."""
         return self
+
+    def placed(self, kinds: Sequence[str]) -> Topology[W]:
+        """The topology itself; or with numbers where options name units by what their branches are.
+
+        Args:
+            kinds: of the branch with which each unit of the trunk begins, as `rewire.inspect` shows them.
+        """
+        return self
+
+    def attention_units(self, dims: Dims) -> Collection[int]:
+        """Those of the units in ``dims.attention`` whose queries, keys and values get inputs of their own."""
+        return dims.attention
 
     @abstractmethod
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:

@@ -15,22 +15,29 @@ These are the same choice. A state is a sum already: in the plain residual netwo
 that mixes of the ``x_{jS}`` are mixes of ``x_0`` and the ``g_j``, and nothing that a unit computed is lost. Every S-th
 increment would lose the others; sums of states would count increments of early units S times. Every unit still has a
 mix of its own, and S = 1 is no groups.
+
+With ``units=`` and ``sources=`` few units read, of few sources (see `wiring`): all other units are connected as in the
+plain network, and only the sources that a later read mixes are held. Of states, the newest is always a source. Of
+increments, those that are not named are one source together, their sum: what a read gets is then still all that was
+added, each with a weight.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rewire.mixes.by_state import parts
-from rewire.mixes.history import Free, History, Table
+from rewire.mixes.history import Free, Table
 from rewire.mixes.mix import Mix
 from rewire.topologies.base import Dims, QKVInputs, Recurrence, States, Topology, W, materialize, total
 from rewire.topologies.program import Line, Program, Term, Unit, Weight, branch_of
+from rewire.topologies.wiring import Channel, Few, Sources, Units, checked_sources, checked_units, placed, wired
 
 
 def count(t: int, block: int | None) -> int:
@@ -38,13 +45,52 @@ def count(t: int, block: int | None) -> int:
     return 1 - (1 - t) // (block or 1)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Dense(Topology[W]):
-    """What both forms share. The states are the newest source, and a `History` of those that have been read."""
+    """What both forms share. The states are the newest source, and a `History` of those that have been read.
+
+    With `Few` connections they are ``x_{t-1}`` and, each by itself, the sources that later reads mix.
+
+    Args:
+        units: which units read a mix: numbers from 1, or from -1 at the end; "output"; at ``granularity="sublayer"``
+            also kinds of branches, like "attention". None: all.
+        sources: which sources they mix: numbers, of which 0 or "x0" is the trunk's input, or, from the unit that reads,
+            -1, -2, ..; or, in place of both options, a dict of such lists by unit. None: all.
+    """
 
     #: The first read that is a mix: before it, units read the newest source.
     first: ClassVar[int] = 1
-    #: S, units in a group. A topology that offers the option has a field of this name.
-    block: int | None = None
+    #: Whether sources are states, of which the newest is always one, rather than increments.
+    states: ClassVar[bool]
+
+    units: Units = None
+    sources: Sources = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "units", checked_units(self.units))
+        object.__setattr__(self, "sources", checked_sources(self.sources))
+        if self.few and self.group > 1:
+            raise ValueError(f"block={self.group} chooses sources, as units= and sources= do: leave out one of them.")
+
+    @property
+    def few(self) -> bool:
+        """Whether options leave out connections."""
+        return self.units is not None or self.sources is not None
+
+    @property
+    def group(self) -> int:
+        """S, units in a group: ``block`` of a topology that has this option."""
+        return getattr(self, "block", None) or 1
+
+    def placed(self, kinds: Sequence[str]) -> Topology[W]:
+        return self if self.units is None else dataclasses.replace(self, units=placed(self.units, kinds))
+
+    def attention_units(self, dims: Dims) -> Collection[int]:
+        return dims.attention.intersection(self.mixing(dims)) if self.few else dims.attention
+
+    def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
+        """The inputs of unit t with reads of their own; none if one read is for all of it; None if it has no read."""
+        return ()
 
     @abstractmethod
     def mix(self, history: Any, weights: W, t: int) -> Tensor | Mix | QKVInputs:
@@ -60,6 +106,9 @@ class _Dense(Topology[W]):
         """The part of read t's weights that does not depend on the input, [n] or [n, D]: the mean of its ways."""
         if isinstance(weights, Table):
             return weights.rows[t - weights.blocks.first].mean(0)
+        if isinstance(weights, Few) and isinstance(weights[t], Tensor):
+            row: Tensor = weights[t]
+            return row
         raise NotImplementedError(f"{type(self).__name__} has weights of its own, and no method `static` to show them.")
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
@@ -68,63 +117,109 @@ class _Dense(Topology[W]):
         """The numbers t of all reads from `first` on, the output's included."""
         return range(self.first, dims.depth + 2)
 
-    def mixing(self, dims: Dims) -> range:
+    def mixing(self, dims: Dims) -> Sequence[int]:
         """Those of them that have weights."""
-        return self.reads(dims)
+        return [*self.wired(dims)] if self.few else self.reads(dims)
 
-    def sources(self, t: int) -> Sequence[int]:
+    def wired(self, dims: Dims) -> dict[int, tuple[int, ...]]:
+        """With few connections, the sources of each read that has weights."""
+        reads = [t for t in self.reads(dims) if self.separate(t, dims) is not None]
+        return wired(self.registered_name, self.units, self.sources, dims.depth, reads, self.states)
+
+    def sources_of(self, t: int, dims: Dims) -> Sequence[int]:
         """The numbers i of the ``x_i`` that read t mixes. Where they are increments, there are as many."""
-        return [min(n * (self.block or 1), t - 1) for n in range(count(t, self.block))]
+        if self.few:
+            return self.wired(dims)[t]
+        return [min(n * self.group, t - 1) for n in range(count(t, self.group))]
 
     def sizes(self, dims: Dims) -> list[int]:
         """For each read that has weights, how many sources it mixes."""
-        return [len(self.sources(t)) for t in self.mixing(dims)]
+        if self.few:
+            return [len(numbers) + self._rest(t, numbers) for t, numbers in self.wired(dims).items()]
+        return [len(self.sources_of(t, dims)) for t in self.mixing(dims)]
 
     def of_reads(self, dims: Dims, flat: Tensor) -> dict[int, Tensor]:
         """Weights [K, ..] of all reads, one after the other, taken apart: by t those of read t, [n, ..]."""
         return dict(zip(self.mixing(dims), parts(flat, self.sizes(dims)), strict=True))
 
-    def table(self, dims: Dims, flat: Tensor) -> Table:
+    def table(self, dims: Dims, flat: Tensor) -> Table | Few:
         """The same, of weights [K] or [K, D] that are known before the sources are: what `weights` may return.
 
         Each source then gets its gradients from all reads in one pass over memory.
         """
+        if self.few:
+            return self.chosen(dims, self.of_reads(dims, flat).values())
         reads = self.mixing(dims)
-        return Table(flat, len(reads), reads.start, group=self.block or 1)
+        return Table(flat, len(reads), reads[0], group=self.group)
+
+    def chosen(self, dims: Dims, rows: Iterable[Any]) -> Few:
+        """Weights of few connections, of what each read that has some needs: what `weights` has to return then."""
+        found = self.wired(dims)
+        return Few(found, rows, {t: self.separate(t, dims) or () for t in found})
+
+    def _rest(self, t: int, numbers: Sequence[int]) -> bool:
+        """Whether read t mixes the sum of what is not named, too."""
+        return not self.states and len(numbers) < t
 
     # -- the topology --------------------------------------------------------------------------------------------------
 
     def start(self, x: Tensor, weights: W) -> States:
-        table = weights if isinstance(weights, Free) else Free(self.block or 1)
+        if isinstance(weights, Few):
+            return (x, *[x for _ in weights.held(1, -1 if self.states else 0)])
+        table = weights if isinstance(weights, Free) else Free(self.group)
         return x, table.history()
 
     def finish(self, states: States, weights: W, dims: Dims) -> Tensor:
-        value, _ = self._read(states, weights, dims.depth + 1)
+        value, *_ = self._read(states, weights, dims.depth + 1)
         assert not isinstance(value, QKVInputs)
         return materialize(value)
 
-    def _read(self, states: States, weights: W, t: int) -> tuple[Tensor | Mix | QKVInputs, History]:
+    def newest(self, states: States, weights: W, t: int) -> tuple[int, ...]:
+        return (0,) if isinstance(weights, Few) and t not in weights else ()
+
+    def _read(self, states: States, weights: W, t: int) -> tuple[Tensor | Mix | QKVInputs, Any]:
+        """What unit t reads; and the history as it is then, with few connections the states."""
+        if isinstance(weights, Few):
+            return self._read_few(states, weights, t)
         newest, history = states
         history = history.read(t, newest)
         return (history.newest if t < self.first else self.mix(history, weights, t)), history
+
+    def _read_few(self, states: States, weights: Few, t: int) -> tuple[Tensor | Mix | QKVInputs, States]:
+        newest, *held = states
+        known = dict(zip(weights.held(t, t - 1 - self.states), held, strict=True))
+        if self.states:
+            known[t - 1] = newest
+        read: Tensor | Mix | QKVInputs = newest
+        if t in weights:
+            numbers = weights.sources[t]
+            named = [known[i] for i in numbers]
+            rest = [newest - total(tuple(named))] if self._rest(t, numbers) else []
+            history = Free().holding([*rest, *named], plain=newest)
+            read = self.mix(history, weights, t)  # type: ignore[arg-type]
+            known.update(zip(numbers, history.states[len(rest) :], strict=True))
+        return read, (known.get(t - 1, newest) if self.states else newest, *weights.of(known, t + 1, t - 1))
 
     def matrix(self, weights: W, dims: Dims) -> Tensor:
         """float32 [reads, sources]: of each read from `first` on, the static weights of all that units left so far."""
         static = {t: self.static(weights, t) for t in self.mixing(dims)}
         reads = self.reads(dims)
-        table = torch.eye(reads.stop - 1, device=next(iter(static.values())).device)[reads.start - 1 :]  # the newest
+        device = next(iter(static.values())).device
+        plain = torch.eye(reads.stop - 1, device=device)  # the newest
+        table = (plain if self.states else torch.ones_like(plain).tril())[reads.start - 1 :]
         for t, row in static.items():
             table[t - reads.start] = 0
-            table[t - reads.start, self._columns(t)] = (row if row.dim() == 1 else row.mean(1))[self._places(t)]
+            columns = list(self._columns(t, dims))
+            table[t - reads.start, columns] = (row if row.dim() == 1 else row.mean(1))[list(self._places(t, dims))]
         return table
 
-    def _columns(self, t: int) -> Sequence[int]:
+    def _columns(self, t: int, dims: Dims) -> Sequence[int]:
         """The columns of the matrix that read t has weights of."""
-        return self.sources(t)
+        return self.sources_of(t, dims)
 
-    def _places(self, t: int) -> Sequence[int]:
+    def _places(self, t: int, dims: Dims) -> Sequence[int]:
         """For each of them, the number of the weight."""
-        return range(len(self.sources(t)))
+        return range(len(self.sources_of(t, dims)))
 
     def program(self, weights: W, dims: Dims) -> Program:
         """Where all weights are known before the sources are."""
@@ -135,6 +230,8 @@ class _Dense(Topology[W]):
 
     def is_static(self, weights: W) -> bool:
         """Whether no weight depends on the input."""
+        if isinstance(weights, Few):
+            return all(isinstance(weights[t], Tensor) for t in weights.sources)
         return isinstance(weights, Table) and not weights.queries
 
     @abstractmethod
@@ -161,11 +258,14 @@ class Dense(_Dense[W], Recurrence[W]):
     """
 
     first: ClassVar[int] = 2
+    states: ClassVar[bool] = True
 
     def read(self, states: States, weights: W, t: int) -> tuple[Tensor | QKVInputs, States]:
         read, history = self._read(states, weights, t)
         value = read if isinstance(read, QKVInputs) else materialize(read)
         residual = value.residual if isinstance(value, QKVInputs) else value
+        if isinstance(weights, Few):
+            return value, (residual, *history[1:])
         # A newest state inside a group is held while the branch runs only if it is read itself.
         return value, (residual, history if residual is history.newest else history.kept)
 
@@ -173,13 +273,13 @@ class Dense(_Dense[W], Recurrence[W]):
         return total((states[0], *branches))  # in the model's own order: bitwise equality at the start
 
     def push(self, states: States, weights: W, t: int, x: Tensor) -> States:
-        return x, states[1].kept
+        return (x, *states[1:]) if isinstance(weights, Few) else (x, states[1].kept)
 
     def _program(self, static: Mapping[int, Sequence[Weight]], dims: Dims) -> Program:
         units, read = list[Unit](), "x0"
         for t in range(1, dims.depth + 1):
             written = Line(f"x{t}", (Term(read, 1.0, fixed=True), Term(branch_of(t), 1.0)))
-            mixed = zip(self.sources(t + 1), static[t + 1], strict=True) if t + 1 in static else [(t, 1.0)]
+            mixed = zip(self.sources_of(t + 1, dims), static[t + 1], strict=True) if t + 1 in static else [(t, 1.0)]
             following = Line(f"r{t + 1}", tuple(Term(f"x{i}", w) for i, w in mixed))
             units.append(Unit((), read, (written, following)))
             read = following.target
@@ -205,22 +305,33 @@ class DenseIncrements(_Dense[W]):
         >>> summed = rewire.compile(model, Sums(), example_inputs=(x,))
     """
 
+    states: ClassVar[bool] = False
+
     def read(self, states: States, weights: W, t: int) -> tuple[Tensor | Mix | QKVInputs, States]:
         value, history = self._read(states, weights, t)
-        return value, (history.newest, history.kept)
+        return value, history if isinstance(weights, Few) else (history.newest, history.kept)
 
     def write(self, states: States, weights: W, t: int, *branches: Tensor) -> States:
-        newest, history = states
         f = total(branches)
-        return (newest + f if (t - 1) % (self.block or 1) else f), history
+        if isinstance(weights, Few):
+            x, *held = states
+            return (total((x, *branches)), *held, *[f for _ in weights.held(t + 1, t)[len(held) :]])
+        newest, history = states
+        return (newest + f if (t - 1) % self.group else f), history
 
-    def _columns(self, t: int) -> Sequence[int]:
+    def _columns(self, t: int, dims: Dims) -> Sequence[int]:
         return range(t)
 
-    def _places(self, t: int) -> Sequence[int]:
-        return [-(-i // (self.block or 1)) for i in range(t)]
+    def _places(self, t: int, dims: Dims) -> Sequence[int]:
+        if self.few:
+            numbers = self.wired(dims)[t]
+            rest = self._rest(t, numbers)
+            return [rest + numbers.index(i) if i in numbers else 0 for i in range(t)]
+        return [-(-i // self.group) for i in range(t)]
 
     def _program(self, static: Mapping[int, Sequence[Weight]], dims: Dims) -> Program:
+        if self.few:
+            return self._program_of_few(static, dims)
         units, stack = list[Unit](), ["x0"]
         for t in range(1, dims.depth + 2):
             read = Line(f"r{t}", tuple(map(Term, stack, static[t])))
@@ -237,3 +348,22 @@ class DenseIncrements(_Dense[W]):
     def _summed(self, sources: int) -> int:
         """The first of the two of so many sources that are summed next."""
         return sources - 2
+
+    def _program_of_few(self, static: Mapping[int, Sequence[Weight]], dims: Dims) -> Program:
+        """Beside the named increments stands the plain stream ``s_t``, of which each of them is a part."""
+        units, found, names = list[Unit](), self.wired(dims), ["x0", *map(branch_of, range(1, dims.depth + 1))]
+        plain, reads = "x0", list[str]()
+        for t in range(1, dims.depth + 2):
+            mixed: tuple[Line, ...] = ()
+            if t in found:
+                rest = self._rest(t, found[t])
+                whole: Any = static[t][0] if rest else 0.0
+                own: Any = zip(found[t], static[t][rest:], strict=True)
+                terms = [Term(names[i], weight - whole) for i, weight in own]
+                mixed = (Line(f"r{t}", (*[Term(plain, whole)][:rest], *terms)),)
+            reads.append(mixed[0].target if mixed else plain)
+            summed = Line(f"s{t}", (Term(plain, 1.0), Term(branch_of(t), 1.0)))
+            units.append(Unit(mixed, reads[-1], (summed,)))
+            plain = summed.target
+        *units, output = units
+        return Program(tuple(units), output.before, output.read, tuple(reads), tuple(names))

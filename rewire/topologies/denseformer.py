@@ -15,8 +15,9 @@ from rewire.mixes.mix import Mix, mix
 from rewire.topologies.base import OF_STATES, Dims, Granularity, Start, check_count
 from rewire.topologies.dense import Dense
 from rewire.topologies.registry import register_topology
+from rewire.topologies.wiring import Few
 
-Averages = Table | Mapping[int, Tensor]
+Averages = Table | Few | Mapping[int, Tensor]
 
 
 @register_topology("denseformer")
@@ -33,13 +34,15 @@ class DenseFormer(Dense[Averages]):
     ``y_t = sum_{i in K_{t+1}} a_ti x_i`` with ``K_{t+1} = {i <= t: i = 0 (mod S) or i = t}``. These
     are all that is held. Dilation takes other states, which change with t: all would have to be held.
 
+    With ``units`` and ``sources`` the ``y_t`` are averages of few states, and other units read ``x_t`` (see `dense`).
+
     Args:
         dilation: average only every dilation-th earlier state, 1 or more.
         period: average only after every period-th unit, 1 or more.
         block: S, 1 or more; None is 1, no groups.
 
     Raises:
-        ValueError: an option is below 1, or both dilation and block are above it.
+        ValueError: an option is below 1, or two of them choose states.
     """
 
     granularity: ClassVar[Granularity] = "block"
@@ -49,6 +52,7 @@ class DenseFormer(Dense[Averages]):
     block: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("dilation", self.dilation, 1)
         check_count("period", self.period, 1)
         check_count("block", self.block, 1, optional=True)
@@ -56,6 +60,8 @@ class DenseFormer(Dense[Averages]):
             raise ValueError(
                 f"dilation={self.dilation} and block={self.block} choose different states to average: pass one of them."
             )
+        if self.few and self.dilation * self.period > 1:
+            raise ValueError("dilation= and period= choose states and units, as units= and sources= do: leave out two.")
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``alpha``, float32, flat: for each averaging t in turn, one entry for each of its sources i,
@@ -86,15 +92,18 @@ class DenseFormer(Dense[Averages]):
             return x
         row = weights[t]
         if self.dilation > 1 and isinstance(row, Tensor):
-            return mix([history.states[i] for i in self.sources(t)], row)
+            return mix([history.states[i] for i in self._dilated(t)], row)
         average: Tensor | Mix = history.mix(row)
         return average
 
-    def mixing(self, dims: Dims) -> range:
-        return self.reads(dims)[self.period - 1 :: self.period]
+    def mixing(self, dims: Dims) -> Sequence[int]:
+        return super().mixing(dims) if self.few else self.reads(dims)[self.period - 1 :: self.period]
 
-    def sources(self, t: int) -> Sequence[int]:
-        return super().sources(t) if self.dilation == 1 else range((t - 1) % self.dilation, t, self.dilation)
+    def sources_of(self, t: int, dims: Dims) -> Sequence[int]:
+        return super().sources_of(t, dims) if self.dilation == 1 else self._dilated(t)
+
+    def _dilated(self, t: int) -> range:
+        return range((t - 1) % self.dilation, t, self.dilation)
 
     def static(self, weights: Averages, t: int) -> Tensor:
         return super().static(weights, t) if isinstance(weights, Table) else weights[t]

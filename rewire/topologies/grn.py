@@ -27,6 +27,7 @@ from rewire.topologies.base import (
 )
 from rewire.topologies.dense import DenseIncrements
 from rewire.topologies.registry import register_topology
+from rewire.topologies.wiring import QKV, Channel, Few, by_channel, checked_channels, of_attention
 
 #: With ``last``, how many increments are added to the middle at once: activation checkpointing keeps every sum that was
 #: made. The fewest bytes for 32 units (benchmarks/memory.py).
@@ -46,7 +47,7 @@ class Read(NamedTuple):
 
 
 #: By t, where the stack is not read as it is.
-Weights = Table | Mapping[int, Read]
+Weights = Table | Few | Mapping[int, Read]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,9 @@ class GRN(DenseIncrements[Weights]):
     ``g_j = f_{(j-1)S+1} + .. + f_{jS}`` of finished groups, and that of the current one if it has an increment yet. So
     ``r_t = b_t0 x_0 + sum_j b_tj g_j``, and likewise for weights that depend on the input.
 
+    With ``units`` and ``sources`` (ours; see `dense`) few units read, and their stack is the sum of all increments that
+    are not named, and those that are; other units read the plain sum of all.
+
     **Both starts** are the paper's, ``b = 1`` and ``w = 0``: ``x_0 + f_1 + .. + f_{t-1}`` is the original network, in
     its own order and thus bitwise in float32 and float64 (with ``last`` and ``block`` to rounding: sums come first).
     Nothing is normalised or saturated, so b and w have full gradients. If every branch starts at zero output, only
@@ -75,7 +79,7 @@ class GRN(DenseIncrements[Weights]):
         block: S, 1 or more; None is 1, no groups.
 
     Raises:
-        ValueError: an option is below 1, or ``last`` is combined with groups.
+        ValueError: an option is below 1, or two of them sum increments.
     """
 
     granularity: ClassVar[Granularity] = "block"  # Section 5, Table 6: one GRN per decoder block
@@ -86,10 +90,13 @@ class GRN(DenseIncrements[Weights]):
     block: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("last", self.last, 1, optional=True)
         check_count("block", self.block, 1, optional=True)
         if self.last is not None and self.block not in (None, 1):
             raise ValueError(f"last={self.last} and block={self.block} sum different increments: pass one of them.")
+        if self.last is not None and self.few:
+            raise ValueError(f"last={self.last} chooses increments, as units= and sources= do: leave out one of them.")
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``b`` and, if input-dependent, ``w``, float32.
@@ -112,12 +119,13 @@ class GRN(DenseIncrements[Weights]):
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         b, ways = parameters["b"].float(), self._ways(dims)
         w = parameters["w"].float() if self.input_dependent else None
-        if self.last is None:
-            return Table(b, ways, group=self.block or 1, queries=w)
+        if self.last is None and not self.few:
+            return Table(b, ways, group=self.group, queries=w)
         flat = b.split([m * n for m, n in zip(ways, self.sizes(dims), strict=True)])
         rows = [part.unflatten(0, (m, -1)) for part, m in zip(flat, ways, strict=True)]
         queries = [None] * len(rows) if w is None else [row.T for row in w.split(ways)]
-        return dict(zip(self.mixing(dims), map(Read, rows, queries), strict=True))
+        reads = list(map(Read, rows, queries))
+        return self.chosen(dims, reads) if self.few else dict(zip(self.mixing(dims), reads, strict=True))
 
     def mix(self, history: Any, weights: Weights, t: int) -> Tensor | Mix | QKVInputs:
         row = weights[t]
@@ -126,15 +134,20 @@ class GRN(DenseIncrements[Weights]):
         stack, (b, w) = self._stack(history.states), row
         # Not relu: the derivative of clamp is 1 at 0, where all scores start.
         scores = [] if w is None else [project(f, w).clamp(min=0) for f in stack]  # each [..., ways]
-        if len(b) == 1:
-            return pending_mix(stack, b[0], scores=scores)
-        return _seen(mixes(stack, b, torch.stack(scores, dim=-1))[0])
+        found: Sequence[Tensor | Mix] = [pending_mix(stack, b[0], scores=scores)]
+        if len(b) > 1:
+            found = mixes(stack, b, torch.stack(scores, dim=-1))[0]
+        if isinstance(weights, Few) and weights.channels[t]:
+            return by_channel({"q": history.plain, "k": history.plain, "v": history.plain}, weights.channels[t], found)
+        return _seen(found)
 
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
+        if self.few:
+            return super().write(states, weights, t, *branches)
         f, history = super().write(states, weights, t, *branches)
         if self.last is None or len(history.states) + 1 < self.last + 2 + _WAITING:
             return f, history
-        return f, Free().history().after(self._stack((*history.states, f))[:-1])
+        return f, Free().holding(self._stack((*history.states, f))[:-1])
 
     def static(self, weights: Weights, t: int) -> Tensor:
         """b, the mean of the ways."""
@@ -142,9 +155,8 @@ class GRN(DenseIncrements[Weights]):
 
     def by_destination(self, weights: Weights, dims: Dims) -> dict[str, Tensor]:
         """The biases b, of each way and channel."""
-        names = [*(f"unit {t}" for t in range(1, dims.depth + 1)), "output"]
-        reads = zip(names, self.mixing(dims), strict=True)
-        return {name: self._b(weights, t)[:, self._places(t)] for name, t in reads}
+        reads = [(f"unit {t}" if t <= dims.depth else "output", t) for t in self.mixing(dims)]
+        return {name: self._b(weights, t)[:, self._places(t, dims)] for name, t in reads}
 
     def is_static(self, weights: Weights) -> bool:
         return not self.input_dependent
@@ -163,17 +175,17 @@ class GRN(DenseIncrements[Weights]):
             return states
         return (states[0], total(states[1 : -self.last]), *states[-self.last :])
 
-    def _places(self, t: int) -> Sequence[int]:
+    def _places(self, t: int, dims: Dims) -> Sequence[int]:
         if self.last is None:
-            return super()._places(t)
+            return super()._places(t, dims)
         return [0, *(max(1, i - max(0, t - self.last - 2)) for i in range(1, t))]
 
     def _summed(self, sources: int) -> int:
         return super()._summed(sources) if self.last is None else 1
 
     def _ways(self, dims: Dims) -> list[int]:
-        """For t = 1..T+1 in turn, how many GRN instances read."""
-        return [1] * (dims.depth + 1)
+        """For each t that reads a mix in turn, how many GRN instances do."""
+        return [len(self.separate(t, dims) or ("shortcut",)) for t in self.mixing(dims)]
 
 
 @register_topology("grn-v1")
@@ -223,11 +235,26 @@ class DCA(GRNv3):
 
     With ``separate_norms=True`` the three reads pass a norm each: copies of the one that the model has, which stays
     that of q.
+
+    With ``channels`` only the inputs of attentions that are named have a read, the others take the plain stream; the
+    shortcut goes with q. Other units, and the output, have theirs if "shortcut" is named.
     """
 
     reads_qkv: ClassVar[bool] = True
 
     separate_norms: bool = False
+    channels: tuple[Channel, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "channels", checked_channels(self.channels, (*QKV, "shortcut")))
+        super().__post_init__()
+
+    @property
+    def few(self) -> bool:
+        return super().few or self.channels is not None
+
+    def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
+        return of_attention(self.channels, t in dims.attention)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """As in `GRN`.
@@ -238,9 +265,6 @@ class DCA(GRNv3):
         if not dims.attention:
             raise no_attention(self, dims.depth, "use grn-v3")
         return super().parameters(dims, start)
-
-    def _ways(self, dims: Dims) -> list[int]:
-        return [3 if t in dims.attention else 1 for t in range(1, dims.depth + 2)]
 
 
 def _seen(ways: Sequence[Tensor | Mix]) -> Tensor | Mix | QKVInputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,8 +21,9 @@ from rewire.topologies.base import (
 )
 from rewire.topologies.dense import Dense
 from rewire.topologies.registry import register_topology
+from rewire.topologies.wiring import Channel, Few, by_channel, checked_channels
 
-_WAYS = 4  # q, k, v, residual
+_CHANNELS: tuple[Channel, ...] = ("q", "k", "v", "shortcut")
 _EPS = 1e-6  # of the norm
 
 
@@ -39,9 +41,12 @@ class Aggregate(NamedTuple):
     w2: Tensor
 
 
+Aggregates = Mapping[int, Aggregate] | Few
+
+
 @register_topology("muddformer")
 @dataclasses.dataclass(frozen=True)
-class MUDDFormer(Dense[dict[int, Aggregate]]):
+class MUDDFormer(Dense[Aggregates]):
     """MUDDFormer: q, k, v and shortcut each read their own per-token mix of all states (arXiv 2502.12170).
 
     ``x_t = r_t + f_t``, where ``r_t = sum_{i<t} A_ti x_i`` and the weights depend on the token's last state,
@@ -57,6 +62,11 @@ class MUDDFormer(Dense[dict[int, Aggregate]]):
     depend on: ``r_t = sum_{i in K_t} A_ti x_i`` with ``K_t = {i < t: i = 0 (mod S) or i = t - 1}``. These are all that
     is held, and their number stands for t in the sizes below.
 
+    With ``units``, ``sources`` and ``channels`` there are few reads, of few states (see `dense`), and of attentions
+    only the inputs that are named have one: the others take ``x_{t-1}``. Units that begin otherwise, and the output,
+    have a read if "shortcut" is named. ``units=[-1, "output"], sources=["x0", 3, 7], channels=("v", "shortcut")`` is
+    the trimmed form of the NanoGPT speedrun.
+
     With ``separate_norms=True`` the reads of q, k and v pass a norm each: copies of the one that the model has, which
     stays that of q and of whatever else reads there.
 
@@ -68,9 +78,10 @@ class MUDDFormer(Dense[dict[int, Aggregate]]):
     Args:
         separate_norms: norms of their own for q, k and v.
         block: S, 1 or more; None is 1, no groups.
+        channels: some of "q", "k", "v", "shortcut"; None: all.
 
     Raises:
-        ValueError: ``block`` is below 1.
+        ValueError: an option is out of its range, or two choose sources.
     """
 
     granularity: ClassVar[Granularity] = "block"  # Equation 3: aggregates stand between blocks
@@ -80,9 +91,22 @@ class MUDDFormer(Dense[dict[int, Aggregate]]):
 
     separate_norms: bool = False
     block: int | None = None
+    channels: tuple[Channel, ...] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "channels", checked_channels(self.channels, _CHANNELS))
+        super().__post_init__()
         check_count("block", self.block, 1, optional=True)
+
+    @property
+    def few(self) -> bool:
+        return super().few or self.channels is not None
+
+    def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
+        channels = self.channels or _CHANNELS
+        if t in dims.attention:
+            return channels
+        return () if "shortcut" in channels else None
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``static``, ``w1`` and ``w2``, float32: for units t = 2..T and the output (T+1) in turn, with K = C t
@@ -107,29 +131,33 @@ class MUDDFormer(Dense[dict[int, Aggregate]]):
         """W2 sums over as many hidden units as it computes weights of states."""
         return {"static": OF_STATES, "w2": OF_STATES**2}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> dict[int, Aggregate]:
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Aggregates:
         """By read t, what its weights are computed with."""
         sizes = [ways * n for ways, n in self._shapes(dims)]
         static = parameters["static"].float().split(sizes)
         w1 = parameters["w1"].float().split(sizes)
         w2 = parameters["w2"].float().split([k * k for k in sizes])
-        return {
-            t: Aggregate(a.unflatten(0, shape), hidden.T, out.unflatten(0, (len(a), len(a))))
-            for t, shape, a, hidden, out in zip(self.mixing(dims), self._shapes(dims), static, w1, w2, strict=True)
-        }
+        rows = [
+            Aggregate(a.unflatten(0, shape), hidden.T, out.unflatten(0, (len(a), len(a))))
+            for shape, a, hidden, out in zip(self._shapes(dims), static, w1, w2, strict=True)
+        ]
+        return self.chosen(dims, rows) if self.few else dict(zip(self.mixing(dims), rows, strict=True))
 
-    def mix(self, history: Any, weights: dict[int, Aggregate], t: int) -> Tensor | QKVInputs:
+    def mix(self, history: Any, weights: Aggregates, t: int) -> Tensor | QKVInputs:
         read = weights[t]
         # [..., C n], one way after the other
         scores, history.newest = read_off_hidden(history.newest, read.w1, read.w2, read.static.flatten(), _EPS)
         ways: list[Tensor] = history.mixes(None, scores.unflatten(-1, read.static.shape))
+        if isinstance(weights, Few) and weights.channels[t]:
+            x = history.newest
+            return by_channel({"q": x, "k": x, "v": x, "shortcut": x}, weights.channels[t], ways)
         return QKVInputs(*ways) if len(ways) > 1 else ways[0]
 
-    def static(self, weights: dict[int, Aggregate], t: int) -> Tensor:
+    def static(self, weights: Aggregates, t: int) -> Tensor:
         """a, the mean of the ways."""
         return weights[t].static.mean(0)
 
     def _shapes(self, dims: Dims) -> list[tuple[int, int]]:
         """How many ways each read has, and how many states it mixes."""
-        ways = [_WAYS if t in dims.attention else 1 for t in self.mixing(dims)]
+        ways = [len(self.separate(t, dims) or ("shortcut",)) for t in self.mixing(dims)]
         return list(zip(ways, self.sizes(dims), strict=True))

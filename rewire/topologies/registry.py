@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from rewire.attributes import REGISTERED_NAME
@@ -68,6 +68,14 @@ def make_topology(topology: str | Topology, options: dict[str, Any], start: Star
     form = made if start is None else made.for_start(start)
     if type(form) is type(made):
         _note(form, made.registered_name)  # a copy with other fields does not have it
+    return form
+
+
+def placed_topology(topology: Topology, kinds: Sequence[str]) -> Topology:
+    """The topology with numbers for what its options name by kind: see `Topology.placed`."""
+    form = topology.placed(kinds)
+    if form is not topology:
+        _note(form, topology.registered_name)
     return form
 
 

@@ -327,9 +327,10 @@ def test_names() -> None:
     names = {"ancre-ingoing", "ancre-outgoing", "ancre-none", "ancre-constant", "ancre-cascaded"}
     assert names <= list_topologies().keys()
     assert all(list_topologies()[name] for name in names)
-    options = {"temperature": 0.01, "cascade": "replace", "form": "softmax", "block": None}
+    few = {"units": None, "sources": None}
+    options = {"temperature": 0.01, "cascade": "replace", "form": "softmax", "block": None, **few}
     assert name_and_options(ANCRe()) == ("ancre-ingoing", options)
-    assert name_and_options(ANCRe("none")) == ("ancre-none", {"cascade": "replace", "block": None})
+    assert name_and_options(ANCRe("none")) == ("ancre-none", {"cascade": "replace", "block": None, **few})
 
 
 @pytest.mark.parametrize("cascade", ["replace", "keep"])

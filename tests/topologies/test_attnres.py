@@ -316,6 +316,7 @@ def test_name() -> None:
     options = {
         **{"block": None, "scaled": False, "form": "softmax"},
         **{"additive": False, "qkv": False, "heads": 1, "normed": False, "separate_norms": False},
+        **{"channels": None, "units": None, "sources": None},
     }
     assert name_and_options(AttnRes()) == ("attnres", options)
     assert AttnRes.needs_width and not issubclass(AttnRes, Recurrence)

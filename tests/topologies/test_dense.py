@@ -9,7 +9,7 @@ import pytest
 import torch
 from formulas import by_reference
 from torch import Tensor, nn
-from toy_nets import WIDTH, net, plain, run
+from toy_nets import WIDTH, Mixer, net, plain, run
 
 from rewire.conformance.references.ancre import sources as states_read
 from rewire.mixes.history import History
@@ -37,26 +37,6 @@ DENSE: list[tuple[str, dict[str, Any]]] = [
 ]
 INCREMENTS = {"grn-v1", "grn-v2", "grn-v3", "dca", "attnres"}
 each_topology = pytest.mark.parametrize(("name", "options"), DENSE, ids=lambda x: x if isinstance(x, str) else str(x))
-
-
-@pytest.fixture
-def double(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connection weights may be float64."""
-    cast, softmax = Tensor.float, torch.softmax
-    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else cast(x))
-    monkeypatch.setattr(torch, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
-
-
-class Mixer(nn.Module):
-    """A branch with four inputs, which stands for an attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, *ways: Tensor) -> Tensor:
-        q, k, v, residual = ways
-        return self.inner(torch.cat([q, 2 * k, 3 * v, residual.tanh()], -1))
 
 
 def dims_of(name: str, depth: int = DEPTH) -> Dims:
@@ -177,7 +157,8 @@ def test_numbers_of_sources(block: int | None) -> None:
     states, increments = make_topology("ancre-ingoing", {"block": block}), make_topology("grn-v1", {"block": block})
     for t in range(1, 10):
         numbers = states_read(t, block or 1)
-        assert states.sources(t) == numbers and len(increments.sources(t)) == len(numbers)
+        found, as_many = states.sources_of(t, Dims(9)), increments.sources_of(t, Dims(9))  # type: ignore[attr-defined]
+        assert found == numbers and len(as_many) == len(numbers)
     parameters = states.parameters(Dims(9), "paper")
     assert len(parameters["logits"]) == sum(len(states_read(t, block or 1)) for t in range(1, 10))
     assert [row.shape[1] for row in states.weights(parameters, Dims(9)).rows] == states.sizes(Dims(9))

@@ -1,0 +1,258 @@
+"""Few connections: the options ``units=``, ``sources=`` and ``channels=`` of dense topologies.
+
+What they do not name stays plain: it is not mixed, no state is held for it, and it has no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
+
+from rewire.errors import UnsupportedTopology
+from rewire.mixes.mix import Mix
+from rewire.topologies.base import QKVInputs, materialize
+
+T = TypeVar("T")
+OUTPUT = "output"
+Unit = int | str  #: number from either end, or "output"; before the trunk is known, the kind of a branch, too
+Channel = Literal["q", "k", "v", "shortcut"]
+#: For all units the same sources, or for each unit its own. Without names: what "x0" means is 0.
+Named = tuple[int, ...] | tuple[tuple[Unit, tuple[int, ...]], ...]
+#: What users write.
+Units = Unit | Sequence[Unit] | None
+Sources = Unit | Sequence[Unit] | Mapping[Unit, Sequence[Unit]] | Named | None
+#: What a branch may be, as `rewire.inspect` shows it.
+KINDS = ("attention", "cross-attention", "ffn", "parallel", "conv", "branch")
+
+
+#: The inputs of an attention.
+QKV: tuple[Channel, ...] = ("q", "k", "v")
+
+
+class Few:
+    """Weights of some reads, each of some sources: what a dense topology has in place of a table of all.
+
+    Args:
+        sources: by read t, the numbers of its sources, ascending.
+        rows: of each of these reads, its weights.
+        channels: by read t, the inputs of the unit that have reads of their own; none if all are one.
+
+    Attributes:
+        sources, channels: as above.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[int, tuple[int, ...]],
+        rows: Iterable[Any],
+        channels: Mapping[int, tuple[Channel, ...]],
+    ) -> None:
+        self.sources, self.channels = sources, channels
+        self._rows = dict(zip(sources, rows, strict=True))
+        self._last = dict(sorted((i, t) for t, numbers in sorted(sources.items()) for i in numbers))
+
+    def __contains__(self, t: int) -> bool:
+        return t in self.sources
+
+    def __getitem__(self, t: int) -> Any:
+        """The weights of read t."""
+        return self._rows[t]
+
+    def held(self, t: int, newest: int) -> list[int]:
+        """The sources up to ``newest`` that read t or a later one mixes."""
+        return [i for i, last in self._last.items() if i <= newest and last >= t]
+
+    def of(self, known: Mapping[int, T], t: int, newest: int) -> list[T]:
+        """Those of `held`, of all that are known."""
+        return [known[i] for i in self.held(t, newest)]
+
+
+def checked_units(units: Any) -> tuple[Unit, ...] | None:
+    """``units=`` as topologies keep it.
+
+    Raises:
+        ValueError: it is something else than numbers, "output" and kinds.
+    """
+    if units is None:
+        return None
+    found = (units,) if isinstance(units, int | str) else tuple(units)
+    for unit in found:
+        if isinstance(unit, bool) or not (isinstance(unit, int) or unit == OUTPUT or unit in KINDS) or unit == 0:
+            raise ValueError(
+                f"units={units!r}: a unit is its number, from 1 or from -1 at the end, 'output', or a kind of branch, "
+                f"one of {', '.join(map(repr, KINDS))}."
+            )
+    if not found:
+        raise ValueError("units is empty: no unit would read. Leave it out to let all of them.")
+    return found
+
+
+def checked_sources(sources: Any) -> Named | None:
+    """``sources=`` as topologies keep it: a dict as pairs, which files have as lists.
+
+    Raises:
+        ValueError: it is something else than numbers and names of sources, or such for each unit.
+    """
+    if sources is None:
+        return None
+    given = tuple(sources.items()) if isinstance(sources, Mapping) else sources
+    given = (given,) if isinstance(given, int | str) else tuple(given)
+    if not given:
+        raise ValueError(
+            "sources is empty: there would be nothing to read. Leave it out to let units read all sources."
+        )
+    if all(isinstance(one, int | str) for one in given):
+        return tuple(_number(one, sources) for one in given)
+    return tuple(_of_unit(pair, sources) for pair in given)
+
+
+def _of_unit(pair: Any, given: Any) -> tuple[Unit, tuple[int, ...]]:
+    if isinstance(pair, str | int) or len(pair) != 2 or isinstance(pair[0], list | tuple):
+        raise _wrong(given)
+    ((unit,), numbers) = checked_units(pair[0]) or (), checked_sources(pair[1])
+    if unit in KINDS or not numbers or isinstance(numbers[0], tuple):
+        raise _wrong(given)
+    return unit, numbers
+
+
+def checked_channels(channels: Any, allowed: Sequence[Channel]) -> tuple[Channel, ...] | None:
+    """``channels=`` as topologies keep it, in the order of those ``allowed``.
+
+    Raises:
+        ValueError: it names something else, or nothing.
+    """
+    if channels is None:
+        return None
+    given = (channels,) if isinstance(channels, str) else tuple(channels)
+    if not given or not set(given) <= set(allowed):
+        raise ValueError(f"channels={channels!r}: it has to name some of {', '.join(map(repr, allowed))}.")
+    return tuple(channel for channel in allowed if channel in given)
+
+
+def of_attention(channels: tuple[Channel, ...] | None, attention: bool) -> tuple[Channel, ...] | None:
+    """`Dense.separate` where q, k and v have reads of their own, and the shortcut goes with q."""
+    if attention:
+        return QKV if channels is None else tuple(channel for channel in channels if channel != "shortcut") or None
+    return () if channels is None or "shortcut" in channels else None
+
+
+def by_channel(plain: Mapping[Channel, Tensor], channels: Sequence[Channel], ways: Sequence[Tensor | Mix]) -> QKVInputs:
+    """What a unit reads: ``channels`` have these ways, others what is ``plain``, the shortcut else that of q."""
+    found = {**plain, **dict(zip(channels, map(materialize, ways), strict=True))}
+    return QKVInputs(found["q"], found["k"], found["v"], found.get("shortcut", found["q"]))
+
+
+def placed(units: Any, kinds: Sequence[str]) -> tuple[Unit, ...]:
+    """``units`` with numbers in place of kinds, of a trunk whose units begin with branches of these kinds.
+
+    Raises:
+        UnsupportedTopology: no unit is of a kind that is named.
+    """
+    found: list[Unit] = []
+    for unit in units:
+        own = [t for t, kind in enumerate(kinds, start=1) if kind == unit] if unit in KINDS else [unit]
+        if not own:
+            raise UnsupportedTopology(
+                f"units={unit!r}: no unit of this trunk begins with such a branch; they begin with "
+                f"{', '.join(sorted(set(kinds)))}. With granularity='sublayer' attentions and feed-forwards are units "
+                "of their own."
+            )
+        found += own
+    return tuple(dict.fromkeys(found))
+
+
+def wired(
+    name: str, units: Units, sources: Sources, depth: int, reads: Collection[int], states: bool
+) -> dict[int, tuple[int, ...]]:
+    """By read t, the numbers i < t of its sources, ascending.
+
+    Args:
+        name: of the topology, for errors.
+        units, sources: the options, checked.
+        depth: T, the number of units.
+        reads: the t that may have weights.
+        states: whether sources are states, of which the newest is always one, rather than increments.
+
+    Raises:
+        UnsupportedTopology: there is no such unit or source in this trunk, or none that could be read.
+    """
+    numbers = _numbers(name, units, sources, depth, reads)
+    implied, found = 1 if states else 0, dict[int, tuple[int, ...]]()
+    for t in sorted(numbers):
+        own = {i if i >= 0 else t + i for i in numbers[t]}
+        if not _by_unit(sources):  # sources of all units are those that a unit may read
+            own = {i for i in own if 0 <= i < t}
+        if own and (min(own) < 0 or max(own) >= t):
+            raise UnsupportedTopology(
+                f"topology '{name}': unit {_name(t, depth)} reads sources before it, x0 to x{t - 1}, and not "
+                f"{', '.join(f'x{i}' for i in sorted(own) if not 0 <= i < t)}."
+            )
+        if own - set(range(t - implied, t)):
+            found[t] = tuple(sorted(own | set(range(t - implied, t))))
+        elif units is not None:
+            raise UnsupportedTopology(
+                f"topology '{name}': of these sources, unit {_name(t, depth)} can read none beside the newest state, "
+                "as in the plain network: name others for it, or leave it out."
+            )
+    missing = {i for i in _everywhere(sources) if i >= 0} - {i for own in found.values() for i in own}
+    if missing or not found:
+        raise UnsupportedTopology(
+            f"topology '{name}': no unit of a trunk of {depth} units can read "
+            f"{', '.join(f'x{i}' for i in sorted(missing)) or 'such sources'} beside the newest state."
+        )
+    return found
+
+
+def _numbers(name: str, units: Units, sources: Sources, depth: int, reads: Collection[int]) -> dict[int, Sequence[int]]:
+    """By read t, what is asked for: numbers from either end."""
+    of_unit, everywhere = _by_unit(sources), _everywhere(sources)
+    if of_unit and units is not None:
+        raise ValueError("sources= has the sources of each unit already: leave out units=.")
+    named = [unit for unit, _ in of_unit] if of_unit else units
+    chosen = sorted(reads) if named is None else [_read(name, unit, depth, reads) for unit in named]  # type: ignore[union-attr]
+    if of_unit:
+        return dict(zip(chosen, [own for _, own in of_unit], strict=True))
+    return {t: everywhere or range(t) for t in chosen}
+
+
+def _by_unit(sources: Any) -> tuple[tuple[Unit, tuple[int, ...]], ...]:
+    """Those of each unit, where they differ."""
+    return sources if sources is not None and isinstance(sources[0], tuple) else ()
+
+
+def _everywhere(sources: Any) -> tuple[int, ...]:
+    """Those of all units, where they are the same."""
+    return () if sources is None or isinstance(sources[0], tuple) else sources
+
+
+def _read(name: str, unit: Any, depth: int, reads: Collection[int]) -> int:
+    """The number t of the read that ``unit`` names."""
+    t = depth + 1 if unit == OUTPUT else 0
+    if isinstance(unit, int):
+        t = unit if unit > 0 else depth + 1 + unit
+    if t not in reads:
+        raise UnsupportedTopology(
+            f"topology '{name}' has no connections at unit {unit!r} of a trunk of {depth} units; it can have them at "
+            f"{', '.join(_name(t, depth) for t in sorted(reads)) or 'none'}."
+        )
+    return t
+
+
+def _name(t: int, depth: int) -> str:
+    return str(t) if t <= depth else repr(OUTPUT)
+
+
+def _number(source: int | str, given: Any) -> int:
+    text = source[1:] if isinstance(source, str) and source.startswith("x") else ""
+    if isinstance(source, bool) or not (isinstance(source, int) or text.isdecimal()):
+        raise _wrong(given)
+    return int(text or source)
+
+
+def _wrong(given: Any) -> ValueError:
+    return ValueError(
+        f"sources={given!r}: a source is the number of a unit, 0 or 'x0' for the trunk's input, or negative, counted "
+        "from the unit that reads: -1 is the newest. A dict has such a list for each unit."
+    )

@@ -1,0 +1,264 @@
+"""``units=``, ``sources=`` and ``channels=``: each dense topology against formulas written here, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from toy_nets import WIDTH, Mixer, net
+
+from rewire.errors import UnsupportedTopology
+from rewire.topologies import make_topology
+from rewire.topologies.base import Dims, QKVInputs
+
+DEPTH = 7
+OUT = DEPTH + 1
+ATTENTION = frozenset({2, 3, 6})
+Wires = Mapping[int, Sequence[int]]
+
+#: What is asked for, and which sources which reads then have: of states, and of increments.
+WIRINGS: list[tuple[dict[str, Any], Wires, Wires]] = [
+    ({"units": [-1], "sources": ["x0", 3]}, {7: (0, 3, 6)}, {7: (0, 3)}),
+    ({"units": [3, 6], "sources": [-1, -2]}, {3: (1, 2), 6: (4, 5)}, {3: (1, 2), 6: (4, 5)}),
+    ({"units": 6, "sources": "x4"}, {6: (4, 5)}, {6: (4,)}),
+    ({"sources": [5]}, {7: (5, 6), OUT: (5, 7)}, {6: (5,), 7: (5,), OUT: (5,)}),
+    ({"units": [4]}, {4: (0, 1, 2, 3)}, {4: (0, 1, 2, 3)}),
+    ({"sources": {3: [0], 7: [2, 4]}}, {3: (0, 2), 7: (2, 4, 6)}, {3: (0,), 7: (2, 4)}),
+]
+STATIC: list[tuple[str, dict[str, Any]]] = [
+    ("ancre-ingoing", {"temperature": 0.5}),
+    ("ancre-ingoing", {"temperature": 0.5, "form": "difference"}),
+    ("ancre-ingoing", {"temperature": 0.5, "form": "difference", "cascade": "keep"}),
+    ("ancre-outgoing", {"temperature": 0.5}),
+    ("ancre-outgoing", {"temperature": 0.5, "form": "difference"}),
+    ("ancre-none", {}),
+    ("ancre-constant", {}),
+    ("denseformer", {}),
+    ("grn-v1", {}),
+    ("grn-v2", {}),
+]
+PER_TOKEN: list[tuple[str, dict[str, Any]]] = [
+    ("grn-v3", {}),
+    ("dca", {}),
+    ("dca", {"channels": ["v"]}),
+    ("dca", {"channels": ["q", "v", "shortcut"]}),
+    ("muddformer", {}),
+    ("muddformer", {"channels": ["v", "shortcut"]}),
+    ("muddformer", {"channels": ["shortcut"]}),
+    ("attnres", {"scaled": True}),
+    ("attnres", {"form": "difference"}),
+    ("attnres", {"additive": True}),
+    ("attnres", {"heads": 2}),
+    ("attnres", {"qkv": True}),
+    ("attnres", {"qkv": True, "channels": ["k"]}),
+    ("attnres", {"normed": True}),
+]
+INCREMENTS = ("grn", "dca", "attnres")
+
+
+def rms(x: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+class Reader:
+    """Takes weights from a flat tensor, piece by piece."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat, self.at = flat, 0
+
+    def take(self, *shape: int) -> Tensor:
+        n = math.prod(shape)
+        piece = self.flat[self.at : self.at + n]
+        self.at += n
+        return piece.reshape(*shape, *self.flat.shape[1:])
+
+
+def ways_of(name: str, options: dict[str, Any], t: int, attention: frozenset[int]) -> list[str] | None:
+    """The inputs that have reads of their own; "all" is one for the whole unit; None if there is none."""
+    channels = options.get("channels", ["q", "k", "v", "shortcut"])
+    if t not in attention:
+        return ["all"] if "shortcut" in channels else None
+    own = ["q", "k", "v", "shortcut"] if name == "muddformer" else ["q", "k", "v"]
+    return [channel for channel in own if channel in channels] or None
+
+
+def ancre_weights(name: str, options: dict[str, Any], wires: Wires, values: dict[str, Tensor]) -> dict[Any, Tensor]:
+    pairs = [(t, i) for t in sorted(wires) for i in wires[t]]
+    if name == "ancre-constant":
+        return {(t, i): torch.tensor(1 / len(wires[t])).double() for t, i in pairs}
+    logits = dict(zip(pairs, values["logits"], strict=True))
+    if name == "ancre-none":
+        return logits
+    side = 0 if name == "ancre-ingoing" else 1
+    found = {}
+    for pair in pairs:
+        others = [other for other in pairs if other[side] == pair[side]]
+        tau = options["temperature"]
+        share = (logits[pair] / tau).exp() / sum((logits[other] / tau).exp() for other in others)
+        if options.get("form") == "difference":
+            kept = options.get("cascade") == "keep"
+            share = share - 1 / len(others) + float(pair[1] == pair[0] - 1 and not kept)
+        found[pair] = share
+    return found
+
+
+def states_oracle(
+    name: str, options: dict[str, Any], wires: Wires, values: dict[str, Tensor], x: Tensor, blocks: Any, dims: Dims
+) -> Tensor:
+    """ANCRe, DenseFormer and MUDDFormer."""
+    states = [x]
+    if name.startswith("ancre"):
+        p = ancre_weights(name, options, wires, values)
+        for t, block in enumerate(blocks, start=1):
+            f = block(states[-1])
+            kept = states[-1] if options.get("cascade") == "keep" or t not in wires else 0
+            states.append(f + kept + sum(p[t, i] * states[i] for i in wires.get(t, ())))
+        return states[-1]
+    parts = {key: Reader(value) for key, value in values.items()}
+
+    def reads(t: int) -> dict[str, Tensor]:
+        numbers = wires.get(t)
+        ways = ways_of(name, options, t, dims.attention)
+        if numbers is None or ways is None:
+            return {"all": states[-1]}
+        n = len(numbers)
+        if name == "denseformer":
+            a = parts["alpha"].take(n)
+            return {"all": sum(w * states[i] for w, i in zip(a, numbers, strict=True))}
+        k = len(ways) * n
+        a, w1, w2 = parts["static"].take(k), parts["w1"].take(k), parts["w2"].take(k, k)
+        scores = F.gelu(rms(states[-1]) @ w1.T) @ w2 + a
+        by_way = scores.unflatten(-1, (len(ways), n)).unbind(-2)
+        return {
+            way: sum(score[..., m, None] * states[i] for m, i in enumerate(numbers))
+            for way, score in zip(ways, by_way, strict=True)
+        }
+
+    for t, block in enumerate(blocks, start=1):
+        found = reads(t) if t > 1 else {"all": states[0]}
+        r, inputs = inputs_of(found, t in dims.attention, states[-1], own_shortcut=True)
+        states.append(r + block(*inputs))
+    return reads(OUT)["all"]
+
+
+def inputs_of(found: dict[str, Tensor], attention: bool, plain: Tensor, own_shortcut: bool) -> Any:
+    """What the shortcut sees, and what the branch is called with."""
+    if "all" in found:
+        value = found["all"]
+        return value, [value] * (4 if attention else 1)
+    q, k, v = (found.get(way, plain) for way in "qkv")
+    shortcut = found.get("shortcut", plain if own_shortcut else q)
+    return shortcut, [q, k, v, shortcut]
+
+
+def increments_oracle(
+    name: str, options: dict[str, Any], wires: Wires, values: dict[str, Tensor], x: Tensor, blocks: Any, dims: Dims
+) -> Tensor:
+    """GRN, DCA and Attention Residuals."""
+    increments = [x]
+    parts = {key: Reader(value) for key, value in values.items()}
+
+    def reads(t: int) -> dict[str, Tensor]:
+        numbers = wires.get(t)
+        ways = ways_of(name, options, t, dims.attention)
+        if numbers is None or ways is None or (options.get("additive") and t == OUT):
+            return {"all": sum(increments)}
+        rest = [f for i, f in enumerate(increments) if i not in numbers]
+        stack = [*([sum(rest)] if rest else []), *[increments[i] for i in numbers]]
+        found = {}
+        if name == "attnres":
+            for way, w in zip(ways, parts["queries"].take(len(ways)), strict=True):
+                heads = options.get("heads", 1)
+                scores = torch.stack([(rms(f) * w).unflatten(-1, (heads, -1)).sum(-1) for f in stack])
+                shares = scores.softmax(0)
+                if options.get("scaled"):
+                    shares = len(stack) * shares
+                elif options.get("form") == "difference":
+                    shares = 1 + shares - 1 / len(stack)
+                elif options.get("additive"):
+                    shares = 1 + shares
+                shares = shares.repeat_interleave(x.shape[-1] // heads, -1)
+                mixed = [rms(f) for f in stack] if options.get("normed") else stack
+                found[way] = sum(a * f for a, f in zip(shares, mixed, strict=True))
+            return found
+        b = parts["b"].take(len(ways), len(stack))
+        w = parts["w"].take(len(ways)) if "w" in parts else [None] * len(ways)
+        for way, own, query in zip(ways, b, w, strict=True):
+            scored = [0 if query is None else (f @ query).clamp(min=0)[..., None] for f in stack]
+            found[way] = sum((a + s) * f for a, s, f in zip(own, scored, stack, strict=True))
+        return found
+
+    for t, block in enumerate(blocks, start=1):
+        _, inputs = inputs_of(reads(t), t in dims.attention, sum(increments), own_shortcut=False)
+        increments.append(block(*inputs))
+    return reads(OUT)["all"]
+
+
+def expected_wires(name: str, states: Wires, increments: Wires, asked: dict[str, Any], dims: Dims) -> Wires:
+    wires = dict(increments if name.startswith(INCREMENTS) else states)
+    if name.startswith("ancre"):
+        wires.pop(OUT, None)
+    return wires
+
+
+CASES = [
+    pytest.param(name, options, asked, states, increments, id=f"{name}-{options}-{asked}")
+    for name, options in [*STATIC, *PER_TOKEN]
+    for asked, states, increments in WIRINGS
+]
+
+
+@pytest.mark.parametrize(("name", "options", "asked", "states", "increments"), CASES)
+def test_few_connections_are_the_formulas(
+    double: None, name: str, options: dict[str, Any], asked: dict[str, Any], states: Wires, increments: Wires
+) -> None:
+    apart = name in ("dca", "muddformer") or options.get("qkv", False)
+    dims = Dims(DEPTH, WIDTH, ATTENTION if apart else frozenset())
+    topology = make_topology(name, {**options, **asked})
+    wires = expected_wires(name, states, increments, asked, dims)
+    # a read that the channels leave out
+    readable = {t: numbers for t, numbers in wires.items() if ways_of(name, options, t, dims.attention)}
+    if set(readable) != set(wires) and ("units" in asked or isinstance(asked.get("sources"), dict)):
+        with pytest.raises(UnsupportedTopology, match="no connections at"):
+            topology.parameters(dims, "paper")
+        return
+    if options.get("additive"):
+        readable.pop(OUT, None)
+    torch.manual_seed(3)
+    blocks = net(DEPTH, torch.float64)
+    blocks = [Mixer().double() if t in dims.attention else block for t, block in enumerate(blocks, start=1)]
+    drawn = topology.parameters(dims, "paper").items()
+    values = {key: (p.double() + 0.3 * torch.randn(p.shape).double()).requires_grad_() for key, p in drawn}
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
+    oracle = increments_oracle if name.startswith(INCREMENTS) else states_oracle
+    inputs = [x, *values.values(), *[p for block in blocks for p in block.parameters()]]
+
+    got = run_through(topology, topology.weights(values, dims), x, blocks, dims)
+    want = oracle(name, options, readable, values, x, blocks, dims)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    upstream = torch.randn_like(want)
+    for g, w in zip(grads(got, inputs, upstream), grads(want, inputs, upstream), strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-8, atol=1e-8)
+
+
+def grads(out: Tensor, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    found = torch.autograd.grad(out, inputs, upstream, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+
+
+def run_through(topology: Any, weights: Any, x: Tensor, blocks: Any, dims: Dims) -> Tensor:
+    states = topology.start(x, weights)
+    for t, block in enumerate(blocks, start=1):
+        read, states = topology.read(states, weights, t)
+        if isinstance(read, QKVInputs):
+            f = block(read.q, read.k, read.v, read.residual)
+        else:
+            read = read if isinstance(read, Tensor) else read.value()
+            f = block(*[read] * (4 if t in dims.attention else 1))
+        states = topology.write(states, weights, t, f)
+    return topology.finish(states, weights, dims)
