@@ -182,8 +182,8 @@ class ANCRe(Destinations[Table | Few]):
         """
         if self.few and self.normalize != "none" and all(len(places) == 1 for places in self._together(dims).values()):
             raise UnsupportedTopology(
-                f"topology '{self.registered_name}' would learn nothing: of these sources, each has one unit that reads "
-                "it, and a softmax over one weight is 1. Name more units, or use 'ancre-ingoing'."
+                f"topology '{self.registered_name}' would learn nothing: each of these sources is read by one unit, "
+                "and a softmax over one weight is 1. Name more units, or use 'ancre-ingoing'."
             )
         table = self._start_table(dims, start)  # [T, T]
         return {"logits": table[self._entries(dims)]}

@@ -218,6 +218,9 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
             table[t - 1] = table[t - 1] / size + self.additive * table[t - 1]
         return table
 
+    def is_static(self, weights: AttendedTable | Few) -> bool:
+        return False
+
     def _one_softmax(self) -> bool:
         plain = self.heads == 1 and self.form == "softmax"
         return plain and not (self.qkv or self.normed or self.additive)

@@ -109,7 +109,7 @@ def checked_sources(sources: Any) -> Named | None:
 
 
 def _of_unit(pair: Any, given: Any) -> tuple[Unit, tuple[int, ...]]:
-    if isinstance(pair, str | int) or len(pair) != 2 or isinstance(pair[0], list | tuple):
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or isinstance(pair[0], list | tuple):
         raise _wrong(given)
     ((unit,), numbers) = checked_units(pair[0]) or (), checked_sources(pair[1])
     if unit in KINDS or not numbers or isinstance(numbers[0], tuple):

@@ -29,6 +29,7 @@ WIRINGS: list[tuple[dict[str, Any], Wires, Wires]] = [
     ({"sources": [5]}, {7: (5, 6), OUT: (5, 7)}, {6: (5,), 7: (5,), OUT: (5,)}),
     ({"units": [4]}, {4: (0, 1, 2, 3)}, {4: (0, 1, 2, 3)}),
     ({"sources": {3: [0], 7: [2, 4]}}, {3: (0, 2), 7: (2, 4, 6)}, {3: (0,), 7: (2, 4)}),
+    ({"units": [2, 5, 7], "sources": ["x0", 4]}, {2: (0, 1), 5: (0, 4), 7: (0, 4, 6)}, {2: (0,), 5: (0, 4), 7: (0, 4)}),
 ]
 STATIC: list[tuple[str, dict[str, Any]]] = [
     ("ancre-ingoing", {"temperature": 0.5}),
@@ -227,6 +228,11 @@ def test_few_connections_are_the_formulas(
         with pytest.raises(UnsupportedTopology, match="no connections at"):
             topology.parameters(dims, "paper")
         return
+    once = [i for numbers in readable.values() for i in numbers]
+    if name == "ancre-outgoing" and len(once) == len(set(once)):
+        with pytest.raises(UnsupportedTopology, match="would learn nothing"):
+            topology.parameters(dims, "paper")
+        return
     if options.get("additive"):
         readable.pop(OUT, None)
     torch.manual_seed(3)
@@ -262,3 +268,62 @@ def run_through(topology: Any, weights: Any, x: Tensor, blocks: Any, dims: Dims)
             f = block(*[read] * (4 if t in dims.attention else 1))
         states = topology.write(states, weights, t, f)
     return topology.finish(states, weights, dims)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"units": [9]}, r"no connections at unit 9 of a trunk of 7 units; it can have them at 2, 3, 4, 5, 6, 7, 'out"),
+        ({"units": [1], "sources": [0]}, "no connections at unit 1 of"),
+        ({"units": [4], "sources": [-1]}, "unit 4 can read none beside the newest"),
+        ({"units": [4], "sources": [6]}, "unit 4 can read none beside the newest"),
+        ({"sources": [9]}, "no unit of a trunk of 7 units can read x9"),
+        ({"units": [5], "sources": [2, 6]}, "no unit of a trunk of 7 units can read x6"),
+        ({"sources": {4: [5]}}, "unit 4 reads sources before it, x0 to x3, and not x5"),
+    ],
+)
+def test_what_a_trunk_does_not_have(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedTopology, match=message):
+        make_topology("denseformer", options).parameters(Dims(DEPTH), "preserve")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("denseformer", {"units": []}, "units is empty"),
+        ("denseformer", {"units": ["last"]}, "a unit is its number"),
+        ("denseformer", {"units": [0]}, "a unit is its number"),
+        ("denseformer", {"units": True}, "a unit is its number"),
+        ("denseformer", {"sources": []}, "sources is empty"),
+        ("denseformer", {"sources": ["y3"]}, "a source is the number of a unit"),
+        ("denseformer", {"sources": [1.5]}, "a source is the number of a unit"),
+        ("denseformer", {"sources": {3: []}}, "a source is the number|sources is empty"),
+        ("denseformer", {"sources": [0], "block": 2}, "chooses sources"),
+        ("denseformer", {"sources": [0], "period": 2}, "leave out two"),
+        ("dca", {"sources": [0], "last": 2}, "chooses increments"),
+        ("muddformer", {"channels": ["values"]}, "it has to name some of 'q', 'k', 'v', 'shortcut'"),
+        ("attnres", {"channels": ["v"]}, "pass qkv=True"),
+    ],
+)
+def test_what_options_cannot_be(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_topology(name, options)
+
+
+def test_only_named_states_are_held() -> None:
+    topology, dims = make_topology("denseformer", {"units": [6], "sources": ["x0", 3]}), Dims(DEPTH)
+    weights = topology.weights(topology.parameters(dims, "preserve"), dims)
+    states, held = topology.start(torch.zeros(2, WIDTH), weights), []
+    for t in range(1, DEPTH + 1):
+        held.append(len(states))
+        _, states = topology.read(states, weights, t)
+        states = topology.write(states, weights, t, torch.ones(2, WIDTH))
+    assert held == [1, 2, 2, 2, 3, 3, 1]  # the newest; x0 from its read on, x3 too, until unit 6 has read both
+
+
+def test_branches_are_named_by_kind() -> None:
+    kinds = ["attention", "ffn"] * 3
+    topology = make_topology("denseformer", {"units": ["attention", "output"], "sources": [-2]})
+    assert topology.placed(kinds).units == (1, 3, 5, "output")  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedTopology, match="they begin with attention, ffn"):
+        make_topology("denseformer", {"units": ["conv"]}).placed(kinds)

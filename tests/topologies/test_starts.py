@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 #: Starts that round otherwise than the plain network: sums in groups, weights that are no powers of 2.
 ROUNDED = {key for key in PRESERVING if key.startswith("mhc") or key.endswith("-last")}
-ROUNDED |= {"grn-v1-groups", "dca-groups", "attnres-groups"}
+ROUNDED |= {"grn-v1-groups", "dca-groups", "attnres-groups", "grn-v2-few", "grn-v3-few", "attnres-few"}
 #: Those whose reads sum all that the branches added: in bfloat16 they round once, the plain network after each add.
 SUMMED = {key for key in PRESERVING if key.startswith(("grn", "dca", "attnres"))}
 
