@@ -39,7 +39,14 @@ BY_HAND: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mhc", {}),
 )
 #: One for each net and its twin.
-TWINNED = ("ancre-ingoing", "dca", "denseformer", "grn-v3", "muddformer", "hc-dynamic", "attnres", "mhc")
+TWINNED: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, {}) for name in ("ancre-ingoing", "dca", "denseformer", "grn-v3", "muddformer", "hc-dynamic")),
+    *((name, {}) for name in ("attnres", "mhc")),
+    ("ancre-ingoing", {"sources": ["x0", -2]}),
+    ("grn-v3", {"sources": [-2]}),
+    ("muddformer", {"units": [-1, "output"], "sources": ["x0"], "channels": ["v", "shortcut"]}),
+    ("attnres", {"sources": ["x0", -1]}),
+)
 
 
 def check(net: Net, folder: Path, validate: bool = True) -> str:
@@ -77,10 +84,10 @@ def check(net: Net, folder: Path, validate: bool = True) -> str:
     refusal = _as_autograd_has_it(model, name, options, (x, mask), modes)
     if refusal:
         return refusal
-    topology = TWINNED[len(net.source) % len(TWINNED)]
+    name, options = TWINNED[len(net.source) % len(TWINNED)]
     twin = dataclasses.replace(net, twin=True).build(folder)
     buffers = not net.counts_the_start
-    refusals = [_as_its_twin(model, twin, topology, (x, mask), modes, buffers, validate) for validate in (True, False)]
+    refusals = [_as_its_twin(model, twin, name, options, (x, mask), modes, buffers, by) for by in (True, False)]
     return next(filter(None, refusals), "right")
 
 
@@ -139,6 +146,7 @@ def _as_its_twin(
     model: nn.Module,
     twin: nn.Module,
     topology: str,
+    options: dict[str, Any],
     inputs: tuple[Tensor, ...],
     modes: tuple[bool, ...],
     buffers: bool,
@@ -147,8 +155,8 @@ def _as_its_twin(
     """Empty, or why it was refused: with connection weights that mix, it is what its twin is, ``buffers`` too."""
     twin.load_state_dict(model.state_dict())
     try:
-        rewired = rewire.compile(model, topology, example_inputs=inputs, validate=validate)
-        plain = rewire.compile(twin, topology, example_inputs=inputs, validate=False)
+        rewired = rewire.compile(model, topology, example_inputs=inputs, validate=validate, **options)
+        plain = rewire.compile(twin, topology, example_inputs=inputs, validate=False, **options)
     except rewire.RewireError as error:
         return "" if isinstance(error, rewire.UnsupportedTopology) else f"{type(error).__name__}: {error}"
     weights = learned(rewired)
