@@ -14,8 +14,8 @@ from rewire.runtime.connection import Connection, learned_connections
 from rewire.topologies.program import Program, branch_of, digraph
 
 if TYPE_CHECKING:
-    from rewire.diagnostics.ablation import Ablation
     from rewire.diagnostics.depth_graph import DepthGraph
+    from rewire.diagnostics.effects import Ablation
 
 #: Of a value, by the letter that its name begins with; ``out`` is what is read behind the last unit.
 _ROLES = {"x": "state", "s": "state", "g": "state", "r": "read", "o": "read", "f": "unit"}

@@ -274,12 +274,17 @@ class Summary(Shown):
                 data["path"] if is_unit else "output",
                 data["kind"] if is_unit else "",
                 text + more,
-                "" if cut is None else ", ".join(part.nodes[node]["value"] for node in cut.states[-_SHOWN:]),
+                "" if cut is None else _told([part.nodes[node]["value"] for node in cut.states]),
             )
         return table
 
 
 _SHOWN = 4  # of what a unit sees, in a printed table
+
+
+def _told(values: list[str]) -> str:
+    """The first and the last of them."""
+    return ", ".join(values) if len(values) <= _SHOWN else f"{values[0]} .. {values[-1]}: {len(values)}"
 
 
 def _without_none(data: dict[str, Any]) -> dict[str, Any]:
