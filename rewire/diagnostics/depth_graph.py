@@ -157,18 +157,18 @@ class DepthGraph(nx.DiGraph):
         Where a single state crosses, all that later units see of earlier ones comes through it.
         """
         part = self.of(trunk)
-        used = part.subgraph(reaching(part, [*part.outputs(), *part.units()]))
-        depth, found = len(part.units()), list[Cut]()
-        for t in range(depth + 1):
-            crossing = [node for node in used if self._crosses(used, node, t)]
-            sizes = [used.nodes[node]["bytes"] for node in crossing]
-            found.append(Cut(t, tuple(crossing), None if None in sizes else sum(sizes)))
-        return found
-
-    @staticmethod
-    def _crosses(part: nx.DiGraph, node: str, t: int) -> bool:
-        data = part.nodes[node]
-        return data["at"] <= t and (data["output"] or any(part.nodes[to]["at"] > t for to in part.successors(node)))
+        units, places = part.units(), dict(part.nodes(data="at"))
+        crossing: list[list[str]] = [[] for _ in range(len(units) + 1)]
+        used = reaching(part, [*part.outputs(), *units])
+        for node, data in part.nodes(data=True):
+            last = max((places[to] for to in part.adj[node] if to in used), default=0)
+            for t in range(data["at"], len(units) + 1 if data["output"] else last):
+                crossing[t].append(node)
+        sizes = dict(part.nodes(data="bytes"))
+        return [
+            Cut(t, tuple(states), None if None in sizes.values() else sum(sizes[state] for state in states))
+            for t, states in enumerate(crossing)
+        ]
 
     def _over(self, threshold: float) -> nx.DiGraph:
         """Without learned edges of a smaller weight, or of 0."""
