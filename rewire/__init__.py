@@ -6,6 +6,8 @@ model = rewire.compile(model, topology="ancre-ingoing")
 from rewire import conformance as conformance
 from rewire.backend import Backend
 from rewire.compiler import compile, inspect
+from rewire.diagnostics.ablation import ablate
+from rewire.diagnostics.connectivity import graph
 from rewire.diagnostics.measure import diagnose
 from rewire.diagnostics.monitor import Monitor
 from rewire.diffs import diff, source
@@ -87,6 +89,7 @@ __all__ = [
     "ValidationMismatch",
     "WidthMismatch",
     "WrappedModel",
+    "ablate",
     "coefficients",
     "compile",
     "connections",
@@ -96,6 +99,7 @@ __all__ = [
     "freeze",
     "from_pretrained",
     "fusions",
+    "graph",
     "initialize",
     "inspect",
     "list_initializers",

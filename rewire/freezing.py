@@ -25,7 +25,7 @@ from rewire.runtime.connection import Connection, connections, learned_connectio
 from rewire.runtime.layout import Layout
 from rewire.topologies import Topology
 from rewire.topologies.base import Dims, QKVInputs, States, materialize
-from rewire.topologies.frozen import Constants, frozen
+from rewire.topologies.frozen import Constants, Frozen, frozen
 from rewire.topologies.program import Edge, Program, edges, fold, matrix, prune
 
 _SHOWN = 12  # dropped edges of a trunk in a printed report
@@ -145,17 +145,11 @@ class _Result:
 
 def _frozen(connection: Connection, threshold: float) -> _Result:
     old = connection.layout
-    if any(not old.makes_state(site) for site in old.posts):
-        raise UnsupportedTopology(
-            f"trunk '{old.trunk}' cannot be frozen: between its residual adds the model scales what is read, or adds "
-            f"to it, and topology '{old.topology.registered_name}' makes no state of that, which a program could name."
-        )
     with torch.no_grad():
-        values = {**connection.values(), **dict(connection.named_buffers())}
-        weights = old.topology.weights({name: x.detach().cpu() for name, x in values.items()}, old.dims)
         try:
-            program = old.topology.program(weights, old.dims)
-            _check_program(old.topology, weights, old.dims, program)
+            if isinstance(old.topology, Frozen):
+                raise UnsupportedTopology(f"{old.topology} is frozen already")
+            program, weights = constant_program(connection)
         except UnsupportedTopology as error:
             raise UnsupportedTopology(
                 f"trunk '{old.trunk}' cannot be frozen: {error}. Freeze models whose topologies are all static (ancre, "
@@ -170,6 +164,27 @@ def _frozen(connection: Connection, threshold: float) -> _Result:
     held = max(len(topology.held(t)) for t in range(old.dims.depth + 1))
     report = FrozenTrunk(old.trunk, repr(old.topology), (edges(program), edges(pruned)), (most, held), tuple(dropped))
     return _Result(layout, constants, report)
+
+
+@torch.no_grad()
+def constant_program(connection: Connection) -> tuple[Program, Any]:
+    """What a trunk computes as sums with constant weights; and its effective weights, on the CPU.
+
+    Raises:
+        UnsupportedTopology: it does not, or the program is not what the formulas compute.
+    """
+    layout = connection.layout
+    if any(not layout.makes_state(site) for site in layout.posts):
+        raise UnsupportedTopology(
+            "between its residual adds the model scales what is read, or adds to it, and topology "
+            f"'{layout.topology.registered_name}' makes no state of that, which a program could name"
+        )
+    values = {**connection.values(), **dict(connection.named_buffers())}
+    weights = layout.topology.weights({name: x.detach().cpu() for name, x in values.items()}, layout.dims)
+    program = layout.topology.program(weights, layout.dims)
+    if not isinstance(layout.topology, Frozen):
+        _check_program(layout.topology, weights, layout.dims, program)
+    return program, weights
 
 
 def _check_program(topology: Topology, weights: Any, dims: Dims, program: Program) -> None:

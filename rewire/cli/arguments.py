@@ -46,9 +46,18 @@ def writable(path: Path | None) -> Path | None:
 
 
 def picture(path: Path | None) -> Path | None:
-    """Refuse the same, and other formats."""
-    if path and path.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise typer.BadParameter(f"'{path}' has to end in .png, .pdf or .svg.")
+    """Refuse the same, and formats other than those of pictures."""
+    return _ending(path, ".png", ".pdf", ".svg")
+
+
+def graph_file(path: Path | None) -> Path | None:
+    """Refuse the same, and formats other than those of graphs."""
+    return _ending(path, ".graphml", ".dot", ".json")
+
+
+def _ending(path: Path | None, *suffixes: str) -> Path | None:
+    if path and path.suffix.lower() not in suffixes:
+        raise typer.BadParameter(f"'{path}' has to end in {', '.join(suffixes[:-1])} or {suffixes[-1]}.")
     return writable(path)
 
 

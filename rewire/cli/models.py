@@ -18,6 +18,7 @@ from rewire.cli.arguments import (
     Model,
     Topology,
     as_messages,
+    graph_file,
     inputs_of,
     load,
     picture,
@@ -165,6 +166,35 @@ def diagnose_command(
     if out:
         with as_messages(ImportError, OSError, ValueError):
             found.plot(out)
+        typer.echo(f"wrote {out}")
+
+
+@app.command("graph")
+def graph_command(
+    model: Model,
+    topology: Topology = "ancre-ingoing",
+    granularity: Granularity = "auto",
+    loop: Loop = "continue",
+    batch: Annotated[
+        int, typer.Option(min=0, help="Sequences or images that weights of tokens are averaged over; 0: none.")
+    ] = 0,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 32,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", callback=graph_file, help="Write it, too: .graphml, .dot or .json."),
+    ] = None,
+) -> None:
+    """Show the depth graph of MODEL: what each unit sees, what is unused, what crosses between units.
+
+    It is rewired first, unless it is already.
+    """
+    loaded = load(model)
+    if not rewire.connections(loaded):
+        loaded = rewire.compile(loaded, topology, granularity=granularity, start="paper", loop=loop, validate=False)
+    found = rewire.graph(loaded, inputs_of(loaded, batch, length) if batch else None)
+    output.console().print(found.summary())
+    if out:
+        found.save(out)
         typer.echo(f"wrote {out}")
 
 

@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from rewire.console import Shown, progress
 from rewire.copies import Inputs, seeded
 from rewire.diagnostics.jacobian import Chi, mean_squared_singular_value
-from rewire.diagnostics.observing import Record, Run, observed
+from rewire.diagnostics.observing import Record, Run, called, inputs_of, observed, own, own_buffers
 from rewire.diagnostics.signals import BlockSignals, SiteSignals, TrunkSignals
 from rewire.errors import BadExampleInputs, RewireError
-from rewire.passes.inputs import inputs_for
 from rewire.passes.validating.tensors import tensors_in
-from rewire.patterns import patterns_for
 from rewire.topologies.base import total
 from rewire.torch_internals import pytree
 
@@ -109,17 +107,17 @@ def diagnose(
     """
     if probes < 0:
         raise ValueError(f"probes={probes}: it has to be 0 (no chi) or more.")
-    inputs = _inputs(model, batch)
+    inputs = inputs_of(model, batch)
     if any(tensor.numel() == 0 for tensor in tensors_in(inputs)):
         raise BadExampleInputs("the batch is empty: there is nothing to measure.")
     copy, records = observed(model, inputs)
     if evaluate:
         copy.eval()
-    _own_buffers(copy)
+    own_buffers(copy)
     about = f"diagnosing {type(model).__name__}"
     # Eager: what is recorded inside a compiled graph has no gradient from what the graph returns.
     with torch.enable_grad(), seeded(seed, copy), torch.compiler.set_stance("force_eager"), progress(about):
-        value = _loss(_called(copy, inputs, seed), loss, seed)
+        value = _loss(called(copy, inputs, seed), loss, seed)
         reached = [record for record in records if record.runs and record.runs[0].output is not None]
         if not reached:
             raise BadExampleInputs(f"the batch reaches no residual stream of {type(model).__name__}.")
@@ -128,34 +126,6 @@ def diagnose(
     trunks = tuple(_signals(*found) for found in zip(reached, gradients, chis, strict=True))
     unreached = tuple(record.trunk.name for record in records if record not in reached)
     return Diagnosis(trunks, float(value.detach()), unreached)
-
-
-def _inputs(model: nn.Module, batch: Any) -> Inputs:
-    try:
-        return inputs_for(model, patterns_for(model), batch)
-    except BadExampleInputs as error:
-        if batch is None:
-            raise BadExampleInputs(f"{error}: pass batch=, what {type(model).__name__} is called with.") from error
-        raise
-
-
-def _own_buffers(copy: nn.Module) -> None:
-    """Let what the copy's modules count be their own."""
-    for module in copy.modules():
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            setattr(module, name, buffer.clone())
-
-
-def _called(copy: nn.Module, inputs: Inputs, seed: int) -> Any:
-    torch.manual_seed(seed)
-    args, kwargs = pytree.tree_map(_own, inputs)
-    try:
-        return copy(*args, **kwargs)
-    except RewireError:
-        raise
-    except Exception as error:
-        name = type(error).__name__
-        raise BadExampleInputs(f"{type(copy).__name__} does not run on the batch: {name}: {error}") from error
 
 
 def _loss(output: Any, loss: Callable[[Any], Tensor] | None, seed: int) -> Tensor:
@@ -228,7 +198,7 @@ def _chi(copy: nn.Module, inputs: Inputs, record: Record, probes: int, seed: int
         record.given, record.runs = x, []
         torch.manual_seed(seed)
         counters = {name: buffer.clone() for name, buffer in buffers.items()}
-        torch.func.functional_call(copy, constants | counters, *pytree.tree_map(_own, inputs))
+        torch.func.functional_call(copy, constants | counters, *pytree.tree_map(own, inputs))
         output = record.runs[0].output
         assert output is not None
         return output
@@ -238,11 +208,6 @@ def _chi(copy: nn.Module, inputs: Inputs, record: Record, probes: int, seed: int
         return mean_squared_singular_value(output_for, measured[0].input.detach(), probes, seed)
     finally:
         record.given, record.runs = None, measured
-
-
-def _own(value: Any) -> Any:
-    """An input that the model may write to."""
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _signals(record: Record, gradients: _Gradients, chi: Chi | None) -> TrunkSignals:

@@ -10,13 +10,18 @@ import copy
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rewire.compiler import compile
 from rewire.copies import Inputs, shared
+from rewire.errors import BadExampleInputs, RewireError
 from rewire.passes.checks import check_loaded, check_unwrapped
+from rewire.passes.inputs import inputs_for
+from rewire.patterns import patterns_for
 from rewire.runtime.connection import Connection, connections
 from rewire.topologies.residual import Residual
+from rewire.torch_internals import pytree
 from rewire.trunk import Trunk
 
 
@@ -103,3 +108,36 @@ def observed(model: nn.Module, inputs: Inputs | None = None) -> tuple[nn.Module,
         connection.register_forward_pre_hook(record.begin)
         records.append(record)
     return copied, records
+
+
+def inputs_of(model: nn.Module, batch: Any) -> Inputs:
+    try:
+        return inputs_for(model, patterns_for(model), batch)
+    except BadExampleInputs as error:
+        if batch is None:
+            raise BadExampleInputs(f"{error}: pass batch=, what {type(model).__name__} is called with.") from error
+        raise
+
+
+def own_buffers(copy: nn.Module) -> None:
+    """Let what the copy's modules count be their own."""
+    for module in copy.modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(module, name, buffer.clone())
+
+
+def called(copy: nn.Module, inputs: Inputs, seed: int) -> Any:
+    torch.manual_seed(seed)
+    args, kwargs = pytree.tree_map(own, inputs)
+    try:
+        return copy(*args, **kwargs)
+    except RewireError:
+        raise
+    except Exception as error:
+        name = type(error).__name__
+        raise BadExampleInputs(f"{type(copy).__name__} does not run on the batch: {name}: {error}") from error
+
+
+def own(value: Any) -> Any:
+    """An input that the model may write to."""
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Inline SVG: a residual stream with its adds, connection weights as a heat map and as arcs.
+"""Inline SVG: a residual stream with its adds, and connection weights as a heat map.
 
 Colours are classes of the page's style, so that they follow its light or dark scheme. What the pointer shows is in
 ``data-tip``. Texts from the model pass `escape`.
@@ -106,13 +106,13 @@ def heatmap(name: str, matrix: Tensor) -> str:
         for column in range(columns - rows + row + 1):
             cells.append(_cell(row, column, values[column], shades[row][column], size))
     width, height = columns * size, rows * size
-    each = _every(columns)
+    each = every(columns)
     cells += [f'<text x="{(c + 0.5) * size:g}" y="{height + 14:g}">{c}</text>' for c in range(0, columns, each)]
     cells += [f'<text x="-12" y="{(r + 0.5) * size + 4:g}">{r + 1}</text>' for r in range(0, rows, each)]
     cells.append(f'<text x="{width / 2:g}" y="{height + 32:g}">from state</text>')
     cells.append(f'<text transform="translate(-32 {height / 2:g}) rotate(-90)">into state</text>')
     title = f"Connection weights of {name} as a matrix"
-    return _svg("heatmap", title, cells, width + 50, max(height, 60) + 40, left=-44, top=-1)
+    return svg("heatmap", title, cells, width + 50, max(height, 60) + 40, left=-44, top=-1)
 
 
 def _cell(row: int, column: int, value: float, shade: float, size: float) -> str:
@@ -124,55 +124,15 @@ def _cell(row: int, column: int, value: float, shade: float, size: float) -> str
     )
 
 
-def _every(count: int) -> int:
+def every(count: int) -> int:
+    """Of that many numbers in a row, every how many is written."""
     return max(1, 2 ** math.ceil(math.log2(count / 12))) if count > 12 else 1
 
 
-def arcs(name: str, matrix: Tensor) -> str:
-    """States on a line, and an arc for each weight of at least a hundredth of the largest (and of 1)."""
-    weights = matrix.detach().double().cpu()
-    depth = weights.shape[0]
-    most = max(1.0, float(weights.abs().max()))
-    found = sorted(
-        (abs(value) / most, source, row + 1, value)
-        for row, values in enumerate(weights.tolist())
-        for source, value in enumerate(values[: weights.shape[1] - depth + row + 1])
-        if abs(value) / most >= 0.01
-    )
-    step = max(9.0, min(80.0, 600 / depth))
-    longest = max((to - source for _, source, to, _ in found), default=1)
-    ground = max(_height(longest, step) + 14, 22)
-    ink = min(1.0, 12 / depth)  # where arcs are many, each is fainter
-    lines = [_arc(*arc, step, ground, ink) for arc in found]
-    for n in range(depth + 1):
-        lines.append(f'<circle class="state" cx="{n * step:g}" cy="{ground:g}" r="3" data-tip="state {n}"/>')
-        if n % _every(depth + 1) == 0:
-            lines.append(f'<text x="{n * step:g}" y="{ground + 18:g}">{n}</text>')
-    return _svg("arcs", f"Connection weights of {name} as arcs", lines, depth * step + 40, ground + 26, left=-20)
-
-
-def _arc(strength: float, source: int, target: int, value: float, step: float, ground: float, ink: float) -> str:
-    a, b = source * step, target * step
-    kind = ("negative" if value < 0 else "longer") if target - source > 1 or value < 0 else "previous"
-    style = f'stroke-width="{0.6 + 2.6 * strength:.2f}" stroke-opacity="{(0.12 + 0.83 * strength) * ink:.2f}"'
-    tip = f'data-tip="from state {source} into state {target}: {value:.4g}"'
-    if source >= target:  # a state's weight on itself (DenseFormer): a loop on top of it
-        return f'<circle class="arc {kind}" cx="{a:g}" cy="{ground - 9:g}" r="9" {style} {tip}/>'
-    height = _height(target - source, step)
-    return (
-        f'<path class="arc {kind}" d="M{a:g} {ground:g}A{(b - a) / 2:g} {height:g} 0 0 1 {b:g} {ground:g}" '
-        f"{style} {tip}/>"
-    )
-
-
-def _height(span: int, step: float) -> float:
-    """Height of an arc over ``span`` states: less than proportional, so that short arcs stay visible."""
-    return 0.55 * step * span**0.7
-
-
-def _svg(
+def svg(
     kind: str, title: str, parts: Sequence[str], width: float, height: float, left: float = 0, top: float = 0
 ) -> str:
+    """A picture; ``left`` and ``top`` are the coordinates of its corner."""
     return (
         f'<svg class="{kind}" role="img" aria-label="{escape(title)}" width="{width:g}" height="{height:g}" '
         f'viewBox="{left:g} {top:g} {width:g} {height:g}">{"".join(parts)}</svg>'

@@ -7,25 +7,35 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rewire.bench.harness import Timing, quartiles
 from rewire.compiler import inspect
+from rewire.diagnostics.connectivity import graph
+from rewire.diagnostics.effects import Ablation, Effect
 from rewire.diffs import diff
+from rewire.errors import UnsupportedTopology
 from rewire.files import whole
 from rewire.reporting.costs import Measured, measured, states_held
-from rewire.reporting.drawings import arcs, heatmap, stream
+from rewire.reporting.depth import depth
+from rewire.reporting.drawings import heatmap, stream
 from rewire.reporting.style import SCRIPT, STYLE
 from rewire.runtime.connection import Connection, coefficients, connections
 from rewire.trunk import LeftAlone, Trunk, told
 
+if TYPE_CHECKING:
+    from rewire.diagnostics.depth_graph import DepthGraph
+
+_MOST_EDGES = 100  # of an ablation
 _LARGEST = 128  # states of a trunk whose weights are drawn as a matrix
 
 
-def report(model: nn.Module, path: str | os.PathLike[str], example_inputs: Any = None) -> None:
+def report(
+    model: nn.Module, path: str | os.PathLike[str], example_inputs: Any = None, ablation: Ablation | None = None
+) -> None:
     """Write one HTML page that shows a model: its residual streams, what rewiring changed and learned, what it costs.
 
     The page is one file: it loads nothing, and follows the reader's light or dark scheme. What the model names its
@@ -36,7 +46,9 @@ def report(model: nn.Module, path: str | os.PathLike[str], example_inputs: Any =
             is.
         path: file to write.
         example_inputs: if given, as for `rewire.compile`, training steps (forward and backward) on them are timed, of
-            copies of the plain and of the rewired model in turn.
+            copies of the plain and of the rewired model in turn; and weights that depend on the input are averaged over
+            them.
+        ablation: what `rewire.ablate` returned for this model, to be shown beside the weights.
 
     Raises:
         RewireError: a file has changed since the model was rewired.
@@ -45,12 +57,12 @@ def report(model: nn.Module, path: str | os.PathLike[str], example_inputs: Any =
     Example:
         >>> rewire.report(rewired, "report.html", example_inputs=(x,))
     """
-    text = page(model, example_inputs)
+    text = page(model, example_inputs, ablation)
     with whole(path) as file:
         file.write_text(text, encoding="utf-8")
 
 
-def page(model: nn.Module, example_inputs: Any = None) -> str:
+def page(model: nn.Module, example_inputs: Any = None, ablation: Ablation | None = None) -> str:
     """The text of the page."""
     found, own = inspect(model), connections(model)
     known = {name: connection.trunk for name, connection in own.items() if connection.trunk is not None}
@@ -58,7 +70,9 @@ def page(model: nn.Module, example_inputs: Any = None) -> str:
     streams = "".join(_trunk(trunk, not own or trunk.name in own) for trunk in trunks)
     sections = [("streams", "Streams", streams or "<p>No residual stream was found.</p>")]
     if own:
-        sections.append(("weights", "Learned weights", "".join(_weights(coefficients(model)))))
+        sections.append(("weights", "Learned weights", "".join(_weights(model, example_inputs, ablation))))
+        if ablation is not None:
+            sections.append(("ablation", "What counts", _ablated(ablation)))
         sections.append(("changes", "What was changed", _changes(model)))
         times = measured(model, example_inputs) if example_inputs is not None else None
         sections.append(("cost", "What it costs", _costs(own, times)))
@@ -113,21 +127,56 @@ def _cells(*values: object) -> str:
     return "".join(f"<td>{escape(str(value))}</td>" for value in values)
 
 
-def _weights(matrices: dict[str, Tensor]) -> Iterator[str]:
-    own = any(matrix.shape[0] < matrix.shape[1] for matrix in matrices.values())
-    loops = '<span class="loop">loop: what a state keeps of itself</span>' if own else ""
+def _weights(model: nn.Module, example_inputs: Any, ablation: Ablation | None) -> Iterator[str]:
     yield (
-        "<p>How much of each state (0 is the input of the stream) goes into each later one. Shades of the matrix "
-        "follow the logarithm of a weight's part of the largest in its row; arcs under 1% are left out. Point at one "
-        'for its value.</p><p class="legend"><span class="positive">positive</span>'
-        '<span class="negative">negative</span><span class="previous">arc from the previous state</span>'
-        f'<span class="longer">from an earlier one</span>{loops}</p>'
+        "<p>How much of each state (0 is the input of the stream) goes into each later one, as a matrix; shades follow "
+        "the logarithm of a weight's part of the largest in its row. Below it the depth graph: units are boxes, states "
+        "circles, and what a unit reads is a dot where it is a sum; edges under 1% are left out. Point at one for its "
+        'value.</p><p class="legend"><span class="positive">positive</span>'
+        '<span class="negative">negative</span><span class="previous">edge from the previous state</span>'
+        '<span class="longer">from an earlier one</span></p>'
     )
-    for name, matrix in matrices.items():
-        drawn = f'<div class="wide" tabindex="0">{arcs(name, matrix)}</div>'
-        if len(matrix) <= _LARGEST:
-            drawn = f'<div class="wide" tabindex="0">{heatmap(name, matrix)}</div>{drawn}'
-        yield f'<h3><code>{escape(name)}</code></h3><div class="pictures">{drawn}</div>'
+    try:
+        found, why = graph(model, example_inputs, ablation), ""
+    except UnsupportedTopology as error:
+        found, why = None, str(error)
+    for name, matrix in coefficients(model).items():
+        text = f"<p>{escape(why)}</p>"
+        if found is not None:
+            part = found.of(name)
+            text = f'<p>{_depth_of(part)}</p><div class="wide" tabindex="0">{depth(part)}</div>'
+        drawn = f'<div class="wide" tabindex="0">{heatmap(name, matrix)}</div>' if len(matrix) <= _LARGEST else ""
+        yield f'<h3><code>{escape(name)}</code></h3><div class="pictures">{drawn}</div>{text}'
+
+
+def _depth_of(part: DepthGraph) -> str:
+    (trunk,), unused = part.trunks, [part.nodes[node]["value"] for node in part.unused()]
+    text = f"Effective depth {part.effective_depth(trunk):.1f} of {_count(len(part.units()), 'unit')}"
+    return f"{text}; nothing comes to the output of {', '.join(unused)}." if unused else f"{text}."
+
+
+def _ablated(found: Ablation) -> str:
+    correlation = found.correlation()
+    told = "" if correlation is None else f" Rank correlation of |weight| and rise over the edges: {correlation:.2f}."
+    shown = min(_MOST_EDGES, len(found.edges))
+    effects = [*found.units, *found.sources, *(found.strongest(shown) if shown else [])]
+    rows = "".join(f"<tr>{_cells(*_row(effect))}</tr>" for effect in effects)
+    heads = "".join(f"<th>{h}" for h in ("", "stream", "what", "into", "weight", "without", "as in the plain network"))
+    return (
+        f"<p>Loss {found.loss:.4f}, and how much it rises without a part, or with the weight that it has in the plain "
+        f"network, each alone; {len(found.effects)} of {found.asked} measured.{told}</p>"
+        '<details open><summary>Units, sources, and the edges that count most</summary><div class="wide">'
+        f"<table><thead><tr>{heads}</tr></thead>{rows}</table></div></details>"
+    )
+
+
+def _row(effect: Effect) -> Iterator[str]:
+    yield from (effect.what, effect.trunk, effect.path or effect.source, effect.destination)
+    yield from map(_number, (effect.weight, effect.without, effect.plain))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
 
 
 def _changes(model: nn.Module) -> str:

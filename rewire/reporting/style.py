@@ -38,16 +38,17 @@ svg { display: block; } svg text { fill: var(--muted); text-anchor: middle; font
 .add path { stroke: var(--ink); stroke-width: 1.6; }
 .pictures { display: flex; flex-wrap: wrap; gap: .5rem 2rem; align-items: end; } .pictures .wide { max-width: 100%; }
 rect.positive { fill: var(--blue); } rect.negative { fill: var(--red); } svg.heatmap rect { stroke: var(--line); }
-svg.heatmap rect { stroke-width: .5; } svg.arcs text, svg.heatmap text { font-size: 11px; }
-.arc { fill: none; } .arc.previous { stroke: var(--grey); } .arc.longer { stroke: var(--blue); }
-.arc.negative { stroke: var(--red); } svg.heatmap rect:hover { stroke: var(--ink); stroke-width: 1.5; }
-.arc:hover { stroke-opacity: 1; }
+svg.heatmap rect { stroke-width: .5; } svg.depth text, svg.heatmap text { font-size: 11px; }
+.edge { fill: none; } .edge.previous { stroke: var(--grey); } .edge.longer { stroke: var(--blue); }
+.edge.negative { stroke: var(--red); } svg.heatmap rect:hover { stroke: var(--ink); stroke-width: 1.5; }
+.edge:hover { stroke-opacity: 1; } .read { fill: var(--muted); }
+.unit { fill: var(--card); stroke: var(--grey); } .unit[data-kind*="attention"] { stroke: var(--blue); }
+.unit[data-kind="ffn"] { stroke: var(--red); }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; font-size: .88rem; color: var(--muted); }
 .legend span::before { content: ""; display: inline-block; width: .8em; height: .8em; margin-right: .4em;
   border-radius: 2px; vertical-align: -.05em; background: var(--blue); }
 .legend .negative::before { background: var(--red); }
 .legend .previous::before, .legend .longer::before { height: .2em; vertical-align: .25em; }
-.legend .loop::before { border: .15em solid var(--grey); border-radius: 50%; background: none; }
 .legend .previous::before { background: var(--grey); }
 #tip { position: fixed; z-index: 1; max-width: 22rem; padding: .25rem .6rem; border-radius: 4px; font-size: .85rem;
   color: var(--page); background: var(--ink); pointer-events: none; overflow-wrap: anywhere; }

@@ -21,6 +21,7 @@ from rewire.topologies.program import (
     Weight,
     branch_of,
     lifetimes,
+    mapped,
     operands,
 )
 
@@ -125,12 +126,12 @@ class Frozen(Recurrence[Constants]):
         line = self.written(t)
         if line is None:
             return total(branches)  # nobody reads what the norm makes of it
-        return _sum(line, self._named(self._during[t - 1], states), weights, branch_of(t), branches)
+        return self.summed(line, self._named(self._during[t - 1], states), weights, branch_of(t), branches)
 
     def push(self, states: States, weights: Constants, t: int, x: Tensor) -> States:
         written, values = self.written(t), self._named(self._during[t - 1], states)
         for line in self._program.units[t - 1].after:
-            values[line.target] = x if line is written else _sum(line, values, weights)
+            values[line.target] = x if line is written else self.summed(line, values, weights)
         return tuple(values[name] for name in self._after[t])
 
     def newest(self, states: States, weights: Constants, t: int) -> tuple[int, ...]:
@@ -150,7 +151,13 @@ class Frozen(Recurrence[Constants]):
         return table
 
     def program(self, weights: Constants, dims: Dims) -> Program:
-        raise UnsupportedTopology(f"{self} is frozen already")
+        """Its program, with the weights per channel in it."""
+
+        def known(line: Line, own: str) -> Line:
+            terms = (Term(source, _looked_up(weight, weights)) for source, weight, _ in line.terms)
+            return Line(line.target, tuple(terms))
+
+        return mapped(self._program, known)
 
     def written(self, t: int) -> Line | None:
         """The line of unit t whose value passes the norm of a post-norm block."""
@@ -161,12 +168,25 @@ class Frozen(Recurrence[Constants]):
     def _named(names: Sequence[str], states: States) -> dict[str, Tensor]:
         return dict(zip(names, states, strict=True))
 
-    @staticmethod
     def _run(
-        lines: Sequence[Line], values: dict[str, Tensor], weights: Constants, own: str = "", branches: States = ()
+        self, lines: Sequence[Line], values: dict[str, Tensor], weights: Constants, own: str = "", branches: States = ()
     ) -> None:
         for line in lines:
-            values[line.target] = _sum(line, values, weights, own, branches)
+            values[line.target] = self.summed(line, values, weights, own, branches)
+
+    def summed(
+        self,
+        line: Line,
+        values: Mapping[str, Tensor],
+        weights: Constants,
+        own: str = "",
+        branches: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """The value of a line; ``branches`` add up to the branch output ``own``."""
+        sources, factors, added = operands(line, values, own, branches)
+        if not sources:
+            return total(tuple(added))
+        return mix(sources, [_looked_up(weight, weights) for weight in factors], added)
 
 
 def frozen(of: str, program: Program, shape: tuple[int, int]) -> tuple[Frozen, list[Tensor]]:
@@ -184,15 +204,6 @@ def frozen(of: str, program: Program, shape: tuple[int, int]) -> tuple[Frozen, l
 
     units = tuple(Unit(lines(unit.before), unit.read, lines(unit.after)) for unit in program.units)
     return Frozen(of, coded(Program(units, lines(program.finish), program.output)), [*shape]), channels
-
-
-def _sum(
-    line: Line, values: Mapping[str, Tensor], weights: Constants, own: str = "", branches: Sequence[Tensor] = ()
-) -> Tensor:
-    sources, factors, added = operands(line, values, own, branches)
-    if not sources:
-        return total(tuple(added))
-    return mix(sources, [_looked_up(weight, weights) for weight in factors], added)
 
 
 def _has(line: Line, t: int) -> bool:

@@ -247,6 +247,24 @@ class ParallelStreams(Streams):
     def template(self, states: States) -> Tensor:
         return states[0].select(-2, 0)
 
+    def static_program(self, weights: Weights, dims: Dims) -> Program:
+        """The program of the static values: all there is, if nothing depends on the streams."""
+        units, streams = list[ProgramUnit](), ["x0"] * self.streams
+        for t, unit in enumerate(weights.units, start=1):
+            read, write = self.gates(unit.static, weights)
+            opened = Line(f"r{t}", _terms(streams, read[:, 0]))
+            names = [f"s{t}_{j}" for j in range(self.streams)]
+            written = [Line(name, _terms([*streams, branch_of(t)], write[:, j])) for j, name in enumerate(names)]
+            units.append(ProgramUnit((opened,), opened.target, tuple(written)))
+            streams = names
+        share = 1 / self.streams if self.output == "mean" else 1.0
+        shares = torch.full((self.streams,), share)
+        if weights.last is not None:
+            shares = self.reading(weights.last.static)[:, 0]
+        output = Line("out", _terms(streams, shares))
+        rows, columns = [unit.read for unit in units], [branch_of(t) for t in range(1, dims.depth + 1)]
+        return Program(tuple(units), (output,), "out", (*rows, "out"), ("x0", *columns))
+
 
 @register_topology("hc-static")
 @dataclasses.dataclass(frozen=True)
@@ -311,19 +329,7 @@ class HyperConnections(ParallelStreams):
     def program(self, weights: Weights, dims: Dims) -> Program:
         if any(unit.dynamic is not None for unit in weights.units):
             return super().program(weights, dims)
-        units, streams = list[ProgramUnit](), ["x0"] * self.streams
-        for t, unit in enumerate(weights.units, start=1):
-            read, write = self.gates(unit.static, weights)
-            opened = Line(f"r{t}", _terms(streams, read[:, 0]))
-            names = [f"s{t}_{j}" for j in range(self.streams)]
-            written = [Line(name, _terms([*streams, branch_of(t)], write[:, j])) for j, name in enumerate(names)]
-            units.append(ProgramUnit((opened,), opened.target, tuple(written)))
-            streams = names
-        share = 1 / self.streams if self.output == "mean" else 1.0
-        shares = torch.full((self.streams,), share) if weights.last is None else weights.last.static[:, 0]
-        output = Line("out", _terms(streams, shares))
-        rows, columns = [unit.read for unit in units], [branch_of(t) for t in range(1, dims.depth + 1)]
-        return Program(tuple(units), (output,), "out", (*rows, "out"), ("x0", *columns))
+        return self.static_program(weights, dims)
 
 
 @register_topology("hc-dynamic")

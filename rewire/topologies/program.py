@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 INPUT = "x0"
 _ONE = 1e-6  # how close to 1 a weight has to be to be taken for it
@@ -124,9 +127,51 @@ def mixed_reads(reads: Sequence[Sequence[Term]], shortcut: Literal["mix", "state
     return Program(tuple(units), (), f"x{depth}", tuple(rows), tuple(columns))
 
 
+def digraph(program: Program) -> nx.DiGraph:
+    """The values and branch outputs of a program as nodes, and an edge from each term's source to its line's target.
+
+    Nodes have ``at``, the unit that computes them (0: the input; T + 1: lines after the last unit). Edges have
+    ``weight``, of terms of the same source the sum, a number or one for each channel, and ``learned``: whether
+    `rewire.freeze` counts it.
+    Nothing leads to a branch output: what a branch reads is ``Unit.read``.
+    """
+    import networkx as nx  # takes a while, and few need it
+
+    graph, last = nx.DiGraph(), len(program.units) + 1
+    graph.add_node(INPUT, at=0)
+    for t, unit in enumerate(program.units, start=1):
+        _add(graph, unit.before, t)
+        graph.add_node(branch_of(t), at=t)
+        _add(graph, unit.after, t)
+    _add(graph, program.finish, last)
+    return graph
+
+
+def _add(graph: nx.DiGraph, lines: Sequence[Line], at: int) -> None:
+    for line in lines:
+        graph.add_node(line.target, at=at)
+        for term in line.terms:
+            before = graph.get_edge_data(term.source, line.target, {"weight": 0.0})["weight"]
+            learned = _is_edge(term, branch_of(at))
+            graph.add_edge(term.source, line.target, weight=before + term.weight, learned=learned)
+
+
+def reaching(graph: nx.DiGraph, ends: Iterable[str]) -> set[str]:
+    """The nodes from which a path leads to one of ``ends``, these included: what is not among them is unused."""
+    import networkx as nx
+
+    return {node for layer in nx.bfs_layers(graph.reverse(copy=False), set(ends)) for node in layer}
+
+
 def edges(program: Program) -> int:
     """How many learned terms there are; a unit's own branch output is none."""
-    return sum(_is_edge(term, own) for line, own in _lines(program) for term in line.terms)
+    return sum(learned for *_, learned in learned_terms(program))
+
+
+def learned_terms(program: Program) -> Iterator[tuple[Line, Term, bool]]:
+    """All terms in order, each with its line, and whether it is a learned one, an edge."""
+    for line, own in _lines(program):
+        yield from ((line, term, _is_edge(term, own)) for term in line.terms)
 
 
 def prune(program: Program, threshold: float) -> tuple[Program, list[Edge]]:
@@ -144,7 +189,7 @@ def prune(program: Program, threshold: float) -> tuple[Program, list[Edge]]:
         dropped.extend(_edge(line, term) for term, keep in zip(line.terms, kept, strict=True) if not keep)
         return Line(line.target, tuple(term for term, keep in zip(line.terms, kept, strict=True) if keep))
 
-    swept, unread = _swept(_mapped(program, strong))
+    swept, unread = _swept(mapped(program, strong))
     return swept, dropped + unread
 
 
@@ -167,7 +212,7 @@ def fold(program: Program) -> Program:
             return None
         return Line(line.target, terms)
 
-    smaller = _mapped(program, folded)
+    smaller = mapped(program, folded)
     units = tuple(unit._replace(read=same.get(unit.read, unit.read)) for unit in smaller.units)
     return smaller._replace(units=units, output=same.get(smaller.output, smaller.output))
 
@@ -253,7 +298,7 @@ def _lines(program: Program) -> Iterator[tuple[Line, str]]:
     yield from ((line, "") for line in program.finish)
 
 
-def _mapped(program: Program, change: Callable[[Line, str], Line | None]) -> Program:
+def mapped(program: Program, change: Callable[[Line, str], Line | None]) -> Program:
     """The program with every line replaced, in order, by what ``change(line, own)`` returns; None: without it."""
 
     def changed(lines: Sequence[Line], own: str = "") -> tuple[Line, ...]:
@@ -267,25 +312,16 @@ def _mapped(program: Program, change: Callable[[Line, str], Line | None]) -> Pro
 
 
 def _swept(program: Program) -> tuple[Program, list[Edge]]:
-    """Without the unused lines; last first, so that what only they read goes, too."""
-    read, dropped = {program.output}, list[Edge]()
+    """Without the lines of which nothing comes to the output, or to what a branch reads: branches run anyway."""
+    used, dropped = reaching(digraph(program), {program.output, *(unit.read for unit in program.units)}), list[Edge]()
 
-    def used(lines: Sequence[Line], own: str = "") -> tuple[Line, ...]:
-        kept = []
-        for line in reversed(lines):
-            if line.target in read:
-                kept.append(line)
-                read.update(term.source for term in line.terms)
-            else:
-                dropped.extend(_edge(line, term, unread=True) for term in line.terms if _is_edge(term, own))
-        return tuple(reversed(kept))
+    def kept(line: Line, own: str) -> Line | None:
+        if line.target in used:
+            return line
+        dropped.extend(_edge(line, term, unread=True) for term in line.terms if _is_edge(term, own))
+        return None
 
-    finish, units = used(program.finish), list[Unit]()
-    for t, unit in zip(range(len(program.units), 0, -1), reversed(program.units), strict=True):
-        after = used(unit.after, branch_of(t))
-        read.add(unit.read)
-        units.append(Unit(used(unit.before), unit.read, after))
-    return program._replace(units=tuple(reversed(units)), finish=finish), dropped[::-1]
+    return mapped(program, kept), dropped
 
 
 def _needed(lines: Sequence[Line], later: set[str]) -> set[str]:

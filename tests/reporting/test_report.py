@@ -80,13 +80,42 @@ def test_it_shows_streams_changes_weights_and_costs() -> None:
     assert "layers64" in found.text  # the stream's name, 6 learned weights, 4 states held
 
 
-def test_loops_are_explained() -> None:
-    """DenseFormer's weights of a state on itself: on top of the state, not around it."""
-    text = page(mixed(models.CASES["pre-norm"].make(), "denseformer", example_inputs=models.CASES["pre-norm"].inputs()))
-    loops = re.findall(r'<circle class="arc [a-z]+" cx="[\d.]+" cy="([\d.]+)" r="(\d+)"', text)
-    states = re.findall(r'<circle class="state" cx="[\d.]+" cy="([\d.]+)" r="3"', text)
-    assert len(loops) == 3 and [float(y) + int(r) for y, r in loops] == pytest.approx([float(states[0])] * 3, abs=0.01)
-    assert "loop: what a state keeps of itself" in text and "loop: what" not in page(stack()[0])
+def test_the_depth_graph_is_drawn() -> None:
+    """Each unit, state and read once; edges of more than a hundredth of the largest weight, with their values."""
+    model, _ = stack()
+    found, graph = Tags(page(model)), rewire.graph(model)
+    classes = [attrs.get("class") for tag, attrs in found.elements if tag in ("rect", "circle")]
+    assert [classes.count("unit"), classes.count("read")] == [3, 0]
+    assert len([tip for tip in found.tips if re.fullmatch(r"x\d(, the output)?", tip)]) == 4
+    weights = dict(zip(graph.edges, (weight for *_, weight in graph.edges(data="weight")), strict=True))
+    told = {f"{a.split('/')[1]} into {b.split('/')[1]}: {weight:.4g}" for (a, b), weight in weights.items()}
+    assert told == {tip for tip in found.tips if " into " in tip and "state" not in tip}
+    assert f"Effective depth {graph.effective_depth('layers'):.1f} of 3 units." in found.text
+
+
+def test_what_an_ablation_found_is_told() -> None:
+    model, inputs = stack()
+    ablation = rewire.ablate(model, [inputs], loss=lambda model, batch: model(*batch).square().mean())
+    found = Tags(page(model, ablation=ablation))
+    assert f"Rank correlation of |weight| and rise over the edges: {ablation.correlation():.2f}" in found.text
+    for unit in ablation.units:
+        assert f"{unit.path}{unit.without:.3g}" in found.text
+        assert any(tip.endswith(f"; without it the loss rises by {unit.without:.3g}") for tip in found.tips)
+    assert "What counts" not in page(model)
+
+
+def test_a_topology_without_a_graph_is_told_so() -> None:
+    class Odd(rewire.Residual):
+        """With a matrix that nobody can read."""
+
+        def matrix(self, weights: None, dims: rewire.Dims) -> torch.Tensor:
+            return torch.zeros(1, 7)
+
+        def program(self, weights: None, dims: rewire.Dims) -> Any:
+            raise rewire.UnsupportedTopology("none")
+
+    case = models.CASES["pre-norm"]
+    assert "has no graph: its matrix" in page(rewire.compile(case.make(), Odd(), example_inputs=case.inputs()))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from toy_nets import begin
 from rewire.errors import UnsupportedTopology
 from rewire.topologies import ANCRe, Dims, Topology, make_topology
 from rewire.topologies.base import materialize
-from rewire.topologies.frozen import Frozen, coded, frozen
+from rewire.topologies.frozen import Constants, Frozen, coded, frozen
 from rewire.topologies.program import (
     Edge,
     Line,
@@ -233,6 +233,15 @@ def test_something_is_held_while_a_branch_runs() -> None:
     assert lifetimes(program) == ([("x0",), ("x1",)], [("x0",), ("x1",), ("x2",)])
 
 
+def test_its_program_has_the_weights_again() -> None:
+    scale = torch.tensor([0.5, 2.0])
+    lines = Line("x1", (Term("x0", scale), Term("f1", 0.25)))
+    made, channels = frozen("it", Program((Unit((), "x0", (lines,)),), (), "x1"), (1, 1))
+    (unit,) = made.program(Constants(torch.zeros(1, 1), torch.stack(channels)), Dims(1)).units
+    ((target, (shortcut, own)),) = unit.after
+    assert (target, shortcut.source, own) == ("x1", "x0", Term("f1", 0.25)) and torch.equal(shortcut.weight, scale)
+
+
 # -- damaged programs --------------------------------------------------------------------------------------------------
 
 
@@ -242,8 +251,6 @@ def test_a_program_of_another_depth() -> None:
         made.parameters(Dims(3), "preserve")
     with pytest.raises(UnsupportedTopology, match=r"matrix \[99999, 2\]"):
         frozen("it", ancre([1.0], [0.0, 1.0]), (99999, 2))[0].parameters(Dims(2), "preserve")
-    with pytest.raises(UnsupportedTopology, match=r"Frozen\(it\) is frozen already"):
-        made.program(None, Dims(2))
 
 
 def test_values_out_of_nowhere() -> None:

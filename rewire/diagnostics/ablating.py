@@ -1,0 +1,324 @@
+"""The copy of a model that runs without a part, and the parts that can be left out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from rewire.diagnostics.effects import Effect, What
+from rewire.diagnostics.outline import about, mean_of, outline_of, preserved
+from rewire.diagnostics.recording import (
+    Change,
+    Seen,
+    plain_runs,
+    recorder,
+    rederive,
+    replace,
+    running_copy,
+    sources_in,
+)
+from rewire.diagnostics.wired import Ends, Terms
+from rewire.errors import RewireError, UnsupportedTopology
+from rewire.freezing import constant_program
+from rewire.runtime.connection import Connection, connections
+from rewire.runtime.layout import Layout
+from rewire.topologies.program import Program, branch_of, learned_terms
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What is left out: the edges that are set, or a unit. Attributes as of `Effect`."""
+
+    what: What
+    trunk: str
+    source: str
+    destination: str = ""
+    path: str = ""
+    weight: float | None = None
+    edges: tuple[Ends, ...] = ()
+
+    @property
+    def unit(self) -> int | None:
+        return int(self.source[1:]) if self.what == "unit" else None
+
+    def measured(self, without: float, plain: float | None) -> Effect:
+        return Effect(self.what, self.trunk, self.source, self.destination, self.path, self.weight, without, plain)
+
+
+class Trunk:
+    """One trunk of the copy that runs.
+
+    Attributes:
+        outline: its sums; `weights` of their terms, by destination and source.
+        terms: of a static one, the terms of its program, whose weights are a buffer of the connection.
+        now: of others, what is set: by destination and source, of each term the new weight; `only` has the
+            destinations, and `off` units that are left out.
+        seen: of these, weights as they were in the first pass.
+        plain: the same of the plain network; None where it is not known.
+        refused: why there are no edges to set; empty if there are.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection, self.layout = connection, connection.layout
+        self.terms: Terms | None = None
+        self.refused, self.outline = "", outline_of(connection)
+        self.weights = _weights(self.outline.program)
+        self.now, self.only, self.off = dict[Ends, list[Any]](), set[str](), set[int]()
+        self.seen, self.sources = dict[Ends, Seen](), sources_in(self.outline.program)
+        self.record: Change | None = recorder(self.seen, self.outline.program)
+        try:
+            if self.outline.kind == "static":
+                self.terms = Terms(constant_program(connection)[0])
+        except UnsupportedTopology as error:
+            self.refused = str(error)
+        if self.outline.kind == "matrix":
+            self.refused = (
+                f"topology '{self.layout.topology.registered_name}' does more than add up states with weights, so that "
+                "none of them can be set alone. Its units can be left out"
+            )
+        self.plain = self._plain()
+
+    def _plain(self) -> dict[Ends, list[Any]] | None:
+        outline = None if self.refused else preserved(self.layout.topology, self.layout.dims)
+        plain = None if outline is None else _weights(outline.program)
+        return plain if plain and {*plain} == {*self.weights} else None
+
+    def install(self, copied: nn.Module) -> None:
+        """Let this trunk of the copy take what is set."""
+        name, old = self.layout.trunk, self.layout
+        if self.terms is not None:
+            topology = self.terms.topology(repr(old.topology))
+            layout = Layout(name, topology, old.units, old.dims.width, (), old.channel_dim, old.posts, old.loops)
+            connections(copied)[name].become(layout)
+            self.set({}, copied)
+            return
+        if not self.refused:
+            self.only.update(self.sources)
+            replace(copied, name, self.outline, self._change, self.only)
+        rederive(copied, name, _Skips, off=self.off)
+
+    def _change(self, target: str, weights: list[Tensor]) -> list[Tensor] | None:
+        """What `recording` calls where weights depend on the input."""
+        if self.record is not None:
+            self.record(target, weights)
+            return None
+        found, counts = list[Tensor](), dict[str, int]()
+        for source, weight in zip(self.sources[target], weights, strict=True):
+            number = counts[source] = counts.get(source, -1) + 1
+            new = self.now.get((target, source))
+            found.append(weight if new is None else torch.full_like(weight, float(new[number])))
+        return found
+
+    def changes(self, part: Part, plain: bool) -> dict[Ends, list[Any]]:
+        """By destination and source, new weights of its terms."""
+        edges = part.edges
+        if part.what == "unit":
+            edges = tuple(ends for ends in self.weights if ends[1] == part.source)
+        if plain:
+            assert self.plain is not None
+            return {ends: self.plain[ends] for ends in edges}
+        return {ends: [0.0] * len(self.weights[ends]) for ends in edges}
+
+    def differs(self, part: Part, plain: bool) -> bool:
+        """Whether a part sets weights to others than they have, and not to those that the other one sets."""
+        if plain and (self.plain is None or part.what == "unit"):
+            return False
+        new = self.changes(part, plain)
+        if plain and _same(new, self.changes(part, False)):
+            return False
+        return self.terms is None or not _same(new, self.weights)
+
+    def is_plain(self, part: Part) -> bool:
+        """Whether the weights of a part are those of the plain network, and constant."""
+        known = self.terms is not None and self.plain is not None and part.what != "unit"
+        return known and _same(self.changes(part, True), self.weights)
+
+    def set(self, changes: dict[Ends, list[Any]], copied: nn.Module, unit: int | None = None) -> None:
+        """Run with these weights; without this unit."""
+        if self.terms is not None:
+            connections(copied)[self.layout.trunk].get_buffer("terms").copy_(self.terms.set(changes))
+            return
+        self.record, self.now = None, changes if unit is None else {}
+        self.only.clear()
+        self.only.update(target for target, _ in self.now)
+        self.off.clear()
+        self.off.update(() if unit is None else (unit,))
+
+    def parts(self) -> Iterator[Part]:
+        name, program = self.layout.trunk, self.outline.program
+        for t in range(1, len(program.units) + 1):
+            yield Part("unit", name, branch_of(t), path=about(self.connection, t)["path"])
+        if self.refused:
+            return
+        edges: dict[Ends, float] = {}
+        for line, term, learned in learned_terms(program):
+            if learned:
+                ends = line.target, term.source
+                edges[ends] = edges.get(ends, 0.0) + mean_of(term.weight)
+        edges |= {ends: seen.mean for ends, seen in self.seen.items() if ends in edges}
+        for source in dict.fromkeys(source for _, source in edges):
+            if not source.startswith("f"):  # without a branch output: that is its unit
+                yield Part("source", name, source, edges=tuple(ends for ends in edges if ends[1] == source))
+        for ends, weight in edges.items():
+            yield Part("edge", name, ends[1], ends[0], weight=weight, edges=(ends,))
+
+
+class Bench:
+    """What runs: a copy of the model, on the batches.
+
+    Attributes:
+        trunks: by name.
+        in_turn: why sets of weights did not run at once, where they were to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        learned: Mapping[str, Connection],
+        batches: Sequence[Any],
+        loss: Callable[[Any, Any], Tensor],
+        at_once: int,
+        seed: int,
+    ) -> None:
+        self.batches, self.loss, self.at_once, self.seed, self.in_turn = batches, loss, at_once, seed, ""
+        self.copied = running_copy(model)
+        self.trunks = {name: Trunk(connection) for name, connection in learned.items()}
+        for trunk in self.trunks.values():
+            trunk.install(self.copied)
+
+    def parts(self) -> Iterator[Part]:
+        """All that there are, in the order in which they are told."""
+        found = [part for trunk in self.trunks.values() for part in trunk.parts()]
+        for what in get_args(What):
+            yield from (part for part in found if part.what == what)
+
+    def base(self) -> float:
+        """The loss with nothing left out. It comes first, and sees the weights."""
+        self.whole = self._loss()
+        for trunk in self.trunks.values():
+            trunk.set({}, self.copied)
+        return self.whole
+
+    def run(self, chosen: Sequence[Part], end: float | None, tick: Callable[[], None]) -> Iterator[Effect]:
+        """The effects, in turn, until the time is over."""
+        for name, group in itertools.groupby(chosen, lambda part: part.trunk):
+            waiting = [*group]
+            while waiting and (end is None or time.monotonic() < end):
+                some, waiting = waiting[: self.at_once], waiting[self.at_once :]
+                yield from self._measured(self.trunks[name], some)
+                for _ in some:
+                    tick()
+
+    def _measured(self, trunk: Trunk, some: Sequence[Part]) -> Iterator[Effect]:
+        runs = [(part, plain) for part in some for plain in (False, True) if trunk.differs(part, plain)]
+        rises = dict(zip(runs, self._rises(trunk, runs), strict=True))
+        for part in some:
+            without = rises.get((part, False), 0.0)
+            plain = rises.get((part, True), 0.0 if trunk.is_plain(part) else without)
+            known = trunk.plain is not None and part.what != "unit"
+            yield part.measured(without, plain if known else None)
+
+    def _rises(self, trunk: Trunk, runs: Sequence[tuple[Part, bool]]) -> list[float]:
+        if trunk.terms is not None and self.at_once > 1 and runs:
+            sets = [trunk.terms.values, *(trunk.terms.set(trunk.changes(*run)) for run in runs)]
+            while self.at_once > 1:
+                try:
+                    return self._together(trunk, sets)
+                except torch.OutOfMemoryError:
+                    self.at_once //= 2
+                except Exception as error:  # vmap does not know an operation of the model, or follow it
+                    self.in_turn, self.at_once = f"{type(error).__name__}: {error}", 1
+        found = []
+        for part, plain in runs:
+            trunk.set(trunk.changes(part, plain), self.copied, part.unit)
+            found.append(self._loss() - self.whole)
+        trunk.set({}, self.copied)
+        return found
+
+    def _together(self, trunk: Trunk, sets: Sequence[Tensor]) -> list[float]:
+        """How much the loss rises from the first of these sets of weights to each of the others: with all at once."""
+        connection = connections(self.copied)[trunk.layout.trunk]
+        (path,) = (path for path, module in self.copied.named_modules() if module is connection)
+        found = list[float]()
+        for first in range(1, len(sets), self.at_once):
+            some = torch.stack([sets[0], *sets[first : first + self.at_once]])
+            some = some.to(connection.get_buffer("terms").device)
+            losses = self._mean(functools.partial(self._of_each, f"{path}.terms", some))
+            found += (losses[1:] - losses[0]).tolist()
+        return found
+
+    def _of_each(self, name: str, sets: Tensor, batch: Any) -> Tensor:
+        """The loss with each of these in place of the buffer of that name."""
+
+        def loss(values: Tensor) -> Tensor:
+            return self.loss(_With(self.copied, {name: values}), batch)
+
+        # Of attention's kernels on CPUs, vmap knows the plain one.
+        with sdpa_kernel(SDPBackend.MATH) if sets.device.type == "cpu" else contextlib.nullcontext():
+            losses: Tensor = torch.func.vmap(loss, randomness="same")(sets)
+        return losses
+
+    def _loss(self) -> float:
+        found = self._mean(lambda batch: self.loss(self.copied, batch))
+        if found.numel() != 1:
+            raise RewireError(f"the loss is a tensor {list(found.shape)}: it has to be a single number.")
+        return float(found)
+
+    def _mean(self, loss: Callable[[Any], Tensor]) -> Tensor:
+        """The mean over the batches, float64."""
+        losses = list[Tensor]()
+        for batch in self.batches:
+            with torch.no_grad(), plain_runs(self.copied, self.seed):
+                losses.append(loss(batch).detach().double().cpu())
+        return torch.stack(losses).mean(0)
+
+
+class _With:
+    """The model with other buffers: what a loss may call."""
+
+    def __init__(self, model: nn.Module, buffers: dict[str, Tensor]) -> None:
+        self._model, self._buffers = model, buffers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(self._model, self._buffers, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class _Skips:
+    """Of any topology: what some units add is 0."""
+
+    off: set[int]
+
+    def merge(self, states: Any, weights: Any, t: int, *branches: Tensor) -> Any:
+        return super().merge(states, weights, t, *self._left(t, branches))  # type: ignore[misc]
+
+    def write(self, states: Any, weights: Any, t: int, *branches: Tensor) -> Any:
+        return super().write(states, weights, t, *self._left(t, branches))  # type: ignore[misc]
+
+    def _left(self, t: int, branches: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [torch.zeros_like(branch) for branch in branches] if t in self.off else branches
+
+
+def _same(some: Mapping[Ends, list[Any]], all_: Mapping[Ends, list[Any]]) -> bool:
+    """Whether the terms of the former have the same weights in the latter."""
+    pairs = (pair for ends, weights in some.items() for pair in zip(weights, all_[ends], strict=True))
+    return all(bool((torch.as_tensor(a) == torch.as_tensor(b)).all()) for a, b in pairs)
+
+
+def _weights(program: Program) -> dict[Ends, list[Any]]:
+    """By destination and source, the weights of the terms."""
+    found: dict[Ends, list[Any]] = {}
+    for line, term, _ in learned_terms(program):
+        found.setdefault((line.target, term.source), []).append(term.weight)
+    return found

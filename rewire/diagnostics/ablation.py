@@ -1,0 +1,93 @@
+"""rewire.ablate: what the loss is without an edge, a source or a unit."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, get_args
+
+from torch import Tensor, nn
+
+from rewire.console import progress
+from rewire.diagnostics.ablating import Bench, Part
+from rewire.diagnostics.effects import Ablation, What
+from rewire.errors import BadExampleInputs, UnsupportedTopology
+from rewire.passes.checks import check_loaded, check_unwrapped
+from rewire.runtime.connection import learned_connections
+from rewire.studies.task import loss_of_model
+
+
+def ablate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    loss: Callable[[Any, Any], Tensor] = loss_of_model,
+    of: Sequence[What] | None = None,
+    seconds: float | None = None,
+    at_most: int | None = None,
+    at_once: int = 8,
+    seed: int = 0,
+) -> Ablation:
+    """Measure the loss of a rewired model without each edge, each source and each unit.
+
+    Weights mislead: one may be large where nothing listens. Here a weight is set to 0, and to that of the plain
+    network, exactly and with all others as they are (a softmax is not made anew), and the loss is measured again. Edges
+    are those that `rewire.freeze` counts: terms of the sums with learned weights. A unit is left out by setting what it
+    adds to 0; that works for every topology.
+
+    Where all weights are constant, several sets of them run at once (`torch.func.vmap`); weights that depend on the
+    token are set where they are used, in turn. The model stays as it is: a copy runs, in evaluation mode, without
+    gradients, by plain torch operations.
+
+    Args:
+        model: a rewired or frozen model.
+        batches: what the loss is the mean over; kept.
+        loss: of (model, batch), a scalar; default: ``model(**batch).loss``. It may call the model, and read its
+            attributes.
+        of: "unit", "source", "edge", or some of these; None: all that a trunk has.
+        seconds: stop after that time; one pass is always made. What is left out then is a random part of the edges.
+        at_most: measure no more edges than that, chosen at random.
+        at_once: sets of weights that run at once; fewer where memory does not suffice.
+        seed: of the choice, and of what is random in the model.
+
+    Raises:
+        RewireError: the model was not rewired, or is on the meta device; the loss is no single number.
+        UnsupportedTopology: sources or edges were asked for, and a trunk has none that could be set.
+        WrappedModel: the model is sharded or compiled.
+        BadExampleInputs: there are no batches.
+        ValueError: an option is not one of those values.
+
+    Example:
+        >>> found = rewire.ablate(rewired, [x], loss=lambda model, batch: model(batch).square().mean())
+        >>> len(found.units), found.units[0].path
+        (6, 'blocks.0.attn')
+    """
+    unknown = set(of or ()) - set(get_args(What))
+    if unknown or at_once < 1 or (at_most is not None and at_most < 0):
+        raise ValueError(f"of={of!r}, at_most={at_most!r}, at_once={at_once!r}: 'unit', 'source' or 'edge'; 0 or more.")
+    learned = learned_connections(model, "there is nothing to ablate")
+    check_unwrapped(model)
+    check_loaded(model, "ablated")
+    kept = list(batches)
+    if not kept:
+        raise BadExampleInputs("there are no batches: the loss is measured on them.")
+    bench = Bench(model, learned, kept, loss, at_once, seed)
+    base = bench.base()
+    refused = {name: trunk.refused for name, trunk in bench.trunks.items() if trunk.refused}
+    if refused and {"source", "edge"} & set(of or ()):
+        raise UnsupportedTopology("; ".join(f"trunk '{name}': {why}" for name, why in refused.items()))
+    wanted = [part for part in bench.parts() if of is None or part.what in of]
+    chosen = _chosen(wanted, at_most, seconds is not None, seed)
+    end = None if seconds is None else time.monotonic() + seconds
+    with progress(f"ablating {type(model).__name__}", len(chosen)) as tick:
+        effects = tuple(bench.run(chosen, end, tick))
+    return Ablation(base, effects, len(wanted), refused, bench.in_turn)
+
+
+def _chosen(wanted: Sequence[Part], at_most: int | None, stops: bool, seed: int) -> list[Part]:
+    """Edges last, and in random order if some may be left out: what is measured is then a fair sample."""
+    edges = [part for part in wanted if part.what == "edge"]
+    if stops or (at_most is not None and at_most < len(edges)):
+        random.Random(seed).shuffle(edges)
+    return [part for part in wanted if part.what != "edge"] + edges[:at_most]

@@ -1,0 +1,108 @@
+"""rewire.graph: the depth graph of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rewire.diagnostics.outline import Outline, about, mean_of, outline_of
+from rewire.diagnostics.recording import Seen, recorded
+from rewire.passes.checks import check_unwrapped, on_meta
+from rewire.runtime.connection import Connection, learned_connections
+from rewire.topologies.program import Program, branch_of, digraph
+
+if TYPE_CHECKING:
+    from rewire.diagnostics.depth_graph import DepthGraph
+    from rewire.diagnostics.effects import Ablation
+
+#: Of a value, by the letter that its name begins with; ``out`` is what is read behind the last unit.
+_ROLES = {"x": "state", "s": "state", "g": "state", "r": "read", "o": "read", "f": "unit"}
+
+
+def graph(model: nn.Module, batch: Any = None, ablation: Ablation | None = None) -> DepthGraph:
+    """The depth graph of a rewired model: a `networkx.DiGraph` of its states and units, for all trunks together.
+
+    It tells what is unused, what a unit really depends on, how deep the network effectively is and where it may be
+    cut: see `DepthGraph`. Weights that depend on the input are averaged over a batch; without one, the graph has the
+    part of them that does not depend on it.
+
+    Which sums there are is exact for static topologies, for the dense ones (muddformer, attnres, grn-v3, dca) and for
+    parallel streams (hc-dynamic, mhc). Of others (frac-hc, hc-gated, ddl, laurel-lr, laurel-pa, residual-scale with
+    biases) the graph has what `rewire.coefficients` shows.
+
+    Args:
+        model: a rewired or frozen model. On the meta device the graph has no weights.
+        batch: what the model is called with, as for `rewire.diagnose`; it runs once, in evaluation mode, on a copy.
+        ablation: of this model; its edges then have ``without`` and ``plain``, and units ``without``.
+
+    Raises:
+        RewireError: the model was not rewired, or is on the meta device and there is a batch.
+        WrappedModel: it is sharded or compiled.
+        BadExampleInputs: it does not run on the batch.
+
+    Example:
+        >>> depth = rewire.graph(rewired)
+        >>> depth.nodes["blocks/f1"]["path"], depth.edges["blocks/x0", "blocks/x2"]["role"]
+        ('blocks.0.attn', 'mix')
+        >>> depth.save("depth.graphml")
+    """
+    from rewire.diagnostics.depth_graph import DepthGraph  # networkx takes a while, and few need it
+
+    learned = learned_connections(model, "it has no depth connections, and no graph")
+    check_unwrapped(model)
+    outlines = {name: outline_of(connection) for name, connection in learned.items()}
+    seen = recorded(model, outlines, batch) if batch is not None else {}
+    size = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
+    found, known = DepthGraph(), not on_meta(model)
+    for name, connection in learned.items():
+        _add(found, name, connection, outlines[name], seen.get(name, {}), known, size)
+    if ablation is not None:
+        ablation.onto(found)
+    return found
+
+
+def _add(
+    found: DepthGraph,
+    trunk: str,
+    connection: Connection,
+    outline: Outline,
+    seen: Mapping[tuple[str, str], Seen],
+    known: bool,
+    size: int,
+) -> None:
+    program, layout, depth = outline.program, connection.layout, len(outline.program.units)
+    wide = (connection.trunk.width if connection.trunk else 0) or layout.dims.width
+    of_token = wide * size or None
+    units = [about(connection, t) for t in range(depth + 2)]
+    plain = digraph(program)
+    places = dict(plain.nodes(data="at")) | _read_at(program)
+    for value, at in places.items():
+        data = {"trunk": trunk, "value": value, "role": _ROLES[value[0]], "at": at, **units[at]}
+        data |= {"kind": data["kind"] if data["role"] == "unit" else "", "bytes": of_token}
+        found.add_node(f"{trunk}/{value}", **data, output=value == program.output)
+    for source, target, data in plain.edges(data=True):
+        weight, spread = mean_of(data["weight"]), 0.0 if outline.kind == "static" or not data["learned"] else None
+        if (target, source) in seen:
+            weight, spread = seen[target, source].mean, seen[target, source].spread
+        role = "write" if source == branch_of(places[target]) else "mix"
+        ends = f"{trunk}/{source}", f"{trunk}/{target}"
+        found.add_edge(
+            *ends,
+            weight=weight if known else None,
+            spread=spread if known else None,
+            role=role,
+            learned=data["learned"],
+            bytes=of_token,
+        )
+    for t, unit in enumerate(program.units, start=1):
+        ends = f"{trunk}/{unit.read}", f"{trunk}/{branch_of(t)}"
+        found.add_edge(*ends, weight=1.0, spread=0.0, role="read", learned=False, bytes=of_token)
+
+
+def _read_at(program: Program) -> dict[str, int]:
+    """Mixes belong to the unit that reads them, also where the program has them behind the one before."""
+    reads = {unit.read: t for t, unit in enumerate(program.units, start=1)}
+    reads[program.output] = len(program.units) + 1
+    return {value: at for value, at in reads.items() if _ROLES[value[0]] == "read"}

@@ -1,0 +1,188 @@
+"""What ablations do: what `rewire.ablate` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from rewire.console import Shown
+
+if TYPE_CHECKING:
+    from rewire.diagnostics.depth_graph import DepthGraph
+
+What = Literal["unit", "source", "edge"]
+_SHOWN = 12  # edges in a printed report
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """What one ablation does.
+
+    Attributes:
+        what: "unit": without what it adds; "source": without a value in all sums that learn how much of it they take;
+            "edge": without it in one of them.
+        trunk: its name.
+        source: the value, or the unit's branch output ``f3``.
+        destination: of an edge, the sum.
+        path: of a unit.
+        weight: of an edge, as `rewire.graph` has it.
+        without: how much the loss rises with weight 0.
+        plain: how much it rises with the weight of the plain network, that of the topology's preserving start; None if
+            it has none, and of units.
+    """
+
+    what: What
+    trunk: str
+    source: str
+    destination: str
+    path: str
+    weight: float | None
+    without: float
+    plain: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ablation(Shown):
+    """What `rewire.ablate` measured. Printing it shows tables.
+
+    Attributes:
+        loss: the mean over the batches, nothing left out.
+        effects: what was measured, units first, then sources, then edges.
+        asked: how many there are.
+        refused: by trunk, why it has no edges or sources that could be left out.
+        in_turn: why sets of weights did not run at once, where they were to.
+    """
+
+    loss: float
+    effects: tuple[Effect, ...]
+    asked: int
+    refused: Mapping[str, str]
+    in_turn: str = ""
+
+    @property
+    def units(self) -> list[Effect]:
+        """The units."""
+        return [effect for effect in self.effects if effect.what == "unit"]
+
+    @property
+    def sources(self) -> list[Effect]:
+        """The sources."""
+        return [effect for effect in self.effects if effect.what == "source"]
+
+    @property
+    def edges(self) -> list[Effect]:
+        """The edges."""
+        return [effect for effect in self.effects if effect.what == "edge"]
+
+    def correlation(self, trunk: str | None = None) -> float | None:
+        """Spearman's, of ``|weight|`` and of the rise of the loss without it, over the measured edges.
+
+        Args:
+            trunk: of this one; None: of all.
+
+        Returns:
+            From -1 to 1; None where there are less than 3 edges, or all are alike.
+        """
+        edges = [effect for effect in self.edges if trunk in (None, effect.trunk) and effect.weight is not None]
+        return spearman([abs(edge.weight or 0.0) for edge in edges], [edge.without for edge in edges])
+
+    def strongest(self, k: int, by: Literal["without", "weight"] = "without") -> list[Effect]:
+        """The k edges of all that were measured without which the loss rises most, or of the largest weight.
+
+        Each was left out alone: together they may do less than their sum, or more.
+
+        Raises:
+            ValueError: there are not as many, or no such score.
+        """
+        if by not in ("without", "weight"):
+            raise ValueError(f"by={by!r}: it has to be 'without' or 'weight'.")
+        if not 0 < k <= len(self.edges):
+            raise ValueError(f"k={k}: {len(self.edges)} edges were measured.")
+        score = {"without": lambda edge: edge.without, "weight": lambda edge: abs(edge.weight or 0.0)}[by]
+        return sorted(self.edges, key=score, reverse=True)[:k]
+
+    def to_json(self) -> str:
+        """All numbers, as an object."""
+        return json.dumps({**dataclasses.asdict(self), "correlation": self.correlation()}, indent=1)
+
+    def onto(self, graph: DepthGraph) -> None:
+        """Put ``without`` and ``plain`` on the edges, units and states of this model's graph."""
+        for effect in self.effects:
+            node, values = f"{effect.trunk}/{effect.source}", {"without": effect.without, "plain": effect.plain}
+            if effect.what == "edge":
+                graph.edges[node, f"{effect.trunk}/{effect.destination}"].update(values)
+            else:
+                graph.nodes[node].update(values)
+
+    # -- shown ---------------------------------------------------------------------------------------------------------
+
+    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+        known = f", {len(self.effects)} of {self.asked} measured" if len(self.effects) < self.asked else ""
+        yield Text(f"Loss {self.loss:.4f}; how much it rises without a part, each alone{known}", style="bold")
+        if self.units:
+            yield self._units()
+        if self.sources:
+            yield self._sources()
+        if self.edges:
+            yield self._edges()
+            yield self._told()
+        for trunk, why in self.refused.items():
+            yield Text(f"No edges in {trunk}: {why}", overflow="fold")
+        if self.in_turn:
+            yield Text(f"Sets of weights ran in turn, not at once: {self.in_turn}", overflow="fold")
+
+    def _units(self) -> Table:
+        table = Table("trunk", "unit", "path", "without", box=box.SIMPLE_HEAD)
+        for unit in self.units:
+            table.add_row(unit.trunk, unit.source[1:], unit.path, _signed(unit.without))
+        return table
+
+    def _sources(self) -> Table:
+        table = Table("trunk", "source", "without", "as in the plain network", box=box.SIMPLE_HEAD)
+        for source in self.sources:
+            table.add_row(source.trunk, source.source, _signed(source.without), _signed(source.plain))
+        return table
+
+    def _edges(self) -> Table:
+        title = f"The {_SHOWN} of {len(self.edges)} edges that count most" if len(self.edges) > _SHOWN else None
+        table = Table("trunk", "from", "into", "weight", "without", "as in the plain network", box=box.SIMPLE_HEAD)
+        table.title, table.title_justify = title, "left"
+        for edge in self.strongest(min(_SHOWN, len(self.edges))):
+            weight = "" if edge.weight is None else f"{edge.weight:.3g}"
+            values = _signed(edge.without), _signed(edge.plain)
+            table.add_row(edge.trunk, edge.source, edge.destination, weight, *values)
+        return table
+
+    def _told(self) -> Text:
+        found = self.correlation()
+        if found is None:
+            return Text("Weights and ablations cannot be correlated: too few edges, or all alike.")
+        return Text(f"Rank correlation of |weight| and rise: {found:.2f} (1: weights tell what counts; 0: nothing).")
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Spearman's rank correlation; None of fewer than 3 pairs, or where all of either are equal."""
+    if len(a) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
+        return None
+    ranks = torch.stack([_ranks(a), _ranks(b)])
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> Tensor:
+    """Ranks in float64; equal values share the mean of theirs."""
+    _, group, counts = torch.tensor(values, dtype=torch.float64).unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts - 1) / 2)[group]
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.2e}"

@@ -1,0 +1,137 @@
+"""What a topology's formulas are as sums of named values, whether or not their weights depend on the input."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rewire.errors import UnsupportedTopology
+from rewire.runtime.connection import Connection
+from rewire.topologies import Dense, DenseIncrements, Dims, Topology
+from rewire.topologies.frozen import Frozen
+from rewire.topologies.hyper import ParallelStreams
+from rewire.topologies.program import Line, Program, Term, Unit, branch_of, recurrence
+from rewire.trunk import Site
+
+#: What the sums are: all of them constant; mixes of a dense topology, or gates of streams, with weights per token; or
+#: no more than what `Topology.matrix` tells.
+Kind = Literal["static", "mixes", "streams", "matrix"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """A trunk's sums.
+
+    Attributes:
+        program: with the weights, or the part of them that does not depend on the input.
+        kind: what is exact about it: of ``"mixes"`` and ``"streams"`` that there are these sums, of ``"matrix"`` only
+            what the matrix says.
+    """
+
+    program: Program
+    kind: Kind
+
+
+@torch.no_grad()
+def outline_of(connection: Connection) -> Outline:
+    """That of a trunk, with its weights; on the meta device with those of the start, which mean nothing."""
+    layout = connection.layout
+    if any(p.is_meta for p in (*connection.parameters(), *connection.buffers())):
+        return started(layout.topology, layout.dims)
+    values = {**connection.values(), **dict(connection.named_buffers())}
+    weights = layout.topology.weights({name: x.detach().cpu() for name, x in values.items()}, layout.dims)
+    return outline(layout.topology, weights, layout.dims)
+
+
+def outline(topology: Topology, weights: Any, dims: Dims) -> Outline:
+    """That of a topology with these weights, on the CPU, without gradients."""
+    try:
+        return Outline(topology.program(weights, dims), "static")
+    except UnsupportedTopology:
+        if isinstance(topology, (Dense, DenseIncrements)):
+            return Outline(topology._program(_static(topology, weights, dims), dims), "mixes")
+        if isinstance(topology, ParallelStreams):
+            return Outline(topology.static_program(weights, dims), "streams")
+        return Outline(_of_matrix(topology, topology.matrix(weights, dims), dims.depth), "matrix")
+
+
+def started(topology: Topology, dims: Dims) -> Outline:
+    """That of a topology at its start. The sums do not depend on the width: where they may, they have a single channel.
+
+    Raises:
+        UnsupportedTopology: it has no start in such a trunk.
+    """
+    narrow = dataclasses.replace(dims, width=min(dims.width, 1))
+    try:
+        parameters = topology.parameters(narrow, "paper")
+    except UnsupportedTopology:  # heads, or fractions, that divide the width
+        narrow, parameters = dims, topology.parameters(dims, "paper")
+    return outline(topology, topology.weights(parameters, narrow), narrow)
+
+
+def preserved(topology: Topology, dims: Dims) -> Outline | None:
+    """That of the plain network: the topology at its preserving start; None if it has none, or is frozen."""
+    if isinstance(topology, Frozen):
+        return None
+    try:
+        start = topology.for_start("preserve")
+        return outline(start, start.weights(start.parameters(dims, "preserve"), dims), dims)
+    except UnsupportedTopology:
+        return None
+
+
+def _static(topology: Any, weights: Any, dims: Dims) -> dict[int, list[float]]:
+    """By read, the static part of the weights of its sources: the entries of the matrix where these are."""
+    table = topology.matrix(weights, dims).tolist()  # its last row is the output, read T + 1
+    found = {1: [1.0]}
+    for t, size in zip(topology.mixing(dims), topology.sizes(dims), strict=True):
+        columns = [*topology.sources(t)]
+        if len(columns) > size:  # the middle ones are one sum
+            columns = [*columns[:2], *columns[len(columns) - size + 2 :]]
+        found[t] = [table[t - dims.depth - 2][column] for column in columns]
+    return found
+
+
+def _of_matrix(topology: Topology, matrix: Tensor, depth: int) -> Program:
+    """The program that has this matrix: of states [T, T], or of reads and increments [T + 1, T + 1].
+
+    Raises:
+        UnsupportedTopology: it is neither.
+    """
+    if matrix.shape == (depth, depth):
+        return recurrence([_terms(row, [f"x{i}" for i in range(depth)]) for row in matrix])
+    if matrix.shape != (depth + 1, depth + 1):
+        raise UnsupportedTopology(
+            f"topology '{topology.registered_name}' has no graph: its matrix, of shape {tuple(matrix.shape)}, is "
+            f"neither of {depth} states nor of {depth + 1} reads and increments. Give it a method `program`."
+        )
+    names = ["x0", *map(branch_of, range(1, depth + 1))]
+    *reads, output = [Line(f"r{t}", tuple(_terms(row, names))) for t, row in enumerate(matrix, start=1)]
+    units = tuple(Unit((read,), read.target, ()) for read in reads)
+    return Program(units, (output,), output.target, (*(read.target for read in reads), output.target), tuple(names))
+
+
+def _terms(row: Tensor, names: Sequence[str]) -> list[Term]:
+    """Those of the weights that are not 0."""
+    return [Term(name, weight) for name, weight in zip(names, row.tolist(), strict=True) if weight]
+
+
+def about(connection: Connection, t: int) -> dict[str, str]:
+    """Path, block and kind of unit t: of a unit of several residual adds the block's path."""
+    sites: list[Site] = []
+    if connection.trunk is not None:
+        pairs = zip(connection.trunk.sites, connection.layout.units, strict=True)
+        sites = [site for site, unit in pairs if unit == t]
+    if not sites:
+        return {"path": "" if connection.trunk else f"unit {t}", "block": "", "kind": ""}
+    path = sites[0].name if len(sites) == 1 else sites[0].block
+    return {"path": path, "block": sites[0].block, "kind": ", ".join(dict.fromkeys(site.kind for site in sites))}
+
+
+def mean_of(weight: Any) -> float:
+    """Of a weight per channel the mean."""
+    return float(weight.mean()) if isinstance(weight, Tensor) else float(weight)

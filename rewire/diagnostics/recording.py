@@ -1,0 +1,252 @@
+"""Weights that depend on the input, as they are used: recorded, or replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from rewire.copies import seeded, shared
+from rewire.diagnostics.observing import called, inputs_of, own_buffers
+from rewire.diagnostics.outline import Outline
+from rewire.errors import UnsupportedTopology
+from rewire.mixes.autograd import plainly
+from rewire.mixes.streams import read_streams
+from rewire.passes.checks import check_loaded
+from rewire.runtime.connection import connections
+from rewire.topologies import Topology
+from rewire.topologies.base import QKVInputs, materialize, total
+from rewire.topologies.program import Program, learned_terms
+
+#: Called with the name of a sum, and what its terms are multiplied with, in the order in which the program has them:
+#: [..., 1] or, per channel, [..., D]. It returns others, or None to leave them. Of a read in several ways once for
+#: each of these.
+Change = Callable[[str, list[Tensor]], Sequence[Tensor] | None]
+
+
+@dataclasses.dataclass
+class Seen:
+    """Statistics of a weight over tokens and ways (per channel: of its mean).
+
+    Attributes:
+        count, total, squares: of float64 sums.
+    """
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, weight: Tensor) -> None:
+        values = weight.detach().double().mean(-1)
+        self.count += values.numel()
+        self.total += float(values.sum())
+        self.squares += float(values.square().sum())
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation."""
+        return max(0.0, self.squares / self.count - self.mean**2) ** 0.5
+
+
+def recorded(model: nn.Module, outlines: Mapping[str, Outline], batch: Any) -> dict[str, dict[tuple[str, str], Seen]]:
+    """By trunk, and by destination and source, the weights of those that depend on the input, on a batch.
+
+    Raises:
+        RewireError: the model is on the meta device.
+        BadExampleInputs: it does not run on the batch.
+    """
+    check_loaded(model, "run on a batch")
+    inputs = inputs_of(model, batch)
+    found: dict[str, dict[tuple[str, str], Seen]] = {}
+    copied = running_copy(model)
+    for name, outline in outlines.items():
+        if outline.kind in ("mixes", "streams"):
+            found[name] = {}
+            replace(copied, name, outline, recorder(found[name], outline.program))
+    if found:
+        with torch.no_grad(), plain_runs(copied):
+            called(copied, inputs, seed=0)
+    return found
+
+
+def running_copy(model: nn.Module) -> nn.Module:
+    """A copy in evaluation mode that shares the parameters."""
+    copied = shared(model).eval()
+    own_buffers(copied)
+    return copied
+
+
+@contextlib.contextmanager
+def plain_runs(model: nn.Module, seed: int = 0) -> Iterator[None]:
+    """Forwards of plain torch operations, with random numbers of their own."""
+    with seeded(seed, model), torch.compiler.set_stance("force_eager"), plainly():
+        yield
+
+
+def replace(
+    copied: nn.Module, trunk: str, outline: Outline, change: Change, only: Collection[str] | None = None
+) -> None:
+    """Let ``change`` see the weights of a trunk of this copy, and replace them.
+
+    Args:
+        copied: a model that nobody else runs.
+        trunk: its name.
+        outline: of ``"mixes"`` or ``"streams"``.
+        change: what sees them.
+        only: the names of the sums that it sees, now; None: all.
+    """
+    base = {"mixes": _Mixes, "streams": _Streams}[outline.kind]
+    lines = sources_in(outline.program)
+    rederive(copied, trunk, base, lines=lines, change=change, only=lines if only is None else only)
+
+
+def rederive(copied: nn.Module, trunk: str, base: type, **attributes: Any) -> None:
+    """Give a trunk of this copy its topology with methods of ``base`` in place of its own."""
+    connection = connections(copied)[trunk]
+    layout = copy.copy(connection.layout)
+    layout.topology = derived(layout.topology, base, **attributes)
+    connection.layout = layout
+
+
+def derived(topology: Topology, base: type, **attributes: Any) -> Topology:
+    """The topology with methods of ``base`` in place of its own."""
+    cls = type(topology)
+    made: Topology = object.__new__(type(cls.__name__, (base, cls), {"__module__": cls.__module__}))
+    vars(made).update(vars(topology))
+    vars(made).update(attributes)
+    return made
+
+
+def sources_in(program: Program) -> dict[str, list[str]]:
+    """By line, the sources of its terms."""
+    found: dict[str, list[str]] = {}
+    for line, term, _ in learned_terms(program):
+        found.setdefault(line.target, []).append(term.source)
+    return found
+
+
+def recorder(found: dict[tuple[str, str], Seen], program: Program) -> Change:
+    sources = sources_in(program)
+
+    def record(target: str, weights: list[Tensor]) -> None:
+        by_source: dict[str, Tensor] = {}
+        for source, weight in zip(sources[target], weights, strict=True):
+            by_source[source] = by_source[source] + weight if source in by_source else weight
+        for source, weight in by_source.items():
+            found.setdefault((target, source), Seen()).add(weight)
+
+    return record
+
+
+class _Mixes(Topology):
+    """Of a dense topology: what a read makes of its sources, at weights that are held constant, is linear."""
+
+    lines: dict[str, list[str]]
+    change: Change
+    only: Collection[str]
+
+    def mix(self, history: Any, weights: Any, t: int) -> Any:
+        if f"r{t}" not in self.only:
+            return super().mix(history, weights, t)  # type: ignore[misc]
+        read, factors = self._factors(copy.copy(history), weights, t)
+        changed = {way: self.change(f"r{t}", of_way) for way, of_way in factors.items()}
+        value: Any = super().mix(history, weights, t)  # type: ignore[misc]
+        if all(new is None for new in changed.values()):
+            return value
+        given, middle = history.states, self._middle(t, history)
+        given = [given[0], *([total(given[middle])] if given[middle] else []), *given[middle.stop :]]
+        sums = {way: added_up(new, given).to(given[0].dtype) for way, new in changed.items() if new is not None}
+        ways = [sums.get(id(way), way) for way in ways_of(read)]
+        return QKVInputs(*ways) if len(ways) > 1 else ways[0]
+
+    def _factors(self, history: Any, weights: Any, t: int) -> tuple[Any, dict[int, list[Tensor]]]:
+        """A read, and by the identity of each of its ways what the sources are multiplied with, [..., D].
+
+        Gradients at weights that are constants: where the sum of the products is not the read, these were none.
+        """
+        leaves = [state.detach().requires_grad_() for state in history.states]
+        history.states = tuple(leaves)
+        with torch.enable_grad(), _Constant():
+            read = super().mix(history, weights, t)  # type: ignore[misc]
+            read = read if isinstance(read, QKVInputs) else materialize(read)
+        factors: dict[int, list[Tensor]] = {}
+        for way in {id(way): way for way in ways_of(read)}.values():
+            ones = torch.ones_like(way)
+            found = torch.autograd.grad(way, leaves, ones, retain_graph=True, allow_unused=True)
+            each = [torch.zeros_like(way) if one is None else one for one in found]
+            again, middle = added_up(each, leaves), self._middle(t, history)
+            factors[id(way)] = [each[0], *each[middle][:1], *each[middle.stop :]]
+            if not torch.allclose(again, way, rtol=1e-3, atol=1e-3 * float(way.detach().abs().max())):
+                raise UnsupportedTopology(
+                    f"read {t} of topology '{self.registered_name}' is no weighted sum of its sources: it has no edges."
+                )
+        return read, factors
+
+    def _middle(self, t: int, history: Any) -> slice:
+        """Which of the states are one source: more than one where older ones are summed before they are read."""
+        return slice(1, 2 + len(history.states) - len(self.lines[f"r{t}"]))
+
+
+def ways_of(read: Any) -> list[Tensor]:
+    """The inputs of queries, keys and values and the residual, or the only one."""
+    return [read.q, read.k, read.v, read.residual] if isinstance(read, QKVInputs) else [read]
+
+
+def added_up(weights: Sequence[Tensor], sources: Sequence[Tensor]) -> Tensor:
+    """``sum_i w_i x_i``"""
+    return functools.reduce(torch.add, [w * x for w, x in zip(weights, sources, strict=True)])
+
+
+class _Constant(TorchFunctionMode):
+    """What is summed over channels is a weight: it is taken as a constant."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.detach() if func in _OVER_CHANNELS and isinstance(result, Tensor) else result
+
+
+_OVER_CHANNELS = {
+    *(torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.matmul, torch.matmul, F.linear, torch.einsum),
+    *(torch.Tensor.mean, torch.mean, torch.Tensor.sum, torch.sum, torch.linalg.vector_norm, torch.Tensor.norm),
+    *(torch.Tensor.amax, torch.softmax, torch.Tensor.softmax, F.softmax, F.rms_norm, F.layer_norm),
+}
+
+
+class _Streams(Topology):
+    """Of parallel streams: the gates of each unit, and of a learned output."""
+
+    change: Change
+    only: Collection[str]
+
+    def opened(self, streams: Tensor, unit: Any, weights: Any, known: Any = None) -> Any:
+        gates, streams, _ = super().opened(streams, unit, weights, known)  # type: ignore[misc]
+        t = next(number for number, each in enumerate(weights.units, start=1) if each is unit)
+        read, write = gates.read, gates.write
+        new = self._columns(f"r{t}", read)
+        columns = [self._columns(f"s{t}_{j}", write[..., j : j + 1]) for j in range(write.shape[-1])]
+        return gates._replace(read=new, write=torch.cat(columns, -1)), streams, None
+
+    def _columns(self, target: str, column: Tensor) -> Tensor:
+        """A column of gates, [..., n, 1]."""
+        new = self.change(target, [*column.unbind(-2)]) if target in self.only else None
+        return column if new is None else torch.stack([*new], -2)
+
+    def finish(self, states: Any, weights: Any, dims: Any) -> Tensor:
+        if weights.last is None:
+            result: Tensor = super().finish(states, weights, dims)  # type: ignore[safe-super]
+            return result
+        values, streams, claim = self.values(states[0], weights.last)  # type: ignore[attr-defined]
+        read = self._columns("out", self.reading(values))  # type: ignore[attr-defined]
+        return materialize(read_streams(streams, read, claim)[0])
