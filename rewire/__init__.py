@@ -10,6 +10,7 @@ from rewire.diagnostics.ablation import ablate
 from rewire.diagnostics.connectivity import graph
 from rewire.diagnostics.measure import diagnose
 from rewire.diagnostics.monitor import Monitor
+from rewire.diagnostics.sparsity import sparsify
 from rewire.diffs import diff, source
 from rewire.ejecting.eject import eject
 from rewire.errors import (
@@ -119,6 +120,7 @@ __all__ = [
     "roles",
     "save",
     "source",
+    "sparsify",
     "sparsity_penalty",
     "study",
 ]

@@ -86,13 +86,11 @@ def preserved(topology: Topology, dims: Dims) -> Outline | None:
 
 def _static(topology: Any, weights: Any, dims: Dims) -> dict[int, list[float]]:
     """By read, the static part of the weights of its sources: the entries of the matrix where these are."""
-    table = topology.matrix(weights, dims).tolist()  # its last row is the output, read T + 1
-    found = {1: [1.0]}
-    for t, size in zip(topology.mixing(dims), topology.sizes(dims), strict=True):
-        columns = [*topology.sources(t)]
-        if len(columns) > size:  # the middle ones are one sum
-            columns = [*columns[:2], *columns[len(columns) - size + 2 :]]
-        found[t] = [table[t - dims.depth - 2][column] for column in columns]
+    table, found = topology.matrix(weights, dims).tolist(), {1: [1.0]}  # its last row is the output, read T + 1
+    for t in topology.mixing(dims):
+        of_column = dict(zip(topology._columns(t, dims), topology._places(t, dims), strict=True))
+        by_place = {place: table[t - dims.depth - 2][column] for column, place in of_column.items()}
+        found[t] = [by_place[place] for place in sorted(by_place)]
     return found
 
 

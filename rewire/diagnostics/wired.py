@@ -92,7 +92,7 @@ class Terms:
         numbers = iter(range(len(self.values)))
 
         def numbered(line: Line, own: str) -> Line:
-            return Line(line.target, tuple(Term(source, PerChannel(next(numbers))) for source, _, _ in line.terms))
+            return Line(line.target, tuple(Term(source, PerChannel(next(numbers))) for source, *_ in line.terms))
 
         width = self.values.shape[1] if self.values.dim() > 1 else 0
         return Wired(of, coded(mapped(self.program, numbered)), [0, 0], width)

@@ -88,7 +88,7 @@ class Destinations(Dense[W]):
         mixing = set(self.mixing(dims))
         for t in range(1, dims.depth + 1):
             if t not in mixing:
-                rows.append([Term(f"x{t - 1}", 1.0, fixed=self.cascade == "keep")])
+                rows.append([Term(f"x{t - 1}", 1.0, fixed=self.cascade == "keep", learned=False)])
                 continue
             terms = zip(self.sources_of(t, dims), self.static(weights, t).tolist(), strict=True)
             kept = [Term(f"x{t - 1}", 1.0, fixed=True)] if self.cascade == "keep" else []

@@ -279,8 +279,11 @@ class Dense(_Dense[W], Recurrence[W]):
         units, read = list[Unit](), "x0"
         for t in range(1, dims.depth + 1):
             written = Line(f"x{t}", (Term(read, 1.0, fixed=True), Term(branch_of(t), 1.0)))
-            mixed = zip(self.sources_of(t + 1, dims), static[t + 1], strict=True) if t + 1 in static else [(t, 1.0)]
-            following = Line(f"r{t + 1}", tuple(Term(f"x{i}", w) for i, w in mixed))
+            terms = [Term(f"x{t}", 1.0, learned=False)]
+            if t + 1 in static:
+                mixed = zip(self.sources_of(t + 1, dims), static[t + 1], strict=True)
+                terms = [Term(f"x{i}", w) for i, w in mixed]
+            following = Line(f"r{t + 1}", tuple(terms))
             units.append(Unit((), read, (written, following)))
             read = following.target
         reads = tuple(f"r{t}" for t in self.reads(dims))
@@ -350,20 +353,21 @@ class DenseIncrements(_Dense[W]):
         return sources - 2
 
     def _program_of_few(self, static: Mapping[int, Sequence[Weight]], dims: Dims) -> Program:
-        """Beside the named increments stands the plain stream ``s_t``, of which each of them is a part."""
+        """Beside the increments stands the plain stream ``s_t``; ``o_t`` is what it has of others than those named."""
         units, found, names = list[Unit](), self.wired(dims), ["x0", *map(branch_of, range(1, dims.depth + 1))]
         plain, reads = "x0", list[str]()
         for t in range(1, dims.depth + 2):
-            mixed: tuple[Line, ...] = ()
+            lines = list[Line]()
             if t in found:
-                rest = self._rest(t, found[t])
-                whole: Any = static[t][0] if rest else 0.0
-                own: Any = zip(found[t], static[t][rest:], strict=True)
-                terms = [Term(names[i], weight - whole) for i, weight in own]
-                mixed = (Line(f"r{t}", (*[Term(plain, whole)][:rest], *terms)),)
-            reads.append(mixed[0].target if mixed else plain)
-            summed = Line(f"s{t}", (Term(plain, 1.0), Term(branch_of(t), 1.0)))
-            units.append(Unit(mixed, reads[-1], (summed,)))
+                sources = [names[i] for i in found[t]]
+                if self._rest(t, found[t]):
+                    named = (Term(name, -1.0, learned=False) for name in sources)
+                    lines.append(Line(f"o{t}", (Term(plain, 1.0, learned=False), *named)))
+                    sources = [f"o{t}", *sources]
+                lines.append(Line(f"r{t}", tuple(map(Term, sources, static[t]))))
+            reads.append(f"r{t}" if lines else plain)
+            summed = Line(f"s{t}", (Term(plain, 1.0, learned=False), Term(branch_of(t), 1.0)))
+            units.append(Unit(tuple(lines), reads[-1], (summed,)))
             plain = summed.target
         *units, output = units
         return Program(tuple(units), output.before, output.read, tuple(reads), tuple(names))

@@ -154,7 +154,7 @@ class Frozen(Recurrence[Constants]):
         """Its program, with the weights per channel in it."""
 
         def known(line: Line, own: str) -> Line:
-            terms = (Term(source, _looked_up(weight, weights)) for source, weight, _ in line.terms)
+            terms = (Term(source, _looked_up(weight, weights)) for source, weight, *_ in line.terms)
             return Line(line.target, tuple(terms))
 
         return mapped(self._program, known)
@@ -200,7 +200,7 @@ def frozen(of: str, program: Program, shape: tuple[int, int]) -> tuple[Frozen, l
         return PerChannel(len(channels) - 1)
 
     def lines(given: Sequence[Line]) -> tuple[Line, ...]:
-        return tuple(Line(to, tuple(Term(source, constant(w)) for source, w, _ in terms)) for to, terms in given)
+        return tuple(Line(to, tuple(Term(source, constant(w)) for source, w, *_ in terms)) for to, terms in given)
 
     units = tuple(Unit(lines(unit.before), unit.read, lines(unit.after)) for unit in program.units)
     return Frozen(of, coded(Program(units, lines(program.finish), program.output)), [*shape]), channels
@@ -225,7 +225,7 @@ def coded(program: Program) -> list[Any]:
     """The program as lists without names, a line as [target, [[source, number or [row]], ..]]."""
 
     def lines(given: Sequence[Line]) -> list[Any]:
-        return [[target, [[name, _plain(weight)] for name, weight, _ in terms]] for target, terms in given]
+        return [[target, [[name, _plain(weight)] for name, weight, *_ in terms]] for target, terms in given]
 
     units = [[lines(unit.before), unit.read, lines(unit.after)] for unit in program.units]
     return [units, lines(program.finish), program.output]

@@ -37,11 +37,13 @@ class Term(NamedTuple):
         source: a value.
         weight: a number, or one for each channel [D].
         fixed: stands beside the matrix: no entry of it, and never dropped.
+        learned: whether the weight is one of those that are learned: an edge, which may be dropped.
     """
 
     source: str
     weight: Weight
     fixed: bool = False
+    learned: bool = True
 
 
 class Line(NamedTuple):
@@ -203,7 +205,7 @@ def fold(program: Program) -> Program:
 
     def folded(line: Line, own: str) -> Line | None:
         weights: dict[str, Weight] = {}
-        for source, weight, _ in line.terms:
+        for source, weight, *_ in line.terms:
             source = same.get(source, source)
             weights[source] = weights[source] + weight if source in weights else weight  # type: ignore[operator, assignment]
         terms = tuple(Term(source, _simple(weight)) for source, weight in weights.items())
@@ -254,7 +256,7 @@ def matrix(program: Program) -> Tensor:
 
     for line, _ in _lines(program):
         row = torch.zeros(len(column))
-        for source, weight, fixed in line.terms:
+        for source, weight, fixed, _ in line.terms:
             row += 0 if fixed else _mean(weight) * share(source)
         shares[line.target] = row
     return torch.stack([shares[name] if name in shares else share(name) for name in program.rows])
@@ -277,7 +279,7 @@ def operands(
     sources: list[T] = []
     weights: list[Weight] = []
     added: list[T] = []
-    for source, weight, _ in line.terms:
+    for source, weight, *_ in line.terms:
         if source == own and _is_one(weight):
             added += branches
         else:
@@ -345,7 +347,7 @@ def _order(program: Program) -> dict[str, int]:
 
 
 def _is_edge(term: Term, own: str) -> bool:
-    return term.source != own and not term.fixed
+    return term.source != own and term.learned and not term.fixed
 
 
 def _edge(line: Line, term: Term, unread: bool = False) -> Edge:

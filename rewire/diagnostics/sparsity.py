@@ -1,0 +1,274 @@
+"""rewire.sparsify: which few of a dense topology's connections to keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+import rewire.compiler as compiler
+from rewire.console import Shown, progress
+from rewire.diagnostics.ablating import Bench, Part
+from rewire.errors import BadExampleInputs, UnknownName, UnsupportedTopology
+from rewire.passes.checks import check_loaded, check_unwrapped
+from rewire.runtime.connection import Connection, learned_connections
+from rewire.studies.task import loss_of_model
+from rewire.topologies import Topology
+from rewire.topologies.base import Dims
+from rewire.topologies.dense import Dense, DenseIncrements
+from rewire.topologies.registry import name_and_options, named_topology
+from rewire.topologies.wiring import OUTPUT
+
+_SHOWN = 12  # connections in a printed report
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A connection that can be kept or left out.
+
+    Attributes:
+        unit: the unit that reads, or "output".
+        source: the number of what it reads, as `sources=` has it.
+        weight: as `rewire.graph` has it; of weights per token the mean.
+        score: how much the loss rises if it is that of the plain network, all others as they are.
+    """
+
+    unit: int | str
+    source: int
+    weight: float | None
+    score: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A point of the curve.
+
+    Attributes:
+        k: connections that are kept, those of the highest scores.
+        loss: of the model as it is trained, with the others those of the plain network.
+        states: hidden states that are held at once, the newest included.
+    """
+
+    k: int
+    loss: float
+    states: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparsity(Shown):
+    """What `rewire.sparsify` found. Printing it shows tables.
+
+    Attributes:
+        trunk: its name.
+        topology: of the few connections: its name, and its options but for `sources`.
+        loss: of the model as it is.
+        candidates: by score, the highest first.
+        curve: of 0, 1, 2, 4, .. connections, and of all.
+        keep: how many `sources` and `compile` keep, where they are not told.
+    """
+
+    trunk: str
+    topology: tuple[str, Mapping[str, Any]]
+    loss: float
+    candidates: tuple[Candidate, ...]
+    curve: tuple[Kept, ...]
+    keep: int
+
+    def sources(self, k: int | None = None) -> dict[int | str, list[int]]:
+        """The k connections of the highest scores, as ``sources=`` takes them; by default those that were asked for.
+
+        Raises:
+            ValueError: there are not as many.
+        """
+        return _by_unit(self.candidates[: self._checked(k)])
+
+    def compile(self, model: nn.Module, k: int | None = None, **options: Any) -> nn.Module:
+        """Rewire a plain model with these k connections alone, from the preserving start.
+
+        Args:
+            model: as it was before it was rewired; `rewire.restore` gives that.
+            k: see `sources`.
+            options: of `rewire.compile`, but topologies and trunks.
+        """
+        name, own = self.topology
+        few = named_topology(name, {**own, "sources": self.sources(k)})
+        return compiler.compile(model, {self.trunk: few}, **options)
+
+    def to_json(self) -> str:
+        """All numbers, as an object."""
+        return json.dumps({**dataclasses.asdict(self), "sources": list(self.sources().items())}, indent=1)
+
+    def _checked(self, k: int | None) -> int:
+        k = self.keep if k is None else k
+        if not 0 < k <= len(self.candidates):
+            raise ValueError(f"k={k}: there are {len(self.candidates)} connections that can be kept.")
+        return k
+
+    def __rich_console__(self, console: Console, options: object):  # type: ignore[no-untyped-def]
+        yield Text(f"Connections of '{self.trunk}', by how much the loss {self.loss:.4f} rises without", style="bold")
+        table = Table("", "from", "into", "weight", "loss rises by", box=box.SIMPLE_HEAD)
+        for number, found in enumerate(self.candidates[: max(self.keep, _SHOWN)], start=1):
+            into = found.unit if found.unit == OUTPUT else f"unit {found.unit}"
+            weight = "" if found.weight is None else f"{found.weight:.3g}"
+            style = "" if number <= self.keep else "dim"
+            table.add_row(str(number), f"x{found.source}", str(into), weight, f"{found.score:+.2e}", style=style)
+        yield table
+        curve = Table("kept", "loss", "hidden states held", box=box.SIMPLE_HEAD)
+        for point in self.curve:
+            curve.add_row(str(point.k), f"{point.loss:.4f}", str(point.states))
+        yield curve
+        yield Text(
+            "The model was trained with all connections; losses with fewer are of the same weights, not trained "
+            "again. What few connections are worth tells a training run from their start.",
+            overflow="fold",
+        )
+
+
+def sparsify(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    keep: int,
+    loss: Callable[[Any, Any], Tensor] = loss_of_model,
+    by: Literal["loss", "weight"] = "loss",
+    trunk: str | None = None,
+    at_once: int = 8,
+    seed: int = 0,
+) -> Sparsity:
+    """Find the few connections of a trained dense topology that count, to train again with these alone.
+
+    Every learned connection is set to that of the plain network, one at a time, and the loss measured again, as
+    `rewire.ablate` does: what raises it most is kept. Of topologies that mix states (ANCRe, DenseFormer, MUDDFormer),
+    connections are all but those to the newest state; of those that mix increments (GRN, DCA, `attnres`) all.
+
+    Args:
+        model: rewired with a dense topology without options that choose sources, and trained, if only for a while.
+        batches: what losses are means over; kept.
+        keep: how many connections; the others can be looked at, too.
+        loss: of (model, batch), a scalar; default: ``model(**batch).loss``.
+        by: what ranks connections: "loss", or "weight", the distance from the plain network's; to compare.
+        trunk: which one; None: the only one.
+        at_once: sets of weights that run at once, where they are constant.
+        seed: of what is random in the model.
+
+    Raises:
+        UnsupportedTopology: it is not a dense topology, or has groups already.
+        UnknownName: there is no such trunk, or there are several and none was named.
+        BadExampleInputs: there are no batches.
+        ValueError: there are not as many connections, or no such score.
+
+    Example:
+        >>> found = rewire.sparsify(rewired, [x], keep=2, loss=lambda model, batch: model(batch).square().mean())
+        >>> few = found.compile(rewire.restore(rewired), example_inputs=(x,))
+    """
+    if by not in ("loss", "weight"):
+        raise ValueError(f"by={by!r}: it has to be 'loss' or 'weight'.")
+    learned = learned_connections(model, "there is nothing to sparsify")
+    check_unwrapped(model)
+    check_loaded(model, "sparsified")
+    name = _named(trunk, learned)
+    topology, dims = _dense(learned[name]), learned[name].layout.dims
+    kept_batches = list(batches)
+    if not kept_batches:
+        raise BadExampleInputs("there are no batches: the loss is measured on them.")
+    bench = Bench(model, learned, kept_batches, loss, at_once, seed)
+    base = bench.base()
+    parts = {_ends(part, dims): part for part in bench.parts() if part.what == "edge" and part.trunk == name}
+    parts = {ends: part for ends, part in parts.items() if ends in _wanted(topology, dims)}
+    if not 0 < keep <= len(parts):
+        raise ValueError(f"keep={keep}: trunk '{name}' has {len(parts)} connections that can be kept.")
+    ends, edges = list(parts), list(parts.values())
+    with progress(f"sparsifying {type(model).__name__}", len(edges)) as tick:
+        effects = list(bench.run(edges, None, tick))
+    plain = 1.0 if isinstance(topology, DenseIncrements) else 0.0
+    found = [
+        Candidate(unit, source, effect.weight, _score(by, effect.weight, effect.plain, plain))
+        for (unit, source), effect in zip(ends, effects, strict=True)
+    ]
+    order = sorted(range(len(found)), key=lambda n: found[n].score, reverse=True)
+    ranked = [found[n] for n in order]
+    steps = sorted({0, len(found), keep, *(2**n for n in range(len(found).bit_length()) if 2**n < len(found))})
+    dropped = [_together(name, [edges[n] for n in order[k:]]) for k in steps if k < len(found)]
+    rises = [effect.plain or 0.0 for effect in bench.run(dropped, None, lambda: None)] + [0.0]
+    title, options = name_and_options(topology)
+    options = {key: value for key, value in options.items() if key not in ("units", "sources")}
+    curve = [
+        Kept(k, base + rise, _held(title, options, ranked[:k], dims)) for k, rise in zip(steps, rises, strict=True)
+    ]
+    return Sparsity(name, (title, options), base, tuple(ranked), tuple(curve), keep)
+
+
+def _named(trunk: str | None, learned: Mapping[str, Connection]) -> str:
+    if trunk is None and len(learned) == 1:
+        return next(iter(learned))
+    if trunk in learned:
+        return str(trunk)
+    known = ", ".join(learned)
+    told = "there are several trunks" if trunk is None else f"the model has no rewired trunk '{trunk}'"
+    raise UnknownName(f"{told}: pass trunk= one of {known}.")
+
+
+def _dense(connection: Connection) -> Dense[Any] | DenseIncrements[Any]:
+    topology: Topology = connection.layout.topology
+    if not isinstance(topology, Dense | DenseIncrements):
+        raise UnsupportedTopology(
+            f"topology '{topology.registered_name}' cannot be limited to some connections: dense ones can, like "
+            "'denseformer', 'ancre-ingoing', 'grn-v1' or 'muddformer'."
+        )
+    chosen = [name for name in ("block", "last", "dilation", "period") if (getattr(topology, name, None) or 1) > 1]
+    if chosen:
+        raise UnsupportedTopology(
+            f"topology '{topology.registered_name}' with {chosen[0]}={getattr(topology, chosen[0])} chooses its "
+            "sources already: train it without, and sparsify that."
+        )
+    return topology
+
+
+def _wanted(topology: Dense[Any] | DenseIncrements[Any], dims: Dims) -> set[tuple[int | str, int]]:
+    """The unit and source of each connection that can be left out."""
+    newest = 1 if isinstance(topology, Dense) else 0
+    return {
+        (OUTPUT if t > dims.depth else t, i)
+        for t in topology.mixing(dims)
+        for i in topology.sources_of(t, dims)
+        if i < t - newest and t > topology.first - 1
+    }
+
+
+def _ends(part: Part, dims: Dims) -> tuple[int | str, int]:
+    """The unit and source of an edge, from the names that its program has."""
+    t = int(part.destination[1:]) if part.destination[1:].isdecimal() else 0
+    i = int(part.source[1:]) if part.source[0] in "xf" and part.source[1:].isdecimal() else -1
+    return (OUTPUT if t > dims.depth else t), i
+
+
+def _score(by: str, weight: float | None, rise: float | None, plain: float) -> float:
+    return (rise or 0.0) if by == "loss" else abs((weight or 0.0) - plain)
+
+
+def _together(trunk: str, parts: Sequence[Part]) -> Part:
+    return Part("edge", trunk, "", edges=tuple(ends for part in parts for ends in part.edges))
+
+
+def _by_unit(candidates: Iterable[Candidate]) -> dict[int | str, list[int]]:
+    found: dict[int | str, list[int]] = {}
+    for candidate in sorted(candidates, key=lambda c: (isinstance(c.unit, str), c.unit, c.source)):
+        found.setdefault(candidate.unit, []).append(candidate.source)
+    return found
+
+
+def _held(name: str, options: Mapping[str, Any], candidates: Sequence[Candidate], dims: Dims) -> int:
+    """Hidden states that a trunk with these connections holds at once."""
+    if not candidates:
+        return 1
+    topology = named_topology(name, {**options, "sources": _by_unit(candidates)})
+    assert isinstance(topology, Dense | DenseIncrements)
+    few = topology.chosen(dims, [None] * len(topology.mixing(dims)))
+    return 1 + max(len(few.held(t, t - 2)) for t in range(1, dims.depth + 2))
