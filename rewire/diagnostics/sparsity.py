@@ -222,7 +222,8 @@ def _dense(connection: Connection) -> Dense[Any] | DenseIncrements[Any]:
             f"topology '{topology.registered_name}' cannot be limited to some connections: dense ones can, like "
             "'denseformer', 'ancre-ingoing', 'grn-v1' or 'muddformer'."
         )
-    chosen = [name for name in ("block", "last", "dilation", "period") if (getattr(topology, name, None) or 1) > 1]
+    usual = {"block": (None, 1), "last": (None,), "dilation": (1,), "period": (1,)}
+    chosen = [name for name, values in usual.items() if getattr(topology, name, values[0]) not in values]
     if chosen:
         raise UnsupportedTopology(
             f"topology '{topology.registered_name}' with {chosen[0]}={getattr(topology, chosen[0])} chooses its "
@@ -238,7 +239,7 @@ def _wanted(topology: Dense[Any] | DenseIncrements[Any], dims: Dims) -> set[tupl
         (OUTPUT if t > dims.depth else t, i)
         for t in topology.mixing(dims)
         for i in topology.sources_of(t, dims)
-        if i < t - newest and t > topology.first - 1
+        if i < t - newest and t > 1  # unit 1 has no choice
     }
 
 
