@@ -131,8 +131,8 @@ def digraph(program: Program) -> nx.DiGraph:
     """The values and branch outputs of a program as nodes, and an edge from each term's source to its line's target.
 
     Nodes have ``at``, the unit that computes them (0: the input; T + 1: lines after the last unit). Edges have
-    ``weight``, of terms of the same source the sum, a number or one for each channel, and ``learned``: whether
-    `rewire.freeze` counts it.
+    ``weight``, of terms of the same source the sum, a number or one for each channel; ``fixed``, what of it stands
+    beside the matrix; and ``learned``: whether `rewire.freeze` counts it.
     Nothing leads to a branch output: what a branch reads is ``Unit.read``.
     """
     import networkx as nx  # takes a while, and few need it
@@ -151,9 +151,10 @@ def _add(graph: nx.DiGraph, lines: Sequence[Line], at: int) -> None:
     for line in lines:
         graph.add_node(line.target, at=at)
         for term in line.terms:
-            before = graph.get_edge_data(term.source, line.target, {"weight": 0.0})["weight"]
-            learned = _is_edge(term, branch_of(at))
-            graph.add_edge(term.source, line.target, weight=before + term.weight, learned=learned)
+            data = graph.get_edge_data(term.source, line.target, {"weight": 0.0, "fixed": 0.0, "learned": False})
+            weight, fixed = data["weight"] + term.weight, data["fixed"] + (term.weight if term.fixed else 0.0)
+            learned = data["learned"] or _is_edge(term, branch_of(at))
+            graph.add_edge(term.source, line.target, weight=weight, fixed=fixed, learned=learned)
 
 
 def reaching(graph: nx.DiGraph, ends: Iterable[str]) -> set[str]:
