@@ -97,15 +97,12 @@ def add_trunk(
         weight, spread = mean_of(data["weight"]), 0.0 if outline.kind == "static" or not data["learned"] else None
         if (target, source) in seen:
             weight, spread = seen[target, source].mean, seen[target, source].spread
-        elif seen:  # it was no weight
+        elif seen:  # it is no weight
             data["learned"], spread = False, 0.0
         data |= {"weight": weight if known else None, "spread": spread if known else None, "bytes": of_token}
-        data["role"] = "write" if source == branch_of(places[target]) else "mix"
+        is_read, is_write = target == branch_of(places[target]), source == branch_of(places[target])
+        data["role"] = "read" if is_read else "write" if is_write else "mix"
         found.add_edge(f"{trunk}/{source}", f"{trunk}/{target}", **data)
-    same = {"weight": 1.0 if known else None, "spread": 0.0 if known else None, "fixed": 1.0, "learned": False}
-    for t, unit in enumerate(program.units, start=1):
-        ends = f"{trunk}/{unit.read}", f"{trunk}/{branch_of(t)}"
-        found.add_edge(*ends, **same, bytes=of_token, role="read")
 
 
 def _read_at(program: Program) -> dict[str, int]:

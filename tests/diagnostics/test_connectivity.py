@@ -258,6 +258,17 @@ def add(graph: DepthGraph, program: Program) -> None:
     add_trunk(graph, "it", Outline(program, "static"), about, 4)
 
 
+def test_units_that_nothing_uses() -> None:
+    """GRN-v1 whose unit 2 goes nowhere: it runs, and both say so."""
+    model = separate("grn-v1")
+    b = torch.ones(10)
+    b[[5, 8]] = 0  # of f2, in what unit 3 reads and in the output
+    rewire.connections(model)["layers"].set_values({"b": b})
+    _, report = rewire.freeze(model)
+    assert rewire.graph(model).unused() == ["layers/r2", "layers/f2"]
+    assert report.trunks[0].unused == (2,) and "Nothing uses units 2 of layers, which still run" in str(report)
+
+
 def test_freezing_drops_what_the_graph_calls_unused() -> None:
     model = separate("denseformer")
     with torch.no_grad():  # the first two states go nowhere but into unit 1 and 2
