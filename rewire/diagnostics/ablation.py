@@ -86,8 +86,10 @@ def ablate(
 
 
 def _chosen(wanted: Sequence[Part], at_most: int | None, stops: bool, seed: int) -> list[Part]:
-    """Edges last, and in random order if some may be left out: what is measured is then a fair sample."""
-    edges = [part for part in wanted if part.what == "edge"]
-    if stops or (at_most is not None and at_most < len(edges)):
-        random.Random(seed).shuffle(edges)
-    return [part for part in wanted if part.what != "edge"] + edges[:at_most]
+    """Edges last; of those that are measured a fair sample, if some may be left out."""
+    edges, draw = [part for part in wanted if part.what == "edge"], random.Random(seed)
+    if at_most is not None and at_most < len(edges):
+        edges = [edges[number] for number in sorted(draw.sample(range(len(edges)), at_most))]
+    if stops:
+        draw.shuffle(edges)
+    return [part for part in wanted if part.what != "edge"] + edges

@@ -190,6 +190,20 @@ def test_the_models_own_loss_and_several_batches() -> None:
     assert found.in_turn == "" and [unit.path for unit in found.units] == [f"model.layers.{n}" for n in range(3)]
 
 
+@torch.no_grad()
+def test_bfloat16() -> None:
+    """Weights are those of float32: what the states are rounded to does not round them."""
+    batch = {"input_ids": token_ids(2, 9, 97), "labels": token_ids(2, 9, 97)}
+    model = mixed(tiny_model("llama"), "muddformer").eval()
+    low = copy.deepcopy(model).bfloat16()
+    precise, graph = rewire.graph(model, batch), rewire.graph(low, batch)
+    assert graph.nodes["model.layers/x0"]["bytes"] == precise.nodes["model.layers/x0"]["bytes"] / 2
+    for ends, data in precise.edges.items():
+        assert graph.edges[ends]["weight"] == pytest.approx(data["weight"], rel=0.02, abs=2e-3)
+    found = rewire.ablate(low, [batch], at_most=2)
+    assert found.loss == pytest.approx(float(low(**batch).loss), rel=1e-2) and len(found.edges) == 2
+
+
 def test_it_leaves_the_model_alone() -> None:
     model = mixed(Stack(Separate), "muddformer", example_inputs=(vectors(),)).train()
     before = {name: x.clone() for name, x in model.state_dict().items()}
