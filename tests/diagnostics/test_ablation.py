@@ -156,6 +156,58 @@ def test_units_of_every_topology_by_hooks(key: str) -> None:
 
 
 @torch.no_grad()
+def test_gates_that_are_set_where_they_are_used() -> None:
+    """hc-dynamic whose weights do not depend on the token after all is hc-static, which is a program."""
+    _, static = shaken("hc-static", streams=3)
+    torch.manual_seed(0)  # the same net
+    _, dynamic = shaken("hc-dynamic", streams=3)
+    values = rewire.connections(static)["blocks"].values()
+    connection = rewire.connections(dynamic)["blocks"]
+    connection.set_values({"static": values["static"], "dynamic": torch.zeros_like(connection.values()["dynamic"])})
+    one, other = (rewire.ablate(model, [batch()], loss=squares) for model in (static, dynamic))
+    known, found = ({(e.what, e.source, e.destination): e for e in each.effects} for each in (one, other))
+    # The output, their mean, is a sum of the program's; a topology with weights per token has no weights there.
+    assert {source for _, source, _ in known.keys() - found.keys()} == {"s4_0", "s4_1", "s4_2"}
+    for key, effect in found.items():
+        assert (effect.without, effect.plain) == pytest.approx((known[key].without, known[key].plain), abs=1e-9)
+
+
+@torch.no_grad()
+def test_queries_keys_and_values_lose_an_edge_together() -> None:
+    """DCA written out: ``r = sum_i (b_i + relu(w . f_i)) * f_i`` three times, of which the queries' is the residual."""
+    data = torch.randn(2, 5, 32, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    net = nn.Sequential(Separate(), Separate()).double()
+    model = rewire.compile(net, "dca", example_inputs=data[:1], validate=False)
+    for parameter in rewire.connections(model)["Sequential"].parameters():
+        parameter.add_(0.5 * torch.randn_like(parameter))
+    topology, weights = (c := rewire.connections(model)["Sequential"]).layout.topology, c.effective()
+    queries = c.values()["w"].double().split([3, 3, 1])
+    assert topology.registered_name == "dca"
+
+    def loss(without: tuple[int, int] | None) -> float:
+        sources = [data[0]]
+        for t, block in enumerate([*net, None], start=1):
+            ways = []
+            for b, w in zip(weights.rows[t - 1].double(), queries[t - 1], strict=True):
+                factors = [b_i + (f @ w).clamp(min=0).unsqueeze(-1) for b_i, f in zip(b, sources, strict=True)]
+                factors = [0 * g if without == (t, i) else g for i, g in enumerate(factors)]
+                ways.append(sum(g * f for g, f in zip(factors, sources, strict=True)))
+            if block is None:
+                return float(ways[0].square().mean())
+            q, k, v = map(block.n1, ways)
+            attn = block.attn
+            attended = attn.o_proj(F.scaled_dot_product_attention(attn.q_proj(q), attn.k_proj(k), attn.v_proj(v)))
+            sources.append(attended + block.mlp(block.n2(ways[0] + attended)))
+        raise AssertionError
+
+    found = rewire.ablate(model, [data], loss=squares, of=["edge"])
+    assert found.loss == pytest.approx(loss(None), rel=1e-9) and len(found.edges) == 6
+    for edge in found.edges:
+        ends = int(edge.destination[1:]), int(edge.source[1:])
+        assert edge.without == pytest.approx(loss(ends) - found.loss, rel=1e-6, abs=1e-9)
+
+
+@torch.no_grad()
 def test_post_norm() -> None:
     data = vectors(), torch.randn(2, 9, 5)
     model = mixed(Stack(PostNorm), "ancre-ingoing", example_inputs=data[:1], granularity="sublayer")
