@@ -56,7 +56,7 @@ def ablate(
         UnsupportedTopology: sources or edges were asked for, and a trunk has none that could be set.
         WrappedModel: the model is sharded or compiled.
         BadExampleInputs: there are no batches.
-        ValueError: an option is not one of those values.
+        ValueError, TypeError: an option is not one of those values.
 
     Example:
         >>> found = rewire.ablate(rewired, [x], loss=lambda model, batch: model(batch).square().mean())
@@ -66,6 +66,8 @@ def ablate(
     unknown = set(of or ()) - set(get_args(What))
     if unknown or at_once < 1 or (at_most is not None and at_most < 0):
         raise ValueError(f"of={of!r}, at_most={at_most!r}, at_once={at_once!r}: 'unit', 'source' or 'edge'; 0 or more.")
+    if not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number, not {seed!r}.")
     learned = learned_connections(model, "there is nothing to ablate")
     check_unwrapped(model)
     check_loaded(model, "ablated")

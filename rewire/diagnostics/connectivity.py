@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rewire.diagnostics.effects import Ablation, check_ablation
 from rewire.diagnostics.outline import Outline, about, mean_of, outline_of
 from rewire.diagnostics.recording import Seen, recorded
 from rewire.passes.checks import check_unwrapped, on_meta
@@ -15,7 +16,6 @@ from rewire.topologies.program import Program, branch_of, digraph
 
 if TYPE_CHECKING:
     from rewire.diagnostics.depth_graph import DepthGraph
-    from rewire.diagnostics.effects import Ablation
 
 #: Of a value, by the letter that its name begins with; ``out`` is what is read behind the last unit.
 _ROLES = {"x": "state", "s": "state", "g": "state", "r": "read", "o": "read", "f": "unit"}
@@ -41,6 +41,7 @@ def graph(model: nn.Module, batch: Any = None, ablation: Ablation | None = None)
         RewireError: the model was not rewired, or is on the meta device and there is a batch.
         WrappedModel: it is sharded or compiled.
         BadExampleInputs: it does not run on the batch.
+        TypeError: ``ablation`` is none.
 
     Example:
         >>> depth = rewire.graph(rewired)
@@ -50,6 +51,7 @@ def graph(model: nn.Module, batch: Any = None, ablation: Ablation | None = None)
     """
     from rewire.diagnostics.depth_graph import DepthGraph  # networkx takes a while, and few need it
 
+    check_ablation(ablation)
     learned = learned_connections(model, "it has no depth connections, and no graph")
     check_unwrapped(model)
     outlines = {name: outline_of(connection) for name, connection in learned.items()}
