@@ -26,7 +26,7 @@ from rewire.runtime.layout import Layout
 from rewire.topologies import Topology
 from rewire.topologies.base import Dims, QKVInputs, States, materialize
 from rewire.topologies.frozen import Constants, Frozen, frozen
-from rewire.topologies.program import Edge, Program, edges, fold, matrix, prune
+from rewire.topologies.program import Edge, Program, branch_of, digraph, edges, fold, matrix, prune, reaching
 
 _SHOWN = 12  # dropped edges of a trunk in a printed report
 
@@ -41,6 +41,7 @@ class FrozenTrunk:
         edges: connections between values, before and after.
         states: hidden states held between units, at most, before and after.
         dropped: the edges that went.
+        unused: numbers of the units of which nothing comes to the trunk's output any more: they still run.
     """
 
     name: str
@@ -48,6 +49,7 @@ class FrozenTrunk:
     edges: tuple[int, int]
     states: tuple[int, int]
     dropped: tuple[Edge, ...]
+    unused: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +79,8 @@ class FreezeReport(Shown):
         for trunk in self.trunks:
             if trunk.dropped:
                 yield self._dropped(trunk)
+            if trunk.unused:
+                yield Text(f"Nothing uses units {', '.join(map(str, trunk.unused))} of {trunk.name}, which still run")
 
     @staticmethod
     def _dropped(trunk: FrozenTrunk) -> Table:
@@ -162,7 +166,10 @@ def _frozen(connection: Connection, threshold: float) -> _Result:
     constants = {"table": table} | ({"channels": torch.stack(channels)} if channels else {})
     layout = Layout(old.trunk, topology, old.units, old.dims.width, (), old.channel_dim, old.posts, old.loops)
     held = max(len(topology.held(t)) for t in range(old.dims.depth + 1))
-    report = FrozenTrunk(old.trunk, repr(old.topology), (edges(program), edges(pruned)), (most, held), tuple(dropped))
+    used = reaching(digraph(pruned), [pruned.output])
+    unused = tuple(t for t in range(1, old.dims.depth + 1) if branch_of(t) not in used)
+    counts, states = (edges(program), edges(pruned)), (most, held)
+    report = FrozenTrunk(old.trunk, repr(old.topology), counts, states, tuple(dropped), unused)
     return _Result(layout, constants, report)
 
 

@@ -63,6 +63,16 @@ PRE_NORM_ONLY = {
     *("grn-v2-few", "grn-v3-few", "attnres-few"),
 }
 
+#: Those whose weights are constant, and scale states.
+STATIC = [
+    *("residual", "ancre-ingoing", "ancre-outgoing", "ancre-none", "ancre-keep", "ancre-constant", "ancre-cascaded"),
+    *("denseformer", "denseformer-2x2", "grn-v1", "grn-v2", "grn-v1-last", "grn-v2-last"),
+    *("ancre-groups", "denseformer-groups", "grn-v1-groups", "ancre-few", "denseformer-few", "grn-v2-few"),
+    *("rezero", "skipinit", "layerscale", "laurel-rw", "laurel-rw-softmax"),
+    *("hc-static", "hc-static-sum", "hc-static-learned"),
+    *("x0-lambdas", "x0-lambdas-state", "unet", "residual-scale", "residual-scale-branch", "variance-gate"),
+]
+
 #: Those that need an attention.
 WITH_ATTENTION = {"dca", "dca-last", "dca-norms", "dca-groups", "attnres-qkv"}
 

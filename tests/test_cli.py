@@ -318,3 +318,14 @@ def test_inspect_as_a_page(run: Run, tmp_path: Path) -> None:
     assert result.output.endswith("wrote net.html\n")
     page = (tmp_path / "net.html").read_text()
     assert "DenseFormer(" in page and "last=True)" in page
+
+
+def test_graph(run: Run) -> None:
+    result = run("graph", "user_net:Net", "--topology", "denseformer", "--out", "depth.json")
+    assert result.exit_code == 0, result.stderr
+    assert "effective depth 1.5 of 3 units" in result.stdout and "wrote depth.json" in result.stdout
+    saved = json.loads(Path("depth.json").read_text())
+    assert {node["value"] for node in saved["nodes"]} == {*["x0", "x1", "x2", "x3", "f1", "f2", "f3", "r2", "r3", "r4"]}
+    averaged = run("graph", "hf:llama", "--topology", "muddformer", "--batch", "1", "--length", "5")
+    assert averaged.exit_code == 0 and "model.layers: 10 nodes" in averaged.stdout
+    assert run("graph", "hf:llama", "--out", "x.svg").exit_code == 2

@@ -58,7 +58,7 @@ class Trunk:
     """One trunk of the copy that runs.
 
     Attributes:
-        outline: its sums; `weights` of their terms, by destination and source.
+        outline: its sums; of their terms, by destination and source, `weights`, and whether they are `learned`.
         terms: of a static one, the terms of its program, whose weights are a buffer of the connection.
         now: of others, what is set: by destination and source, of each term the new weight; `only` has the
             destinations, and `off` units that are left out.
@@ -71,7 +71,9 @@ class Trunk:
         self.connection, self.layout = connection, connection.layout
         self.terms: Terms | None = None
         self.refused, self.outline = "", outline_of(connection)
-        self.weights = _weights(self.outline.program)
+        self.weights, self.learned = _weights(self.outline.program), dict[Ends, list[bool]]()
+        for line, term, is_learned in learned_terms(self.outline.program):
+            self.learned.setdefault((line.target, term.source), []).append(is_learned)
         self.now, self.only, self.off = dict[Ends, list[Any]](), set[str](), set[int]()
         self.seen, self.sources = dict[Ends, Seen](), sources_in(self.outline.program)
         self.record: Change | None = recorder(self.seen, self.outline.program)
@@ -119,14 +121,15 @@ class Trunk:
         return found
 
     def changes(self, part: Part, plain: bool) -> dict[Ends, list[Any]]:
-        """By destination and source, new weights of its terms."""
-        edges = part.edges
+        """By destination and source, new weights of its terms; None: as it is, of a shortcut kept beside them."""
         if part.what == "unit":
-            edges = tuple(ends for ends in self.weights if ends[1] == part.source)
-        if plain:
-            assert self.plain is not None
-            return {ends: self.plain[ends] for ends in edges}
-        return {ends: [0.0] * len(self.weights[ends]) for ends in edges}
+            return {ends: [0.0] * len(terms) for ends, terms in self.weights.items() if ends[1] == part.source}
+        zero = {ends: [0.0] * len(self.weights[ends]) for ends in part.edges}
+        new = self.plain if plain and self.plain is not None else zero
+        return {
+            ends: [value if learned else None for value, learned in zip(new[ends], self.learned[ends], strict=True)]
+            for ends in part.edges
+        }
 
     def differs(self, part: Part, plain: bool) -> bool:
         """Whether a part sets weights to others than they have, and not to those that the other one sets."""
@@ -164,7 +167,8 @@ class Trunk:
             if learned:
                 ends = line.target, term.source
                 edges[ends] = edges.get(ends, 0.0) + mean_of(term.weight)
-        edges |= {ends: seen.mean for ends, seen in self.seen.items() if ends in edges}
+        if self.terms is None:  # what was not seen is no weight: a first read, say, that is of the input as it is
+            edges = {ends: self.seen[ends].mean for ends in edges if ends in self.seen}
         for source in dict.fromkeys(source for _, source in edges):
             if not source.startswith("f"):  # without a branch output: that is its unit
                 yield Part("source", name, source, edges=tuple(ends for ends in edges if ends[1] == source))
@@ -313,7 +317,7 @@ class _Skips:
 def _same(some: Mapping[Ends, list[Any]], all_: Mapping[Ends, list[Any]]) -> bool:
     """Whether the terms of the former have the same weights in the latter."""
     pairs = (pair for ends, weights in some.items() for pair in zip(weights, all_[ends], strict=True))
-    return all(bool((torch.as_tensor(a) == torch.as_tensor(b)).all()) for a, b in pairs)
+    return all(a is None or b is None or bool((torch.as_tensor(a) == torch.as_tensor(b)).all()) for a, b in pairs)
 
 
 def _weights(program: Program) -> dict[Ends, list[Any]]:

@@ -56,7 +56,7 @@ def ablate(
         UnsupportedTopology: sources or edges were asked for, and a trunk has none that could be set.
         WrappedModel: the model is sharded or compiled.
         BadExampleInputs: there are no batches.
-        ValueError: an option is not one of those values.
+        ValueError, TypeError: an option is not one of those values.
 
     Example:
         >>> found = rewire.ablate(rewired, [x], loss=lambda model, batch: model(batch).square().mean())
@@ -66,6 +66,8 @@ def ablate(
     unknown = set(of or ()) - set(get_args(What))
     if unknown or at_once < 1 or (at_most is not None and at_most < 0):
         raise ValueError(f"of={of!r}, at_most={at_most!r}, at_once={at_once!r}: 'unit', 'source' or 'edge'; 0 or more.")
+    if not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number, not {seed!r}.")
     learned = learned_connections(model, "there is nothing to ablate")
     check_unwrapped(model)
     check_loaded(model, "ablated")
@@ -86,8 +88,10 @@ def ablate(
 
 
 def _chosen(wanted: Sequence[Part], at_most: int | None, stops: bool, seed: int) -> list[Part]:
-    """Edges last, and in random order if some may be left out: what is measured is then a fair sample."""
-    edges = [part for part in wanted if part.what == "edge"]
-    if stops or (at_most is not None and at_most < len(edges)):
-        random.Random(seed).shuffle(edges)
-    return [part for part in wanted if part.what != "edge"] + edges[:at_most]
+    """Edges last; of those that are measured a fair sample, if some may be left out."""
+    edges, draw = [part for part in wanted if part.what == "edge"], random.Random(seed)
+    if at_most is not None and at_most < len(edges):
+        edges = [edges[number] for number in sorted(draw.sample(range(len(edges)), at_most))]
+    if stops:
+        draw.shuffle(edges)
+    return [part for part in wanted if part.what != "edge"] + edges

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rewire.diagnostics.effects import Ablation, check_ablation
 from rewire.diagnostics.outline import Outline, about, mean_of, outline_of
 from rewire.diagnostics.recording import Seen, recorded
 from rewire.passes.checks import check_unwrapped, on_meta
-from rewire.runtime.connection import Connection, learned_connections
+from rewire.runtime.connection import learned_connections
 from rewire.topologies.program import Program, branch_of, digraph
 
 if TYPE_CHECKING:
     from rewire.diagnostics.depth_graph import DepthGraph
-    from rewire.diagnostics.effects import Ablation
 
 #: Of a value, by the letter that its name begins with; ``out`` is what is read behind the last unit.
 _ROLES = {"x": "state", "s": "state", "g": "state", "r": "read", "o": "read", "f": "unit"}
@@ -41,6 +41,7 @@ def graph(model: nn.Module, batch: Any = None, ablation: Ablation | None = None)
         RewireError: the model was not rewired, or is on the meta device and there is a batch.
         WrappedModel: it is sharded or compiled.
         BadExampleInputs: it does not run on the batch.
+        TypeError: ``ablation`` is none.
 
     Example:
         >>> depth = rewire.graph(rewired)
@@ -50,6 +51,7 @@ def graph(model: nn.Module, batch: Any = None, ablation: Ablation | None = None)
     """
     from rewire.diagnostics.depth_graph import DepthGraph  # networkx takes a while, and few need it
 
+    check_ablation(ablation)
     learned = learned_connections(model, "it has no depth connections, and no graph")
     check_unwrapped(model)
     outlines = {name: outline_of(connection) for name, connection in learned.items()}
@@ -57,48 +59,52 @@ def graph(model: nn.Module, batch: Any = None, ablation: Ablation | None = None)
     size = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
     found, known = DepthGraph(), not on_meta(model)
     for name, connection in learned.items():
-        _add(found, name, connection, outlines[name], seen.get(name, {}), known, size)
+        units = [about(connection, t) for t in range(connection.layout.dims.depth + 2)]
+        width = (connection.trunk.width if connection.trunk else 0) or connection.layout.dims.width
+        add_trunk(found, name, outlines[name], units, width * size or None, seen.get(name), known)
     if ablation is not None:
         ablation.onto(found)
     return found
 
 
-def _add(
+def add_trunk(
     found: DepthGraph,
     trunk: str,
-    connection: Connection,
     outline: Outline,
-    seen: Mapping[tuple[str, str], Seen],
-    known: bool,
-    size: int,
+    about_units: Sequence[Mapping[str, str]],
+    of_token: int | None,
+    seen: Mapping[tuple[str, str], Seen] | None = None,
+    known: bool = True,
 ) -> None:
-    program, layout, depth = outline.program, connection.layout, len(outline.program.units)
-    wide = (connection.trunk.width if connection.trunk else 0) or layout.dims.width
-    of_token = wide * size or None
-    units = [about(connection, t) for t in range(depth + 2)]
+    """Add a trunk to the graph.
+
+    Args:
+        found: the graph.
+        trunk: its name.
+        outline: its sums.
+        about_units: path, block and kind of units 0 (the input) to T + 1 (the output).
+        of_token: bytes of a state.
+        seen: by destination and source, weights on a batch.
+        known: whether there are weights.
+    """
+    program, seen = outline.program, seen or {}
     plain = digraph(program)
     places = dict(plain.nodes(data="at")) | _read_at(program)
     for value, at in places.items():
-        data = {"trunk": trunk, "value": value, "role": _ROLES[value[0]], "at": at, **units[at]}
+        data = {"trunk": trunk, "value": value, "role": _ROLES[value[0]], "at": at, **about_units[at]}
         data |= {"kind": data["kind"] if data["role"] == "unit" else "", "bytes": of_token}
         found.add_node(f"{trunk}/{value}", **data, output=value == program.output)
+
     for source, target, data in plain.edges(data=True):
         weight, spread = mean_of(data["weight"]), 0.0 if outline.kind == "static" or not data["learned"] else None
         if (target, source) in seen:
             weight, spread = seen[target, source].mean, seen[target, source].spread
-        role = "write" if source == branch_of(places[target]) else "mix"
-        ends = f"{trunk}/{source}", f"{trunk}/{target}"
-        found.add_edge(
-            *ends,
-            weight=weight if known else None,
-            spread=spread if known else None,
-            role=role,
-            learned=data["learned"],
-            bytes=of_token,
-        )
-    for t, unit in enumerate(program.units, start=1):
-        ends = f"{trunk}/{unit.read}", f"{trunk}/{branch_of(t)}"
-        found.add_edge(*ends, weight=1.0, spread=0.0, role="read", learned=False, bytes=of_token)
+        elif seen:  # it is no weight
+            data["learned"], spread = False, 0.0
+        data |= {"weight": weight if known else None, "spread": spread if known else None, "bytes": of_token}
+        is_read, is_write = target == branch_of(places[target]), source == branch_of(places[target])
+        data["role"] = "read" if is_read else "write" if is_write else "mix"
+        found.add_edge(f"{trunk}/{source}", f"{trunk}/{target}", **data)
 
 
 def _read_at(program: Program) -> dict[str, int]:

@@ -48,7 +48,8 @@ class DepthGraph(nx.DiGraph):
       ``kind`` ("attention", "ffn", ..). The trunk's output has ``output=True``.
     - Edges have ``weight`` (of weights per channel and per way the mean, of those per token that over the batch),
       ``spread`` (their standard deviation over tokens and ways; 0 where they are constant), ``role`` ("read": a unit
-      sees it, "write": a unit made it, "mix": between values), ``learned`` and ``bytes`` (one token of what is read).
+      sees it, "write": a unit made it, "mix": between values), ``learned``, ``fixed`` (what of the weight is a shortcut
+      that a topology keeps beside what it learns) and ``bytes`` (one token of what is read).
       With an ablation also ``without`` and ``plain``: how much the loss rises, see `rewire.ablate`.
 
     What is not known (weights on the meta device, bytes of an unknown width, the spread without a batch) is None.
@@ -87,8 +88,8 @@ class DepthGraph(nx.DiGraph):
         """States, reads and units of which nothing comes to a trunk's output.
 
         Args:
-            threshold: learned edges with a smaller weight, in magnitude, count as none, and those of weight 0 always.
-                (`rewire.freeze` drops these, too. It keeps what unused units read: their branches run.)
+            threshold: learned edges with a smaller weight, in magnitude, count as none, and all of weight 0.
+                (`rewire.freeze` drops the learned ones, too. It keeps what unused units read: their branches run.)
         """
         used = reaching(self._over(threshold), self.outputs())
         return [node for node in self if node not in used]
@@ -171,12 +172,12 @@ class DepthGraph(nx.DiGraph):
         ]
 
     def _over(self, threshold: float) -> nx.DiGraph:
-        """Without learned edges of a smaller weight, or of 0."""
+        """Without learned edges of a smaller weight, and all of weight 0."""
 
         def strong(source: str, target: str) -> bool:
             data = self.edges[source, target]
-            weight = data["weight"]
-            return not data["learned"] or weight is None or (abs(weight) >= threshold and weight != 0)
+            weight, fixed = data["weight"], data["fixed"]
+            return weight is None or (weight != 0 and (not data["learned"] or fixed or abs(weight) >= threshold))
 
         return nx.subgraph_view(self, filter_edge=strong)
 

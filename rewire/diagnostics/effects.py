@@ -169,6 +169,16 @@ class Ablation(Shown):
         return Text(f"Rank correlation of |weight| and rise: {found:.2f} (1: weights tell what counts; 0: nothing).")
 
 
+def check_ablation(given: object) -> None:
+    """Refuse what `rewire.ablate` has not returned.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if given is not None and not isinstance(given, Ablation):
+        raise TypeError(f"ablation must be what rewire.ablate returned, not {type(given).__name__}.")
+
+
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Spearman's rank correlation; None of fewer than 3 pairs, or where all of either are equal."""
     if len(a) < 3 or len(set(a)) == 1 or len(set(b)) == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from rewire.runtime.connection import Connection
 from rewire.topologies import Dense, DenseIncrements, Dims, Topology
 from rewire.topologies.frozen import Frozen
 from rewire.topologies.hyper import ParallelStreams
-from rewire.topologies.program import Line, Program, Term, Unit, branch_of, recurrence
+from rewire.topologies.program import Line, Program, Term, Unit, branch_of, mapped, recurrence
 from rewire.trunk import Site
 
 #: What the sums are: all of them constant; mixes of a dense topology, or gates of streams, with weights per token; or
@@ -53,7 +54,8 @@ def outline(topology: Topology, weights: Any, dims: Dims) -> Outline:
         return Outline(topology.program(weights, dims), "static")
     except UnsupportedTopology:
         if isinstance(topology, (Dense, DenseIncrements)):
-            return Outline(topology._program(_static(topology, weights, dims), dims), "mixes")
+            program = topology._program(_static(topology, weights, dims), dims)
+            return Outline(mapped(program, functools.partial(_mixed, topology.first)), "mixes")
         if isinstance(topology, ParallelStreams):
             return Outline(topology.static_program(weights, dims), "streams")
         return Outline(_of_matrix(topology, topology.matrix(weights, dims), dims.depth), "matrix")
@@ -92,6 +94,12 @@ def _static(topology: Any, weights: Any, dims: Dims) -> dict[int, list[float]]:
         by_place = {place: table[t - dims.depth - 2][column] for column, place in of_column.items()}
         found[t] = [by_place[place] for place in sorted(by_place)]
     return found
+
+
+def _mixed(first: int, line: Line, own: str) -> Line:
+    """The line; of a read before the first mix, as one that has no weights."""
+    early = line.target in [f"r{t}" for t in range(1, first)]
+    return Line(line.target, tuple(term._replace(fixed=True) for term in line.terms)) if early else line
 
 
 def _of_matrix(topology: Topology, matrix: Tensor, depth: int) -> Program:

@@ -165,10 +165,13 @@ class _Mixes(Topology):
         value: Any = super().mix(history, weights, t)  # type: ignore[misc]
         if all(new is None for new in changed.values()):
             return value
-        given, middle = history.states, self._middle(t, history)
-        given = [given[0], *([total(given[middle])] if given[middle] else []), *given[middle.stop :]]
-        sums = {way: added_up(new, given).to(given[0].dtype) for way, new in changed.items() if new is not None}
-        ways = [sums.get(id(way), way) for way in ways_of(read)]
+        given, middle = [*map(_precise, history.states)], self._middle(t, history)
+        given = [given[0], *([total(tuple(given[middle]))] if given[middle] else []), *given[middle.stop :]]
+        sums = {
+            way: added_up(factors[way] if new is None else new, given).to(history.newest.dtype)
+            for way, new in changed.items()
+        }
+        ways = [sums[id(way)] for way in ways_of(read)]
         return QKVInputs(*ways) if len(ways) > 1 else ways[0]
 
     def _factors(self, history: Any, weights: Any, t: int) -> tuple[Any, dict[int, list[Tensor]]]:
@@ -176,7 +179,7 @@ class _Mixes(Topology):
 
         Gradients at weights that are constants: where the sum of the products is not the read, these were none.
         """
-        leaves = [state.detach().requires_grad_() for state in history.states]
+        leaves = [_precise(state.detach()).requires_grad_() for state in history.states]
         history.states = tuple(leaves)
         with torch.enable_grad(), _Constant():
             read = super().mix(history, weights, t)  # type: ignore[misc]
@@ -198,6 +201,11 @@ class _Mixes(Topology):
     def _middle(self, t: int, history: Any) -> slice:
         """Which of the states are one source: more than one where older ones are summed before they are read."""
         return slice(1, 2 + len(history.states) - len(self.lines[f"r{t}"]))
+
+
+def _precise(x: Tensor) -> Tensor:
+    """In float32 at least: weights are not rounded to less."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def ways_of(read: Any) -> list[Tensor]:

@@ -71,17 +71,15 @@ class Terms:
 
     Attributes:
         values: their weights, float32 [N] or [N, D].
-        of: by destination and source, the numbers of the terms; `learned` of these.
+        of: by destination and source, the numbers of the terms.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.of: dict[Ends, list[int]] = {}
-        self.learned: dict[Ends, list[int]] = {}
         weights: list[Weight] = []
-        for line, term, learned in learned_terms(program):
-            for found in (self.of, self.learned) if learned else (self.of,):
-                found.setdefault((line.target, term.source), []).append(len(weights))
+        for line, term, _ in learned_terms(program):
+            self.of.setdefault((line.target, term.source), []).append(len(weights))
             weights.append(term.weight)
         width = max((w.shape[0] for w in weights if isinstance(w, Tensor)), default=0)
         rows = [torch.as_tensor(w, dtype=torch.float32) for w in weights]
@@ -98,9 +96,9 @@ class Terms:
         return Wired(of, coded(mapped(self.program, numbered)), [0, 0], width)
 
     def set(self, changes: Mapping[Ends, Any]) -> Tensor:
-        """The weights with others: by destination and source, of terms of the same ends one for each."""
+        """The weights with others: by destination and source, for each term of these ends one; None: as it is."""
         values = self.values.clone()
         for ends, given in changes.items():
             for number, value in zip(self.of[ends], given, strict=True):
-                values[number] = value
+                values[number] = values[number] if value is None else value
         return values

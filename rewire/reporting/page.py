@@ -15,7 +15,7 @@ from torch import nn
 from rewire.bench.harness import Timing, quartiles
 from rewire.compiler import inspect
 from rewire.diagnostics.connectivity import graph
-from rewire.diagnostics.effects import Ablation, Effect
+from rewire.diagnostics.effects import Ablation, Effect, check_ablation
 from rewire.diffs import diff
 from rewire.errors import UnsupportedTopology
 from rewire.files import whole
@@ -53,6 +53,7 @@ def report(
     Raises:
         RewireError: a file has changed since the model was rewired.
         BadExampleInputs: ``example_inputs`` are none.
+        TypeError: ``ablation`` is none.
 
     Example:
         >>> rewire.report(rewired, "report.html", example_inputs=(x,))
@@ -64,6 +65,7 @@ def report(
 
 def page(model: nn.Module, example_inputs: Any = None, ablation: Ablation | None = None) -> str:
     """The text of the page."""
+    check_ablation(ablation)
     found, own = inspect(model), connections(model)
     known = {name: connection.trunk for name, connection in own.items() if connection.trunk is not None}
     trunks = list(({trunk.name: trunk for trunk in found.trunks} | known).values())  # those of a run are known better

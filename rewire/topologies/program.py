@@ -130,12 +130,12 @@ def mixed_reads(reads: Sequence[Sequence[Term]], shortcut: Literal["mix", "state
 
 
 def digraph(program: Program) -> nx.DiGraph:
-    """The values and branch outputs of a program as nodes, and an edge from each term's source to its line's target.
+    """The values and branch outputs of a program as nodes; edges lead from each term's source to its line's target, and
+    from what a branch reads to its output.
 
     Nodes have ``at``, the unit that computes them (0: the input; T + 1: lines after the last unit). Edges have
-    ``weight``, of terms of the same source the sum, a number or one for each channel, and ``learned``: whether
-    `rewire.freeze` counts it.
-    Nothing leads to a branch output: what a branch reads is ``Unit.read``.
+    ``weight``, of terms of the same source the sum, a number or one for each channel; ``fixed``, what of it stands
+    beside the matrix; and ``learned``: whether `rewire.freeze` counts it.
     """
     import networkx as nx  # takes a while, and few need it
 
@@ -144,6 +144,7 @@ def digraph(program: Program) -> nx.DiGraph:
     for t, unit in enumerate(program.units, start=1):
         _add(graph, unit.before, t)
         graph.add_node(branch_of(t), at=t)
+        graph.add_edge(unit.read, branch_of(t), weight=1.0, fixed=1.0, learned=False)
         _add(graph, unit.after, t)
     _add(graph, program.finish, last)
     return graph
@@ -153,9 +154,10 @@ def _add(graph: nx.DiGraph, lines: Sequence[Line], at: int) -> None:
     for line in lines:
         graph.add_node(line.target, at=at)
         for term in line.terms:
-            before = graph.get_edge_data(term.source, line.target, {"weight": 0.0})["weight"]
-            learned = _is_edge(term, branch_of(at))
-            graph.add_edge(term.source, line.target, weight=before + term.weight, learned=learned)
+            data = graph.get_edge_data(term.source, line.target, {"weight": 0.0, "fixed": 0.0, "learned": False})
+            weight, fixed = data["weight"] + term.weight, data["fixed"] + (term.weight if term.fixed else 0.0)
+            learned = data["learned"] or _is_edge(term, branch_of(at))
+            graph.add_edge(term.source, line.target, weight=weight, fixed=fixed, learned=learned)
 
 
 def reaching(graph: nx.DiGraph, ends: Iterable[str]) -> set[str]:
@@ -315,7 +317,8 @@ def mapped(program: Program, change: Callable[[Line, str], Line | None]) -> Prog
 
 def _swept(program: Program) -> tuple[Program, list[Edge]]:
     """Without the lines of which nothing comes to the output, or to what a branch reads: branches run anyway."""
-    used, dropped = reaching(digraph(program), {program.output, *(unit.read for unit in program.units)}), list[Edge]()
+    branches = map(branch_of, range(1, len(program.units) + 1))
+    used, dropped = reaching(digraph(program), {program.output, *branches}), list[Edge]()
 
     def kept(line: Line, own: str) -> Line | None:
         if line.target in used:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_topology import EVERY, PRE_NORM_ONLY
+from every_topology import EVERY, PRE_NORM_ONLY, STATIC
 from torch import Tensor
 from toy_nets import begin
 
@@ -31,14 +31,6 @@ from rewire.topologies.program import (
 )
 from rewire.topologies.registry import name_and_options
 
-STATIC = [
-    *("residual", "ancre-ingoing", "ancre-outgoing", "ancre-none", "ancre-keep", "ancre-constant", "ancre-cascaded"),
-    *("denseformer", "denseformer-2x2", "grn-v1", "grn-v2", "grn-v1-last", "grn-v2-last"),
-    *("ancre-groups", "denseformer-groups", "grn-v1-groups", "ancre-few", "denseformer-few", "grn-v2-few"),
-    *("rezero", "skipinit", "layerscale", "laurel-rw", "laurel-rw-softmax"),
-    *("hc-static", "hc-static-sum", "hc-static-learned"),
-    *("x0-lambdas", "x0-lambdas-state", "unet", "residual-scale", "residual-scale-branch", "variance-gate"),
-]
 WIDTH = 6
 
 
