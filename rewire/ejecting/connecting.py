@@ -13,7 +13,7 @@ from rewire.attributes import CONNECTIONS
 from rewire.errors import RewireError
 from rewire.passes.editing.connect import StreamsToTensors
 from rewire.placement import is_dtensor
-from rewire.runtime.connection import Connection, SeparateNorms
+from rewire.runtime.connection import Connection, Connections, SeparateNorms
 from rewire.runtime.gate import Gate
 from rewire.runtime.hooks import registering, show_tensors
 from rewire.runtime.layout import Layout
@@ -109,12 +109,14 @@ def connect(
     """
     check_ejected(getattr(getattr(model, "config", None), CONFIG, EJECTED), "The config")
     connections: dict[str, Connection] = {}
+    holders: dict[str, tuple[nn.Module, str]] = {}
     for path, layout in trunks.items():
         holder, _, name = path.rpartition(".")
         owner = _found(model, holder.removesuffix(CONNECTIONS).rstrip("."))
         if CONNECTIONS not in children_of(owner):
-            owner.add_module(CONNECTIONS, nn.ModuleDict())
+            owner.add_module(CONNECTIONS, Connections())
         connections[layout.trunk] = Ejected(layout, "paper")
+        holders[layout.trunk] = owner, name
         owner.get_submodule(CONNECTIONS).add_module(name, connections[layout.trunk])
     for path in norms:
         norm = _found(model, path)
@@ -134,7 +136,7 @@ def connect(
             show_tensors(forward_pre_hooks(module), forward_hooks(module))
             _remember_outputs(module)
         gates = {
-            name: Gate(path, function.where, [_entry(given, connections) for given in function.trunks], function.helper)
+            name: Gate(path, function.where, _entries(function, connections, holders), function.helper)
             for name, function in functions.items()
         }
         helpers = {name: gate for name, gate in gates.items() if gate.function is not None}
@@ -209,8 +211,15 @@ def _remember_outputs(module: Any) -> None:
             _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
-def _entry(given: dict[str, Any], connections: Mapping[str, Connection]) -> Entry:
-    return Entry(connection=connections[given["trunk"]], **given)
+def _entries(
+    function: Function, connections: Mapping[str, Connection], holders: Mapping[str, tuple[nn.Module, str]]
+) -> list[Entry]:
+    return [
+        Entry(
+            connection=connections[trunk["trunk"]], held=holders[trunk["trunk"]] if trunk["begins"] else None, **trunk
+        )
+        for trunk in function.trunks
+    ]
 
 
 def _found(model: nn.Module, path: str) -> nn.Module:

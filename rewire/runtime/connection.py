@@ -20,6 +20,7 @@ from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
 from rewire.ranks.forward import compare, compare_sharded
 from rewire.ranks.meeting import agree, facts_of
 from rewire.ranks.watch import Watched
+from rewire.runtime.adapters import tell_if_left_out
 from rewire.runtime.hooks import show_tensors_to_global_hooks
 from rewire.runtime.layout import Layout
 from rewire.runtime.optimizers import known
@@ -282,6 +283,10 @@ class Connection(Watched):
             state_dict = {**state_dict, **{key: state_dict[key].detach() * ratios[key] for key in changed}}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        tell_if_left_out(self, prefix.rstrip("."))
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
     @torch.no_grad()
     def convert_from(self, recipe: dict[str, Any]) -> None:
         """Convert weights that were put here as they are in a file with this recipe."""
@@ -304,6 +309,10 @@ class Connection(Watched):
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         return super()._apply(keep_dtype, recurse)
+
+
+class Connections(nn.Module):
+    """Holds the connections of one module's trunks, as children. No `nn.ModuleDict`: PEFT could not take its place."""
 
 
 class SeparateNorms(nn.Module):

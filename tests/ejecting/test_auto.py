@@ -50,8 +50,7 @@ def owners(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose calls run through a trunk, by its name."""
     found = {}
     for module in model.modules():
-        own = module._modules.get(CONNECTIONS)
-        for connection in own.values() if isinstance(own, nn.ModuleDict) else ():
+        for connection in [c for c in module._modules.get(CONNECTIONS, nn.Module()).children() if hasattr(c, "layout")]:
             found[connection.layout.trunk] = module
     return found  # type: ignore[return-value]
 
