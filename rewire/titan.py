@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from rewire.version import how_to_install
+
 try:
     import spmd_types as spmd
     from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
@@ -33,7 +35,7 @@ try:
     from torchtitan.protocols.module import Module, ModuleDict
     from torchtitan.protocols.sharding import ShardingConfig
 except ImportError as error:
-    raise ImportError("rewire.titan needs torchtitan 0.3: pip install 'rewire[titan]'") from error
+    raise ImportError(f"rewire.titan needs torchtitan 0.3: {how_to_install('titan')}") from error
 
 from rewire.attributes import CONNECTIONS
 from rewire.compiler import compile
