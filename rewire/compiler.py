@@ -7,12 +7,12 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 
 from rewire import logs
-from rewire.copies import check_can_be_trained, outside_inference_mode
+from rewire.copies import M, check_can_be_trained, outside_inference_mode
 from rewire.diffs import diff
 from rewire.errors import (
     AlreadyConnected,
@@ -106,7 +106,7 @@ def _with_reason(report: Report, error: RewireError) -> Report:
 
 @outside_inference_mode
 def compile(
-    model: nn.Module,
+    model: M,
     topology: str | Topology | Mapping[str, str | Topology] = "ancre-ingoing",
     *,
     init: str | Initializer | None = None,
@@ -117,7 +117,7 @@ def compile(
     trunks: Sequence[str] | None = None,
     validate: bool = True,
     **options: Any,
-) -> nn.Module:
+) -> M:
     """Replace the fixed residual connections of ``model`` by learned depth connections.
 
     Args:
@@ -185,7 +185,8 @@ def compile(
     if trunks is None:
         check_not_cut(model, found.trunks.values())
     rewired = _rewired(model, prepared, found, topologies, granularity, start, validate, loop)
-    return rewired if initializer is None else _initialized(rewired, initializer)
+    made = rewired if initializer is None else _initialized(rewired, initializer)
+    return cast("M", made)  # its class is one that is derived from the model's
 
 
 def _rewired(

@@ -70,6 +70,15 @@ from torch import Tensor, nn
 
 import rewire
 
+
+
+class Net(nn.Module):
+    def hello(self) -> str:
+        return "hello"
+
+
+print(rewire.compile(Net()).hello(), rewire.restore(Net()).hello(), rewire.freeze(Net())[0].hello())
+print(rewire.load("folder", Net()).hello())
 plain = nn.Sequential()
 print(rewire.inspect(plain).trunks, rewire.list_topologies(), rewire.list_initializers(), rewire.list_patterns())
 model: nn.Module = rewire.compile(plain, "ancre-ingoing", block=4)
