@@ -38,6 +38,7 @@ from rewire.patterns import Pattern, first_given
 from rewire.runtime.connection import connections
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
+from rewire.topologies.registry import said
 from rewire.topologies.residual import Residual
 from rewire.trunk import LeftAlone, Loop, Report
 
@@ -163,6 +164,13 @@ def compile(
         >>> torch.equal(rewired(x), model(x))  # it starts as the original network
         True
     """
+    if isinstance(topology, str) and ":" in topology:
+        topology, more = said(topology)
+        own: dict[str, Any] = {"init": init, "granularity": granularity, "start": start, "loop": loop}
+        if twice := more.keys() & options.keys():
+            raise TypeError(f"options {sorted(twice)} of topology '{topology}' are given twice.")
+        others: dict[str, Any] = {"example_inputs": example_inputs, "trunks": trunks, "validate": validate}
+        return compile(model, topology, **(own | options | more), **others)
     topologies = chosen_topologies(topology, options, trunks, start)
     check_choices(granularity, start)
     check_loop(loop)
