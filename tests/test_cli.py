@@ -342,6 +342,7 @@ def test_inspect_as_a_page(run: Run, tmp_path: Path) -> None:
         ("bench", "user_net:with_inputs", "--rounds", "1"),
         ("kernels",),
         ("list", "hc-*"),
+        ("conformance",),
     ],
 )
 def test_json(run: Run, command: tuple[str, ...]) -> None:
@@ -350,6 +351,7 @@ def test_json(run: Run, command: tuple[str, ...]) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     expected = {"inspect": "trunks", "diagnose": "trunks", "eject": "wrote", "bench": "plain", "list": "topologies"}
+    expected["conformance"] = "schemes"
     assert found[expected.get(command[0], "text")]
 
 
