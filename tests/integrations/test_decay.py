@@ -1,4 +1,4 @@
-"""Weight decay of connection weights under other packages' trainers: none by `rewire.parameter_groups`, else a warning."""
+"""Weight decay of connection weights in other packages' trainers: none by `rewire.parameter_groups`, else a warning."""
 
 from __future__ import annotations
 
