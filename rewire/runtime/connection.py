@@ -91,9 +91,8 @@ class Connection(Watched):
         self.stored_in = {name: scales.get(name, 1.0) for name in learned}
         for name, value in learned.items():
             stored = (value / self.stored_in[name]).to(device=device, dtype=torch.float32)
-            parameter = nn.Parameter(stored)
-            setattr(parameter, NO_WEIGHT_DECAY, True)
-            self.register_parameter(name, parameter)
+            self.register_parameter(name, nn.Parameter(stored))
+            setattr(self.get_parameter(name), NO_WEIGHT_DECAY, True)  # where that is patched, another than was given
         for name, value in fixed.items():
             self.register_buffer(name, value.to(device=device, dtype=torch.float32))
 

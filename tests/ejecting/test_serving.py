@@ -45,7 +45,10 @@ def parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: Any) -> None:
-        register(module, name, None if parameter is None else nn.Parameter(parameter.to("meta")))
+        register(module, name, parameter)
+        if parameter is not None:
+            own = vars(parameter) | {"requires_grad": parameter.requires_grad}  # accelerate's way, which engines share
+            module._parameters[name] = type(parameter)(parameter.to("meta"), **own)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
     try:
