@@ -7,12 +7,12 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 
 from rewire import logs
-from rewire.copies import check_can_be_trained, outside_inference_mode
+from rewire.copies import M, check_can_be_trained, outside_inference_mode
 from rewire.diffs import diff
 from rewire.errors import (
     AlreadyConnected,
@@ -38,6 +38,7 @@ from rewire.patterns import Pattern, first_given
 from rewire.runtime.connection import connections
 from rewire.topologies import Topology
 from rewire.topologies.base import Start
+from rewire.topologies.registry import said
 from rewire.topologies.residual import Residual
 from rewire.trunk import LeftAlone, Loop, Report
 
@@ -106,7 +107,7 @@ def _with_reason(report: Report, error: RewireError) -> Report:
 
 @outside_inference_mode
 def compile(
-    model: nn.Module,
+    model: M,
     topology: str | Topology | Mapping[str, str | Topology] = "ancre-ingoing",
     *,
     init: str | Initializer | None = None,
@@ -117,7 +118,7 @@ def compile(
     trunks: Sequence[str] | None = None,
     validate: bool = True,
     **options: Any,
-) -> nn.Module:
+) -> M:
     """Replace the fixed residual connections of ``model`` by learned depth connections.
 
     Args:
@@ -163,6 +164,13 @@ def compile(
         >>> torch.equal(rewired(x), model(x))  # it starts as the original network
         True
     """
+    if isinstance(topology, str) and ":" in topology:
+        topology, more = said(topology)
+        own: dict[str, Any] = {"init": init, "granularity": granularity, "start": start, "loop": loop}
+        if twice := more.keys() & options.keys():
+            raise TypeError(f"options {sorted(twice)} of topology '{topology}' are given twice.")
+        others: dict[str, Any] = {"example_inputs": example_inputs, "trunks": trunks, "validate": validate}
+        return compile(model, topology, **(own | options | more), **others)
     topologies = chosen_topologies(topology, options, trunks, start)
     check_choices(granularity, start)
     check_loop(loop)
@@ -185,7 +193,8 @@ def compile(
     if trunks is None:
         check_not_cut(model, found.trunks.values())
     rewired = _rewired(model, prepared, found, topologies, granularity, start, validate, loop)
-    return rewired if initializer is None else _initialized(rewired, initializer)
+    made = rewired if initializer is None else _initialized(rewired, initializer)
+    return cast("M", made)  # its class is one that is derived from the model's
 
 
 def _rewired(

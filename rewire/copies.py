@@ -23,6 +23,7 @@ from rewire.torch_internals import TorchDispatchMode, pytree, same_memory, write
 
 P = ParamSpec("P")
 R = TypeVar("R")
+M = TypeVar("M", bound=nn.Module)
 
 #: What a model is called with.
 Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -56,14 +57,14 @@ def check_can_be_trained(model: nn.Module) -> None:
         )
 
 
-def shared(model: nn.Module) -> nn.Module:
+def shared(model: M) -> M:
     """New modules around the same parameters and buffers."""
     memo = _kept(model) | {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     memo |= {id(p): _same_kind(p) for p in model.parameters() if _is_special(p) and not p.requires_grad}
     return _copied(model, memo)
 
 
-def private(model: nn.Module, device: str | None = None) -> nn.Module:
+def private(model: M, device: str | None = None) -> M:
     """A copy that can be run without leaving a trace in ``model``.
 
     Parameters are leaves of their own around the same memory: gradients stay with the copy. Buffers are copies.
@@ -110,7 +111,7 @@ def _kept(model: nn.Module) -> dict[int, Any]:
     return memo
 
 
-def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copied(model: M, memo: dict[int, Any]) -> M:
     """A deep copy, functions that hold modules in their closures included."""
     lazy = next((name for name, tensor in _tensors_of(model) if is_lazy(tensor)), None)
     if lazy is not None:
@@ -126,7 +127,7 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     ]
     memo |= {id(empty): OrderedDict() for module in model.modules() for empty in _empty(module)}
     try:
-        copied: nn.Module = copy.deepcopy(model, memo)
+        copied: M = copy.deepcopy(model, memo)
         for module, name, function in bound:
             cells = tuple(CellType(copy.deepcopy(contents(cell), memo)) for cell in function.__closure__ or ())
             memo[id(module)].__dict__[name] = clone(function, function.__code__, cells)

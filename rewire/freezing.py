@@ -13,7 +13,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from rewire.console import Shown
-from rewire.copies import outside_inference_mode, shared
+from rewire.copies import M, outside_inference_mode, shared
 from rewire.errors import BadExampleInputs, UnsupportedTopology
 from rewire.mixes.history import History
 from rewire.passes.checks import check_loaded, check_unwrapped
@@ -96,7 +96,7 @@ class FreezeReport(Shown):
 
 
 @outside_inference_mode
-def freeze(model: nn.Module, threshold: float = 1e-3, example_inputs: Any = None) -> tuple[nn.Module, FreezeReport]:
+def freeze(model: M, threshold: float = 1e-3, example_inputs: Any = None) -> tuple[M, FreezeReport]:
     """Make the learned connections of a rewired model constants, and leave out those below ``threshold``.
 
     States that are unused afterwards are freed as early as possible; `rewire.coefficients` shows the edges that are

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points as installed_entry_points
 from typing import Any, Generic, TypeVar
@@ -13,6 +14,10 @@ from rewire.errors import UnknownName, check_type
 
 V = TypeVar("V")
 F = TypeVar("F", bound=Callable[..., object])
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower()).removesuffix("s")
 
 
 class Registry(Generic[V]):
@@ -38,9 +43,24 @@ class Registry(Generic[V]):
         self._discover()
         if name in self._entries:
             return self._entries[name]
-        near = difflib.get_close_matches(name, self._entries, n=3, cutoff=0.4)
+        near = self._near(name)
         hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
         raise UnknownName(f"there is no {self.kind} '{name}'.{hint} rewire.list_{self.plural}() lists all of them.")
+
+    def _near(self, name: str) -> list[str]:
+        """Names that may be meant: those like it, of the same family, or of a class or with a description like it."""
+        if near := difflib.get_close_matches(name, self._entries, n=3, cutoff=0.85):
+            return near
+        words: dict[str, list[str]] = {}
+        for known, entry in self.items():
+            line = (inspect.getdoc(entry) or "").split("\n")[0]
+            of_class = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", getattr(entry, "__name__", ""))
+            for word in (known.partition("-")[0], of_class, *re.findall(r"\(([^()]+)\)|(?:^|, )([A-Z][\w -]+)", line)):
+                for each in [word] if isinstance(word, str) else word:
+                    words.setdefault(_letters(each), []).append(known)
+        found = difflib.get_close_matches(_letters(name), [word for word in words if word], n=3, cutoff=0.6)
+        meant = [known for word in found for known in words[word]]
+        return list(dict.fromkeys([*meant, *difflib.get_close_matches(name, self._entries, n=3, cutoff=0.4)]))[:4]
 
     def items(self) -> Iterator[tuple[str, V]]:
         self._discover()

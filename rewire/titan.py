@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from rewire.version import how_to_install
+
 try:
     import spmd_types as spmd
     from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
@@ -33,14 +35,14 @@ try:
     from torchtitan.protocols.module import Module, ModuleDict
     from torchtitan.protocols.sharding import ShardingConfig
 except ImportError as error:
-    raise ImportError("rewire.titan needs torchtitan 0.3: pip install 'rewire[titan]'") from error
+    raise ImportError(f"rewire.titan needs torchtitan 0.3: {how_to_install('titan')}") from error
 
 from rewire.attributes import CONNECTIONS
 from rewire.compiler import compile
 from rewire.errors import UnsupportedCall
 from rewire.pipeline import entries_of, pipeline_cache, pipeline_stage
 from rewire.ranks.meeting import agree, facts_of
-from rewire.runtime.connection import Connection, SeparateNorms, connections, parallelize
+from rewire.runtime.connection import Connection, Connections, SeparateNorms, connections, parallelize
 from rewire.topologies import Topology
 from rewire.torch_internals import children_of
 
@@ -105,9 +107,9 @@ def _adopt(model: nn.Module) -> None:
     """Make torchtitan's modules of those that rewiring has added."""
     for module in list(model.modules()):
         held = children_of(module).get(CONNECTIONS)
-        if isinstance(held, nn.ModuleDict):
-            children_of(module)[CONNECTIONS] = ModuleDict(held.items())
-            for connection in held.values():
+        if isinstance(held, Connections):
+            children_of(module)[CONNECTIONS] = ModuleDict(held.named_children())
+            for connection in held.children():
                 connection.__class__ = TitanConnection
         elif isinstance(held, SeparateNorms):
             held.__class__ = TitanNorms

@@ -34,6 +34,17 @@ class Net(nn.Sequential):
     def __init__(self):
         super().__init__(*(Block() for _ in range(3)))
 
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.net = nn.Embedding(9, 8), Net()
+
+    def forward(self, ids):
+        return self.net(self.embedding(ids))
+
+def with_inputs():
+    return Tokens(), (torch.arange(6)[None],)
+
 ready = Net()
 plain = lambda: nn.Linear(2, 2)
 number = 3
@@ -169,7 +180,7 @@ def test_plot_without_a_checkpoint(run: Run) -> None:
 
 def test_plot_without_matplotlib(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "rewire[viz]" in failed(run("plot", str(checkpoint)))
+    assert "rewire-torch[viz]" in failed(run("plot", str(checkpoint)))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +230,7 @@ def test_errors_of_the_users_code_keep_their_traceback(run: Run) -> None:
 def test_files_that_cannot_be_written_are_refused_before_the_work(
     run: Run, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rewire.cli.models, "load", lambda spec: pytest.fail("it was loaded"))
+    monkeypatch.setattr(rewire.cli.models, "load_with_inputs", lambda spec: pytest.fail("it was loaded"))
     assert "'no/x.svg' cannot be written: there is no folder 'no'" in failed(run(*command, "no/x.svg"))
     if "--html" not in command:
         assert run(*command, "x.docx").exit_code == 2
@@ -329,3 +340,55 @@ def test_graph(run: Run) -> None:
     averaged = run("graph", "hf:llama", "--topology", "muddformer", "--batch", "1", "--length", "5")
     assert averaged.exit_code == 0 and "model.layers: 10 nodes" in averaged.stdout
     assert run("graph", "hf:llama", "--out", "x.svg").exit_code == 2
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("inspect", "user_net:with_inputs"),
+        ("diff", "user_net:with_inputs"),
+        ("source", "user_net:with_inputs", "net.0"),
+        ("diagnose", "user_net:with_inputs", "--topology", "denseformer", "--probes", "0"),
+        ("eject", "user_net:with_inputs", "out"),
+        ("bench", "user_net:with_inputs", "--rounds", "1"),
+        ("kernels",),
+        ("list", "hc-*"),
+        ("conformance",),
+    ],
+)
+def test_json(run: Run, command: tuple[str, ...]) -> None:
+    """Of models that come with their inputs."""
+    result = run(*command, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    expected = {"inspect": "trunks", "diagnose": "trunks", "eject": "wrote", "bench": "plain", "list": "topologies"}
+    expected["conformance"] = "schemes"
+    assert found[expected.get(command[0], "text")]
+
+
+@pytest.mark.parametrize("command", ["bench", "diagnose"])
+def test_a_token_model_without_inputs_is_told_to_give_some(run: Run, command: str) -> None:
+    message = failed(run(command, "user_net:Tokens"))
+    assert "'user_net:Tokens' does not take vectors" in message and "return model, (tokens,)" in message
+
+
+@pytest.mark.parametrize(
+    "topology", ["ancre-ingoing:temperature=0.5,start=paper", "hc-static:streams=2", "dca:block=2"]
+)
+def test_a_topology_with_options(run: Run, topology: str) -> None:
+    for command in (("diff", "hf:llama"), ("source", "hf:llama", "model.layers.0")):
+        assert run(*command, "--topology", topology).exit_code == 0
+    assert "has no option 'steams': it takes" in failed(run("diff", "hf:llama", "--topology", "hc-static:steams=2"))
+    assert "an option is written name=value" in failed(run("diff", "hf:llama", "--topology", "hc-static:streams"))
+
+
+def test_start_and_init(run: Run, tmp_path: Path) -> None:
+    """The plain network is what it starts as, unless another start is asked for."""
+    texts = []
+    for number, more in enumerate([(), ("--start", "preserve"), ("--start", "paper"), ("--init", "zas")]):
+        assert run("eject", "user_net:with_inputs", f"out{number}", *more).exit_code == 0
+        texts.append((tmp_path / f"out{number}" / "rewired_user_net.py").read_text().partition("TRUNKS")[2])
+    assert texts[0] == texts[1] == texts[3] != texts[2]
+    assert "there is no initialiser 'zos'" in failed(run("diagnose", "hf:llama", "--topology", "dca", "--init", "zos"))
+
+
+def test_a_file_is_no_module(run: Run) -> None:
+    assert "'package.module:callable', as 'user_net:Net'" in failed(run("inspect", "user_net.py:Net"))

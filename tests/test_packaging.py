@@ -10,14 +10,18 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
-NEEDED = ["LICENSE", "NOTICE", "README.md", "pyproject.toml", "rewire", "rewire_command.py"]
+NEEDED = ["LICENSE", "MANIFEST.in", "NOTICE", "README.md", "pyproject.toml", "rewire", "rewire_command.py"]
+ALL = [*NEEDED, "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Makefile", "constraints.txt", "mkdocs.yml"]
+ALL += ["benchmarks", "docs", "examples", "tests"]
 EXTRAS = ("accelerate", "diffusers", "matplotlib", "mkdocs", "optuna", "timm", "torchtitan", "transformers")
+EXTRAS += ("triton",)  # which comes with builds of torch for GPUs, under one of several names
 BUILD = """
 import sys
 from setuptools import build_meta
@@ -44,6 +48,19 @@ torch.testing.assert_close(rewired(x), model(x))
 rewired(x).sum().backward()
 print(rewire.__file__)
 """
+METADATA = """
+import importlib.metadata
+import re
+import rewire
+from rewire.version import DISTRIBUTION
+
+about = importlib.metadata.metadata(DISTRIBUTION)
+assert about["Name"] == "rewire-torch" and about["Version"] == rewire.__version__
+needed = [re.split(r"[^\\w.-]", line)[0] for line in about.get_all("Requires-Dist")]
+assert "rewire" not in needed and {"torch", "safetensors", "rich", "typer"} <= set(needed), needed
+plain = [line for line in about.get_all("Requires-Dist") if "extra ==" not in line]
+assert not [line for line in plain if line.startswith("triton")], plain
+"""
 #: What a user writes, checked in strict mode; but for the last line it is right.
 TYPED = """
 from pathlib import Path
@@ -53,6 +70,15 @@ from torch import Tensor, nn
 
 import rewire
 
+
+
+class Net(nn.Module):
+    def hello(self) -> str:
+        return "hello"
+
+
+print(rewire.compile(Net()).hello(), rewire.restore(Net()).hello(), rewire.freeze(Net())[0].hello())
+print(rewire.load("folder", Net()).hello())
 plain = nn.Sequential()
 print(rewire.inspect(plain).trunks, rewire.list_topologies(), rewire.list_initializers(), rewire.list_patterns())
 model: nn.Module = rewire.compile(plain, "ancre-ingoing", block=4)
@@ -109,11 +135,11 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def built(kind: str, where: Path) -> Path:
+def built(kind: str, where: Path, needed: Sequence[str] = NEEDED) -> Path:
     """A package, from a copy of the sources: building leaves folders behind."""
     tree, out = where / "tree", where / "dist"
     tree.mkdir(parents=True)
-    for name in NEEDED:
+    for name in needed:
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -152,13 +178,27 @@ def test_without_the_extras(python: Path, tmp_path: Path) -> None:
     assert "ancre-ingoing" in run(python.with_name("rewire"), "list", cwd=tmp_path, PYTHONPATH="")
 
 
-def test_an_sdist_has_what_a_wheel_needs(tmp_path: Path) -> None:
-    with tarfile.open(built("sdist", tmp_path)) as archive:
+def test_an_sdist_is_built_and_tested_from_itself(tmp_path: Path) -> None:
+    with tarfile.open(built("sdist", tmp_path, ALL)) as archive:
         archive.extractall(tmp_path / "sources", filter="data")
     (tree,) = (tmp_path / "sources").iterdir()
     run(sys.executable, "-c", BUILD, "wheel", tmp_path / "wheels", cwd=tree)
     (wheel,) = (tmp_path / "wheels").iterdir()
     assert "rewire/kernels/cpu/sums.cpp" in zipfile.ZipFile(wheel).namelist()
+    kept = {path.relative_to(ROOT) for name in ALL for path in (ROOT / name, *(ROOT / name).rglob("*"))}
+    missing = [path for path in kept if "__pycache__" not in path.parts and not (tree / path).exists()]
+    assert not missing
+    tests = ["tests/saving/test_checkpoint.py", "tests/code"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    assert "passed" in run(*command, cwd=tree, PYTHONPATH=str(tree))
+
+
+def test_the_metadata_name_no_other_package(python: Path, tmp_path: Path) -> None:
+    """`rewire` is somebody else's."""
+    (tmp_path / "script.py").write_text(METADATA)
+    run(python, "script.py", cwd=tmp_path, PYTHONPATH="")
+    texts = [path.read_text() for name in ("rewire", "docs", "examples") for path in (ROOT / name).rglob("*.[mp][dy]")]
+    assert not re.search(r"pip install (-U )?'?rewire\b(?!-torch)", "".join([*texts, (ROOT / "README.md").read_text()]))
 
 
 def checked(command: list[str | Path], cwd: Path) -> list[str]:

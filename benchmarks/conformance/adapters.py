@@ -30,6 +30,7 @@ from torch.func import functional_call
 from rewire.conformance import Report, check, list_schemes
 from rewire.conformance.ours import ours
 from rewire.conformance.running import Branch, Implementation
+from rewire.version import __version__
 
 RESULTS = Path(__file__).parents[1] / "results" / "conformance.json"
 Weights = Mapping[str, Tensor]
@@ -60,6 +61,8 @@ class Adapter:
 
     @property
     def version(self) -> str | None:
+        if self.project == "rewire":  # which is installed under another name
+            return __version__
         try:
             return importlib.metadata.version(self.project)
         except importlib.metadata.PackageNotFoundError:

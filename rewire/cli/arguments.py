@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import typer
 from torch import nn
 
@@ -19,16 +20,30 @@ from rewire.bench.shapes import batch_for, make_shape
 from rewire.console import progress
 from rewire.errors import RewireError, UnknownName
 from rewire.patterns import first_given, patterns_for
+from rewire.topologies.registry import make_topology, said
+from rewire.torch_internals import pytree
 
 MODEL = typer.Argument(
     metavar="MODEL",
     show_default=False,
-    help="'package.module:callable' (called without arguments, returns a torch.nn.Module; the current directory is "
-    "importable), 'hf:model_type' (a tiny transformers model of that type, random weights), 'timm:name', or "
-    "'shape:name' (a size of the papers, see 'rewire list').",
+    help="'package.module:callable' (called without arguments, returns a torch.nn.Module, or one and its inputs: "
+    "model, (x, ..); the current directory is importable), 'hf:model_type' (a tiny transformers model of that type, "
+    "random weights), 'timm:name', or 'shape:name' (a size of the papers, see 'rewire list').",
 )
 Model = Annotated[str, MODEL]
-Topology = Annotated[str, typer.Option(help="How to connect the blocks; 'rewire list' shows all.")]
+Topology = Annotated[
+    str,
+    typer.Option(metavar="NAME[:OPTION=VALUE,..]", help="How to connect the blocks; 'rewire list' shows all names."),
+]
+Start = Annotated[
+    Literal["preserve", "paper"] | None,
+    typer.Option(help="Connection weights at first: the plain network, or those of the paper."),
+]
+Init = Annotated[
+    str | None, typer.Option(metavar="NAME", help="An initialiser for all weights; 'rewire list' shows all.")
+]
+_OF_COMPILE = ("granularity", "init", "loop", "start")
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Granularity = Annotated[Literal["auto", "block", "sublayer"], typer.Option(help="What the topology connects.")]
 
 Loop = Annotated[
@@ -67,33 +82,43 @@ def load(spec: str) -> nn.Module:
     Raises:
         RewireError: there is none; the message says what was looked for.
     """
+    return load_with_inputs(spec)[0]
+
+
+def load_with_inputs(spec: str) -> tuple[nn.Module, Any]:
+    """The model that MODEL names, and the inputs that came with it; None if there were none. Raises as `load`."""
     kind, separator, name = spec.partition(":")
-    if not (kind and separator and name):
+    if not (kind and separator and name) or kind.endswith(".py"):
+        as_module = f", as '{kind.removesuffix('.py').replace('/', '.')}:{name}'" if ".py" in kind and name else ""
         raise RewireError(
-            f"'{spec}' names no model: give 'package.module:callable', 'hf:model_type', 'timm:name' or 'shape:name'."
+            f"'{spec}' names no model: give 'package.module:callable'{as_module}, 'hf:model_type', 'timm:name' or "
+            "'shape:name'."
         )
     with progress(f"loading {spec}"):
         return _made(spec, kind, name)
 
 
-def _made(spec: str, kind: str, name: str) -> nn.Module:
+def _made(spec: str, kind: str, name: str) -> tuple[nn.Module, Any]:
     if kind == "shape":
-        return make_shape(name)
+        return make_shape(name), None
     if kind in ("hf", "timm"):
         from rewire.patterns import tiny
 
         with as_messages(ImportError):
-            return tiny.tiny_model(name) if kind == "hf" else tiny.timm_model(name)
+            return (tiny.tiny_model(name) if kind == "hf" else tiny.timm_model(name)), None
     make = imported(kind, name)
     if isinstance(make, nn.Module):
-        return make
+        return make, None
     if not callable(make):
         raise RewireError(f"'{spec}' is a {type(make).__name__}, not a callable that returns a torch.nn.Module.")
     with users_code():
-        model = make()
+        made = make()
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise RewireError(f"'{spec}' returned a {type(model).__name__}, not a torch.nn.Module.")
-    return model
+        raise RewireError(
+            f"'{spec}' returned a {type(made).__name__}, not a torch.nn.Module, nor one and its inputs: (model, (x,))."
+        )
+    return model, inputs
 
 
 def task_of(spec: str) -> rewire.Task:
@@ -118,10 +143,22 @@ def rewired(
     topology: str,
     granularity: Literal["auto", "block", "sublayer"],
     loop: Literal["continue", "restart"],
+    start: Literal["preserve", "paper"] | None = None,
+    init: str | None = None,
 ) -> nn.Module:
     """The model that MODEL names, rewired to be read."""
+    model, inputs = load_with_inputs(spec)
     # Neither start nor validation changes the forwards; the paper's start is the one that every topology has.
-    return rewire.compile(load(spec), topology, granularity=granularity, start="paper", loop=loop, validate=False)
+    settings: dict[str, Any] = {"granularity": granularity, "start": start or "paper", "loop": loop, "init": init}
+    return rewired_as(model, topology, example_inputs=inputs, validate=False, **settings)
+
+
+def rewired_as(model: nn.Module, topology: str, **settings: Any) -> nn.Module:
+    """`rewire.compile`, whose complaints about what was typed are messages."""
+    with as_messages(TypeError, ValueError):
+        name, options = said(topology)
+        make_topology(name, {key: value for key, value in options.items() if key not in _OF_COMPILE})
+    return rewire.compile(model, topology, **settings)
 
 
 def imported(module: str, name: str) -> Any:
@@ -166,8 +203,37 @@ def users_code() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def inputs_of(model: nn.Module, batch: int, length: int) -> Any:
-    """Inputs of the size asked for where the model's config says how, else those that the registry makes."""
-    if hasattr(getattr(model, "config", None), "vocab_size") or not first_given(patterns_for(model), "example_inputs"):
-        return batch_for(model, batch, length)
-    return first_given(patterns_for(model), "example_inputs")(model)
+def inputs_of(spec: str, model: nn.Module, batch: int, length: int) -> Any:
+    """Inputs of the size asked for where the model's config says how, else those that the registry makes.
+
+    Raises:
+        RewireError: nothing tells what the model takes.
+    """
+    known = first_given(patterns_for(model), "example_inputs")
+    if known and not hasattr(getattr(model, "config", None), "vocab_size"):
+        return known(model)
+    args, kwargs = batch_for(model, batch, length)
+    if not known:  # a guess
+        try:
+            with torch.no_grad():
+                model(*args, **kwargs)
+        except Exception as error:
+            told = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            raise RewireError(
+                f"'{spec}' does not take vectors as wide as its first weight, all that is known of it ({told}). "
+                "Let the callable return the model and its inputs: return model, (tokens,)."
+            ) from error
+    return args, kwargs
+
+
+def on_device(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Inputs that came with a model, as (args, kwargs); those in floating point in the weights' dtype."""
+    whole = isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[1], dict)
+    args, kwargs = inputs if whole else ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+
+    return pytree.tree_map(moved, (tuple(args), kwargs))

@@ -11,7 +11,7 @@ import typer
 from rewire import conformance
 from rewire.cli import output
 from rewire.cli.app import app
-from rewire.cli.arguments import imported, users_code
+from rewire.cli.arguments import Json, imported, users_code
 from rewire.conformance.ours import ours
 from rewire.console import progress
 from rewire.errors import RewireError
@@ -35,12 +35,20 @@ def conformance_command(
     vectors: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write the test cases of SCHEME, or of all, as files instead.")
     ] = None,
+    json: Json = False,
 ) -> None:
     """Compare an implementation of a scheme with the paper's formulas, and name its mistake."""
     if vectors is not None:
         with progress(f"writing test cases to {vectors}"):
             files = conformance.write(vectors, [scheme] if scheme else None)
-        typer.echo(f"wrote {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB, to {vectors}")
+        if json:
+            output.print_json({"wrote": [str(file) for file in files]})
+        else:
+            size = sum(file.stat().st_size for file in files) / 1e6
+            typer.echo(f"wrote {len(files)} files, {size:.1f} MB, to {vectors}")
+        return
+    if scheme is None and json:
+        output.print_json({"schemes": conformance.list_schemes()})
         return
     if scheme is None:
         output.console().print(output.table("schemes", conformance.list_schemes()))
@@ -49,7 +57,10 @@ def conformance_command(
     made = ours(scheme, **options) if implementation is None else _made(implementation)
     with progress(f"checking {scheme}"):
         report = conformance.check(scheme, made, device=device, **options)
-    typer.echo(str(report))
+    if json:
+        output.print_json({"scheme": scheme, "agrees": report.agrees, "text": str(report)})
+    else:
+        typer.echo(str(report))
     raise typer.Exit(0 if report.agrees else 1)
 
 

@@ -14,15 +14,19 @@ from rewire.cli import output
 from rewire.cli.app import app
 from rewire.cli.arguments import (
     Granularity,
+    Init,
+    Json,
     Loop,
     Model,
+    Start,
     Topology,
     as_messages,
     graph_file,
     inputs_of,
-    load,
+    load_with_inputs,
     picture,
     rewired,
+    rewired_as,
     writable,
 )
 from rewire.console import progress
@@ -46,18 +50,26 @@ def inspect_command(
     topology: Topology = "ancre-ingoing",
     granularity: Granularity = "auto",
     loop: Loop = "continue",
+    start: Start = None,
+    init: Init = None,
+    json: Json = False,
 ) -> None:
     """Show the residual streams of MODEL: their residual adds in order, and what would be left alone, and why."""
+    loaded, inputs = load_with_inputs(model)
     if html is None:
-        output.console().print(rewire.inspect(load(model), loop=loop))
+        report = rewire.inspect(loaded, loop=loop, example_inputs=inputs)
+        if json:
+            output.print_json({"trunks": report.trunks, "left": report.left, "dropped": report.dropped})
+        else:
+            output.console().print(report)
         return
     with progress(f"writing a page about {model}"):
-        loaded = load(model)
-        inputs = known_inputs(loaded, patterns_for(loaded), None)
+        inputs = known_inputs(loaded, patterns_for(loaded), inputs)
         if not rewire.connections(loaded):
-            loaded = rewire.compile(loaded, topology, granularity=granularity, start="paper", loop=loop, validate=False)
+            settings: dict[str, Any] = {"start": start or "paper", "loop": loop, "init": init, "validate": False}
+            loaded = rewired_as(loaded, topology, granularity=granularity, example_inputs=inputs, **settings)
         rewire.report(loaded, html, inputs)
-    typer.echo(f"wrote {html}")
+    _wrote(html, json)
 
 
 @app.command("source")
@@ -67,17 +79,22 @@ def source_command(
     topology: Topology = "ancre-ingoing",
     granularity: Granularity = "auto",
     loop: Loop = "continue",
+    json: Json = False,
 ) -> None:
     """Rewire MODEL and print the new forward of the block at PATH."""
-    output.print_code(rewire.source(rewired(model, topology, granularity, loop), path), "python")
+    _code(rewire.source(rewired(model, topology, granularity, loop), path), "python", json)
 
 
 @app.command("diff")
 def diff_command(
-    model: Model, topology: Topology = "ancre-ingoing", granularity: Granularity = "auto", loop: Loop = "continue"
+    model: Model,
+    topology: Topology = "ancre-ingoing",
+    granularity: Granularity = "auto",
+    loop: Loop = "continue",
+    json: Json = False,
 ) -> None:
     """Rewire MODEL and print all that this changes in its files, as a unified diff."""
-    output.print_code(rewire.diff(rewired(model, topology, granularity, loop)), "diff")
+    _code(rewire.diff(rewired(model, topology, granularity, loop)), "diff", json)
 
 
 @app.command("eject")
@@ -87,6 +104,9 @@ def eject_command(
     topology: Topology = "ancre-ingoing",
     granularity: Granularity = "auto",
     loop: Loop = "continue",
+    start: Start = None,
+    init: Init = None,
+    json: Json = False,
     force: Annotated[
         bool, typer.Option("--force", help="Write into a folder that holds another model, or other files, too.")
     ] = False,
@@ -94,17 +114,30 @@ def eject_command(
     """Write MODEL as Python files and weights that load without rewire; it is rewired first, unless it is already."""
     if not force:
         check_free(folder)  # before anything that takes long
-    loaded = load(model)
+    loaded, inputs = load_with_inputs(model)
     if not rewire.connections(loaded):
-        loaded = rewire.compile(loaded, topology, granularity=granularity, loop=loop)
-    typer.echo(f"wrote {rewire.eject(loaded, folder, force=force)}")
+        settings: dict[str, Any] = {"start": start or "preserve", "loop": loop, "init": init}
+        loaded = rewired_as(loaded, topology, granularity=granularity, example_inputs=inputs, **settings)
+    _wrote(rewire.eject(loaded, folder, force=force), json)
 
 
 @app.command("list")
-def list_command() -> None:
+def list_command(
+    pattern: Annotated[
+        str, typer.Argument(metavar="PATTERN", help="Only topologies whose names fit it, as in 'hc-*'.")
+    ] = "",
+    json: Json = False,
+) -> None:
     """List the topologies, initialisers and architectures that are known here, those of plug-ins included."""
     console = output.console()
-    console.print(output.table("Topologies", rewire.list_topologies()))
+    topologies = rewire.list_topologies(pattern or "*")
+    if json:
+        others = {"initialisers": rewire.list_initializers(), "architectures": rewire.list_patterns()}
+        output.print_json({"topologies": topologies, **({} if pattern else {"shapes": shapes(), **others})})
+        return
+    console.print(output.table("Topologies", topologies or {"none": ""}))
+    if pattern:
+        return
     console.print(output.table("Shapes that bench knows", shapes()))
     console.print(output.table("Initialisers", rewire.list_initializers() or {"none": ""}))
     console.print(
@@ -134,20 +167,27 @@ def plot_command(
         Literal["heatmap", "arcs", "bars"],
         typer.Option(help="Weights as a matrix, as arcs, or as bars by destination."),
     ] = "heatmap",
+    json: Json = False,
 ) -> None:
     """Draw the connection weights in CHECKPOINT; the model itself is not needed."""
     target = out or checkpoint.with_suffix(f".{kind}.png")
     with as_messages(ImportError, OSError):
         rewire.plot(checkpoint, target, kind)
-    typer.echo(f"wrote {target}")
+    _wrote(target, json)
 
 
 @app.command("diagnose")
 def diagnose_command(
     model: Model,
     topology: Annotated[
-        str | None, typer.Option(help="Rewire MODEL first; 'rewire list' shows all.  [default: MODEL as it is]")
+        str | None,
+        typer.Option(
+            metavar="NAME[:OPTION=VALUE,..]",
+            help="Rewire MODEL first; 'rewire list' shows all.  [default: as it is]",
+        ),
     ] = None,
+    start: Start = None,
+    init: Init = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences or images in the batch.")] = 2,
     length: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 32,
     probes: Annotated[int, typer.Option(min=0, help="Random probes for chi where it is not exact; 0: no chi.")] = 16,
@@ -155,18 +195,26 @@ def diagnose_command(
     out: Annotated[
         Path | None, typer.Option(metavar="PATH", callback=picture, help="Draw it, too: .png, .pdf or .svg.")
     ] = None,
+    json: Json = False,
 ) -> None:
     """Show how signals and gradients pass through MODEL on a random batch: norms, cosines, effective depth and chi."""
-    loaded = load(model)
-    if topology:
-        loaded = rewire.compile(loaded, topology, start="paper", validate=False)
+    loaded, inputs = load_with_inputs(model)
     torch.manual_seed(seed)
-    found = rewire.diagnose(loaded, inputs_of(loaded, batch, length), probes=probes, seed=seed)
-    output.console().print(found)
+    if inputs is None:
+        inputs = inputs_of(model, loaded, batch, length)
+    if topology:
+        settings: dict[str, Any] = {"start": start or "paper", "init": init, "validate": False}
+        loaded = rewired_as(loaded, topology, example_inputs=inputs, **settings)
+    found = rewire.diagnose(loaded, inputs, probes=probes, seed=seed)
+    if json:
+        output.print_json(found)
+    else:
+        output.console().print(found)
     if out:
         with as_messages(ImportError, OSError, ValueError):
             found.plot(out)
-        typer.echo(f"wrote {out}")
+        if not json:
+            _wrote(out, json)
 
 
 @app.command("graph")
@@ -210,10 +258,25 @@ def kernels_command(
     norm: Annotated[Literal["none", "rms", "layer"], typer.Option(help="The norm that follows.")] = "none",
     probe: Annotated[bool, typer.Option("--probe", help="Dot products with one more tensor each, too.")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="The kernel of the gradients.")] = False,
+    json: Json = False,
 ) -> None:
     """Print the Triton source that is generated for a mix."""
     follows: Any = None if norm == "none" else norm
     with as_messages(ValueError):
         spec = MixSpec(sources, weights, scores, added, outputs, follows, keep_mix=bool(follows), probe=probe)
         text = source(spec, backward)
-    output.print_code(text, "python")
+    _code(text, "python", json)
+
+
+def _code(text: str, language: str, json: bool) -> None:
+    if json:
+        output.print_json({"text": text})
+    else:
+        output.print_code(text, language)
+
+
+def _wrote(path: Path, json: bool) -> None:
+    if json:
+        output.print_json({"wrote": str(path)})
+    else:
+        typer.echo(f"wrote {path}")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from typing import Any
+
+import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -24,6 +29,19 @@ def print_code(text: str, language: str) -> None:
         terminal.print(Syntax(text, language, theme="ansi_dark", background_color="default", word_wrap=True))
     else:
         typer.echo(text, nl=False)  # as it is, to be read by programs
+
+
+def print_json(data: Any) -> None:
+    """Print plain data, dataclasses and tensors as JSON, without colours or wrapped lines."""
+    typer.echo(json.dumps(data, default=_plain, indent=2))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
 
 
 def table(title: str, rows: dict[str, str]) -> Table:

@@ -14,11 +14,17 @@ from rewire.cli import output
 from rewire.cli.app import app
 from rewire.cli.arguments import (
     MODEL,
+    Init,
+    Json,
+    Start,
     as_messages,
     inputs_of,
-    load,
+    load_with_inputs,
+    on_device,
     picture,
+    rewired_as,
     task_of,
+    writable,
 )
 from rewire.console import progress, say
 from rewire.errors import RewireError
@@ -77,7 +83,11 @@ def study_command(
 def bench_command(
     model: Annotated[str, MODEL],
     topology: Annotated[
-        list[str] | None, typer.Option(help="What to measure; may be given several times.  [default: ancre-ingoing]")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:OPTION=VALUE,..]",
+            help="What to measure; repeatable.  [default: ancre-ingoing]",
+        ),
     ] = None,
     compiled: Annotated[bool, typer.Option("--compiled", help="Measure each under torch.compile, too.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Sequences or images in a batch.")] = 8,
@@ -85,28 +95,37 @@ def bench_command(
     rounds: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 10,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of weights.")] = "float32",
     device: Annotated[str, typer.Option(help="Where to run.  [default: an accelerator if there is one]")] = "",
+    start: Start = None,
+    init: Init = None,
     out: Annotated[
-        Path | None, typer.Option("--json", "--out", metavar="PATH", help="Write the times as JSON.")
+        Path | None, typer.Option(metavar="PATH", callback=writable, help="Write the times, all of them, as JSON.")
     ] = None,
+    json: Json = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="PATH", callback=picture, help="Draw the times: .png, .pdf or .svg.")
     ] = None,
 ) -> None:
     """Time training steps (forward and backward) of MODEL, plain and rewired, in turn in one run."""
     where = torch.device(device) if device else harness.default_device()
-    plain = load(model).to(device=where, dtype=getattr(torch, dtype)).train()
-    inputs = inputs_of(plain, batch, length)
+    loaded, given = load_with_inputs(model)
+    plain = loaded.to(device=where, dtype=getattr(torch, dtype)).train()
+    inputs = inputs_of(model, plain, batch, length) if given is None else on_device(given, where, getattr(torch, dtype))
     models = {"plain": plain}
     for name in topology or ["ancre-ingoing"]:
-        models[name] = rewire.compile(plain, name, start="paper", validate=False)
+        settings: dict[str, Any] = {"start": start or "paper", "init": init, "validate": False}
+        models[name] = rewired_as(plain, name, example_inputs=inputs, **settings)
     if compiled:
         models |= {f"{name}, compiled": torch.compile(each) for name, each in models.items()}  # type: ignore[misc]
     steps = {name: harness.training_step(each, inputs) for name, each in models.items()}
     say(f"timing {len(steps)} models on {where}: {rounds} rounds")
     with progress(f"{len(steps)} models on {where}", len(steps) * (harness.WARMUP + rounds)) as step:
         timings = harness.side_by_side(steps, rounds, where, tick=step)
-    output.console().print(harness.table(timings, "plain"))
+    measured = {"model": model, "batch": batch, "length": length, **harness.as_json(timings)}
+    if json:
+        output.print_json(measured)
+    else:
+        output.console().print(harness.table(timings, "plain"))
     if out:
-        harness.save(out, [{"model": model, "batch": batch, "length": length, **harness.as_json(timings)}], where)
+        harness.save(out, [measured], where)
     if plot:
         plot_times({name: timing.seconds for name, timing in timings.items()}, plot)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from rewire.attributes import CONNECTIONS
 from rewire.errors import RewireError
 from rewire.passes.editing.connect import StreamsToTensors
 from rewire.placement import is_dtensor
-from rewire.runtime.connection import Connection, SeparateNorms
+from rewire.runtime.connection import Connection, Connections, SeparateNorms
 from rewire.runtime.gate import Gate
 from rewire.runtime.hooks import registering, show_tensors
 from rewire.runtime.layout import Layout
 from rewire.runtime.live import Entry
-from rewire.torch_internals import children_of, forward_hooks, forward_pre_hooks
+from rewire.torch_internals import buffers_of, children_of, forward_hooks, forward_pre_hooks, parameters_of
 
 CONFIG = "rewire_ejected"  # the entry of a config with what follows
 #: `rewire.eject` puts the digest of what it writes in its place: here, and where it writes this.
@@ -32,8 +33,35 @@ class Ejected(Connection):
 
     def set_extra_state(self, state: Any) -> None:
         if isinstance(state, Tensor):  # else torch's placeholder for a key that a partial state dict does not have
-            own: Any = state.to_local() if is_dtensor(state) else state  # type: ignore[attr-defined]
-            check_ejected(bytes(own.byte().flatten().tolist()).decode(errors="replace"), "The weights")
+            _check_weights(state)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load weights by name, where a serving engine does it module by module, and return the names.
+
+        vLLM and SGLang make all parameters anew that they have no layers for, in the model's dtype. These are float32
+        again. Where they are, they stay the tensors that they were: CUDA graphs read those.
+        """
+        loaded = set()
+        for name, value in weights:
+            loaded.add(name)
+            if name == "_extra_state":
+                _check_weights(value)
+                continue
+            own = {**parameters_of(self), **buffers_of(self)}.get(name)
+            if own is None or own.shape != value.shape:
+                raise RewireError(f"'{name}' {list(value.shape)} is no weight of trunk '{self.layout.trunk}'.")
+            if own.dtype == torch.float32 and not own.is_meta:
+                own.copy_(value)
+            else:
+                device = value.device if own.is_meta else own.device
+                self.register_parameter(name, nn.Parameter(value.to(device, torch.float32), own.requires_grad))
+        return loaded
+
+
+def _check_weights(state: Any) -> None:
+    own = state.to_local() if is_dtensor(state) else state
+    check_ejected(bytes(own.byte().flatten().tolist()).decode(errors="replace"), "The weights")
 
 
 def check_ejected(found: str, what: str) -> None:
@@ -71,8 +99,8 @@ def connect(
     Args:
         model: as it was made; its weights may still be on the meta device.
         trunks: where the weights of a trunk are registered, and what connects its residual adds.
-        modules: for each module that streams run through its edited class (None: that of ``model`` itself, or none),
-            and what its functions know, by the name of the attribute that holds it.
+        modules: for each module that streams run through its edited class (None: it has none), and what its functions
+            know, by the name of the attribute that holds it.
         collecting: modules that may return hidden states that they collected, and of which trunks.
         norms: those that keys and values have copies of.
 
@@ -81,19 +109,21 @@ def connect(
     """
     check_ejected(getattr(getattr(model, "config", None), CONFIG, EJECTED), "The config")
     connections: dict[str, Connection] = {}
+    holders: dict[str, tuple[nn.Module, str]] = {}
     for path, layout in trunks.items():
         holder, _, name = path.rpartition(".")
         owner = _found(model, holder.removesuffix(CONNECTIONS).rstrip("."))
         if CONNECTIONS not in children_of(owner):
-            owner.add_module(CONNECTIONS, nn.ModuleDict())
+            owner.add_module(CONNECTIONS, Connections())
         connections[layout.trunk] = Ejected(layout, "paper")
+        holders[layout.trunk] = owner, name
         owner.get_submodule(CONNECTIONS).add_module(name, connections[layout.trunk])
     for path in norms:
         norm = _found(model, path)
         norm.add_module(CONNECTIONS, SeparateNorms(norm))
     for path, (edited, functions) in modules.items():
         module = _found(model, path)
-        if edited is not None:
+        if edited is not None and not isinstance(module, edited):  # the model's own class is derived from it
             (base,) = edited.__bases__
             if type(module) is not base:
                 raise RewireError(
@@ -106,7 +136,7 @@ def connect(
             show_tensors(forward_pre_hooks(module), forward_hooks(module))
             _remember_outputs(module)
         gates = {
-            name: Gate(path, function.where, [_entry(given, connections) for given in function.trunks], function.helper)
+            name: Gate(path, function.where, _entries(function, connections, holders), function.helper)
             for name, function in functions.items()
         }
         helpers = {name: gate for name, gate in gates.items() if gate.function is not None}
@@ -119,6 +149,59 @@ def connect(
         _found(model, path).register_forward_hook(hook)
 
 
+def part_of(
+    model: Any,
+    base: str,
+    trunks: Mapping[str, Layout],
+    modules: Mapping[str, tuple[type[nn.Module] | None, Mapping[str, Function]]],
+    collecting: Mapping[str, Sequence[str]],
+    norms: Sequence[str],
+) -> tuple[Any, ...]:
+    """What another model of transformers has of the ejected one, for `connect`: the same base model, or a part of it.
+
+    Args:
+        model: the other one, with another head or none.
+        base: the path of the ejected model's base model.
+        trunks, modules, collecting, norms: of the ejected model.
+
+    Raises:
+        RewireError: it has a trunk in part only, or in another place.
+    """
+    here = model.base_model_prefix if model.base_model is not model else ""
+    there = dict(model.named_modules())
+
+    def moved(path: str) -> str | None:
+        """Where a module of the ejected model is in this one."""
+        if base and not f"{path}.".startswith(f"{base}."):
+            return None
+        found = ".".join(filter(None, (here, path[len(base) :].lstrip("."))))
+        return found if found in there else None
+
+    kept: dict[str, Layout] = {}
+    for path, layout in trunks.items():
+        holder, name = path.split(CONNECTIONS)
+        owner = moved(holder.rstrip("."))
+        if owner is not None:
+            kept[f"{owner}.{CONNECTIONS}{name}".lstrip(".")] = layout
+    names = {layout.trunk for layout in kept.values()}
+    places = {path: place for path in (*modules, *collecting, *norms) if (place := moved(path)) is not None}
+    connected = {places[path]: known for path, known in modules.items() if path in places}
+    for path, (edited, functions) in modules.items():
+        elsewhere = path not in places and edited is not None and edited.__bases__[0]
+        strays = any(type(module) is elsewhere and place not in connected for place, module in there.items())
+        for function in functions.values():
+            if strays or any((trunk["trunk"] in names) != (path in places) for trunk in function.trunks):
+                told = ", ".join(f"'{trunk['trunk']}'" for trunk in function.trunks)
+                raise RewireError(
+                    f"{type(model).__name__} has trunk {told} of the ejected model in part only, or blocks of its "
+                    "class in other places: load the class that was ejected, which config.json names first in auto_map."
+                )
+    collectors = {
+        places[path]: [n for n in given if n in names] for path, given in collecting.items() if path in places
+    }
+    return kept, connected, collectors, [places[path] for path in norms if path in places]
+
+
 def _remember_outputs(module: Any) -> None:
     """Tell transformers which outputs its models collect: it looks that up by the class's name."""
     if getattr(module, "_can_record_outputs", None):
@@ -128,8 +211,15 @@ def _remember_outputs(module: Any) -> None:
             _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
-def _entry(given: dict[str, Any], connections: Mapping[str, Connection]) -> Entry:
-    return Entry(connection=connections[given["trunk"]], **given)
+def _entries(
+    function: Function, connections: Mapping[str, Connection], holders: Mapping[str, tuple[nn.Module, str]]
+) -> list[Entry]:
+    return [
+        Entry(
+            connection=connections[trunk["trunk"]], held=holders[trunk["trunk"]] if trunk["begins"] else None, **trunk
+        )
+        for trunk in function.trunks
+    ]
 
 
 def _found(model: nn.Module, path: str) -> nn.Module:

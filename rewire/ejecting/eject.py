@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import sys
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 
 from rewire.code.edited import is_edited, original_class
 from rewire.console import watched
-from rewire.ejecting.connecting import CONFIG, EJECTED
-from rewire.ejecting.modules import RUNTIME, Module, is_cut
+from rewire.ejecting.connecting import CONFIG, EJECTED, part_of
+from rewire.ejecting.modules import PART_OF, RUNTIME, Module, is_cut
 from rewire.ejecting.runtime import ROOTS, Runtime
 from rewire.errors import EditError, RewireError
 from rewire.files import check_no_file, make_folder, staged
@@ -28,6 +29,8 @@ from rewire.patterns import first_given, is_pretrained, patterns_for
 from rewire.runtime.connection import learned_connections
 from rewire.saving.folder import own_memory, ties_of
 from rewire.saving.recipes import is_recipe
+
+logger = logging.getLogger("rewire.ejecting")
 
 _WEIGHTS = "model.safetensors"
 _SHARDS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json")  # of transformers
@@ -84,19 +87,22 @@ def eject(model: nn.Module, folder: str | os.PathLike[str], *, force: bool = Fal
     roots = [(type(c.layout.topology).__module__, type(c.layout.topology).__name__) for c in found.values()]
     prepare = first_given(patterns_for(model), "prepare")
     own = [(prepare.__module__, prepare.__name__)] if prepare else []
-    runtime = Runtime([*ROOTS, *roots, *own])
+    cls = original_class(model) if is_edited(model) else type(model)
+    auto = _auto_classes(model.config, cls) if is_pretrained(model) else {}
+    others = [other for other in dict.fromkeys(auto.values()) if other is not cls]
+    runtime = Runtime([*ROOTS, *roots, *own, *([(part_of.__module__, PART_OF)] if others else [])])
     try:
-        module = Module(model, runtime, *(runtime.name_of(*each) for each in own))
+        module = Module(model, runtime, "".join(runtime.name_of(*each) for each in own), others)
     except EditError as error:
         raise EditError(f"{type(model).__name__} cannot be ejected: {error}.") from error
-    cls = original_class(model) if is_edited(model) else type(model)
     stem = f"rewired_{cls.__module__.rpartition('.')[2]}"
     heading = f'{_LICENCE}"""What {stem}.py needs of rewire, gathered from its modules; sums are plain PyTorch."""\n'
     text = module.text()
     texts = {f"{stem}.py": text, f"{RUNTIME}.py": runtime.text(heading, callers=text)}
     make_folder(target)
     with staged(target) as stage:
-        _write(model, texts, stage, cls, f"{stem}.{module.root}")
+        names = {name: f"{stem}.{module.names.get(other, module.root)}" for name, other in auto.items()}
+        _write(model, texts, stage, names)
         if not force:
             _check_same(stage, target)
     for old in target.iterdir():
@@ -105,14 +111,14 @@ def eject(model: nn.Module, folder: str | os.PathLike[str], *, force: bool = Fal
     return target / f"{stem}.py"
 
 
-def _write(model: nn.Module, texts: dict[str, str], folder: Path, cls: type, name: str) -> None:
-    """Write the files of a model: texts, and weights with what else there is."""
+def _write(model: nn.Module, texts: dict[str, str], folder: Path, auto: dict[str, str]) -> None:
+    """Write the files of a model: texts, and weights with what else there is; ``auto`` is for its config."""
     config: Any = model.config if is_pretrained(model) else None
     digest = _digest([*texts.values(), config.to_json_string() if config else ""])
     for file, text in texts.items():
         (folder / file).write_text(text.replace(EJECTED, digest), encoding="utf-8")
     if is_pretrained(model):
-        _save_pretrained(model, cls, folder, name, digest)
+        _save_pretrained(model, folder, auto, digest)
     else:
         state = _weights(model, digest)
         ties = ties_of(state)  # as safetensors.torch.load_model expects them: once
@@ -157,8 +163,10 @@ def _digest(texts: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:32]
 
 
-def _save_pretrained(model: Any, cls: type, folder: Path, name: str, digest: str) -> None:
+def _save_pretrained(model: Any, folder: Path, auto: dict[str, str], digest: str) -> None:
     """Weights and config, which says where the class is."""
+    from transformers.models.auto import modeling_auto
+
     # Under the names that the model has: transformers renames those of older checkpoints for its own classes only.
     # In one file: of several, some could be of an older model.
     with _quiet():
@@ -167,7 +175,8 @@ def _save_pretrained(model: Any, cls: type, folder: Path, name: str, digest: str
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config[CONFIG] = digest
-    config["auto_map"] = dict.fromkeys(_auto_classes(model.config, cls), name)
+    kept = {name: value for name, value in config.get("auto_map", {}).items() if not hasattr(modeling_auto, name)}
+    config["auto_map"] = kept | auto  # the config and tokenizer of a model with code of its own
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -192,15 +201,26 @@ def _weights(model: nn.Module, digest: str) -> dict[str, Tensor]:
     return {name: mark.clone() if is_recipe(name) else value for name, value in model.state_dict().items()}
 
 
-def _auto_classes(config: Any, cls: type) -> list[str]:
-    """The Auto classes of transformers that make ``cls`` of its config."""
+def _auto_classes(config: Any, cls: type) -> dict[str, type]:
+    """What each Auto class of transformers makes of a config; first those that make ``cls``.
+
+    All of them have to know the ejected file: one that does not would make the plain model.
+    """
     from transformers.models.auto import modeling_auto
 
-    found = []
+    found = {}
     for name, auto in vars(modeling_auto).items():
         mapping = getattr(auto, "_model_mapping", None)
-        if name.startswith("AutoModel") and mapping is not None and type(config) in mapping:
+        if name.startswith("Auto") and mapping is not None and type(config) in mapping:
             made = mapping[type(config)]
-            if cls in (made if isinstance(made, (list, tuple)) else (made,)):
-                found.append(name)
-    return found or ["AutoModel"]
+            several = made if isinstance(made, (list, tuple)) else (made,)
+            found[name] = cls if cls in several else several[0]
+            if not found[name].__module__.startswith("transformers"):
+                logger.warning(
+                    "transformers.%s makes %s, which was registered for it here, whatever is in the ejected folder: "
+                    "where it is registered, load the ejected class by its own from_pretrained.",
+                    name,
+                    found[name].__qualname__,
+                )
+    found.setdefault("AutoModel", cls)
+    return dict(sorted(found.items(), key=lambda item: item[1] is not cls))

@@ -8,7 +8,7 @@ import keyword
 import linecache
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -33,7 +33,9 @@ from rewire.topologies.registry import options_of
 from rewire.torch_internals import forward_hooks
 
 RUNTIME = "rewire_runtime"
+PART_OF = "part_of"
 _IMPORTED = ("Function", "Layout", "connect")
+_DATA = ("TRUNKS", "MODULES", "COLLECTING", "NORMS")
 
 
 class Module:
@@ -43,32 +45,44 @@ class Module:
         model: a rewired model.
         runtime: that it imports from.
         prepare: name there of what prepares a plain model (`Pattern.prepare`), if something does.
+        others: more classes that load the model's weights, with another head or none, or a part of it.
+
+    Attributes:
+        root: the name of the model's class in the file.
+        names: those of the other classes.
 
     Raises:
         EditError: a class or function of the model has no name that another file could import.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, prepare: str = "") -> None:
+    def __init__(self, model: nn.Module, runtime: Runtime, prepare: str = "", others: Sequence[type] = ()) -> None:
         self.model, self._runtime, self._prepare = model, runtime, prepare
         self._imports: dict[str, Binding] = {}
         self._headers: dict[str, None] = {}  # licences
-        edited = {path: module for path, module in model.named_modules() if path and is_edited(module)}
+        edited = {path: module for path, module in model.named_modules() if is_edited(module)}
         keys = {path: (original_class(module), tuple(edits_of(module).values())) for path, module in edited.items()}
         root = original_class(model) if is_edited(model) else type(model)
-        self._taken = {*_IMPORTED, "check_ejected", "TRUNKS", "MODULES", "COLLECTING", "NORMS", "connected"}
+        self._taken = {*_IMPORTED, PART_OF, "check_ejected", *_DATA, "connected"}
         self.root = self._free(root.__name__)
-        self._classes = {key: self._free(key[0].__name__) for key in dict.fromkeys(keys.values())}
+        self.names = {cls: self._free(cls.__name__) for cls in others}
+        made = {root, *others}
+        self._classes = {
+            key: self._free(f"Edited{key[0].__name__}" if key[0] in made else key[0].__name__)
+            for key in dict.fromkeys(keys.values())
+        }
         self._class_of = {path: self._classes[key] for path, key in keys.items()}
         helpers = {(gate.original, gate.source): None for _, _, gate in _gates(model) if isinstance(gate, HelperGate)}
         self._helpers = {key: self._free(key[0].__name__) for key in helpers}
         self._bodies = [self._helper(*key, name) for key, name in self._helpers.items()]
         self._bodies += [self._class(cls, edits, name) for (cls, edits), name in self._classes.items()]
-        self._bodies.append(self._root(root))
+        self._bodies += [self._made(root, "", self.root), self._connected(root)]
+        self._bodies += [self._made(cls, self._base, name) for cls, name in self.names.items()]
 
     def text(self) -> str:
         """The file."""
         topologies = {self._topology(layout) for layout in self._layouts()}
-        of_runtime = sorted({*_IMPORTED, *topologies, *filter(None, [self._prepare])})
+        part_of = PART_OF if self.names else ""
+        of_runtime = sorted({*_IMPORTED, *topologies, *filter(None, [self._prepare, part_of])})
         future = ["from __future__ import annotations\n"] if self._postponed else []
         runtime = (
             f"from .{RUNTIME} import check_ejected\n\n"
@@ -83,24 +97,25 @@ class Module:
         methods = [self._method(cls, edited) for edited in edits]
         return "\n".join([head, *(methods or ['    """Only passes a residual stream on."""'])]).rstrip()
 
-    def _root(self, cls: type) -> str:
-        """The class of the whole model, which is connected when it is made."""
-        base = self._qualified(cls)
-        own = [self._method(cls, edited) for edited in edits_of(self.model).values()] if is_edited(self.model) else []
-        lines = [f"class {self.root}({base}):"]
+    def _made(self, cls: type, path: str, name: str) -> str:
+        """A class whose models are connected when they are made; ``path`` is where the ejected model has such a one."""
+        edited = path in self._class_of and original_class(self.model.get_submodule(path)) is cls
+        base = self._class_of[path] if edited else self._qualified(cls)
+        lines = [f"class {name}({base}):"]
         if is_pretrained(self.model):
             kept = "_keep_in_fp32_modules_strict"
             lines += [f'    {kept} = [*({base}.{kept} or ()), "{CONNECTIONS}"]', ""]
+        part = "" if name == self.root else repr(self._base)
         lines += [
             "    def __init__(self, *args, **kwargs):",
             "        super().__init__(*args, **kwargs)",
-            *(f"        {line}" for line in self._steps("self")),
+            *(f"        {line}" for line in self._steps("self", part)),
         ]
-        text = "\n".join([*lines, *(f"\n{method}" for method in own)]).rstrip()
-        return f"""{text}
+        return "\n".join(lines)
 
-
-def connected(model: {base}) -> {self.root}:
+    def _connected(self, cls: type) -> str:
+        base = self._qualified(cls)
+        return f"""def connected(model: {base}) -> {self.root}:
     \"\"\"Make a plain model a rewired one, in place, where it is made otherwise than by calling its class.\"\"\"
     if type(model) is not {base}:
         raise TypeError(f"the model has to be a {base}, not {{type(model).__name__}}")
@@ -108,10 +123,18 @@ def connected(model: {base}) -> {self.root}:
     {f"{chr(10)}    ".join(self._steps("model"))}
     return model"""
 
-    def _steps(self, model: str) -> list[str]:
-        """What makes a rewired model of a plain one."""
+    def _steps(self, model: str, base: str = "") -> list[str]:
+        """What makes a rewired model of a plain one; of another class, with the path of the ejected base model."""
         prepared = [f"{self._prepare}({model})"] if self._prepare else []
-        return [*prepared, f"connect({model}, TRUNKS, MODULES, COLLECTING, NORMS)"]
+        data = ", ".join(_DATA)
+        given = f"*{PART_OF}({model}, {base}, {data})" if base else data
+        return [*prepared, f"connect({model}, {given})"]
+
+    @functools.cached_property
+    def _base(self) -> str:
+        """The path of the model's base model."""
+        own: Any = self.model
+        return next(path for path, module in own.named_modules() if module is own.base_model)
 
     def _method(self, cls: type, edited: Edited) -> str:
         original = edited.original(cls).function
@@ -199,9 +222,6 @@ def connected(model: {base}) -> {self.root}:
         functions = [key[0] for key in self._helpers]
         for cls, edits in self._classes:
             functions += [f for f in (edited.original(cls).function for edited in edits) if f is not None]
-        if is_edited(self.model):
-            cls = original_class(self.model)
-            functions += [f for f in (edited.original(cls).function for edited in edits_of(self.model).values()) if f]
         return any(isinstance(next(iter(f.__annotations__.values()), None), str) for f in functions)
 
     def _docstring(self) -> str:

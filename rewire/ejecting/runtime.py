@@ -2,8 +2,8 @@
 
 It is gathered from rewire's own text, definition by definition: from `ROOTS` and the model's topologies, over all names
 that these read. So there is no second form of streams and formulas that could differ from the first. Left out are
-methods whose names no gathered text reads, and those in `OMITTED`; sums are those of `rewire.ejecting.plain`, in place
-of those of `rewire.mixes` and `rewire.kernels`, and ranks are not compared.
+methods whose names no gathered text reads, but for those in `KEPT`, and those in `OMITTED`; sums are those of
+`rewire.ejecting.plain`, in place of those of `rewire.mixes` and `rewire.kernels`, and ranks are not compared.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ ROOTS = (
 #: What torch would call, and ejected models have no use for: recipes. They have `Ejected`.
 _OF_RECIPES = ("get_extra_state", "set_extra_state", "_load_from_state_dict", "register_state_dict_pre_hook")
 OMITTED = {("Connection", name) for name in _OF_RECIPES}
+#: What others call.
+KEPT = {("Ejected", "load_weights")}
 
 _PLAIN = plain.__name__
 
@@ -128,6 +130,8 @@ class Runtime:
         if (owner.name, method.name) in OMITTED:
             return False
         if self._read is None or method.name in self._read or method.name.startswith("__"):
+            return True
+        if (owner.name, method.name) in KEPT:
             return True
         bases = getattr(importlib.import_module(owner.module), owner.name).__mro__
         return any(method.name in vars(base) for base in bases if not self._is_own(base.__module__))

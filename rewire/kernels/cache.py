@@ -16,6 +16,7 @@ from types import ModuleType
 
 from rewire.files import staged
 from rewire.logs import kernels as log
+from rewire.version import __version__
 
 _modules: dict[str, ModuleType] = {}
 _lock = threading.Lock()
@@ -100,14 +101,14 @@ def _platform_cache() -> Path:
 
 
 def _name(stem: str, *key: str) -> str:
-    digest = hashlib.sha256("\n".join([_version("rewire"), *key]).encode()).hexdigest()
+    digest = hashlib.sha256("\n".join([__version__, *key]).encode()).hexdigest()
     return f"{stem}_{digest[:24]}"
 
 
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree, or a build under another name
+    except importlib.metadata.PackageNotFoundError:  # a build under another name
         return "unknown"
 
 

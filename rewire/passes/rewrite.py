@@ -10,7 +10,7 @@ from torch import nn
 
 from rewire.attributes import CONNECTIONS
 from rewire.code.edited import is_edited
-from rewire.copies import outside_inference_mode, shared
+from rewire.copies import M, outside_inference_mode, shared
 from rewire.errors import EditError
 from rewire.logs import rewrite as log
 from rewire.passes.editing.apply import apply, show_between, undo
@@ -153,7 +153,7 @@ def _device_of(module: nn.Module) -> torch.device | None:
 
 
 @outside_inference_mode
-def restore(model: nn.Module) -> nn.Module:
+def restore(model: M) -> M:
     """The plain model of a rewired one: original forwards, no connection weights, the same (shared) parameters.
 
     Raises:

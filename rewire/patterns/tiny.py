@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rewire.errors import UnknownName
+from rewire.version import how_to_install
 
 _VOCABULARY = 97
 
@@ -249,7 +250,7 @@ def _library(name: str) -> Iterator[Any]:
 
 def _unusable(name: str, error: BaseException) -> ImportError:
     if isinstance(error, ModuleNotFoundError) and error.name == name:
-        return ImportError(f"{name} is not installed: pip install 'rewire[models]'.")
+        return ImportError(f"{name} is not installed: {how_to_install('models')}.")
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     return ImportError(f"{name} is installed but fails on import: {type(error).__name__}: {error}")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from rewire.files import whole
+from rewire.version import how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +47,7 @@ def saved_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'rewire[viz]'") from error
+        raise ImportError(f"plots need matplotlib: {how_to_install('viz')}") from error
     with rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure

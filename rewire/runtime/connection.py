@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
 from rewire.ranks.forward import compare, compare_sharded
 from rewire.ranks.meeting import agree, facts_of
 from rewire.ranks.watch import Watched
+from rewire.runtime.adapters import tell_if_left_out
 from rewire.runtime.hooks import show_tensors_to_global_hooks
 from rewire.runtime.layout import Layout
 from rewire.runtime.optimizers import known
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from rewire.trunk import Report, Trunk
+
+logger = logging.getLogger("rewire.saving")
 
 _NUMBERS = itertools.count()
 _LARGEST_RECIPE = 1 << 24  # bytes: thousands of trunks
@@ -87,9 +91,8 @@ class Connection(Watched):
         self.stored_in = {name: scales.get(name, 1.0) for name in learned}
         for name, value in learned.items():
             stored = (value / self.stored_in[name]).to(device=device, dtype=torch.float32)
-            parameter = nn.Parameter(stored)
-            setattr(parameter, NO_WEIGHT_DECAY, True)
-            self.register_parameter(name, parameter)
+            self.register_parameter(name, nn.Parameter(stored))
+            setattr(self.get_parameter(name), NO_WEIGHT_DECAY, True)  # where that is patched, another than was given
         for name, value in fixed.items():
             self.register_buffer(name, value.to(device=device, dtype=torch.float32))
 
@@ -273,14 +276,27 @@ class Connection(Watched):
                 "Compile the model with the saved options and start first: start='paper' leaves options as they are."
             )
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load weights, in the units in which they are stored here: files may have others."""
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
+    ) -> None:
+        """Load weights, in the units in which they are stored here: files may have others.
+
+        A plain model's state dict has none: they stay as they are, which is logged as a warning.
+        """
+        if not state_dict and not missing:  # nothing begins with the prefix, and all came that was asked for before
+            told = "The state dict is one of a plain model: the connection weights of trunk '%s' stay as they are."
+            logger.warning(told, self.layout.trunk)
+            return
         recipe = state_dict.get(f"{prefix}_extra_state")
         if isinstance(recipe, Tensor):
             ratios = {prefix + name: ratio for name, ratio in self._ratios(read_recipe(recipe)).items()}
             changed = [key for key in ratios if key in state_dict]
             state_dict = {**state_dict, **{key: state_dict[key].detach() * ratios[key] for key in changed}}
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        tell_if_left_out(self, prefix.rstrip("."))
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     @torch.no_grad()
     def convert_from(self, recipe: dict[str, Any]) -> None:
@@ -306,6 +322,17 @@ class Connection(Watched):
         return super()._apply(keep_dtype, recurse)
 
 
+class Connections(nn.Module):
+    """Holds the connections of one module's trunks, as children. No `nn.ModuleDict`: PEFT could not take its place."""
+
+
+#: Why a plain model's state dict does not load into a model with copies of norms.
+NO_COPIES = (
+    "the state dict is one of a plain model, which has no norms for keys and values. Load it into the plain model, and "
+    "then call rewire.compile on that."
+)
+
+
 class SeparateNorms(nn.Module):
     """A norm's copies for keys and values; the norm itself, whose child this is, is that of everything else.
 
@@ -318,6 +345,19 @@ class SeparateNorms(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.k, self.v = copy.deepcopy(norm), copy.deepcopy(norm)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        more: Any,
+        errors: list[str],
+    ) -> None:
+        if not state_dict and not missing:  # as above
+            errors.append(f"'{prefix.rstrip('.')}': {NO_COPIES}")
 
 
 def _gathered(parameter: Any) -> Tensor:

@@ -141,9 +141,10 @@ class Depth:
                 "the trunk out with trunks=[...]. In place of torch.no_grad(), freeze blocks with "
                 f"requires_grad_(False).{where}"
             )
-        entry.connection.check_ranks(value)
+        connection = entry.in_use
+        connection.check_ranks(value)
         # torch.distributed.pipelining.pipeline unflattens exported modules, and no block has this one below it
-        begin = entry.connection.forward if torch.compiler.is_exporting() else entry.connection
+        begin = connection.forward if torch.compiler.is_exporting() else connection
         return self._track(Live(begin(value), entry, value), norm)
 
     def _track(self, live: Live, norm: nn.Module | None) -> Tensor:

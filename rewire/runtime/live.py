@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
 from torch import Tensor, nn
 
+from rewire.attributes import CONNECTIONS
 from rewire.placement import check_norm
 from rewire.runtime.connection import Connection
 from rewire.runtime.stream import Post, Reading, Stream, version
@@ -25,6 +27,7 @@ class Entry:
         ordered: whether each of them has one place among these, so that a call may leave some out.
         outside: whether it is also called outside of trunks, with plain tensors.
         cut_at: number of residual adds after which the model was cut (`rewire.pipeline_stage`).
+        held: the module that owns the trunk, and the name of the connection there; None where that is not asked.
     """
 
     trunk: str
@@ -34,6 +37,24 @@ class Entry:
     ordered: bool = False
     outside: bool = False
     cut_at: int | None = None
+    held: tuple[nn.Module, str] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def in_use(self) -> Connection:
+        """The connection, or what PEFT has put in its place: the weights of an adapter, for as long as it is active."""
+        if self.held is None:
+            return self.connection
+        owner, name = self.held
+        found: Connection = getattr(getattr(owner, CONNECTIONS, None), name, self.connection)
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
+        """Of a block that is copied by itself, without the whole trunk."""
+        held = self.held
+        if held is not None:
+            held = (memo[id(held[0])], held[1]) if id(held[0]) in memo else None
+        connection = copy.deepcopy(self.connection, memo)
+        return dataclasses.replace(self, connection=connection, adds=dict(self.adds), held=held)
 
 
 class Live:

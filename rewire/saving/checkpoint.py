@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ def matrices(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     known ones.
 
     Args:
-        path: a file written by ``torch.save(model.state_dict(), path)``, or a ``.safetensors`` file; or a folder that
-            `rewire.save` or ``save_pretrained`` wrote.
+        path: a file written by ``torch.save``: a state dict, or a checkpoint that has one in it (Lightning's, or
+            ``{"model": .., "optimizer": ..}``); or a ``.safetensors`` file; or a folder with such files: of
+            `rewire.save`, ``save_pretrained``, a Trainer, Accelerate or PEFT.
 
     Returns:
         Trunk -> matrix [destination, source], float32, as `rewire.coefficients` returns for the model itself. A trunk
@@ -93,7 +94,24 @@ def _read(path: Path) -> dict[str, Any]:
         raise RewireError(f"'{path}' cannot be read as a checkpoint: {first_line(error)}") from error
     if not isinstance(state, dict):
         raise RewireError(f"'{path}' holds a {type(state).__name__}, not a state dict: save model.state_dict().")
-    return {key: value for key, value in state.items() if isinstance(key, str)}
+    found = dict(_state_dicts(state))
+    if len(found) > 1:
+        raise RewireError(
+            f"'{path}' has several state dicts with connection weights, at {', '.join(map(repr, found))}: save one of "
+            "them by itself."
+        )
+    return next(iter(found.values()), {key: value for key, value in state.items() if isinstance(key, str)})
+
+
+def _state_dicts(holder: Mapping[Any, Any], at: str = "", depth: int = 3) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The state dicts of rewired models in a checkpoint, by their place in it."""
+    state = {key: value for key, value in holder.items() if isinstance(key, str)}
+    if any(map(is_recipe, state)):
+        yield at, state
+    elif depth:
+        for key, value in state.items():
+            if isinstance(value, Mapping):
+                yield from _state_dicts(value, f"{at}.{key}".lstrip("."), depth - 1)
 
 
 def _trunk_of(mark: str) -> str:

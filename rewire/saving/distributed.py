@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from rewire.attributes import CONNECTIONS
 from rewire.errors import RewireError
-from rewire.saving.recipes import EXTRA_STATE, difference
+from rewire.runtime.connection import NO_COPIES
+from rewire.saving.recipes import EXTRA_STATE, difference, is_recipe
 
 logger = logging.getLogger("rewire.saving")
 
@@ -44,6 +45,7 @@ class LoadPlanner(DefaultLoadPlanner):
             _check_same(self.state_dict, saved)
             return
         added = _of_connections(self.state_dict)
+        _check_no_copies(added)
         self.state_dict = {key: value for key, value in self.state_dict.items() if key not in added}
         if added:
             logger.warning("The checkpoint is one of a plain model: connection weights stay as they are.")
@@ -62,6 +64,19 @@ def _of_connections(state: Mapping[str, Any]) -> set[str]:
         if key.endswith(".params") and isinstance(value, list) and value and all(map(_names_connection, value))
     ]
     return named | {key for key in state if key.startswith(tuple(groups))}
+
+
+def _check_no_copies(keys: set[str]) -> None:
+    """Refuse to leave copies of norms as they are: those that they are copies of are loaded.
+
+    Raises:
+        RewireError: naming one.
+    """
+    connections = tuple(key.removesuffix(EXTRA_STATE) + "." for key in keys if is_recipe(key))
+    norms = [k for k in sorted(keys) if k.partition(f".{CONNECTIONS}.")[2].startswith(("k.", "v."))]
+    left = next((key for key in norms if not key.startswith(connections)), None)
+    if left is not None:
+        raise RewireError(f"'{left}': {NO_COPIES}")
 
 
 def _check_same(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rewire.attributes import CONNECTIONS
+from rewire.copies import M
 from rewire.errors import RewireError, WrappedModel
 from rewire.files import make_folder, staged, token_of, tokens
 from rewire.runtime.connection import Connection, SeparateNorms, learned_connections, parsed
@@ -78,12 +79,12 @@ def save(
 
 def load(
     folder: str | os.PathLike[str],
-    model: nn.Module,
+    model: M,
     *,
     weights: Part = "all",
     device: torch.device | str = "cpu",
     example_inputs: Any = None,
-) -> nn.Module:
+) -> M:
     """Rewire a plain model as the one in ``folder`` was, and load its weights.
 
     Args:
@@ -133,7 +134,7 @@ def load(
             f"{', '.join(lacking[:5])} are on the meta device and in no state dict, so that they are not saved: build "
             "the model on a device (models of transformers: rewire.from_pretrained)."
         )
-    return rewired
+    return cast("M", rewired)
 
 
 def with_recipe(folder: Path, use: Callable[[dict[str, Any]], T]) -> T:

@@ -62,7 +62,7 @@ def study(
         What was found: `Study.rows`, `Study.findings()`, and a table if printed with rich.
 
     Raises:
-        ImportError: Optuna or matplotlib is missing (``pip install 'rewire[study]'``).
+        ImportError: Optuna or matplotlib is missing (extra ``study``).
         RewireError: the storage has another budget or other trials, or the plain model never had a finite loss.
         ValueError: no budget, or numbers that make no sense.
 

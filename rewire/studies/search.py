@@ -18,6 +18,7 @@ from rewire.errors import RewireError
 from rewire.studies.contenders import Contender, Scales
 from rewire.studies.task import Budget, Task
 from rewire.studies.training import EVALUATIONS, Point, train
+from rewire.version import how_to_install
 
 if TYPE_CHECKING:
     import optuna
@@ -251,7 +252,7 @@ def open_storage(storage: str) -> optuna.storages.BaseStorage:
         import optuna
         from optuna.storages.journal import JournalFileBackend
     except ImportError as error:
-        raise ImportError("studies need Optuna: pip install 'rewire[study]'.") from error
+        raise ImportError(f"studies need Optuna: {how_to_install('study')}.") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # what it says of each trial, the progress bars show
     if "://" in storage:
         return optuna.storages.RDBStorage(storage)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import fnmatch
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -47,21 +50,49 @@ def register_topology(name: str) -> Callable[[T], T]:
     return registered
 
 
-def list_topologies() -> dict[str, str]:
+def list_topologies(pattern: str = "*") -> dict[str, str]:
     """Name of every topology, and what it is in one line.
 
+    Args:
+        pattern: which ones, with the wildcards of a shell.
+
     Example:
-        >>> "ancre-ingoing" in rewire.list_topologies()
-        True
+        >>> list(rewire.list_topologies("hc-*"))
+        ['hc-dynamic', 'hc-gated', 'hc-static']
     """
-    return _FACTORIES.descriptions()
+    found = _FACTORIES.descriptions()
+    return {name: found[name] for name in fnmatch.filter(found, pattern)}
+
+
+def said(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the options in ``name:option=value,option=value``; values are Python's, or words.
+
+    Raises:
+        ValueError: an option has no value.
+    """
+    name, _, rest = text.partition(":")
+    options = {}
+    for part in re.split(r"[,:](?=[^,:=]*=)", rest) if rest else ():
+        option, separator, value = part.partition("=")
+        if not (option.strip() and separator and value):
+            raise ValueError(f"'{text}': an option is written name=value, as in 'ancre-ingoing:block=2,cascade=keep'.")
+        try:
+            options[option.strip()] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            options[option.strip()] = value.strip()  # a word
+    return name, options
 
 
 def make_topology(topology: str | Topology, options: dict[str, Any], start: Start | None = None) -> Topology:
     """The topology of that name with ``options``, or the object itself; in the form that it has for ``start``.
 
-    Raises as `Factories.make`.
+    A name may have options of its own, as `said` reads them. Raises as `Factories.make`.
     """
+    if isinstance(topology, str):
+        topology, more = said(topology)
+        if twice := more.keys() & options.keys():
+            raise TypeError(f"options {sorted(twice)} of topology '{topology}' are given twice.")
+        options = options | more
     made = _FACTORIES.make(topology, options)
     if isinstance(topology, str):
         _note(made, topology)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import sysconfig
@@ -105,11 +106,51 @@ def test_adapters_and_connections_are_saved_apart(tmp_path: Path) -> None:
     tuned(input_ids=ids(), labels=ids()).loss.backward()
     optimizer.step()
     assert not torch.equal(start[0], next(iter(learned(tuned).values())))
-    tuned.save_pretrained(tmp_path / "adapter")
+    with pytest.warns(UserWarning, match=r"without the connection weights .* \(base_model.*layers\)"):
+        tuned.save_pretrained(tmp_path / "adapter")
     rewire.save(tuned.get_base_model(), tmp_path / "connections", weights="connections")
     base = rewire.load(tmp_path / "connections", llama(), weights="connections")
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert torch.equal(logits(loaded), logits(tuned))
+
+
+def trained(tuned: nn.Module) -> Tensor:
+    """Logits after three large steps on all that is trained."""
+    optimizer = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=5.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        tuned(input_ids=ids(), labels=ids()).loss.backward()
+        optimizer.step()
+    return logits(tuned.eval())
+
+
+@pytest.mark.parametrize("saved", ["depth_connections", "depth_connections.layers"])
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "muddformer"])
+def test_connections_are_modules_to_save(topology: str, saved: str, tmp_path: Path) -> None:
+    """They are trained, saved, switched off and merged with the adapters."""
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=[saved])
+    model, again = mixed(llama(), topology), mixed(llama(), topology)
+    before = logits(model)
+    tuned = peft.get_peft_model(model, config)
+    start = {name: p.detach().clone() for name, p in tuned.named_parameters() if "depth_connections" in name}
+    after = trained(tuned)
+    moved = [name for name, p in tuned.named_parameters() if name in start and not torch.equal(start[name], p)]
+    assert moved and all("modules_to_save.default" in name for name in moved)
+    with tuned.disable_adapter():
+        torch.testing.assert_close(logits(tuned), before)
+    tuned.save_pretrained(tmp_path / "adapter")  # no warning
+    torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(again, tmp_path / "adapter").eval()), after)
+    merged = tuned.merge_and_unload()
+    torch.testing.assert_close(logits(merged), after, rtol=1e-4, atol=1e-5)
+    rewire.save(merged, tmp_path / "merged")
+    torch.testing.assert_close(logits(rewire.load(tmp_path / "merged", llama()).eval()), logits(merged))
+
+
+def test_a_copied_block_does_not_take_the_trunk_along() -> None:
+    block = mixed(llama()).model.layers[0]
+    assert sum(p.numel() for p in copy.deepcopy(block).parameters()) == sum(p.numel() for p in block.parameters())
+    entry = copy.deepcopy(block)._depth.entries[0]
+    assert entry.held is None and entry.in_use is entry.connection
 
 
 #: An ejected model is adapted, trained, merged and loaded again where there is no rewire.

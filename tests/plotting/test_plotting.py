@@ -174,7 +174,7 @@ def test_wrong_inputs(tmp_path: Path) -> None:
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'rewire\[viz\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'rewire-torch\[viz\]'"):
         plot_heatmap({"trunk": random(3)}, tmp_path / "x.png")
 
 

@@ -187,3 +187,17 @@ def test_a_recipe_that_is_no_recipe(tmp_path: Path) -> None:
 def test_denseformer_has_a_column_more(tmp_path: Path) -> None:
     model = rewired(LinearNet(), DenseFormer())
     assert matrices(save(model, tmp_path / "dense.pt"))["blocks"].shape == (5, 6)
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict", "module"])
+def test_state_dicts_inside_of_checkpoints(key: str, tmp_path: Path) -> None:
+    """Those of training loops with their optimisers, and of Lightning, which puts a prefix before the names."""
+    model = rewired(LinearNet())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = {f"net.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"epoch": 3, key: state, "optimizer": optimizer.state_dict(), "loops": {"fit": {}}}, tmp_path / "c.pt")
+    (found,) = matrices(tmp_path / "c.pt").items()
+    assert found[0] == "net.blocks" and torch.equal(found[1], rewire.coefficients(model)["blocks"])
+    torch.save({key: state, "ema": {"shadow": state}}, tmp_path / "two.pt")
+    with pytest.raises(RewireError, match=f"several state dicts with connection weights, at '{key}', 'ema.shadow'"):
+        matrices(tmp_path / "two.pt")

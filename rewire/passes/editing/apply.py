@@ -11,6 +11,7 @@ from rewire.code.edited import Edited, is_edited
 from rewire.errors import EditError
 from rewire.mixes.norms import copy_mark, unmark
 from rewire.passes.editing.backward_hooks import check_hooks
+from rewire.passes.editing.connect import place
 from rewire.passes.editing.edits import FunctionPlan
 from rewire.passes.editing.helper_gate import HelperGate
 from rewire.passes.editing.install import install, uninstall
@@ -51,7 +52,7 @@ def apply(
             if plan.method:
                 definition = plan.decorated.function if plan.substituted else None
                 methods[plan.name] = Edited(plan.name, source, definition)
-            module.__dict__[plan.gate] = _gate(plan, source, connections, advice)
+            module.__dict__[plan.gate] = _gate(model, plan, source, connections, advice)
         helpers = {plan.gate: module.__dict__[plan.gate] for plan, _ in of_module if not plan.method}
         for gate in helpers.values():
             gate.helpers = helpers
@@ -78,11 +79,16 @@ def above(path: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts))] if path else []
 
 
-def _gate(plan: FunctionPlan, source: str, connections: Mapping[str, Connection], advice: str) -> Gate:
-    entries = [
-        Entry(trunk, connections[trunk], trunk in plan.begins, adds, plan.ordered, plan.outside.get(trunk, False))
-        for trunk, adds in plan.adds.items()
-    ]
+def _gate(
+    model: nn.Module, plan: FunctionPlan, source: str, connections: Mapping[str, Connection], advice: str
+) -> Gate:
+    def entry(name: str, adds: dict[int, int]) -> Entry:
+        connection, begins = connections[name], name in plan.begins
+        trunk = connection.trunk
+        held = (model.get_submodule(trunk.owner), place(trunk).rpartition(".")[2]) if trunk and begins else None
+        return Entry(name, connection, begins, adds, plan.ordered, plan.outside.get(name, False), held=held)
+
+    entries = [entry(name, adds) for name, adds in plan.adds.items()]
     if plan.method:
         return Gate(plan.path, plan.text.where(), entries, advice=advice)
     assert plan.decorated.function is not None

@@ -10,7 +10,7 @@ from torch import nn
 from rewire.attributes import CONNECTIONS
 from rewire.errors import RewireError
 from rewire.patterns import is_pretrained
-from rewire.runtime.connection import Connection, SeparateNorms
+from rewire.runtime.connection import Connection, Connections, SeparateNorms
 from rewire.runtime.nested import mapped
 from rewire.runtime.stream import Stream
 from rewire.torch_internals import children_of, forward_hooks
@@ -23,7 +23,7 @@ def register(model: nn.Module, trunk: Trunk, connection: Connection) -> None:
     if CONNECTIONS not in children_of(owner):
         if hasattr(owner, CONNECTIONS):
             raise RewireError(f"'{trunk.owner}' already has an attribute '{CONNECTIONS}'.")
-        owner.add_module(CONNECTIONS, nn.ModuleDict())
+        owner.add_module(CONNECTIONS, Connections())
     owner.get_submodule(CONNECTIONS).add_module(name, connection)
     owner.get_submodule(CONNECTIONS).train(owner.training)
 

@@ -1,0 +1,37 @@
+"""PEFT saves adapters alone: say so where connection weights were trained beside them."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+from torch import nn
+
+from rewire.attributes import CONNECTIONS
+
+_SAVES = "get_peft_model_state_dict"  # PEFT's function; it takes of a state dict what belongs to adapters
+
+
+def tell_if_left_out(connection: nn.Module, name: str) -> None:
+    """Warn if the state dict that is being made is PEFT's, and weights are trained that it will not have.
+
+    Args:
+        connection: whose state is asked for.
+        name: of it, in the state dict. PEFT also asks for that of copies alone, which it made by ``modules_to_save``.
+    """
+    parts = name.split(".")
+    if CONNECTIONS not in parts or "modules_to_save" in parts:
+        return
+    if not any(parameter.requires_grad for parameter in connection.parameters()):
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != _SAVES:
+        frame = frame.f_back
+    if frame is not None:
+        warnings.warn(
+            f"PEFT saves adapters without the connection weights that are trained beside them ({name}): loaded into a "
+            f"newly rewired model, they compute something else. Pass modules_to_save=['{CONNECTIONS}'] to PEFT's "
+            "config, or save these, too: rewire.save(model.get_base_model(), folder, weights='connections').",
+            stacklevel=2,
+        )
