@@ -340,6 +340,8 @@ def test_graph(run: Run) -> None:
     averaged = run("graph", "hf:llama", "--topology", "muddformer", "--batch", "1", "--length", "5")
     assert averaged.exit_code == 0 and "model.layers: 10 nodes" in averaged.stdout
     assert run("graph", "hf:llama", "--out", "x.svg").exit_code == 2
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -349,6 +351,7 @@ def test_graph(run: Run) -> None:
         ("diagnose", "user_net:with_inputs", "--topology", "denseformer", "--probes", "0"),
         ("eject", "user_net:with_inputs", "out"),
         ("bench", "user_net:with_inputs", "--rounds", "1"),
+        ("graph", "user_net:with_inputs"),
         ("kernels",),
         ("list", "hc-*"),
         ("conformance",),
@@ -360,7 +363,7 @@ def test_json(run: Run, command: tuple[str, ...]) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     expected = {"inspect": "trunks", "diagnose": "trunks", "eject": "wrote", "bench": "plain", "list": "topologies"}
-    expected["conformance"] = "schemes"
+    expected |= {"conformance": "schemes", "graph": "nodes"}
     assert found[expected.get(command[0], "text")]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import networkx as nx
 import torch
 import typer
 
@@ -223,6 +224,7 @@ def graph_command(
     topology: Topology = "ancre-ingoing",
     granularity: Granularity = "auto",
     loop: Loop = "continue",
+    start: Start = None,
     batch: Annotated[
         int, typer.Option(min=0, help="Sequences or images that weights of tokens are averaged over; 0: none.")
     ] = 0,
@@ -231,19 +233,27 @@ def graph_command(
         Path | None,
         typer.Option(metavar="PATH", callback=graph_file, help="Write it, too: .graphml, .dot or .json."),
     ] = None,
+    json: Json = False,
 ) -> None:
     """Show the depth graph of MODEL: what each unit sees, what is unused, what crosses between units.
 
     It is rewired first, unless it is already.
     """
-    loaded = load(model)
+    loaded, inputs = load_with_inputs(model)
     if not rewire.connections(loaded):
-        loaded = rewire.compile(loaded, topology, granularity=granularity, start="paper", loop=loop, validate=False)
-    found = rewire.graph(loaded, inputs_of(loaded, batch, length) if batch else None)
-    output.console().print(found.summary())
+        settings: dict[str, Any] = {"granularity": granularity, "start": start or "paper", "loop": loop}
+        loaded = rewired_as(loaded, topology, example_inputs=inputs, validate=False, **settings)
+    if batch and inputs is None:
+        inputs = inputs_of(model, loaded, batch, length)
+    found = rewire.graph(loaded, inputs if batch else None)
+    if json:
+        output.print_json(nx.node_link_data(found, edges="edges"))
+    else:
+        output.console().print(found.summary())
     if out:
         found.save(out)
-        typer.echo(f"wrote {out}")
+        if not json:
+            _wrote(out, json)
 
 
 @app.command("kernels")
