@@ -120,6 +120,14 @@ class PreNorm(nn.Module):
         return x
 
 
+class SeparatePreNorm(PreNorm):
+    """Which every topology connects: queries, keys and values can be read apart."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.attn = SeparateAttention(width)  # type: ignore[assignment]
+
+
 class PostNorm(PreNorm):
     def forward(self, x: Tensor) -> Tensor:
         x = self.ln_1(x + self.attn(x))

@@ -192,7 +192,8 @@ class _Mixes(Topology):
             each = [torch.zeros_like(way) if one is None else one for one in found]
             again, middle = added_up(each, leaves), self._middle(t, history)
             factors[id(way)] = [each[0], *each[middle][:1], *each[middle.stop :]]
-            if not torch.allclose(again, way, rtol=1e-3, atol=1e-3 * float(way.detach().abs().max())):
+            close = torch.allclose(again, way, rtol=1e-4, atol=1e-4 * float(way.detach().abs().max()))
+            if not close or any(not torch.allclose(one, each[middle][0]) for one in each[middle]):
                 raise UnsupportedTopology(
                     f"read {t} of topology '{self.registered_name}' is no weighted sum of its sources: it has no edges."
                 )

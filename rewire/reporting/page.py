@@ -146,9 +146,16 @@ def _weights(model: nn.Module, example_inputs: Any, ablation: Ablation | None) -
         text = f"<p>{escape(why)}</p>"
         if found is not None:
             part = found.of(name)
-            text = f'<p>{_depth_of(part)}</p><div class="wide" tabindex="0">{depth(part)}</div>'
+            text = f"<p>{_depth_of(part)}</p>{_drawn(part)}"
         drawn = f'<div class="wide" tabindex="0">{heatmap(name, matrix)}</div>' if len(matrix) <= _LARGEST else ""
         yield f'<h3><code>{escape(name)}</code></h3><div class="pictures">{drawn}</div>{text}'
+
+
+def _drawn(part: DepthGraph) -> str:
+    try:
+        return f'<div class="wide" tabindex="0">{depth(part)}</div>'
+    except ImportError:  # networkx lays graphs out with NumPy, which torch does not need
+        return "<p>The depth graph is drawn where NumPy is installed.</p>"
 
 
 def _depth_of(part: DepthGraph) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from every_topology import EVERY, kinds_first, mixed
-from models import LinearNet, Mlp, PostNorm, SeparateAttention, Stack, token_ids, vectors
+from models import LinearNet, PostNorm, SeparatePreNorm, Stack, token_ids, vectors
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -121,17 +121,6 @@ def test_each_number_is_that_of_the_formula(topology: str, at_once: int) -> None
         assert source.plain == rise({ends: plain(ends) for ends in out}, set())
 
 
-class Separate(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn, self.mlp = SeparateAttention(), Mlp()
-        self.n1, self.n2 = nn.LayerNorm(32), nn.LayerNorm(32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.n1(x))
-        return x + self.mlp(self.n2(x))
-
-
 def without(model: nn.Module, paths: list[str], data: tuple[Tensor, Tensor]) -> float:
     """The loss of a copy whose modules at these paths return zeros."""
     other = copy.deepcopy(model)
@@ -144,7 +133,7 @@ def without(model: nn.Module, paths: list[str], data: tuple[Tensor, Tensor]) -> 
 @pytest.mark.parametrize("key", kinds_first(EVERY))
 def test_units_of_every_topology_by_hooks(key: str) -> None:
     data = vectors(), torch.randn(2, 9, 5)
-    model = mixed(Stack(Separate), key, example_inputs=data[:1])
+    model = mixed(Stack(SeparatePreNorm), key, example_inputs=data[:1])
     found = rewire.ablate(model, [data], loss=squares)
     assert found.in_turn == "" and found.loss == pytest.approx(float(squares(model, data)), rel=1e-5)
     assert len(found.units) == rewire.connections(model)["layers"].layout.dims.depth
@@ -176,7 +165,7 @@ def test_gates_that_are_set_where_they_are_used() -> None:
 def test_queries_keys_and_values_lose_an_edge_together() -> None:
     """DCA written out: ``r = sum_i (b_i + relu(w . f_i)) * f_i`` three times, of which the queries' is the residual."""
     data = torch.randn(2, 5, 32, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    net = nn.Sequential(Separate(), Separate()).double()
+    net = nn.Sequential(SeparatePreNorm(), SeparatePreNorm()).double()
     model = rewire.compile(net, "dca", example_inputs=data[:1], validate=False)
     for parameter in rewire.connections(model)["Sequential"].parameters():
         parameter.add_(0.5 * torch.randn_like(parameter))
@@ -194,10 +183,10 @@ def test_queries_keys_and_values_lose_an_edge_together() -> None:
                 ways.append(sum(g * f for g, f in zip(factors, sources, strict=True)))
             if block is None:
                 return float(ways[0].square().mean())
-            q, k, v = map(block.n1, ways)
+            q, k, v = map(block.ln_1, ways)
             attn = block.attn
             attended = attn.o_proj(F.scaled_dot_product_attention(attn.q_proj(q), attn.k_proj(k), attn.v_proj(v)))
-            sources.append(attended + block.mlp(block.n2(ways[0] + attended)))
+            sources.append(attended + block.mlp(block.ln_2(ways[0] + attended)))
         raise AssertionError
 
     found = rewire.ablate(model, [data], loss=squares, of=["edge"])
@@ -257,7 +246,7 @@ def test_bfloat16() -> None:
 
 
 def test_it_leaves_the_model_alone() -> None:
-    model = mixed(Stack(Separate), "muddformer", example_inputs=(vectors(),)).train()
+    model = mixed(Stack(SeparatePreNorm), "muddformer", example_inputs=(vectors(),)).train()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     state, layout = torch.get_rng_state(), rewire.connections(model)["layers"].layout
     rewire.ablate(model, [(vectors(), torch.zeros(2, 9, 5))], loss=squares)

@@ -12,7 +12,7 @@ import networkx as nx
 import pytest
 import torch
 from every_topology import EVERY, STATIC, kinds_first, mixed
-from models import LinearNet, Mlp, SeparateAttention, Stack, vectors
+from models import LinearNet, SeparatePreNorm, Stack, vectors
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,21 +23,8 @@ from rewire.patterns.tiny import tiny_model
 from rewire.topologies.program import Line, Program, Term, Unit, branch_of
 
 
-class Separate(nn.Module):
-    """Pre-norm, with separate projections, which every topology connects."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn, self.mlp = SeparateAttention(), Mlp()
-        self.n1, self.n2 = nn.LayerNorm(32), nn.LayerNorm(32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.n1(x))
-        return x + self.mlp(self.n2(x))
-
-
 def separate(key: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    return mixed(Stack(Separate).to(dtype), key, example_inputs=(vectors().to(dtype),))
+    return mixed(Stack(SeparatePreNorm).to(dtype), key, example_inputs=(vectors().to(dtype),))
 
 
 def shares(graph: DepthGraph, trunk: str, row: str, columns: Sequence[str]) -> list[float]:

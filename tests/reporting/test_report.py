@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,12 @@ def test_the_depth_graph_is_drawn() -> None:
     told = {f"{a.split('/')[1]} into {b.split('/')[1]}: {weight:.4g}" for (a, b), weight in weights.items()}
     assert told == {tip for tip in found.tips if " into " in tip and "state" not in tip}
     assert f"Effective depth {graph.effective_depth('layers'):.1f} of 3 units." in found.text
+
+
+def test_without_numpy_it_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    text = page(stack()[0])
+    assert "The depth graph is drawn where NumPy is installed." in text and 'svg class="depth"' not in text
 
 
 def test_what_an_ablation_found_is_told() -> None:
