@@ -337,9 +337,10 @@ class DenseIncrements(_Dense[W]):
             return self._program_of_few(static, dims)
         units, stack = list[Unit](), ["x0"]
         for t in range(1, dims.depth + 2):
-            read = Line(f"r{t}", tuple(map(Term, stack, static[t])))
+            plain = (Term(name, 1.0, learned=False) for name in stack)
+            read = Line(f"r{t}", tuple(map(Term, stack, static[t]) if t in static else plain))
             stack, summed = [*stack, branch_of(t)], tuple[Line, ...]()
-            if t <= dims.depth and len(stack) > len(static[t + 1]):  # the next read has two of them as one
+            if len(stack) > len(static.get(t + 1, stack)):  # the next read has two of them as one
                 n = self._summed(len(stack))
                 summed = (Line(f"s{t}", (Term(stack[n], 1.0), Term(stack[n + 1], 1.0))),)
                 stack = [*stack[:n], f"s{t}", *stack[n + 2 :]]

@@ -36,12 +36,10 @@ def shares(graph: DepthGraph, trunk: str, row: str, columns: Sequence[str]) -> l
             found[value] += weight
             return
         for source, _, data in graph.in_edges(f"{trunk}/{value}", data=True):
-            if data["role"] == "write" or data["learned"]:
-                walk(source.removeprefix(f"{trunk}/"), weight * (data["weight"] - data["fixed"]))
+            walk(source.removeprefix(f"{trunk}/"), weight * (data["weight"] - data["fixed"]))
 
     for source, target, data in graph.in_edges(f"{trunk}/{row}", data=True):
-        if data["role"] == "write" or data["learned"]:
-            walk(source.removeprefix(f"{trunk}/"), data["weight"] - data["fixed"])
+        walk(source.removeprefix(f"{trunk}/"), data["weight"] - data["fixed"])
         assert target == f"{trunk}/{row}"
     if row in found and not graph.in_degree(f"{trunk}/{row}"):
         found[row] = 1.0
@@ -217,10 +215,10 @@ def numbers(program: Program, without: str = "") -> dict[str, float]:
     put("x0", 0.7)
     for t, unit in enumerate(program.units, start=1):
         for line in unit.before:
-            put(line.target, sum(weight * values[source] for source, weight, _ in line.terms))
+            put(line.target, sum(weight * values[source] for source, weight, *_ in line.terms))
         put(branch_of(t), 1.3 + values[unit.read] ** 2)
         for line in unit.after:
-            put(line.target, sum(weight * values[source] for source, weight, _ in line.terms))
+            put(line.target, sum(weight * values[source] for source, weight, *_ in line.terms))
     return values
 
 
