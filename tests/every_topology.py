@@ -36,6 +36,9 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "x0-lambdas-state": ("x0-lambdas", {"shortcut": "state"}),
     "residual-scale-branch": ("residual-scale", {"branch": True}),
     "residual-scale-all": ("residual-scale", {"branch": True, "bias": True}),
+    "fixed-scale-deepnorm": ("fixed-scale", {"shortcut_power": 0.25}),
+    "orthogonal-gated": ("orthogonal", {"form": "gated"}),
+    "gpas-shortcut": ("gpas", {"scaled": "shortcut"}),
     "attnres-scaled": ("attnres", {"scaled": True}),
     "attnres-groups": ("attnres", {"scaled": True, "block": 2}),
     "attnres-additive": ("attnres", {"additive": True}),
@@ -46,11 +49,14 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "grn-v2-few": ("grn-v2", {"sources": [1]}),
     "grn-v3-few": ("grn-v3", {"units": [-1, "output"], "sources": ["x0", -1]}),
     "muddformer-few": ("muddformer", {"units": [-1, "output"], "sources": ["x0"], "channels": ["v", "shortcut"]}),
+    "muddformer-norms": ("muddformer", {"norms": True}),
+    "muddformer-norms-groups": ("muddformer", {"norms": True, "block": 2}),
+    "muddformer-norms-few": ("muddformer", {"norms": True, "units": [-1, "output"], "sources": ["x0"]}),
     "attnres-few": ("attnres", {"units": ["output"], "sources": [1]}),
 }
 
 #: Those whose formulas have no start that equals the plain residual network.
-NOT_PRESERVING = {"ancre-constant", "attnres-normed"}
+NOT_PRESERVING = {"ancre-constant", "attnres-normed", "fixed-scale-deepnorm"}
 
 #: Those that connect what branches add, which has no meaning where a norm follows the add.
 PRE_NORM_ONLY = {
@@ -71,7 +77,9 @@ PRESERVING = [key for key in EVERY if key not in NOT_PRESERVING]
 FAMILIES = ["ancre-ingoing", "denseformer", "grn-v1", "grn-v2", "grn-v3", "hc-static", "hc-dynamic", "frac-hc", "mhc"]
 FAMILIES += ["mhc-identity", "mhc-permutations", "mhc-cayley", "hc-gated"]
 FAMILIES += ["laurel-pa", "layerscale", "attnres", "muddformer"]
-LEARNED = [key for key in EVERY if key not in ("residual", "ancre-constant")]
+#: Those without weights at the paper's start.
+CONSTANT = ("residual", "ancre-constant", "fixed-scale", "fixed-scale-deepnorm", "orthogonal")
+LEARNED = [key for key in EVERY if key not in CONSTANT]
 
 
 #: Enough for a second model that is connected as the first one.
