@@ -69,6 +69,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         *({"streams": 2, "output": "mean"}, {"output": "learned", "eps": 1e-6}, {"iterations": 1}, {"iterations": 3}),
         {"residual": "identity", "output": "learned", "magnitude": 3.0, "eps": 1e-3},
         *({"residual": "permutations", "streams": 3}, {"residual": "cayley", "norm_eps": 1e-5}, {"magnitude": 1.0}),
+        *({"residual": "kronecker"}, {"residual": "kronecker", "streams": 2}),
+        {"delayed": True, "output": "learned", "eps": 1e-6},
+        {"delayed": True, "output": "learned", "residual": "identity", "streams": 3},
     ],
     "muddformer": [{"block": 2}, {"block": 3}, {"norms": True}, {"norms": True, "block": 2}],
     "orthogonal": [{"form": "gated"}],
@@ -125,7 +128,15 @@ def test_starts(name: str, options: dict[str, Any]) -> None:
 #: Those whose sums, gates and projections are kernels of their own.
 KERNELS = [
     *(("ancre-ingoing", {}), ("denseformer", {}), ("grn-v2", {}), ("dca", {}), ("hc-static", {}), ("hc-dynamic", {})),
-    *(("frac-hc", {}), ("mhc", {}), ("attnres", {}), ("attnres", {"qkv": True, "block": 2}), ("muddformer", {})),
+    *(("frac-hc", {}), ("mhc", {}), ("mhc", {"delayed": True, "output": "learned"}), ("muddformer", {"norms": True})),
+    *(
+        ("gpas", {}),
+        ("orthogonal", {"form": "gated"}),
+        ("fixed-scale", {"branch": 0.5}),
+        ("attnres", {}),
+        ("attnres", {"qkv": True, "block": 2}),
+        ("muddformer", {}),
+    ),
     *(("ddl", {}), ("laurel-rw", {}), ("residual-scale", {"branch": True, "bias": True}), ("hc-gated", {})),
 ]
 
