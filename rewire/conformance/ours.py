@@ -169,6 +169,8 @@ def _mhc(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, 
         "dynamic": torch.cat(dynamic, -1),
         "scale": torch.stack([weights[f"alpha_{kind}"] for kind in kinds], -1),
     }
+    if "s" in weights:
+        found["entry"] = weights["s"]
     if "last_b" in weights:
         names = (("last_static", "last_b"), ("last_dynamic", "last_phi"), ("last_scale", "last_alpha"))
         found |= {ours: weights[theirs] for ours, theirs in names}

@@ -13,7 +13,16 @@ from rewire.mixes.autograd import under_transforms
 from rewire.mixes.gating import Gating
 from rewire.mixes.mix import Mix
 from rewire.mixes.streams import read_streams
-from rewire.topologies.base import Dims, Start, States, check_choice, check_count, materialize, no_preserving_start
+from rewire.topologies.base import (
+    OF_STATES,
+    Dims,
+    Start,
+    States,
+    check_choice,
+    check_count,
+    materialize,
+    no_preserving_start,
+)
 from rewire.topologies.hyper import Gates, ParallelStreams, Weights
 from rewire.topologies.manifolds import MANIFOLDS, sinkhorn, sinkhorn_steps
 from rewire.topologies.registry import register_topology
@@ -67,9 +76,14 @@ class ManifoldHyperConnections(ParallelStreams):
     before it computed, so that streams are read and written once between two branches; unit 1 reads the first stream,
     and the output is what the last unit's weights read: it has none of its own.
 
+    With ``entry_scales=True`` (Learned Stream Scaling, arXiv 2606.03483) the streams start apart: stream i is ``s_i *
+    x_0`` with a learned s_i [D]. Equal streams are told apart by what is written to them alone, and many a model uses
+    one of them in the end.
+
     **Paper start.** ``alpha = 0.01``; the paper does not give the others: phi is normal with standard deviation 0.02
     and b is 0, as in the code of DeepSeek-V4, or for ``"identity"`` that of Hunyuan V4, where ``H_pre`` is 1/n. (With
     phi zero, the streams would stay equal forever.) So H_pre is about 1/2, H_post 1, and H_res 1/n, or I for cayley.
+    Entry scales are 0.6 and Xavier's uniform noise, as in their authors' code.
 
     **Preserving start.** ``H_t = 1 x_t^T + v y_t^T``: all streams are ``x_t``, but for multiples of some ``y_t`` that
     no read sees. ``H_post = 1 + v/2`` with ``v = linspace(-1, 1, n)``, less of v if magnitude < 2; ``H_pre``,
@@ -77,9 +91,9 @@ class ManifoldHyperConnections(ParallelStreams):
     multiple of I plus a constant, or otherwise such that 1 and v are eigenvectors: Sinkhorn's logits are 4 on the
     diagonal, else 0; the identity has the share ``e^3 / (1 + e^3)`` of the permutations, and of each Kronecker factor;
     ``A = 0``. (Nearer to the identity, the gradients of the first two would vanish, and `sinkhorn` hardly converge.)
-    phi is 0. That is the original to rounding, and with `eps` to T eps, delayed or not. With ``output="sum"`` the
-    function is n times as large, which no constrained H_res undoes: `for_start` makes it the mean, which is the sum of
-    streams that hold ``1/n`` of ``x_t`` each.
+    phi is 0; ``s_i = 1 + v_i / 2``. That is the original to rounding, and with `eps` to T eps, delayed or not. With
+    ``output="sum"`` the function is n times as large, which no constrained H_res undoes: `for_start` makes it the mean,
+    which is the sum of streams that hold ``1/n`` of ``x_t`` each.
 
     - *Still learning*: b and phi at once, alpha from the second step on. For n = 2, u is 0, and H_res waits one step,
       as it does for "kronecker". Where the branches start at zero, all but a learned output waits one step more.
@@ -97,6 +111,8 @@ class ManifoldHyperConnections(ParallelStreams):
             1e-6.
         norm_eps: epsilon of the norm; 1e-5 in GLM-5 Next and Hunyuan V4.
         delayed: whether units read with the weights of the unit before; with ``output="learned"`` alone.
+        entry_scales: whether the streams start as ``x_0`` times learned scales, not as copies; not if delayed, where
+            unit 1 reads one of them as it is.
 
     Raises:
         ValueError: an option is not one of those values.
@@ -112,6 +128,7 @@ class ManifoldHyperConnections(ParallelStreams):
     eps: float = 0.0
     norm_eps: float = 1e-6
     delayed: bool = False
+    entry_scales: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,6 +137,8 @@ class ManifoldHyperConnections(ParallelStreams):
         assert self.scaled  # of so many streams
         if self.delayed and self.output != "learned":
             raise ValueError("delayed=True: the output is the read that the last unit computed: pass output='learned'.")
+        if self.delayed and self.entry_scales:
+            raise ValueError("entry_scales=True: with delayed=True unit 1 would read a scaled input. Leave out one.")
         if not 0 < self.magnitude < math.inf:
             raise ValueError(f"magnitude={self.magnitude!r}: it has to be a positive number, like 2.0.")
         for option in ("eps", "norm_eps"):
@@ -140,7 +159,7 @@ class ManifoldHyperConnections(ParallelStreams):
 
         ``static``, b, float32 [T, K]; ``dynamic``, phi, float32 [T, n D, K], its rows stream by stream; ``scale``,
         alpha, float32 [T, 3]: pre, post, res (if there is a z). With a learned output, if not delayed, its
-        ``last_static`` [n], ``last_dynamic`` [n D, n] and ``last_scale`` [1].
+        ``last_static`` [n], ``last_dynamic`` [n D, n] and ``last_scale`` [1]. With entry scales ``entry``, s [n, D].
 
         Raises:
             UnsupportedTopology: ``start="preserve"`` with the sum of the streams as output, or a magnitude up to 1.
@@ -164,6 +183,12 @@ class ManifoldHyperConnections(ParallelStreams):
             last = pre = torch.full((n,), -math.log(n - 1))  # its sigmoid is 1/n
         static = torch.cat([part.expand(depth, -1) for part in (pre, post, res)], dim=-1)
         found = {"static": static, "dynamic": phi, "scale": torch.full((depth, len(self.scaled)), 0.01)}
+        if self.entry_scales:
+            bound = math.sqrt(6 / (n + dims.width))  # Xavier's
+            entry = 0.6 + bound * (2 * torch.rand(n, dims.width, generator=seed, device="cpu") - 1)
+            if start == "preserve":
+                entry = (1 + torch.linspace(-0.5, 0.5, n)).unsqueeze(1).repeat(1, dims.width)
+            found["entry"] = entry
         if self.output == "learned" and not self.delayed:
             found |= {"last_static": last, "last_dynamic": last_phi, "last_scale": torch.full((1,), 0.01)}
         return found
@@ -180,8 +205,17 @@ class ManifoldHyperConnections(ParallelStreams):
             return _DIAGONAL * torch.eye(self.streams).flatten()
         return MANIFOLDS[self.residual].start(self.streams)
 
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"entry": OF_STATES}
+
+    def matrix(self, weights: Weights, dims: Dims) -> Tensor:
+        if weights.entry is not None:
+            like = weights.units[0].static  # what is drawn is on the CPU while a model is built on the meta device
+            weights = weights._replace(entry=weights.entry.mean(1, keepdim=True).to(like.device))
+        return super().matrix(weights, dims)
+
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
-        found = super().weights(parameters, dims)
+        found = super().weights(parameters, dims)._replace(entry=parameters.get("entry"))
         constants = None if self.residual == "sinkhorn" else MANIFOLDS[self.residual].constants
         if constants is None:
             return found

@@ -70,7 +70,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"residual": "identity", "output": "learned", "magnitude": 3.0, "eps": 1e-3},
         *({"residual": "permutations", "streams": 3}, {"residual": "cayley", "norm_eps": 1e-5}, {"magnitude": 1.0}),
         *({"residual": "kronecker"}, {"residual": "kronecker", "streams": 2}),
-        {"delayed": True, "output": "learned", "eps": 1e-6},
+        *({"delayed": True, "output": "learned", "eps": 1e-6}, {"entry_scales": True, "streams": 3}),
         {"delayed": True, "output": "learned", "residual": "identity", "streams": 3},
     ],
     "muddformer": [{"block": 2}, {"block": 3}, {"norms": True}, {"norms": True, "block": 2}],

@@ -44,6 +44,7 @@ VARIANTS = [
         MHC(4, "learned", delayed=True, eps=1e-6),
         MHC(3, "learned", delayed=True, residual="identity"),
         MHC(8, residual="kronecker"),
+        MHC(3, "learned", entry_scales=True),
     ),
 ]
 
@@ -382,6 +383,25 @@ def test_delayed_reads_wait_for_nothing() -> None:
     again = topology.lasting(states)  # what a pipeline sends, perhaps rounded on its way
     torch.testing.assert_close(topology.finish(again, weights, Dims(2, WIDTH)), out)
     assert all(isinstance(tensor, Tensor) for tensor in again)
+
+
+def test_scaled_entries() -> None:
+    topology, dims = MHC(4, entry_scales=True), Dims(3, WIDTH)
+    drawn = topology.parameters(dims, "paper")["entry"]
+    assert drawn.shape == (4, WIDTH) and float(drawn.std()) > 0.1
+    assert ((drawn - 0.6).abs() <= (6 / (4 + WIDTH)) ** 0.5).all()
+    values = learned(topology, 3)
+    blocks, x = net(3, torch.float64), torch.randn(5, WIDTH, dtype=torch.float64)
+    (streams,) = topology.start(x, topology.weights(values, dims))  # type: ignore[arg-type]
+    assert (streams[:, 0] - streams[:, 3]).abs().max() > 0.1  # apart at once
+    out = run_learned(topology, values, x, blocks)
+    torch.testing.assert_close(out, plain(x, blocks), rtol=1e-6, atol=1e-6)
+    out.square().sum().backward()
+    entry, static = values["entry"].grad, values["static"].grad
+    assert entry is not None and static is not None and (entry != 0).all()
+    assert static[0, 8:].any()  # H_res of unit 1, too, which has no gradient where it mixes copies
+    with pytest.raises(ValueError, match=r"entry_scales=True: with delayed=True"):
+        MHC(4, "learned", delayed=True, entry_scales=True)
 
 
 def test_numbers_of_streams_and_outputs() -> None:

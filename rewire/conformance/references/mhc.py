@@ -17,6 +17,7 @@ H_pre and within Sinkhorn-Knopp (DeepSeek-V4: 1e-6); ``magnitude``, the 2 of H_p
 "sinkhorn", "identity" (Hunyuan V4, which adds eps to H_post, too), "permutations" (mHC-lite, arXiv 2601.05732),
 "cayley" (JPmHC, arXiv 2602.18308), "kronecker" (KromHC, arXiv 2601.21579). ``delayed`` (Single-Pass mHC,
 DeepSeek-V4.1): unit t reads with the H_pre of unit t - 1, unit 1 stream 0, and a learned output with that of unit T.
+``entry_scales`` (arXiv 2606.03483): stream i starts as s_i * x_0.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ Weights = Mapping[str, Tensor]
 Kept = Callable[[Tensor], Tensor]
 
 DRAWN = {"phi_pre": "normal(0, 0.02)", "phi_post": "normal(0, 0.02)", "phi_res": "normal(0, 0.02)"}
+DRAWN["s"] = "0.6 + uniform(-b, b), b = sqrt(6 / (n + D))"
 
 
 def parameters(
@@ -44,6 +46,7 @@ def parameters(
     output: str = "sum",
     residual: str = "sinkhorn",
     delayed: bool = False,
+    entry_scales: bool = False,
     **options: Any,
 ) -> dict[str, Tensor]:
     """The scales are those of the paper, the others those of DeepSeek-V4's code; the paper does not give them."""
@@ -56,6 +59,8 @@ def parameters(
     found |= {f"phi_{kind}": torch.full((depth, n * width, *size), math.nan, dtype=f64) for kind, size in sizes.items()}
     if residual == "identity":
         found["b_pre"] += math.log(1 / (n - 1))  # H_pre is 1/n, as in Hunyuan V4
+    if entry_scales:
+        found["s"] = torch.full((n, width), math.nan, dtype=f64)
     if output == "learned" and not delayed:
         found["last_alpha"] = torch.full((1,), 0.01, dtype=f64)
         found["last_b"] = found["b_pre"][0].clone()
@@ -77,12 +82,15 @@ def forward(
     eps: float = 0.0,
     norm_eps: float = 1e-6,
     delayed: bool = False,
+    entry_scales: bool = False,
 ) -> Tensor:
     n, tokens = streams, range(len(x))
     waiting = [torch.eye(n, dtype=x.dtype)[0] for _ in tokens]
     H = torch.stack([x] * n, 1)  # [N, n, D]
+    if entry_scales:
+        H = weights["s"] * H
     for t, branch in enumerate(branches):
-        w = {name: value[t] for name, value in weights.items() if not name.startswith("last")}
+        w = {name: value[t] for name, value in weights.items() if not name.startswith(("last", "s"))}
         H_pre, H_post, H_res = [], [], []
         for token in tokens:
             normed = rms_norm(H[token].flatten(), norm_eps)  # eq. 7
