@@ -50,8 +50,8 @@ ZERO = LAST | {"classifier", "bias"}
 
 def row_of(block: str) -> str:
     """What blocks of one row of blocks have in common: the path up to the first number, ``encoder.layers``."""
-    before, number, _ = block.partition(next(iter(re.findall(r"\.\d+", block)), block))
-    return before if number != block else ""
+    number = re.search(r"\.\d+", block)
+    return block[: number.start()] if number else ""
 
 
 @dataclasses.dataclass(frozen=True)
