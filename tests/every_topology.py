@@ -28,6 +28,10 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "mhc-identity": ("mhc", {"residual": "identity", "output": "learned", "eps": 1e-6, "magnitude": 3.0}),
     "mhc-permutations": ("mhc", {"residual": "permutations", "streams": 3}),
     "mhc-cayley": ("mhc", {"residual": "cayley", "output": "learned"}),
+    "mhc-kronecker": ("mhc", {"residual": "kronecker"}),
+    "mhc-entry": ("mhc", {"entry_scales": True}),
+    "mhc-delayed": ("mhc", {"delayed": True, "output": "learned"}),
+    "mhc-delayed-identity": ("mhc", {"delayed": True, "output": "learned", "residual": "identity"}),
     "hc-gated-streams": ("hc-gated", {"reads": "streams", "streams": 2, "rank": 3}),
     "frac-hc-static": ("frac-hc", {"dynamic": False}),
     "laurel-rw-softmax": ("laurel-rw", {"total": 1.0}),
@@ -36,6 +40,9 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "x0-lambdas-state": ("x0-lambdas", {"shortcut": "state"}),
     "residual-scale-branch": ("residual-scale", {"branch": True}),
     "residual-scale-all": ("residual-scale", {"branch": True, "bias": True}),
+    "fixed-scale-deepnorm": ("fixed-scale", {"shortcut_power": 0.25}),
+    "orthogonal-gated": ("orthogonal", {"form": "gated"}),
+    "gpas-shortcut": ("gpas", {"scaled": "shortcut"}),
     "attnres-scaled": ("attnres", {"scaled": True}),
     "attnres-groups": ("attnres", {"scaled": True, "block": 2}),
     "attnres-additive": ("attnres", {"additive": True}),
@@ -46,11 +53,14 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "grn-v2-few": ("grn-v2", {"sources": [1]}),
     "grn-v3-few": ("grn-v3", {"units": [-1, "output"], "sources": ["x0", -1]}),
     "muddformer-few": ("muddformer", {"units": [-1, "output"], "sources": ["x0"], "channels": ["v", "shortcut"]}),
+    "muddformer-norms": ("muddformer", {"norms": True}),
+    "muddformer-norms-groups": ("muddformer", {"norms": True, "block": 2}),
+    "muddformer-norms-few": ("muddformer", {"norms": True, "units": [-1, "output"], "sources": ["x0"]}),
     "attnres-few": ("attnres", {"units": ["output"], "sources": [1]}),
 }
 
 #: Those whose formulas have no start that equals the plain residual network.
-NOT_PRESERVING = {"ancre-constant", "attnres-normed"}
+NOT_PRESERVING = {"ancre-constant", "attnres-normed", "fixed-scale-deepnorm"}
 
 #: Those that connect what branches add, which has no meaning where a norm follows the add.
 PRE_NORM_ONLY = {
@@ -58,6 +68,7 @@ PRE_NORM_ONLY = {
     *("grn-v1-groups", "dca-groups"),
     *("hc-static", "hc-static-sum", "hc-static-learned", "hc-dynamic", "hc-dynamic-2", "hc-dynamic-learned"),
     *("frac-hc", "frac-hc-static", "mhc", "mhc-identity", "mhc-permutations", "mhc-cayley"),
+    *("mhc-kronecker", "mhc-entry", "mhc-delayed", "mhc-delayed-identity"),
     *("hc-gated", "hc-gated-streams"),
     *("attnres", "attnres-scaled", "attnres-groups", "attnres-additive", "attnres-qkv", "attnres-normed"),
     *("grn-v2-few", "grn-v3-few", "attnres-few"),
@@ -71,6 +82,7 @@ STATIC = [
     *("rezero", "skipinit", "layerscale", "laurel-rw", "laurel-rw-softmax"),
     *("hc-static", "hc-static-sum", "hc-static-learned"),
     *("x0-lambdas", "x0-lambdas-state", "unet", "residual-scale", "residual-scale-branch", "variance-gate"),
+    *("fixed-scale", "fixed-scale-deepnorm"),
 ]
 
 #: Those that need an attention.
@@ -81,7 +93,9 @@ PRESERVING = [key for key in EVERY if key not in NOT_PRESERVING]
 FAMILIES = ["ancre-ingoing", "denseformer", "grn-v1", "grn-v2", "grn-v3", "hc-static", "hc-dynamic", "frac-hc", "mhc"]
 FAMILIES += ["mhc-identity", "mhc-permutations", "mhc-cayley", "hc-gated"]
 FAMILIES += ["laurel-pa", "layerscale", "attnres", "muddformer"]
-LEARNED = [key for key in EVERY if key not in ("residual", "ancre-constant")]
+#: Those without weights at the paper's start.
+CONSTANT = ("residual", "ancre-constant", "fixed-scale", "fixed-scale-deepnorm", "orthogonal")
+LEARNED = [key for key in EVERY if key not in CONSTANT]
 
 
 #: Enough for a second model that is connected as the first one.

@@ -45,7 +45,7 @@ BATCH, LENGTH, VOCABULARY, MICRO_BATCHES = 8, 6, 23, 4
 CPU = torch.device("cpu")
 #: One of each kind: static and dense, per token and dense, softmax over sources, streams, separate q/k/v, with x_0.
 KINDS = ["ancre-ingoing", "grn-v1", "grn-v3", "attnres", "attnres-groups", "hc-dynamic", "dca", "muddformer"]
-KINDS += ["x0-lambdas"]
+KINDS += ["x0-lambdas", "muddformer-norms", "mhc-delayed"]
 
 
 class Model(nn.Module):

@@ -31,6 +31,7 @@ STATIC = [
     *("rezero", "skipinit", "layerscale", "laurel-rw", "laurel-rw-softmax"),
     *("hc-static", "hc-static-sum", "hc-static-learned"),
     *("x0-lambdas", "x0-lambdas-state", "unet", "residual-scale", "residual-scale-branch", "variance-gate"),
+    *("fixed-scale", "fixed-scale-deepnorm"),
 ]
 
 

@@ -240,7 +240,7 @@ def test_generation(key: str) -> None:
     other = mixed(model, key)
     cached = other.generate(ids(), use_cache=True, **OPTIONS)
     assert torch.equal(cached, other.generate(ids(), use_cache=False, **OPTIONS))
-    assert key == "residual" or not torch.allclose(other(ids()).logits, model(ids()).logits, atol=1e-3)
+    assert key in ("residual", "fixed-scale") or not torch.allclose(other(ids()).logits, model(ids()).logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("key", ["dca", "muddformer"])
@@ -316,7 +316,7 @@ def test_interleaved_forwards(key: str) -> None:
 BY_HAND = {f"{name}Backward" for name in ("_Sum", "Claims", "_Claims", "Several")}
 
 
-@pytest.mark.parametrize("key", kinds_first(LEARNED))
+@pytest.mark.parametrize("key", kinds_first(key for key in LEARNED if key != "review"))  # which has none of them
 def test_small_states_are_left_to_autograd(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = mixed(Stack(PreNorm), key), vectors()
     names, parameters = zip(*model.named_parameters(), strict=True)

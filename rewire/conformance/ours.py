@@ -38,7 +38,8 @@ def topology_of(scheme: str, options: Mapping[str, Any]) -> Topology:
     Raises:
         ValueError: an option that is a constant of the topology, such as the epsilon of most norms.
     """
-    chosen = reference(scheme).with_options(options)
+    known = reference(scheme)
+    chosen = {name: value for name, value in known.with_options(options).items() if name not in known.fixed}
     accepted = name_and_options(make_topology(scheme, {}))[1]
     renamed = {"eps": "start"} if scheme == "layerscale" else {}
     found = {name: chosen[renamed.get(name, name)] for name in accepted if renamed.get(name, name) in chosen}
@@ -135,7 +136,8 @@ def _muddformer(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dic
         static.append(weights["a"][t - 2, :ways, :n].flatten())
         w1.append(weights["W1"][t - 2, :, :ways, :n].flatten(1).T)
         w2.append(weights["W2"][t - 2, :ways, :n, :ways, :n].flatten())
-    return {"static": torch.cat(static), "w1": torch.cat(w1), "w2": torch.cat(w2)}
+    found = {"static": torch.cat(static), "w1": torch.cat(w1), "w2": torch.cat(w2)}
+    return found | ({"before": weights["g"], "after": weights["h"]} if options["norms"] else {})
 
 
 def _hc(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -167,6 +169,8 @@ def _mhc(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, 
         "dynamic": torch.cat(dynamic, -1),
         "scale": torch.stack([weights[f"alpha_{kind}"] for kind in kinds], -1),
     }
+    if "s" in weights:
+        found["entry"] = weights["s"]
     if "last_b" in weights:
         names = (("last_static", "last_b"), ("last_dynamic", "last_phi"), ("last_scale", "last_alpha"))
         found |= {ours: weights[theirs] for ours, theirs in names}
@@ -193,6 +197,11 @@ def _laurel(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[st
     return found
 
 
+def _review(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    state, update = weights["W"].mT.chunk(2, dim=-2)
+    return {"state": state, "update": update, "bias": weights["b"]}
+
+
 _PACKINGS: Mapping[str, Packing] = {
     "ancre": _ancre,
     "ancre_cascaded": _renamed(scales="a"),
@@ -201,15 +210,19 @@ _PACKINGS: Mapping[str, Packing] = {
     "branch_scale": _renamed(scales="alpha"),
     "ddl": _renamed(gate="w", gate_bias="s", value="u", value_bias="c"),
     "denseformer": _denseformer,
+    "fixed_scale": _renamed(),
     "frac_hc": _hc,
+    "gpas": _renamed(gates="a"),
     "grn": _grn,
     "hc": _hc,
     "hc_gated": _renamed(norm="norm", down="down", up="up", inject="inject"),
     "laurel": _laurel,
     "mhc": _mhc,
     "muddformer": _muddformer,
+    "orthogonal": _renamed(gates="c"),
     "residual": _renamed(),
     "residual_scale": _renamed(shortcut="a", branch="b", shortcut_bias="u", branch_bias="v"),
+    "review": _review,
     "unet": _renamed(skip_weights="l"),
     "variance_gate": _renamed(gates="w"),
     "x0_lambdas": _renamed(resid_lambdas="l", x0_lambdas="m"),

@@ -231,7 +231,18 @@ def _signals(record: Record, gradients: _Gradients, chi: Chi | None) -> TrunkSig
         BlockSignals(trunk.sites[first].block, _influence(hidden[first], hidden[end], dim))
         for first, end in zip(starts, [*starts[1:], len(trunk.sites)], strict=True)
     ]
-    return TrunkSignals(trunk.name, tuple(sites), tuple(blocks), _norm(hidden[-1], dim), gradients.input, chi)
+    streams = record.topology.parallel(run.states)
+    differing = None if streams is None else effective_streams(streams.detach())
+    ends = _norm(hidden[-1], dim), gradients.input, chi, differing
+    return TrunkSignals(trunk.name, tuple(sites), tuple(blocks), *ends)
+
+
+def effective_streams(streams: Tensor) -> float:
+    """How many of the streams [..., n, D] of a token differ: see `TrunkSignals`."""
+    wide = streams.double()
+    squares = torch.linalg.eigvalsh(wide @ wide.mT).clamp(min=0)  # of the singular values
+    shares = squares / squares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    return float(torch.special.entr(shares).sum(-1).exp().mean())
 
 
 def _hidden(run: Run) -> list[Tensor]:
@@ -262,7 +273,8 @@ def _headline(trunk: TrunkSignals) -> str:
     chi = f"; chi {trunk.chi}" if trunk.chi else ""
     depth = f"effective depth {trunk.effective_depth:.1f} of {len(trunk.blocks)} blocks"
     ends = f"output norm {trunk.output:.3g}; gradient at the input {trunk.input_gradient:.3g}"
-    return f"{trunk.name}: {depth}{chi}; {ends}"
+    streams = "" if trunk.streams is None else f"; {trunk.streams:.1f} streams differ"
+    return f"{trunk.name}: {depth}{streams}{chi}; {ends}"
 
 
 def _table(trunk: TrunkSignals) -> Table:

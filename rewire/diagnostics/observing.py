@@ -20,6 +20,7 @@ from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.passes.inputs import inputs_for
 from rewire.patterns import patterns_for
 from rewire.runtime.connection import Connection, connections
+from rewire.topologies.base import States, Topology
 from rewire.topologies.residual import Residual
 from rewire.torch_internals import pytree
 from rewire.trunk import Trunk
@@ -34,12 +35,14 @@ class Run:
         reads: for each site, by position, what its branch read (of separate q/k/v inputs, that of the residual); all
             in the dimensions that the output has.
         branches: for each site, by position, the branch outputs that it added; several if they ran in parallel.
+        states: the topology's, before it makes the output of them.
         output: the trunk's output; None if its last block was not reached.
     """
 
     input: Tensor
     reads: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     branches: dict[int, tuple[Tensor, ...]] = dataclasses.field(default_factory=dict)
+    states: States = ()
     output: Tensor | None = None
 
     def keep(self, what: str, position: int, value: Any) -> None:
@@ -53,6 +56,8 @@ class Run:
                 self.branches[position] = value
             case "view":
                 self.reads = {site: value(read) for site, read in self.reads.items()}
+            case "end":
+                self.states = value
             case "finish":
                 self.output = value
 
@@ -63,11 +68,13 @@ class Record:
 
     Attributes:
         trunk: the trunk.
+        topology: how it is connected.
         given: hidden states to put in place of the trunk's input; None: what the model computes.
         runs: what forwards computed, one for each time that the trunk was entered.
     """
 
     trunk: Trunk
+    topology: Topology
     given: Tensor | None = None
     runs: list[Run] = dataclasses.field(default_factory=list)
 
@@ -104,7 +111,7 @@ def observed(model: nn.Module, inputs: Inputs | None = None) -> tuple[nn.Module,
     records = []
     for connection in connections(copied).values():
         assert connection.trunk is not None
-        record = Record(connection.trunk)
+        record = Record(connection.trunk, connection.layout.topology)
         connection.register_forward_pre_hook(record.begin)
         records.append(record)
     return copied, records

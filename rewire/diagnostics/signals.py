@@ -75,6 +75,9 @@ class TrunkSignals:
         input_gradient: L2 norm, over everything, of the loss's gradient in the trunk's input ``x_0``.
         chi: mean squared singular value of the Jacobian from ``x_0`` to ``h_T``, all positions of the batch together
             (examples do not interact, so it is their mean); None if it was not asked for.
+        streams: of hyper-connections, how many of their n streams differ at the end, from 1 (all are multiples of one
+            vector: they have collapsed) to n (of equal size, at right angles): ``exp(-sum_i p_i log p_i)`` with ``p_i``
+            the shares of the squared singular values of a token's streams [n, D], averaged over tokens. None of others.
     """
 
     name: str
@@ -83,6 +86,7 @@ class TrunkSignals:
     output: float
     input_gradient: float
     chi: Chi | None
+    streams: float | None = None
 
     @property
     def effective_depth(self) -> float:

@@ -56,7 +56,7 @@ def _rows(network: Network, name: str) -> Iterator[Weight]:
     facts: dict[str, Any] = {}
     if branch is not None:
         site = branch.site
-        facts = {"branch": site.name, "depth": branch.depth, "width": site.width}
+        facts = {"branch": site.name, "block": site.block, "depth": branch.depth, "width": site.width}
     tied = _tied_embedding(network, name)
     if layout is None or tied:
         role, because = ("embedding", tied) if tied else _role_of_vector(network, name)

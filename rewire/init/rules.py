@@ -28,6 +28,14 @@ def xavier() -> Rule:
     return Rule("xavier_uniform", lambda values, generator: nn.init.xavier_uniform_(values, generator=generator))
 
 
+def xavier_normal(gain: float) -> Rule:
+    """The normal distribution of the same variance, times gain^2."""
+    return Rule(
+        f"xavier_normal(gain={gain:.3g})",
+        lambda values, generator: nn.init.xavier_normal_(values, gain=gain, generator=generator),
+    )
+
+
 def orthogonal() -> Rule:
     """Orthonormal rows or columns (arXiv 1312.6120)."""
     return Rule("orthogonal", lambda values, generator: nn.init.orthogonal_(values, generator=generator))

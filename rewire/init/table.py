@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 
 from rich import box
@@ -47,6 +48,12 @@ LAST = frozenset({"last", "attention output"})
 ZERO = LAST | {"classifier", "bias"}
 
 
+def row_of(block: str) -> str:
+    """What blocks of one row of blocks have in common: the path up to the first number, ``encoder.layers``."""
+    number = re.search(r"\.\d+", block)
+    return block[: number.start()] if number else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Weight:
     """A parameter, or one part of a fused one, with its role.
@@ -59,6 +66,7 @@ class Weight:
             ``layout.stacked``; the parameter's own for what is no matrix.
         layout: where these values lie in the parameter.
         branch: name of the branch (`Site.name`); empty outside of branches.
+        block: path of the module whose forward adds it (`Site.block`).
         depth: number of weights on the longest way through that branch.
         width: channels of the stream; None if they are not known or the weight is in no branch.
         groups: of a convolution.
@@ -71,6 +79,7 @@ class Weight:
     shape: tuple[int, ...]
     layout: Layout = dataclasses.field(default_factory=Layout)
     branch: str = ""
+    block: str = ""
     depth: int = 0
     width: int | None = None
     groups: int = 1
@@ -109,6 +118,13 @@ class Roles(Shown):
     def width(self) -> int | None:
         """Channels of the (first) residual stream; None if they are not known."""
         return next((weight.width for weight in self if weight.width is not None), None)
+
+    def branches_until(self, block: str) -> int:
+        """How many branches there are up to the end of ``block``, of the blocks in its row."""
+        here = row_of(block)
+        found = dict.fromkeys((w.block, w.branch) for w in self if w.branch and row_of(w.block) == here)
+        blocks = [of for of, _ in found]
+        return len(blocks) - blocks[::-1].index(block)
 
     def of(self, name: str) -> tuple[Weight, ...]:
         """The rows of the parameter ``name``."""

@@ -450,6 +450,7 @@ class Stream(TensorLike):
             )
         if isinstance(self.held, Unsummed):
             return self.summed().finish()
+        self._seen("end", self.states)
         output = layout.restored(layout.topology.finish(self.states, self.weights.value, layout.dims))
         self.weights.ended = True
         self._seen("finish", output)

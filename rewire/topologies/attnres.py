@@ -125,7 +125,8 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
 
     @property
     def few(self) -> bool:
-        return super().few or self.channels is not None
+        # not by super(), which Dynamo takes for the property itself
+        return self.units is not None or self.sources is not None or self.channels is not None
 
     def reads(self, dims: Dims) -> range:
         """Without the output's, if that is the plain stream."""

@@ -200,6 +200,10 @@ class Topology(ABC, Generic[W]):
         """A tensor of the hidden states' shape, dtype and device; its values mean nothing."""
         return states[0]
 
+    def parallel(self, states: States) -> Tensor | None:
+        """The streams [..., n, D], of a topology that keeps several side by side; None of others."""
+        return None
+
     @abstractmethod
     def matrix(self, weights: W, dims: Dims) -> Tensor:
         """Effective weights as a [destination, source] matrix, float32; entries that do not exist are 0.

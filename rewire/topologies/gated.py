@@ -141,6 +141,10 @@ class GatedHyperConnections(Topology[Weights]):
     def template(self, states: States) -> Tensor:
         return states[0].select(-2, 0)
 
+    def parallel(self, states: States) -> Tensor:
+        streams: Tensor = states[0]
+        return streams
+
     def matrix(self, weights: Weights, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.
 

@@ -251,7 +251,8 @@ class DCA(GRNv3):
 
     @property
     def few(self) -> bool:
-        return super().few or self.channels is not None
+        # not by super(), which Dynamo takes for the property itself
+        return self.units is not None or self.sources is not None or self.channels is not None
 
     def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
         return of_attention(self.channels, t in dims.attention)

@@ -75,12 +75,14 @@ class Weights(NamedTuple):
         constants: of the topology, if it has any.
         steps: of units in turn whose next read needs no other weights than these, float32 [n + 1, n + 1]: what new
             streams (rows), and in the last row that read, take of the streams and of the branch (last column).
+        entry: scales of the trunk's input in each stream, [n, D]; None: the streams start as copies.
     """
 
     units: tuple[Unit, ...]
     last: Unit | None
     constants: Tensor | None = None
     steps: tuple[Tensor, ...] = ()
+    entry: Tensor | None = None
 
 
 class Streams(Topology[Weights]):
@@ -230,6 +232,8 @@ class ParallelStreams(Streams):
         return 1
 
     def start(self, x: Tensor, weights: Weights) -> States:
+        if weights.entry is not None:
+            return ((x.unsqueeze(-2) * weights.entry).to(x.dtype),)
         return (x.unsqueeze(-2).expand(*x.shape[:-1], self.streams, x.shape[-1]),)
 
     def reading(self, values: Tensor) -> Tensor:
@@ -264,6 +268,10 @@ class ParallelStreams(Streams):
         output = Line("out", _terms(streams, shares))
         rows, columns = [unit.read for unit in units], [branch_of(t) for t in range(1, dims.depth + 1)]
         return Program(tuple(units), (output,), "out", (*rows, "out"), ("x0", *columns))
+
+    def parallel(self, states: States) -> Tensor:
+        streams: Tensor = states[0]
+        return streams
 
 
 @register_topology("hc-static")

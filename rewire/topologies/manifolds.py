@@ -1,14 +1,81 @@
-"""Square matrices on manifolds, made of free values: how manifold hyper-connections mix their streams."""
+"""Square matrices on manifolds, made of free values: how manifold hyper-connections mix their streams.
+
+`MANIFOLDS` has them by name. Who adds one can choose it with ``rewire.compile(model, "mhc", residual=name)``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rewire.mixes.tokens import compiled_sinkhorn, project
+
+_MOST_PERMUTED = 8  # of which there are 40,320
+_NEAR = 3.0  # log-odds of the identity, at the preserving start
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifold:
+    """How a matrix that mixes n streams is made of free values.
+
+    Attributes:
+        values: K, how many there are for n streams; raises ValueError for an n that it does not take.
+        matrix: from values [..., K], n, and the constants (or None), matrices [..., n, n] in the values' dtype: from
+            stream i (column) to stream o (row).
+        start: for n streams, values [K] of the preserving start: a matrix with the eigenvectors 1, of eigenvalue 1, and
+            ``linspace(-1, 1, n)``; the identity, or near it.
+        constants: what depends on n and a device alone, made once in a forward; None: nothing.
+    """
+
+    values: Callable[[int], int]
+    matrix: Callable[[Tensor, int, Tensor | None], Tensor]
+    start: Callable[[int], Tensor]
+    constants: Callable[[int, torch.device], Tensor] | None = None
+
+
+def _identity(values: Tensor, n: int, _: Tensor | None) -> Tensor:
+    return torch.eye(n, dtype=values.dtype, device=values.device).expand(*values.shape[:-1], n, n)
+
+
+def _permutations(n: int) -> int:
+    if n > _MOST_PERMUTED:
+        raise ValueError(f"streams={n}: more than {_MOST_PERMUTED} have too many permutations.")
+    return math.prod(range(2, n + 1))  # not math.factorial, which torch.compile does not take
+
+
+def _near_first(n: int) -> Tensor:
+    count = _permutations(n)
+    values = torch.zeros(count)
+    values[0] = _NEAR + math.log(count - 1)
+    return values
+
+
+def _factors(n: int) -> int:
+    """The exponent of n, a power of 2."""
+    if n & (n - 1):
+        raise ValueError(f"streams={n}: Kronecker products of 2 x 2 matrices need a power of 2, like 4.")
+    return n.bit_length() - 1
+
+
+def kronecker(values: Tensor, n: int, _: Tensor | None = None) -> Tensor:
+    """The Kronecker product of ``p I + (1 - p) S``, S the swap of two: doubly stochastic.
+
+    Args:
+        values: [..., 2 log2(n)]; of each factor in turn, the logits of p and 1 - p.
+
+    Returns:
+        [..., n, n]
+    """
+    product = values.new_ones(*values.shape[:-1], 1, 1)
+    for kept, swapped in values.unflatten(-1, (_factors(n), 2)).softmax(-1).movedim((-2, -1), (0, 1)).unbind():
+        factor = torch.stack([kept, swapped, swapped, kept], -1).unflatten(-1, (2, 2))
+        product = (product[..., :, None, :, None] * factor[..., None, :, None, :]).flatten(-4, -3).flatten(-2)
+    return product
 
 
 def permutations(n: int, device: torch.device) -> Tensor:
@@ -49,6 +116,24 @@ def cayley(values: Tensor, n: int) -> Tensor:
     half, eye = (upper - upper.mT) / 2, torch.eye(n, dtype=values.dtype, device=values.device)
     rotation: Tensor = torch.linalg.solve(eye - half, eye + half)
     return rotation
+
+
+def _convex(values: Tensor, n: int, corners: Tensor | None) -> Tensor:
+    assert corners is not None
+    return convex(values, corners)
+
+
+#: By the name that ``residual=`` of `mhc` has for it; "sinkhorn", which has options and kernels, is there beside them.
+MANIFOLDS: dict[str, Manifold] = {
+    "identity": Manifold(lambda n: 0, _identity, lambda n: torch.zeros(0)),
+    "permutations": Manifold(_permutations, _convex, _near_first, permutations),
+    "cayley": Manifold(
+        lambda n: n * (n - 1) // 2, lambda z, n, _: cayley(z, n), lambda n: torch.zeros(n * (n - 1) // 2)
+    ),
+    "kronecker": Manifold(
+        lambda n: 2 * _factors(n), kronecker, lambda n: torch.tensor([_NEAR, 0.0]).repeat(_factors(n))
+    ),
+}
 
 
 @torch.library.custom_op("rewire::sinkhorn", mutates_args=())

@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from rewire.mixes.autograd import under_transforms
 from rewire.mixes.gating import Gating
-from rewire.topologies.base import Dims, Start, check_choice, check_count, no_preserving_start
+from rewire.mixes.mix import Mix
+from rewire.mixes.streams import read_streams
+from rewire.topologies.base import (
+    OF_STATES,
+    Dims,
+    Start,
+    States,
+    check_choice,
+    check_count,
+    materialize,
+    no_preserving_start,
+)
 from rewire.topologies.hyper import Gates, ParallelStreams, Weights
-from rewire.topologies.manifolds import cayley, convex, permutations, sinkhorn, sinkhorn_steps
+from rewire.topologies.manifolds import MANIFOLDS, sinkhorn, sinkhorn_steps
 from rewire.topologies.registry import register_topology
 
-Residual = Literal["sinkhorn", "identity", "permutations", "cayley"]
-_MOST_PERMUTED = 8  # of which there are 40,320
 _PHI_STD = 0.02  # as in the code of DeepSeek-V4
 _DIAGONAL = 4.0  # logits of the diagonal for Sinkhorn-Knopp, at the preserving start
-_IDENTITY = 3.0  # log-odds of the identity among permutations, at the preserving start
+
+
+class Waiting:
+    """What the next unit reads of the streams, float32 [..., n, 1].
+
+    A plain class: in tuples, and dataclasses, FSDP2 casts every tensor that a block gets.
+    """
+
+    __slots__ = ("weights",)
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
 
 
 @register_topology("mhc")
@@ -44,38 +64,55 @@ class ManifoldHyperConnections(ParallelStreams):
       doubly stochastic, without iterations. For few streams, as z has n! values.
     - ``"cayley"``: ``(I - A/2)^-1 (I + A/2)``, a rotation; A is skew, and z its upper triangle (JPmHC, arXiv
       2602.18308, which approximates the inverse by iterations).
+    - ``"kronecker"``: the Kronecker product of ``log2(n)`` matrices ``p I + (1 - p) S`` of 2 x 2, S swapping two, with
+      ``(p, 1 - p)`` a softmax of two values of z for each (KromHC, arXiv 2601.21579): doubly stochastic, without
+      iterations, from few values.
+    - what else is in `MANIFOLDS`.
 
     For a free matrix, and free gates, take `HyperConnections` or `DynamicHyperConnections`. A learned output is one
     more read, ``H_pre H_T``, as in DeepSeek-V4 and Hunyuan V4; GLM-5 Next has the mean, the paper the sum.
 
+    With ``delayed=True, output="learned"`` (Single-Pass mHC, DeepSeek-V4.1) a unit reads with the weights that the one
+    before it computed, so that streams are read and written once between two branches; unit 1 reads the first stream,
+    and the output is what the last unit's weights read: it has none of its own.
+
+    With ``entry_scales=True`` (Learned Stream Scaling, arXiv 2606.03483) the streams start apart: stream i is ``s_i *
+    x_0`` with a learned s_i [D]. Equal streams are told apart by what is written to them alone, and many a model uses
+    one of them in the end.
+
     **Paper start.** ``alpha = 0.01``; the paper does not give the others: phi is normal with standard deviation 0.02
     and b is 0, as in the code of DeepSeek-V4, or for ``"identity"`` that of Hunyuan V4, where ``H_pre`` is 1/n. (With
     phi zero, the streams would stay equal forever.) So H_pre is about 1/2, H_post 1, and H_res 1/n, or I for cayley.
+    Entry scales are 0.6 and Xavier's uniform noise, as in their authors' code.
 
     **Preserving start.** ``H_t = 1 x_t^T + v y_t^T``: all streams are ``x_t``, but for multiples of some ``y_t`` that
     no read sees. ``H_post = 1 + v/2`` with ``v = linspace(-1, 1, n)``, less of v if magnitude < 2; ``H_pre``,
     and a learned output, are ``(1 + u/2) / n`` with ``u = v^2 - mean(v^2)``: 1, u and v are orthogonal. ``H_res`` is a
-    multiple of I plus a constant, so that 1 and v are eigenvectors: Sinkhorn's logits are 4 on the diagonal, else 0;
-    the identity has the share ``e^3 / (1 + e^3)`` of the permutations; ``A = 0``. (Nearer to the identity, the
-    gradients of the first two would vanish, and `sinkhorn` hardly converge.) phi is 0. That is the original to
-    rounding, and with `eps` to T eps. With ``output="sum"`` the function is n times as large, which no constrained
-    H_res undoes: `for_start` makes it the mean, which is the sum of streams that hold ``1/n`` of ``x_t`` each.
+    multiple of I plus a constant, or otherwise such that 1 and v are eigenvectors: Sinkhorn's logits are 4 on the
+    diagonal, else 0; the identity has the share ``e^3 / (1 + e^3)`` of the permutations, and of each Kronecker factor;
+    ``A = 0``. (Nearer to the identity, the gradients of the first two would vanish, and `sinkhorn` hardly converge.)
+    phi is 0; ``s_i = 1 + v_i / 2``. That is the original to rounding, and with `eps` to T eps, delayed or not. With
+    ``output="sum"`` the function is n times as large, which no constrained H_res undoes: `for_start` makes it the mean,
+    which is the sum of streams that hold ``1/n`` of ``x_t`` each.
 
-    - *Still learning*: b and phi at once, alpha from the second step on. For n = 2, u is 0, and H_res waits one step.
-      Where the branches start at zero, all but a learned output waits one step more. Gradients of H_res may be small:
-      use Adam rather than plain SGD.
+    - *Still learning*: b and phi at once, alpha from the second step on. For n = 2, u is 0, and H_res waits one step,
+      as it does for "kronecker". Where the branches start at zero, all but a learned output waits one step more.
+      Gradients of H_res may be small: use Adam rather than plain SGD.
     - *No gradient by construction*, with either start: H_res of unit 1, which mixes equal streams (but for cayley), and
       that of unit T where a mean or sum comes after it (but for cayley; hardly any for sinkhorn).
 
     Args:
-        streams: n, 2 or more; of "permutations" 8 at most.
+        streams: n, 2 or more; of "permutations" 8 at most, of "kronecker" a power of 2.
         output: "mean", "sum" as in the paper, or "learned".
         iterations: how often `sinkhorn` normalises columns and rows, 1 or more.
-        residual: "sinkhorn", "identity", "permutations" or "cayley".
+        residual: "sinkhorn", or a name in `MANIFOLDS`: "identity", "permutations", "cayley" or "kronecker".
         magnitude: the factor of H_post, 2 in the paper; an option of Hunyuan V4.
         eps: as in the shipped models: it is added to H_pre, in `sinkhorn`, and for "identity" to H_post. They have
             1e-6.
         norm_eps: epsilon of the norm; 1e-5 in GLM-5 Next and Hunyuan V4.
+        delayed: whether units read with the weights of the unit before; with ``output="learned"`` alone.
+        entry_scales: whether the streams start as ``x_0`` times learned scales, not as copies; not if delayed, where
+            unit 1 reads one of them as it is.
 
     Raises:
         ValueError: an option is not one of those values.
@@ -86,17 +123,22 @@ class ManifoldHyperConnections(ParallelStreams):
     fewest_streams: ClassVar[int] = 2  # a sigmoid is never 1
 
     iterations: int = 20
-    residual: Residual = "sinkhorn"
+    residual: str = "sinkhorn"
     magnitude: float = 2.0
     eps: float = 0.0
     norm_eps: float = 1e-6
+    delayed: bool = False
+    entry_scales: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("iterations", self.iterations, 1)
-        check_choice("residual", self.residual, get_args(Residual))
-        if self.residual == "permutations" and self.streams > _MOST_PERMUTED:
-            raise ValueError(f"streams={self.streams}: more than {_MOST_PERMUTED} have too many permutations.")
+        check_choice("residual", self.residual, ("sinkhorn", *MANIFOLDS))
+        assert self.scaled  # of so many streams
+        if self.delayed and self.output != "learned":
+            raise ValueError("delayed=True: the output is the read that the last unit computed: pass output='learned'.")
+        if self.delayed and self.entry_scales:
+            raise ValueError("entry_scales=True: with delayed=True unit 1 would read a scaled input. Leave out one.")
         if not 0 < self.magnitude < math.inf:
             raise ValueError(f"magnitude={self.magnitude!r}: it has to be a positive number, like 2.0.")
         for option in ("eps", "norm_eps"):
@@ -109,18 +151,15 @@ class ManifoldHyperConnections(ParallelStreams):
     @property
     def scaled(self) -> tuple[int, ...]:
         n = self.streams
-        if self.residual == "identity":
-            return n, n
-        if self.residual == "permutations":
-            return n, n, math.prod(range(2, n + 1))  # not math.factorial, which torch.compile does not take
-        return n, n, n * n if self.residual == "sinkhorn" else n * (n - 1) // 2
+        values = n * n if self.residual == "sinkhorn" else MANIFOLDS[self.residual].values(n)
+        return (n, n, values) if values else (n, n)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """K columns: n of H_pre, n of H_post, and those of z; a matrix z row by row (o n + i).
 
         ``static``, b, float32 [T, K]; ``dynamic``, phi, float32 [T, n D, K], its rows stream by stream; ``scale``,
-        alpha, float32 [T, 3]: pre, post, res (if there is a z). With a learned output its ``last_static`` [n],
-        ``last_dynamic`` [n D, n] and ``last_scale`` [1].
+        alpha, float32 [T, 3]: pre, post, res (if there is a z). With a learned output, if not delayed, its
+        ``last_static`` [n], ``last_dynamic`` [n D, n] and ``last_scale`` [1]. With entry scales ``entry``, s [n, D].
 
         Raises:
             UnsupportedTopology: ``start="preserve"`` with the sum of the streams as output, or a magnitude up to 1.
@@ -138,13 +177,19 @@ class ManifoldHyperConnections(ParallelStreams):
             last = pre = _logit((1 + even / 2) / n - self.eps)
             spread = min(0.5, (self.magnitude - 1) / 2)
             post = _logit((1 + spread * odd - self._added) / self.magnitude)
-            res = self._near_identity(res)
+            res = self._near_identity()
             phi, last_phi = torch.zeros_like(phi), torch.zeros_like(last_phi)
         elif self.residual == "identity":
             last = pre = torch.full((n,), -math.log(n - 1))  # its sigmoid is 1/n
         static = torch.cat([part.expand(depth, -1) for part in (pre, post, res)], dim=-1)
         found = {"static": static, "dynamic": phi, "scale": torch.full((depth, len(self.scaled)), 0.01)}
-        if self.output == "learned":
+        if self.entry_scales:
+            bound = math.sqrt(6 / (n + dims.width))  # Xavier's
+            entry = 0.6 + bound * (2 * torch.rand(n, dims.width, generator=seed, device="cpu") - 1)
+            if start == "preserve":
+                entry = (1 + torch.linspace(-0.5, 0.5, n)).unsqueeze(1).repeat(1, dims.width)
+            found["entry"] = entry
+        if self.output == "learned" and not self.delayed:
             found |= {"last_static": last, "last_dynamic": last_phi, "last_scale": torch.full((1,), 0.01)}
         return found
 
@@ -154,19 +199,56 @@ class ManifoldHyperConnections(ParallelStreams):
         if self.magnitude <= 1:
             raise no_preserving_start(self, f"magnitude={self.magnitude} times a sigmoid is less than 1")
 
-    def _near_identity(self, values: Tensor) -> Tensor:
-        """Start of b_res; ``values`` are zeros."""
+    def _near_identity(self) -> Tensor:
+        """Start of b_res."""
         if self.residual == "sinkhorn":
             return _DIAGONAL * torch.eye(self.streams).flatten()
-        if self.residual == "permutations":
-            values[0] = _IDENTITY + math.log(len(values) - 1)
-        return values
+        return MANIFOLDS[self.residual].start(self.streams)
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"entry": OF_STATES}
+
+    def matrix(self, weights: Weights, dims: Dims) -> Tensor:
+        if weights.entry is not None:
+            like = weights.units[0].static  # what is drawn is on the CPU while a model is built on the meta device
+            weights = weights._replace(entry=weights.entry.mean(1, keepdim=True).to(like.device))
+        return super().matrix(weights, dims)
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
-        found = super().weights(parameters, dims)
-        if self.residual != "permutations":
+        found = super().weights(parameters, dims)._replace(entry=parameters.get("entry"))
+        constants = None if self.residual == "sinkhorn" else MANIFOLDS[self.residual].constants
+        if constants is None:
             return found
-        return found._replace(constants=permutations(self.streams, parameters["static"].device))
+        return found._replace(constants=constants(self.streams, parameters["static"].device))
+
+    def start(self, x: Tensor, weights: Weights) -> States:
+        if not self.delayed:
+            return super().start(x, weights)
+        first = torch.zeros(*x.shape[:-1], self.streams, 1, device=x.device)
+        first[..., 0, :] = 1
+        return (*super().start(x, weights), Waiting(first))
+
+    def read(self, states: States, weights: Weights, t: int) -> tuple[Tensor | Mix, States]:
+        if not self.delayed:
+            return super().read(states, weights, t)
+        streams, *known, waiting = states
+        gates, streams, claim = self.opened(streams, weights.units[t - 1], weights, *known)
+        value, streams = read_streams(streams, _weights_of(waiting), claim)
+        return value, (streams, gates.write, gates.read)
+
+    def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
+        if not self.delayed:
+            return super().write(states, weights, t, *branches)
+        streams, table, following = states
+        return (*super().write((streams, table), weights, t, *branches), Waiting(following))
+
+    def finish(self, states: States, weights: Weights, dims: Dims) -> Tensor:
+        if self.delayed:
+            return materialize(read_streams(states[0], _weights_of(states[-1]))[0])
+        return super().finish(states, weights, dims)
+
+    def lasting(self, states: States) -> States:
+        return (states[0], _weights_of(states[-1])) if self.delayed else super().lasting(states)
 
     @property
     def gating(self) -> Gating | None:
@@ -184,22 +266,15 @@ class ManifoldHyperConnections(ParallelStreams):
         pre, post, res = values.tensor_split((self.streams, 2 * self.streams), dim=-1)
         write = self.magnitude * torch.sigmoid(post) + self._added
         # Side by side, as sums take them
-        return Gates(self.reading(pre), torch.cat([self._mixed(res, weights, write), write.unsqueeze(-1)], dim=-1).mT)
+        return Gates(self.reading(pre), torch.cat([self._mixed(res, weights), write.unsqueeze(-1)], dim=-1).mT)
 
-    def _mixed(self, res: Tensor, weights: Weights, like: Tensor) -> Tensor:
-        """H_res [..., out, in], in the dtype of ``like`` [..., n]."""
+    def _mixed(self, res: Tensor, weights: Weights) -> Tensor:
+        """H_res [..., out, in]."""
         n = self.streams
-        match self.residual:
-            case "identity":
-                return torch.eye(n, dtype=like.dtype, device=like.device).expand(*like.shape, n)
-            case "permutations":
-                assert weights.constants is not None
-                return convex(res, weights.constants)
-            case "cayley":
-                return cayley(res, n)
-            case _:
-                normalise = sinkhorn_steps if under_transforms() else sinkhorn
-                return normalise(res.unflatten(-1, (n, n)), self.iterations, self.eps)
+        if self.residual != "sinkhorn":
+            return MANIFOLDS[self.residual].matrix(res, n, weights.constants)
+        normalise = sinkhorn_steps if under_transforms() else sinkhorn
+        return normalise(res.unflatten(-1, (n, n)), self.iterations, self.eps)
 
     @property
     def _added(self) -> float:
@@ -210,3 +285,10 @@ class ManifoldHyperConnections(ParallelStreams):
 def _logit(shares: Tensor) -> Tensor:
     """The float32 numbers of which these are the sigmoids."""
     return torch.logit(shares).float()
+
+
+def _weights_of(waiting: Waiting | Tensor) -> Tensor:
+    """What waits; where a stage of a pipeline began, it came as a tensor."""
+    if isinstance(waiting, Tensor):
+        return waiting.to(torch.promote_types(waiting.dtype, torch.float32))
+    return waiting.weights

@@ -9,14 +9,18 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.mixes.tokens import read_off_hidden
+from rewire.mixes.history import Free
+from rewire.mixes.mix import Mix
+from rewire.mixes.tokens import read_off_hidden, rms_norm
 from rewire.topologies.base import (
     OF_STATES,
     Dims,
     Granularity,
     QKVInputs,
     Start,
+    States,
     check_count,
+    materialize,
     no_attention,
 )
 from rewire.topologies.dense import Dense
@@ -24,7 +28,8 @@ from rewire.topologies.registry import register_topology
 from rewire.topologies.wiring import Channel, Few, by_channel, checked_channels
 
 _CHANNELS: tuple[Channel, ...] = ("q", "k", "v", "shortcut")
-_EPS = 1e-6  # of the norm
+_EPS = 1e-6  # of the norms
+_AFTER = 1e-3  # the paper's first scale of the norm behind the mix
 
 
 class Aggregate(NamedTuple):
@@ -34,11 +39,15 @@ class Aggregate(NamedTuple):
         static: [C, n].
         w1: [D, K], K = C n.
         w2: [K, C n].
+        before: with norms, the scales of those of the sources, [n, D].
+        after: with norms, the scale of the one behind the mix for the shortcut, [D], if there is such a mix.
     """
 
     static: Tensor
     w1: Tensor
     w2: Tensor
+    before: Tensor | None = None
+    after: Tensor | None = None
 
 
 Aggregates = Mapping[int, Aggregate] | Few
@@ -55,8 +64,12 @@ class MUDDFormer(Dense[Aggregates]):
     size K is the number of weights it computes. Other units, and the output, have one. Unit 1 reads ``x_0``. In
     post-norm blocks ``r_t + f_t`` passes the norm.
 
-    The paper's optional parts are left out: its norms before and after the mixes (Equation 10) and its wider
-    feed-forwards in later blocks (Equation 9).
+    With ``norms=True`` (Equation 10, for deep models: without, MUDDFormer was seen to diverge at 24 layers) a mix is of
+    normed states and added to the newest: q, k and v read ``x_{t-1} + sum_i A_ti g_i * rmsnorm(x_i)``, and the
+    shortcut, other units and the output ``x_{t-1} + h_t * rmsnorm(sum_i A_ti g_i * rmsnorm(x_i))``. Scales g_i and h_t
+    [D] are learned. That the second norm is on the shortcut's way alone is as in the authors' JAX code.
+
+    The paper's wider feed-forwards in later blocks (Equation 9) are left out.
 
     With ``block=S`` (ours; see `dense`) reads are of ``x_0, x_S, x_2S, ..`` and of the newest state, which the weights
     depend on: ``r_t = sum_{i in K_t} A_ti x_i`` with ``K_t = {i < t: i = 0 (mod S) or i = t - 1}``. These are all that
@@ -73,12 +86,14 @@ class MUDDFormer(Dense[Aggregates]):
     **Both starts** are the paper's (Section 3): ``W2 = 0``, a one-hot on ``x_{t-1}``, W1 from N(0, 1/D), always the
     same draw. All weights are exactly 0 or 1, so that this is the original network, bitwise. ``a`` and W2 have
     gradients at once, W1 through W2 one step later. If all branches start at zero output, then so do those of q, k and
-    v (nothing they change is seen at first): all have moved after two steps.
+    v (nothing they change is seen at first): all have moved after two steps. With norms ``a = 0``, ``g = 1`` and
+    ``h = 1e-3``: all mixes are 0, and g and h learn from the second step on, like W1.
 
     Args:
         separate_norms: norms of their own for q, k and v.
         block: S, 1 or more; None is 1, no groups.
         channels: some of "q", "k", "v", "shortcut"; None: all.
+        norms: of states before they are mixed, and behind the mix (PrePostDANorm).
 
     Raises:
         ValueError: an option is out of its range, or two choose sources.
@@ -92,6 +107,7 @@ class MUDDFormer(Dense[Aggregates]):
     separate_norms: bool = False
     block: int | None = None
     channels: tuple[Channel, ...] | None = None
+    norms: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "channels", checked_channels(self.channels, _CHANNELS))
@@ -100,7 +116,8 @@ class MUDDFormer(Dense[Aggregates]):
 
     @property
     def few(self) -> bool:
-        return super().few or self.channels is not None
+        # not by super(), which Dynamo takes for the property itself
+        return self.units is not None or self.sources is not None or self.channels is not None
 
     def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
         channels = self.channels or _CHANNELS
@@ -115,21 +132,28 @@ class MUDDFormer(Dense[Aggregates]):
         ``static`` is flat: for each t its ways in turn, of each the t states. ``w1`` is [sum of K, D], W1_t
         transposed. ``w2`` is flat: for each t its [K, K].
 
+        With norms ``before`` [S, D], g of the S states that are read, oldest first, and ``after`` [R, D], h of the
+        reads that have one.
+
         Raises:
             UnsupportedTopology: with ``separate_norms``, no unit of the trunk begins with an attention.
         """
         if self.separate_norms and not dims.attention:
             raise no_attention(self, dims.depth, "leave out separate_norms=True")
         sizes = [ways * n for ways, n in self._shapes(dims)]
-        static = [torch.eye(n)[-1].repeat(ways) for ways, n in self._shapes(dims)]
+        static = [(0 if self.norms else 1) * torch.eye(n)[-1].repeat(ways) for ways, n in self._shapes(dims)]
         # A generator of its own: the caller's is not disturbed, and the values can be set again.
         generator = torch.Generator("cpu").manual_seed(0)
         w1 = torch.randn(sum(sizes), dims.width, generator=generator, device="cpu") * dims.width**-0.5
-        return {"static": torch.cat(static), "w1": w1, "w2": torch.zeros(sum(k * k for k in sizes))}
+        found = {"static": torch.cat(static), "w1": w1, "w2": torch.zeros(sum(k * k for k in sizes))}
+        if self.norms:
+            found["before"] = torch.ones(len(self._read_states(dims)), dims.width)
+            found["after"] = torch.full((len(self._with_shortcut(dims)), dims.width), _AFTER)
+        return found
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:
         """W2 sums over as many hidden units as it computes weights of states."""
-        return {"static": OF_STATES, "w2": OF_STATES**2}
+        return {"static": OF_STATES, "w2": OF_STATES**2, "before": OF_STATES, "after": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Aggregates:
         """By read t, what its weights are computed with."""
@@ -141,10 +165,15 @@ class MUDDFormer(Dense[Aggregates]):
             Aggregate(a.unflatten(0, shape), hidden.T, out.unflatten(0, (len(a), len(a))))
             for shape, a, hidden, out in zip(self._shapes(dims), static, w1, w2, strict=True)
         ]
+        if self.norms:
+            scales = self._scales(parameters, dims)
+            rows = [row._replace(before=g, after=h) for row, (g, h) in zip(rows, scales, strict=True)]
         return self.chosen(dims, rows) if self.few else dict(zip(self.mixing(dims), rows, strict=True))
 
     def mix(self, history: Any, weights: Aggregates, t: int) -> Tensor | QKVInputs:
         read = weights[t]
+        if read.before is not None:
+            return self._mix_normed(history, weights, t)
         # [..., C n], one way after the other
         scores, history.newest = read_off_hidden(history.newest, read.w1, read.w2, read.static.flatten(), _EPS)
         ways: list[Tensor] = history.mixes(None, scores.unflatten(-1, read.static.shape))
@@ -153,11 +182,58 @@ class MUDDFormer(Dense[Aggregates]):
             return by_channel({"q": x, "k": x, "v": x, "shortcut": x}, weights.channels[t], ways)
         return QKVInputs(*ways) if len(ways) > 1 else ways[0]
 
+    def _mix_normed(self, history: Any, weights: Aggregates, t: int) -> Tensor | QKVInputs:
+        """Of a history of normed states; with few connections it has them as they are."""
+        read = weights[t]
+        scores, x = read_off_hidden(history.plain, read.w1, read.w2, read.static.flatten(), _EPS)
+        if isinstance(weights, Few):
+            assert read.before is not None
+            history = Free().holding(map(_normed, history.states, read.before))
+        mixes = list(map(materialize, history.mixes(None, scores.unflatten(-1, read.static.shape))))
+        if read.after is not None:  # of the last way
+            mixes[-1] = _normed(mixes[-1], read.after)
+        ways = [x + mix for mix in mixes]
+        channels = weights.channels[t] if isinstance(weights, Few) else _CHANNELS * (len(ways) > 1)
+        return by_channel({"q": x, "k": x, "v": x, "shortcut": x}, channels, ways) if channels else ways[0]
+
+    def _read(self, states: States, weights: Aggregates, t: int) -> tuple[Tensor | Mix | QKVInputs, Any]:
+        if not self.norms or isinstance(weights, Few):
+            return super()._read(states, weights, t)
+        newest, history = states
+        first, last = weights[self.first].before, weights[max(t, self.first)].before
+        assert first is not None and last is not None
+        history = history.read(t, _normed(newest, first[0] if t < self.first else last[-1]))
+        history.plain = newest
+        return (newest if t < self.first else self.mix(history, weights, t)), history
+
     def static(self, weights: Aggregates, t: int) -> Tensor:
-        """a, the mean of the ways."""
-        return weights[t].static.mean(0)
+        """a, the mean of the ways; with norms, it is of the normed states, and the newest counts 1 by itself."""
+        read = weights[t]
+        row = read.static.mean(0)
+        return row if read.before is None else row + torch.eye(len(row), device=row.device)[-1]
+
+    def _read_states(self, dims: Dims) -> list[int]:
+        """The numbers of all states that are mixed."""
+        return sorted({i for t in self.mixing(dims) for i in self.sources_of(t, dims)})
+
+    def _with_shortcut(self, dims: Dims) -> list[int]:
+        """The reads of which one way is the shortcut's, or all that the unit reads."""
+        return [t for t in self.mixing(dims) if "shortcut" in (self.separate(t, dims) or ("shortcut",))]
+
+    def _scales(self, parameters: dict[str, Tensor], dims: Dims) -> list[tuple[Tensor, Tensor | None]]:
+        """For each read in turn, the scales of its norms: g of its sources, and h."""
+        places = {i: place for place, i in enumerate(self._read_states(dims))}
+        before = parameters["before"].float()
+        after = dict(zip(self._with_shortcut(dims), parameters["after"].float(), strict=True))
+        sources = [[places[i] for i in self.sources_of(t, dims)] for t in self.mixing(dims)]
+        return [(before[own], after.get(t)) for own, t in zip(sources, self.mixing(dims), strict=True)]
 
     def _shapes(self, dims: Dims) -> list[tuple[int, int]]:
         """How many ways each read has, and how many states it mixes."""
         ways = [len(self.separate(t, dims) or ("shortcut",)) for t in self.mixing(dims)]
         return list(zip(ways, self.sizes(dims), strict=True))
+
+
+def _normed(x: Tensor, scale: Tensor) -> Tensor:
+    """The RMS norm of a state, or of a mix of such, in its dtype."""
+    return (rms_norm(x, _EPS) * scale).to(x.dtype)

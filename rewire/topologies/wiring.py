@@ -179,7 +179,8 @@ def wired(
         UnsupportedTopology: there is no such unit or source in this trunk, or none that could be read.
     """
     numbers = _numbers(name, units, sources, depth, reads)
-    implied, found = 1 if states else 0, dict[int, tuple[int, ...]]()
+    implied = 1 if states else 0
+    found: dict[int, tuple[int, ...]] = {}  # not dict[..](), which Dynamo does not know
     for t in sorted(numbers):
         own = {i if i >= 0 else t + i for i in numbers[t]}
         if not _by_unit(sources):  # sources of all units are those that a unit may read

@@ -50,6 +50,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"block": 2},
         {"block": 2, "period": 2},
     ],
+    "fixed-scale": [
+        {"shortcut_power": 0.25},
+        {"shortcut": 0.5, "branch": 2.0, "branch_power": -1.0},
+    ],
     "frac-hc": [{"fractions": 1}, {"fractions": 2}, {"fractions": 3, "dynamic": False}],
     "grn-v1": STACKS,
     "grn-v2": STACKS,
@@ -65,15 +69,21 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         *({"streams": 2, "output": "mean"}, {"output": "learned", "eps": 1e-6}, {"iterations": 1}, {"iterations": 3}),
         {"residual": "identity", "output": "learned", "magnitude": 3.0, "eps": 1e-3},
         *({"residual": "permutations", "streams": 3}, {"residual": "cayley", "norm_eps": 1e-5}, {"magnitude": 1.0}),
+        *({"residual": "kronecker"}, {"residual": "kronecker", "streams": 2}),
+        *({"delayed": True, "output": "learned", "eps": 1e-6}, {"entry_scales": True, "streams": 3}),
+        {"delayed": True, "output": "learned", "residual": "identity", "streams": 3},
     ],
-    "muddformer": [{"block": 2}, {"block": 3}],
+    "muddformer": [{"block": 2}, {"block": 3}, {"norms": True}, {"norms": True, "block": 2}],
+    "orthogonal": [{"form": "gated"}],
+    "review": [{"form": "difference"}],
+    "gpas": [{"scaled": "shortcut"}],
     "residual-scale": [{"branch": True}, {"bias": True}, {"branch": True, "bias": True}],
     "variance-gate": [{"temperature": 1.0}, {"form": "difference"}],
     "x0-lambdas": [{"shortcut": "state"}],
 }
 ALL = [(name, options) for name in list_schemes() for options in ({}, *OPTIONS.get(name, []))]
-#: What changes no formula (copies of norms), and what the topology has as a constant.
-ASIDE = {"separate_norms"}
+#: What changes no formula (copies of norms), and few connections, which have references of their own (`test_few`).
+ASIDE = {"separate_norms", "units", "sources", "channels"}
 
 
 def test_every_topology_has_a_reference() -> None:
@@ -118,7 +128,15 @@ def test_starts(name: str, options: dict[str, Any]) -> None:
 #: Those whose sums, gates and projections are kernels of their own.
 KERNELS = [
     *(("ancre-ingoing", {}), ("denseformer", {}), ("grn-v2", {}), ("dca", {}), ("hc-static", {}), ("hc-dynamic", {})),
-    *(("frac-hc", {}), ("mhc", {}), ("attnres", {}), ("attnres", {"qkv": True, "block": 2}), ("muddformer", {})),
+    *(("frac-hc", {}), ("mhc", {}), ("mhc", {"delayed": True, "output": "learned"}), ("muddformer", {"norms": True})),
+    *(
+        ("gpas", {}),
+        ("orthogonal", {"form": "gated"}),
+        ("fixed-scale", {"branch": 0.5}),
+        ("attnres", {}),
+        ("attnres", {"qkv": True, "block": 2}),
+        ("muddformer", {}),
+    ),
     *(("ddl", {}), ("laurel-rw", {}), ("residual-scale", {"branch": True, "bias": True}), ("hc-gated", {})),
 ]
 

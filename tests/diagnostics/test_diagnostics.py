@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import rewire
 from rewire.cli import app
 from rewire.diagnostics.jacobian import mean_squared_singular_value
-from rewire.diagnostics.measure import Diagnosis, diagnose
+from rewire.diagnostics.measure import Diagnosis, diagnose, effective_streams
 from rewire.diagnostics.observing import observed
 from rewire.diagnostics.signals import BlockSignals, TrunkSignals
 from rewire.errors import AlreadyRewired, BadExampleInputs, NoResidualAdds, RewireError, WrappedModel
@@ -370,6 +370,24 @@ def test_losses() -> None:
         diagnose(model, ids, loss=lambda logits: logits)
     with pytest.raises(RewireError, match="the loss is a float"):
         diagnose(model, ids, loss=lambda logits: 1.0)  # type: ignore[arg-type, return-value]
+
+
+def test_how_many_streams_differ() -> None:
+    x, y, z = torch.linalg.qr(torch.randn(3, 5, 3)).Q.movedim(-1, 0)
+    assert effective_streams(torch.stack([x, x, -2 * x], -2)) == pytest.approx(1, abs=1e-6)
+    assert effective_streams(torch.stack([x, y, z], -2)) == pytest.approx(3, abs=1e-6)
+    assert effective_streams(torch.stack([x, y, y], -2)) == pytest.approx(3 / 2 ** (2 / 3), abs=1e-6)  # 1/3 and 2/3
+    assert effective_streams(torch.zeros(4, 3, 5)) == 1
+
+
+def test_streams_that_have_collapsed() -> None:
+    """Copies that are written alike are one stream; written differently, two at least."""
+    model, x = Stack(PreNorm), vectors()
+    alike, apart = (rewire.compile(model, name, example_inputs=(x,)) for name in ("hc-static", "mhc"))
+    assert only(diagnose(alike, x)).streams == pytest.approx(1, abs=1e-3)
+    differing = only(diagnose(apart, x)).streams
+    assert differing is not None and 1.1 < differing < 4
+    assert "streams differ" in str(diagnose(apart, x)) and only(diagnose(model, x)).streams is None
 
 
 def test_errors() -> None:

@@ -47,7 +47,9 @@ def test_every_parameter_is_filled_or_kept_for_a_reason(init: str) -> None:
     assert all(name in str(report) for name in before)
 
 
-@pytest.mark.parametrize("init", ["idinit", "mzas", "near-identity", "orthogonal", "kaiming", "xavier", "fixup"])
+@pytest.mark.parametrize(
+    "init", ["idinit", "mzas", "near-identity", "orthogonal", "kaiming", "xavier", "fixup", "depth-scaled", "deepnorm"]
+)
 def test_seeded(init: str) -> None:
     first, second, other = NanoGPT(), NanoGPT(), NanoGPT()
     second.load_state_dict(first.state_dict())
@@ -151,6 +153,51 @@ def test_fixup_of_the_authors_counts_outputs() -> None:
         assert abs(spread(stem.weight) / (2 / first) ** 0.5 - 1) < 0.1
     with pytest.raises(ValueError, match=r"fan='both'.*'in', 'out'"):
         rewire.initialize(model, "fixup", fan="both")
+
+
+@pytest.mark.parametrize(("by", "wanted"), [("model", [4, 4, 4, 4]), ("block", [2, 2, 4, 4])])
+def test_depth_scaled_ends(by: str, wanted: list[int]) -> None:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+    report = rewire.initialize(model, "depth-scaled", by=by, std=0.1, generator=generator())
+    layers = model.model.layers
+    ends = [end for layer in layers for end in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    for end, n in zip(ends, wanted, strict=True):
+        assert abs(spread(end.weight) / (0.1 * n**-0.5) - 1) < 0.03
+        assert f", n={n}" in str(report)
+    for inner in (layers[0].self_attn.v_proj, layers[1].mlp.up_proj):
+        assert abs(spread(inner.weight) / 0.1 - 1) < 0.03
+    with pytest.raises(ValueError, match="by='layer'"):
+        rewire.initialize(model, "depth-scaled", by="layer")
+    with pytest.raises(ValueError, match="std=0"):
+        rewire.initialize(model, "depth-scaled", std=0)
+
+
+def test_depth_scaled_counts_each_row_of_blocks() -> None:
+    found = {w.name: w for w in rewire.roles(tiny_model("t5"))}
+    table = rewire.roles(tiny_model("t5"))
+    ends = [w for w in found.values() if w.role in ("last", "attention output")]
+    counts = {row: [table.branches_until(w.block) for w in ends if w.block.startswith(row)] for row in ("enc", "dec")}
+    assert counts["enc"] == list(range(1, len(counts["enc"]) + 1)), counts
+    assert counts["dec"] == list(range(1, len(counts["dec"]) + 1)), counts
+
+
+def test_deepnorm() -> None:
+    model = tiny_model("bert", hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+    embedding = model.get_input_embeddings().weight.clone()
+    rewire.initialize(model, "deepnorm", generator=generator())
+    layer, beta = model.bert.encoder.layer[1], (8 * 2) ** -0.25
+    for linear, gain in (
+        *((layer.attention.self.query, 1), (layer.attention.self.key, 1), (layer.attention.self.value, beta)),
+        *((layer.attention.output.dense, beta), (layer.intermediate.dense, beta), (layer.output.dense, beta)),
+    ):
+        out, into = linear.weight.shape
+        assert abs(spread(linear.weight) / (gain * (2 / (out + into)) ** 0.5) - 1) < 0.03
+    assert torch.equal(model.get_input_embeddings().weight, embedding)
+    with pytest.raises(rewire.RewireError, match=r"several: decoder.block, encoder.block.*beta=0.2"):
+        rewire.initialize(tiny_model("t5"), "deepnorm")
+    rewire.initialize(tiny_model("t5"), "deepnorm", beta=0.5)
+    with pytest.raises(ValueError, match="beta=-1"):
+        rewire.initialize(model, "deepnorm", beta=-1)
 
 
 def test_near_identity_and_mzas_variances() -> None:

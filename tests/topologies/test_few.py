@@ -51,6 +51,9 @@ PER_TOKEN: list[tuple[str, dict[str, Any]]] = [
     ("muddformer", {}),
     ("muddformer", {"channels": ["v", "shortcut"]}),
     ("muddformer", {"channels": ["shortcut"]}),
+    ("muddformer", {"norms": True}),
+    ("muddformer", {"norms": True, "channels": ["v", "shortcut"]}),
+    ("muddformer", {"norms": True, "channels": ["q", "k"]}),
     ("attnres", {"scaled": True}),
     ("attnres", {"form": "difference"}),
     ("attnres", {"additive": True}),
@@ -135,6 +138,16 @@ def states_oracle(
         a, w1, w2 = parts["static"].take(k), parts["w1"].take(k), parts["w2"].take(k, k)
         scores = F.gelu(rms(states[-1]) @ w1.T) @ w2 + a
         by_way = scores.unflatten(-1, (len(ways), n)).unbind(-2)
+        if options.get("norms"):
+            named = sorted({i for own in wires.values() for i in own})
+            known = {i: values["before"][named.index(i)] * rms(states[i]) for i in numbers}
+            mixed = {
+                w: sum(s[..., m, None] * known[i] for m, i in enumerate(numbers))
+                for w, s in zip(ways, by_way, strict=True)
+            }
+            for way in mixed.keys() & {"all", "shortcut"}:
+                mixed[way] = parts["after"].take(1)[0] * rms(mixed[way])
+            return {way: states[-1] + value for way, value in mixed.items()}
         return {
             way: sum(score[..., m, None] * states[i] for m, i in enumerate(numbers))
             for way, score in zip(ways, by_way, strict=True)
@@ -226,6 +239,10 @@ def test_few_connections_are_the_formulas(
     readable = {t: numbers for t, numbers in wires.items() if ways_of(name, options, t, dims.attention)}
     if set(readable) != set(wires) and ("units" in asked or isinstance(asked.get("sources"), dict)):
         with pytest.raises(UnsupportedTopology, match="no connections at"):
+            topology.parameters(dims, "paper")
+        return
+    if not readable:
+        with pytest.raises(UnsupportedTopology, match="no unit of a trunk of 7 units can read"):
             topology.parameters(dims, "paper")
         return
     once = [i for numbers in readable.values() for i in numbers]

@@ -21,15 +21,31 @@ from rewire.errors import UnsupportedTopology
 from rewire.topologies import list_topologies, make_topology
 from rewire.topologies.base import Dims, materialize
 from rewire.topologies.hyper import combine
-from rewire.topologies.manifolds import cayley, convex, permutations, sinkhorn, sinkhorn_backward
+from rewire.topologies.manifolds import (
+    MANIFOLDS,
+    Manifold,
+    cayley,
+    convex,
+    kronecker,
+    permutations,
+    sinkhorn,
+    sinkhorn_backward,
+)
 from rewire.topologies.mhc import ManifoldHyperConnections
 
 MHC = ManifoldHyperConnections
-RESIDUALS = ["sinkhorn", "identity", "permutations", "cayley"]
+RESIDUALS = ["sinkhorn", "identity", "permutations", "cayley", "kronecker"]
+ANY_NUMBER = [residual for residual in RESIDUALS if residual != "kronecker"]  # of streams, not powers of 2
 VARIANTS = [
     *(MHC(2), MHC(4), MHC(3, "sum", 2), MHC(4, iterations=1), MHC(4, "learned", eps=1e-3, norm_eps=1e-2)),
     *[MHC(n, residual=residual) for residual in RESIDUALS[1:] for n in (2, 4)],
     MHC(3, "learned", residual="identity", magnitude=3.0, eps=1e-3),
+    *(
+        MHC(4, "learned", delayed=True, eps=1e-6),
+        MHC(3, "learned", delayed=True, residual="identity"),
+        MHC(8, residual="kronecker"),
+        MHC(3, "learned", entry_scales=True),
+    ),
 ]
 
 
@@ -161,7 +177,7 @@ def test_orientation() -> None:
 
 
 @pytest.mark.parametrize("start", ["preserve", "paper"])
-@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("residual", ANY_NUMBER)
 def test_start_values(residual: Any, start: Any) -> None:
     topology = MHC(3, "learned", residual=residual)
     values, again = (topology.parameters(Dims(2, WIDTH), start) for _ in range(2))
@@ -194,11 +210,13 @@ def test_start_values(residual: Any, start: Any) -> None:
     assert all(torch.equal(dense[name], values[name]) for name in ("static", "dynamic", "scale")) and len(dense) == 3
 
 
-@pytest.mark.parametrize("output", ["mean", "learned"])
-@pytest.mark.parametrize("streams", [2, 3, 4, 5])
-@pytest.mark.parametrize("residual", RESIDUALS)
-def test_preserving_start_equals_the_plain_network(residual: Any, streams: int, output: Any) -> None:
-    topology, depth = MHC(streams, output, residual=residual), 24
+@pytest.mark.parametrize(("output", "delayed"), [("mean", False), ("learned", False), ("learned", True)])
+@pytest.mark.parametrize(
+    ("residual", "streams"),
+    [*((r, n) for r in ANY_NUMBER for n in (2, 3, 4, 5)), *(("kronecker", n) for n in (2, 4, 8))],
+)
+def test_preserving_start_equals_the_plain_network(residual: str, streams: int, delayed: bool, output: Any) -> None:
+    topology, depth = MHC(streams, output, residual=residual, delayed=delayed), 24
     values = learned(topology, depth)
     for dtype, error in ((torch.float64, 3e-7), (torch.float32, 1e-5)):
         blocks, x = net(depth, dtype), torch.randn(4, 3, WIDTH).to(dtype)
@@ -222,17 +240,17 @@ def test_preserving_start_of_shipped_options(options: dict[str, Any]) -> None:
     torch.testing.assert_close(out, plain(x, blocks), rtol=2e-5, atol=2e-5)  # Sinkhorn's rows sum to 1 - eps
 
 
-@pytest.mark.parametrize("residual", RESIDUALS)
-def test_the_preserving_start_is_of_the_form_that_the_class_says(residual: Any) -> None:
+@pytest.mark.parametrize(("residual", "n"), [*((residual, 5) for residual in ANY_NUMBER), ("kronecker", 8)])
+def test_the_preserving_start_is_of_the_form_that_the_class_says(residual: str, n: int) -> None:
     """Streams are ``1 x_t + v y_t``, and different."""
-    topology, blocks, x = MHC(5, residual=residual), net(3, torch.float64), torch.randn(7, WIDTH, dtype=torch.float64)
+    topology, blocks, x = MHC(n, residual=residual), net(3, torch.float64), torch.randn(7, WIDTH, dtype=torch.float64)
     states = begin(topology, x, weights := topology.weights(learned(topology, 3), Dims(3, WIDTH)))
     for t, block in enumerate(blocks, start=1):
         due, states = topology.read(states, weights, t)
         read = materialize(due)
         torch.testing.assert_close(read, x, rtol=1e-6, atol=1e-6)
         states, x = topology.write(states, weights, t, block(read)), x + block(x)
-        v = torch.linspace(-1, 1, 5, dtype=torch.float64)[:, None]
+        v = torch.linspace(-1, 1, n, dtype=torch.float64)[:, None]
         y = (states[0] - x.unsqueeze(-2)).select(-2, -1)
         assert y.norm() > 0.1 * x.norm()
         torch.testing.assert_close(states[0], x.unsqueeze(-2) + v * y.unsqueeze(-2), rtol=1e-6, atol=1e-6)
@@ -272,17 +290,17 @@ def test_every_weight_learns(residual: Any, optimizer: type[torch.optim.Optimize
     first = 2 if zero else 1
     for name in ("static", "dynamic"):
         assert moved(name, first)[..., : 2 * n].all(), name
-        at_once = residual != "permutations"  # of which several together have no effect at first
+        at_once = residual not in ("permutations", "kronecker")  # several together have no effect at first
         assert moved(name, first if at_once else first + 1)[1:, ..., 2 * n :].all(), name
         if residual == "cayley":  # the others, in unit 1, mix equal streams
             assert moved(name, 4)[0, ..., 2 * n :].all()
     for name in ("last_static", "last_dynamic"):
         assert moved(name, 1).all(), name
     assert moved("last_scale", 2).all()
-    assert moved("scale", first + 1)[1:].all() and moved("scale", first + 1)[:, :2].all()
+    assert moved("scale", first + 1 if at_once else first + 2)[1:].all() and moved("scale", first + 1)[:, :2].all()
 
 
-@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("residual", ANY_NUMBER)
 @pytest.mark.parametrize("output", ["sum", "learned"])
 def test_matrix(residual: Any, output: Any) -> None:
     depth, topology = 3, MHC(3, output, residual=residual)
@@ -299,7 +317,7 @@ def test_matrix(residual: Any, output: Any) -> None:
     torch.testing.assert_close(table.double(), torch.stack([*reads, out]), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("residual", ANY_NUMBER)
 def test_autocast_changes_only_the_branches(residual: Any) -> None:
     topology = MHC(3, "learned", residual=residual)
     values = learned(topology, 3, "paper", noise=0.5)
@@ -319,6 +337,80 @@ def test_autocast_changes_only_the_branches(residual: Any) -> None:
 def test_wrong_options(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{option}={value!r}"):
         make_topology("mhc", {option: value})
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_kronecker_products_are_doubly_stochastic(n: int) -> None:
+    made = kronecker(3 * torch.randn(7, 2 * (n.bit_length() - 1), dtype=torch.float64), n)
+    assert made.shape == (7, n, n) and (made >= 0).all()
+    for dim in (-1, -2):
+        torch.testing.assert_close(made.sum(dim), torch.ones(7, n, dtype=torch.float64))
+
+
+def test_a_manifold_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H_res that keeps a share ``sigmoid(z)`` of each stream, and takes the rest from the mean."""
+
+    def leaky(z: Tensor, n: int, _: Tensor | None) -> Tensor:
+        share = torch.sigmoid(z).unsqueeze(-1)
+        return share * torch.eye(n, dtype=z.dtype) + (1 - share) / n
+
+    own = Manifold(values=lambda n: 1, matrix=leaky, start=lambda n: torch.tensor([3.0]))
+    monkeypatch.setitem(MANIFOLDS, "leaky", own)
+    topology, blocks, x = make_topology("mhc", {"residual": "leaky"}), net(4), torch.randn(5, WIDTH)
+    values = learned(topology, 4)  # type: ignore[arg-type]
+    assert values["static"].shape == (4, 4 + 4 + 1)
+    out = run_learned(topology, values, x, blocks)
+    torch.testing.assert_close(out, plain(x, blocks))
+    out.square().sum().backward()
+    assert values["static"].grad is not None
+
+
+def test_delayed_reads_wait_for_nothing() -> None:
+    """Unit t reads by what unit t - 1 computed, whatever its own weights are; the last one's are the output's."""
+    topology, x, f = MHC(3, "learned", delayed=True), torch.randn(5, WIDTH), torch.randn(2, 5, WIDTH)
+    values = topology.parameters(Dims(2, WIDTH), "paper")
+    values["scale"].zero_()
+    values["static"][0, :3], values["static"][1, :3] = torch.tensor([9.0, -9, 0]), torch.tensor([0.0, 0, 9])
+    weights = topology.weights(values, Dims(2, WIDTH))
+    first, states = topology.read(topology.start(x, weights), weights, 1)
+    assert torch.equal(materialize(first), x)
+    (streams, waiting) = topology.write(states, weights, 1, f[0])
+    second, states = topology.read((streams, waiting), weights, 2)
+    torch.testing.assert_close(materialize(second), streams.mul(torch.sigmoid(values["static"][0, :3, None])).sum(-2))
+    states = topology.write(states, weights, 2, f[1])
+    out = states[0].mul(torch.sigmoid(values["static"][1, :3, None])).sum(-2)
+    torch.testing.assert_close(topology.finish(states, weights, Dims(2, WIDTH)), out)
+    again = topology.lasting(states)  # what a pipeline sends, perhaps rounded on its way
+    torch.testing.assert_close(topology.finish(again, weights, Dims(2, WIDTH)), out)
+    assert all(isinstance(tensor, Tensor) for tensor in again)
+
+
+def test_scaled_entries() -> None:
+    topology, dims = MHC(4, entry_scales=True), Dims(3, WIDTH)
+    drawn = topology.parameters(dims, "paper")["entry"]
+    assert drawn.shape == (4, WIDTH) and float(drawn.std()) > 0.1
+    assert ((drawn - 0.6).abs() <= (6 / (4 + WIDTH)) ** 0.5).all()
+    values = learned(topology, 3)
+    blocks, x = net(3, torch.float64), torch.randn(5, WIDTH, dtype=torch.float64)
+    (streams,) = topology.start(x, topology.weights(values, dims))  # type: ignore[arg-type]
+    assert (streams[:, 0] - streams[:, 3]).abs().max() > 0.1  # apart at once
+    out = run_learned(topology, values, x, blocks)
+    torch.testing.assert_close(out, plain(x, blocks), rtol=1e-6, atol=1e-6)
+    out.square().sum().backward()
+    entry, static = values["entry"].grad, values["static"].grad
+    assert entry is not None and static is not None and (entry != 0).all()
+    assert static[0, 8:].any()  # H_res of unit 1, too, which has no gradient where it mixes copies
+    with pytest.raises(ValueError, match=r"entry_scales=True: with delayed=True"):
+        MHC(4, "learned", delayed=True, entry_scales=True)
+
+
+def test_numbers_of_streams_and_outputs() -> None:
+    with pytest.raises(ValueError, match=r"delayed=True.*pass output='learned'"):
+        MHC(delayed=True)
+    with pytest.raises(ValueError, match=r"streams=6.*power of 2"):
+        MHC(6, residual="kronecker")
+    with pytest.raises(ValueError, match=r"streams=9.*permutations"):
+        MHC(9, residual="permutations")
 
 
 def test_names() -> None:

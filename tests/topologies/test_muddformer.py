@@ -143,6 +143,53 @@ def test_weights_are_float32_under_autocast() -> None:
         assert torch.equal(getattr(got, way), getattr(want, way))
 
 
+NORMED = MUDDFormer(norms=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("block", [None, 2])
+@pytest.mark.parametrize("dims", TRUNKS)
+def test_with_norms_it_starts_as_the_plain_network_bitwise(dims: Dims, block: int | None, dtype: torch.dtype) -> None:
+    topology = MUDDFormer(norms=True, block=block)
+    parameters = topology.parameters(dims, "preserve")
+    weights, blocks, x = topology.weights(parameters, dims), net(dims.depth, dtype), torch.randn(4, WIDTH).to(dtype)
+    out = toy_nets.run(topology, weights, x, blocks, dims)
+    assert out.dtype == dtype
+    assert torch.equal(out, plain(x, blocks))
+    assert torch.equal(topology.matrix(weights, dims), torch.eye(dims.depth + 1)[1:]) or block
+
+
+@pytest.mark.parametrize("dims", TRUNKS[2:])
+def test_with_norms_every_weight_learns_in_two_steps(dims: Dims) -> None:
+    before, blocks = NORMED.parameters(dims, "preserve"), net(dims.depth)
+    learned = {name: nn.Parameter(value.clone()) for name, value in before.items()}
+    stepper = torch.optim.AdamW([*learned.values(), *nn.ModuleList(blocks).parameters()], lr=0.01, weight_decay=0)
+    x, target = torch.randn(2, 64, WIDTH)
+    for step in range(2):
+        stepper.zero_grad()
+        out = toy_nets.run(NORMED, NORMED.weights(learned, dims), x, blocks, dims)
+        nn.functional.mse_loss(out, target).backward()
+        if step == 0:
+            assert learned["static"].grad is not None and (learned["static"].grad != 0).all()
+            assert all(p.grad is not None and p.grad.abs().max() < 10 for p in learned.values())
+        stepper.step()
+    for name, value in learned.items():
+        assert (value != before[name]).all(), name
+
+
+def test_norms_hold_one_state_for_each_read() -> None:
+    """They are kept as they are normed: once each, not once for each read."""
+    dims, blocks, x = Dims(5, WIDTH), net(5), torch.randn(2, WIDTH)
+    weights = NORMED.weights(NORMED.parameters(dims, "paper"), dims)
+
+    def check(t: int, read: Any, opened: States, written: States) -> None:
+        held = opened[1].states
+        assert len(held) == t
+        torch.testing.assert_close(held[0].square().mean(-1), torch.ones(2), rtol=1e-4, atol=0)
+
+    toy_nets.run(NORMED, weights, x, blocks, dims, check)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", TRUNKS[-2:])
 def test_compiles_in_one_graph(dims: Dims) -> None:

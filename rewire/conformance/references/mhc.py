@@ -15,7 +15,9 @@ H_res[o, i] takes stream i to stream o; its rows sum to 1. The output is the sum
 Of other models: ``output`` "mean" (GLM-5 Next) or "learned", one more read H_pre H (DeepSeek-V4); ``eps``, added to
 H_pre and within Sinkhorn-Knopp (DeepSeek-V4: 1e-6); ``magnitude``, the 2 of H_post. ``residual`` is what H_res is:
 "sinkhorn", "identity" (Hunyuan V4, which adds eps to H_post, too), "permutations" (mHC-lite, arXiv 2601.05732),
-"cayley" (JPmHC, arXiv 2602.18308).
+"cayley" (JPmHC, arXiv 2602.18308), "kronecker" (KromHC, arXiv 2601.21579). ``delayed`` (Single-Pass mHC,
+DeepSeek-V4.1): unit t reads with the H_pre of unit t - 1, unit 1 stream 0, and a learned output with that of unit T.
+``entry_scales`` (arXiv 2606.03483): stream i starts as s_i * x_0.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ Weights = Mapping[str, Tensor]
 Kept = Callable[[Tensor], Tensor]
 
 DRAWN = {"phi_pre": "normal(0, 0.02)", "phi_post": "normal(0, 0.02)", "phi_res": "normal(0, 0.02)"}
+DRAWN["s"] = "0.6 + uniform(-b, b), b = sqrt(6 / (n + D))"
 
 
 def parameters(
@@ -42,18 +45,23 @@ def parameters(
     streams: int = 4,
     output: str = "sum",
     residual: str = "sinkhorn",
+    delayed: bool = False,
+    entry_scales: bool = False,
     **options: Any,
 ) -> dict[str, Tensor]:
     """The scales are those of the paper, the others those of DeepSeek-V4's code; the paper does not give them."""
     n, f64 = streams, torch.float64
     columns = {"sinkhorn": (n, n), "permutations": (math.factorial(n),), "cayley": (n * (n - 1) // 2,)}
+    columns["kronecker"] = (2 * (n.bit_length() - 1),)
     sizes = {"pre": (n,), "post": (n,)} | ({"res": columns[residual]} if residual in columns else {})
     found = {f"alpha_{kind}": torch.full((depth,), 0.01, dtype=f64) for kind in sizes}
     found |= {f"b_{kind}": torch.zeros(depth, *size, dtype=f64) for kind, size in sizes.items()}
     found |= {f"phi_{kind}": torch.full((depth, n * width, *size), math.nan, dtype=f64) for kind, size in sizes.items()}
     if residual == "identity":
         found["b_pre"] += math.log(1 / (n - 1))  # H_pre is 1/n, as in Hunyuan V4
-    if output == "learned":
+    if entry_scales:
+        found["s"] = torch.full((n, width), math.nan, dtype=f64)
+    if output == "learned" and not delayed:
         found["last_alpha"] = torch.full((1,), 0.01, dtype=f64)
         found["last_b"] = found["b_pre"][0].clone()
         found["last_phi"] = torch.full((n * width, n), math.nan, dtype=f64)
@@ -73,11 +81,16 @@ def forward(
     magnitude: float = 2.0,
     eps: float = 0.0,
     norm_eps: float = 1e-6,
+    delayed: bool = False,
+    entry_scales: bool = False,
 ) -> Tensor:
     n, tokens = streams, range(len(x))
+    waiting = [torch.eye(n, dtype=x.dtype)[0] for _ in tokens]
     H = torch.stack([x] * n, 1)  # [N, n, D]
+    if entry_scales:
+        H = weights["s"] * H
     for t, branch in enumerate(branches):
-        w = {name: value[t] for name, value in weights.items() if not name.startswith("last")}
+        w = {name: value[t] for name, value in weights.items() if not name.startswith(("last", "s"))}
         H_pre, H_post, H_res = [], [], []
         for token in tokens:
             normed = rms_norm(H[token].flatten(), norm_eps)  # eq. 7
@@ -92,7 +105,10 @@ def forward(
             if residual == "sinkhorn":
                 H_res.append(sinkhorn(z_res, iterations, eps))  # eq. 9
             else:
-                H_res.append(permutations(z_res, n) if residual == "permutations" else cayley(z_res, n))
+                made = {"permutations": permutations, "cayley": cayley, "kronecker": kronecker}[residual]
+                H_res.append(made(z_res, n))
+        if delayed:
+            H_pre, waiting = waiting, H_pre
         read = torch.stack([sum(H_pre[token][i] * H[token, i] for i in range(n)) for token in tokens])
         f = branch(read)
         new = []
@@ -100,6 +116,8 @@ def forward(
             mixed = [sum(H_res[token][o, i] * H[token, i] for i in range(n)) for o in range(n)]
             new.append(torch.stack([mixed[o] + H_post[token][o] * f[token] for o in range(n)]))
         H = kept(torch.stack(new))
+    if output == "learned" and delayed:
+        return torch.stack([waiting[token] @ H[token] for token in tokens])
     if output == "learned":
         return torch.stack([last_read(H[token], weights, eps, norm_eps) for token in tokens])
     return H.sum(1) if output == "sum" else H.mean(1)
@@ -141,3 +159,11 @@ def cayley(z: Tensor, n: int) -> Tensor:
     for value, (i, j) in zip(z, itertools.combinations(range(n), 2), strict=True):
         A = A + value * (torch.outer(eye[i], eye[j]) - torch.outer(eye[j], eye[i]))
     return torch.linalg.solve(eye - A / 2, eye + A / 2)
+
+
+def kronecker(z: Tensor, n: int) -> Tensor:
+    """Of 2 x 2 matrices p I + (1 - p) S, S swapping two, (p, 1 - p) being a softmax of two values."""
+    total = torch.ones(1, 1, dtype=z.dtype)
+    for p, q in torch.softmax(z.view(-1, 2), -1):
+        total = torch.kron(total, torch.stack([torch.stack([p, q]), torch.stack([q, p])]))
+    return total

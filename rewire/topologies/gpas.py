@@ -1,0 +1,82 @@
+"""Gradient-preserving activation scaling: states become smaller, their gradients do not (arXiv 2506.22049)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rewire.mixes.mix import mix
+from rewire.topologies.base import (
+    OF_STATES,
+    Dims,
+    FirstOrder,
+    Granularity,
+    Start,
+    States,
+    check_choice,
+    total,
+)
+from rewire.topologies.registry import register_topology
+
+Scaled = Literal["sum", "shortcut"]
+
+
+@register_topology("gpas")
+@dataclasses.dataclass(frozen=True)
+class GPAS(FirstOrder[Tensor]):
+    """GPAS: each new state is scaled down, and its gradient passes as if it were not (arXiv 2506.22049).
+
+    ``x_t = y_t - silu(a_t) sg(y_t)`` with ``y_t = x_{t-1} + f_t``, a learned number a_t, and ``sg``, through which no
+    gradient passes: values are scaled by ``1 - silu(a_t)``, gradients of ``y_t`` are those of ``x_t``. Unit t reads
+    ``x_{t-1}``, the only state; the trunk's output is ``x_T``.
+
+    Where a norm follows the sum, it removes the scale. ``scaled="shortcut"`` is what the authors do there:
+    ``x_t = norm(x_{t-1} - silu(a_t) sg(x_{t-1}) + f_t)``.
+
+    In the authors' code the two sums of a block share one a; here each has its own.
+
+    **Both starts** are the paper's: ``a = 0``, the original network, bitwise in float32 and float64. a learns at once,
+    as silu is steep there. (The authors clip its gradient to 0.01 at 7B parameters.)
+
+    Args:
+        scaled: what is scaled, "sum" or "shortcut".
+
+    Raises:
+        ValueError: it is neither.
+    """
+
+    granularity: ClassVar[Granularity] = "sublayer"  # after attention and MLP
+
+    scaled: Scaled = "sum"
+
+    def __post_init__(self) -> None:
+        check_choice("scaled", self.scaled, get_args(Scaled))
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``gates``, float32 [T]: a_1..a_T."""
+        return {"gates": torch.zeros(dims.depth)}
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"gates": OF_STATES}
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
+        """silu(a), float32 [T]."""
+        return torch.nn.functional.silu(parameters["gates"])
+
+    def merge(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> Tensor:
+        (x,), gate = states, weights[t - 1]
+        if self.scaled == "sum":
+            return _scaled(total((x, *branches)), gate)
+        return total((_scaled(x, gate), *branches))
+
+    def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
+        """float32 [T, T]: ``1 - silu(a_t)`` on the diagonal."""
+        return torch.diag(1 - weights)
+
+
+def _scaled(x: Tensor, gate: Tensor) -> Tensor:
+    """``(1 - gate) x``, with the gradient of x."""
+    return mix((x.detach(),), (-gate,), added=(x,))

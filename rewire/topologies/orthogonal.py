@@ -1,0 +1,93 @@
+"""Orthogonal residual updates: a branch adds what is at right angles to the state (arXiv 2505.11881)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rewire.mixes.mix import Mix, pending_mix
+from rewire.topologies.base import (
+    OF_STATES,
+    Dims,
+    FirstOrder,
+    Granularity,
+    Start,
+    States,
+    check_choice,
+    no_preserving_start,
+    one_hot_previous,
+    total,
+)
+from rewire.topologies.registry import register_topology
+
+Form = Literal["orthogonal", "gated"]
+_EPS = 1e-6  # added to the squared norm that is divided by, as in the authors' code
+
+
+@register_topology("orthogonal")
+@dataclasses.dataclass(frozen=True)
+class OrthogonalUpdate(FirstOrder[Tensor | None]):
+    """Orthogonal residual update: the part of a branch along the state is not added (arXiv 2505.11881).
+
+    ``x_t = x_{t-1} + f_t - s_t x_{t-1}`` with ``s_t = <x_{t-1}, f_t> / (|x_{t-1}|^2 + 1e-6)``, per token: the sum has
+    no part along the state but the state itself. Nothing is learned. Unit t reads ``x_{t-1}``, the only state; the
+    trunk's output is ``x_T``. In post-norm blocks the new state passes the norm. Products are over the channels, in
+    images at each place (the authors' code has another form there, over all places).
+
+    **Paper start.** The formula has no weights to start.
+
+    **Preserving start.** There is none. So ``start="preserve"`` takes ``form="gated"``, which is ours:
+    ``x_t = x_{t-1} + f_t - c_t s_t x_{t-1}`` with a learned number c_t, 0 at first: the original network, bitwise in
+    float32 and float64 if there is one branch. At ``c = 1`` it is the paper's, and that is its paper start.
+
+    Args:
+        form: "orthogonal", the paper's, or "gated".
+
+    Raises:
+        ValueError: form is neither.
+    """
+
+    granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP have one each
+    needs_width: ClassVar[bool] = True
+
+    form: Form = "orthogonal"
+
+    def __post_init__(self) -> None:
+        check_choice("form", self.form, get_args(Form))
+
+    def for_start(self, start: Start) -> OrthogonalUpdate:
+        return dataclasses.replace(self, form="gated") if start == "preserve" else self
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``gates``, float32 [T]: c_1..c_T, if they are learned.
+
+        Raises:
+            UnsupportedTopology: a preserving start of the paper's form.
+        """
+        if self.form == "gated":
+            return {"gates": torch.full((dims.depth,), 0.0 if start == "preserve" else 1.0)}
+        if start == "preserve":
+            raise no_preserving_start(self, "it leaves out a part of each branch; form='gated' has one")
+        return {}
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        return {"gates": OF_STATES}
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor | None:
+        """c, float32 [T], if they are learned."""
+        return parameters["gates"] if self.form == "gated" else None
+
+    def merge(self, states: States, weights: Tensor | None, t: int, *branches: Tensor) -> Mix:
+        (x,), precise = states, torch.promote_types(states[0].dtype, torch.float32)
+        wide = x.to(precise)
+        along = (wide * total(branches)).sum(-1, keepdim=True)
+        share = along / (wide.square().sum(-1, keepdim=True) + _EPS)
+        kept = 1 - (share if weights is None else weights[t - 1] * share)
+        return pending_mix((x,), None, added=branches, scores=(kept,))
+
+    def matrix(self, weights: Tensor | None, dims: Dims) -> Tensor:
+        """float32 [T, T]: 1 on the diagonal; what is taken off the state depends on the input."""
+        return one_hot_previous(dims.depth)

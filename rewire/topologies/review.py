@@ -1,0 +1,111 @@
+"""Review residuals: a gate that sees state and branch decides how much of the branch is added (arXiv 2606.31859)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from rewire.mixes.tokens import rms_norm
+from rewire.topologies.base import (
+    OF_STATES,
+    Dims,
+    FirstOrder,
+    Granularity,
+    Start,
+    States,
+    check_choice,
+    no_preserving_start,
+    total,
+)
+from rewire.topologies.registry import register_topology
+
+Form = Literal["sigmoid", "difference"]
+_EPS = 1e-5  # of both norms, as in the author's code
+
+
+class Gate(NamedTuple):
+    """Weights of the gates, float32.
+
+    Attributes:
+        state, update: the two halves of W, transposed, [T, D, D].
+        bias: [T, D].
+    """
+
+    state: Tensor
+    update: Tensor
+    bias: Tensor
+
+
+@register_topology("review")
+@dataclasses.dataclass(frozen=True)
+class Review(FirstOrder[Gate]):
+    """Review residuals: each branch is scaled by a gate that depends on the state and on itself (arXiv 2606.31859).
+
+    ``x_t = x_{t-1} + g_t * f_t`` with ``g_t = sigmoid(W_t [rmsnorm(x_{t-1}), rmsnorm(f_t)] + b_t)``, a number for each
+    token and channel. Unit t reads ``x_{t-1}``, the only state; the trunk's output is ``x_T``. In post-norm blocks the
+    sum passes the norm. (b is in the author's code, not in the paper's formula.) W_t is D x 2D: this is the only
+    topology whose weights are of the size of the model's own. Their products are in float32, or as autocast says.
+
+    **Paper start.** ``W = b = 0``, so ``g = 1/2``.
+
+    **Preserving start.** A sigmoid is never 1. So ``start="preserve"`` takes ``form="difference"``, which is ours:
+    ``1 + g - 1/2``. At ``W = b = 0`` that is the original network, bitwise in float32 and float64, and W and b have
+    the gradients that they have in the other form. If the branches start at zero output, they wait one step.
+
+    Args:
+        form: "sigmoid", the paper's, or "difference".
+
+    Raises:
+        ValueError: form is neither.
+    """
+
+    granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP have one each
+    needs_width: ClassVar[bool] = True
+    matrices: ClassVar[frozenset[str]] = frozenset({"state", "update"})
+
+    form: Form = "sigmoid"
+
+    def __post_init__(self) -> None:
+        check_choice("form", self.form, get_args(Form))
+
+    def for_start(self, start: Start) -> Review:
+        return dataclasses.replace(self, form="difference") if start == "preserve" else self
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``state`` and ``update``, the transposed halves of W, float32 [T, D, D]; ``bias``, b, float32 [T, D].
+
+        Raises:
+            UnsupportedTopology: a preserving start of the paper's form.
+        """
+        if start == "preserve" and self.form == "sigmoid":
+            raise no_preserving_start(self, "a sigmoid is never 1; form='difference' has one")
+        square = dims.depth, dims.width, dims.width
+        return {"state": torch.zeros(square), "update": torch.zeros(square), "bias": torch.zeros(square[:2])}
+
+    def natural_scales(self, dims: Dims) -> dict[str, float]:
+        """W is multiplied with normed vectors of this width; b is added to what that gives."""
+        product = OF_STATES * dims.width**-0.5
+        return {"state": product, "update": product, "bias": OF_STATES}
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Gate:
+        return Gate(**{name: value.float() for name, value in parameters.items()})
+
+    def merge(self, states: States, weights: Gate, t: int, *branches: Tensor) -> Tensor:
+        (x,), f, unit = states, total(branches), t - 1
+        logits = _mapped(x, weights.state[unit]) + _mapped(f, weights.update[unit])
+        gate = torch.sigmoid(logits + weights.bias[unit])
+        if self.form == "difference":
+            return total((x, *branches)) + ((gate - 0.5) * f).to(x.dtype)
+        return x + (gate * f).to(x.dtype)
+
+    def matrix(self, weights: Gate, dims: Dims) -> Tensor:
+        """float32 [T, T]: the identity, unit t reads ``x_{t-1}``."""
+        return torch.eye(dims.depth, device=weights.bias.device)
+
+
+def _mapped(x: Tensor, weight: Tensor) -> Tensor:
+    normed = rms_norm(x, _EPS)
+    return normed @ weight.to(normed.dtype)
