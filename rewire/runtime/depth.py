@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.runtime.live import Entry, Live
 from rewire.runtime.nested import mapped, tensors_and_streams, with_item
+from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
 from rewire.runtime.stream import Stream
@@ -43,6 +44,9 @@ class Depth:
     Args:
         block, where, entries, advice: of its `Gate`.
     """
+
+    #: ``depth.add(x, depth.at[rows](f))`` for ``x[rows] += f``.
+    at = Parts()
 
     def __init__(self, block: str, where: str, entries: Sequence[Entry], advice: str = "") -> None:
         self.block, self.where, self.entries, self.advice = block, where, entries, advice

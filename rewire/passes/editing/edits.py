@@ -79,6 +79,7 @@ class Sum:
         norm: what reads the value first.
         site: how many of the function's adds come before it; None if that differs from call to call, as in a loop.
         branches: where a loop adds parallel branches one by one, how many; the last one completes the residual add.
+        part: whether it adds to a part of the value: ``x[rows] += f``.
     """
 
     at: Span
@@ -89,6 +90,7 @@ class Sum:
     norm: Written | None = None
     site: int | None = None
     branches: int = 1
+    part: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

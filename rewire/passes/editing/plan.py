@@ -247,7 +247,7 @@ class _Planner:
             if op.place != add.op.place:
                 parts.append(Sum(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut, more=True))
             shortcut = op
-        inner = _operands(function.text, at, add.op.inputs[0] is shortcut, parts)
+        inner = _operands(function.text, at, add.first, parts)
         for part in parts[: len(parts) - len(inner)]:
             function.put(("sum", part.at), part)
         nodes = [] if add.op.place is None else self.sources.text(add.op.scope).at(*add.op.place)
@@ -255,7 +255,7 @@ class _Planner:
         norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
         site = number - next(n for n, other in enumerate(self.adds) if add.op.scope.holds(other.op.scope))
         branches = len(add.branches) if len(parts) < len(add.inner) else 1
-        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, False, last, norm, site, branches))
+        function.put(("sum", at), Sum(at, add.first, inner, False, last, norm, site, branches, add.part is not None))
         self._states_after(number, add)
 
     def _states_after(self, number: int, add: Add) -> None:

@@ -19,8 +19,9 @@ def check_in_place(carriers: Carriers) -> None:
     The edited forward may make a new tensor there, or hold its states in others.
     """
     inside = {op for op, stage in carriers.stage.items() if stage < len(carriers.adds)}
+    ours = {*carriers.on_way, *inside, *(add.part for add in carriers.adds)}
     for op, holders in carriers.flow.held.items():
-        if op in carriers.on_way or op in inside:  # the edit gives the variable there its new value
+        if op in ours:  # the edit gives the variable there its new value
             target = op.place and (op.place[0], _target(carriers, op))
             found = next((holder for holder in holders if (holder.code, holder.name) != target), None)
         else:

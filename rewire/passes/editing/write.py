@@ -253,11 +253,17 @@ class _Editor:
 
     def _made_of_elements(self, method: str, element: ast.AST, how: Sequence[str]) -> list[Change]:
         """A line behind ``x[mask] = y``, by which elements of the value have changed."""
-        name: Any = element.target if isinstance(element, ast.AugAssign) else element
+        name: Any = element
+        if isinstance(element, ast.AugAssign | ast.Call):
+            name = element.target if isinstance(element, ast.AugAssign) else element.func.value  # type: ignore[attr-defined]
         while isinstance(name, ast.Subscript):
             name = name.value
-        if not isinstance(name, ast.Name):
-            raise EditError(f"elements of the residual stream are written to at {self.text.where(element)}")
+        used = isinstance(element, ast.Call) and not isinstance(self.parents[element], ast.Expr)
+        if not isinstance(name, ast.Name) or used:
+            raise EditError(
+                f"elements of the residual stream are written to at {self.text.where(element)}: write them in a "
+                "statement by itself, where the stream is a variable (`x[rows] = y`)"
+            )
         call = f"{name.id} = {self.depth}.{method}({', '.join([name.id, *how])})"
         return self._line_behind(element, call)
 
@@ -395,25 +401,29 @@ class _Editor:
 
     def _sum(self, edit: Sum) -> list[Change]:
         """A method of `Depth` in place of an addition, and of those inside it that add parallel branches."""
-        addition = addition_at(self.text, edit.at)
+        addition = addition_at(self.text, edit.at, edit.part)
         shortcut, *branches = addition.operands(edit.first)
         for at, first in reversed(edit.inner):
             shortcut, branch = addition_at(self.text, at).operands(first)
             branches.insert(0, branch)
+        if addition.part is not None:
+            shortcut = addition.part.value
         how = [self.text.text[slice(*self.text.span(option))] for option in addition.options] + self._how(edit)
         how += [f"site={edit.site}"] if edit.site is not None and self.conditional else []
         how += [f"of={edit.branches}"] if edit.branches > 1 else []
 
         def write(render: Render) -> str:
-            (start, end), (first, last) = self.text.span(addition.node), self.text.span(shortcut)
+            (start, end), (first, last) = self.text.span(addition.whole), self.text.span(shortcut)
             operands = [render(*self.text.span(branch)) for branch in branches]
             if addition.scattered:
                 value = self.text.unused("value")
                 operands = [f"lambda {value}: {render(start, first)}{value}{render(last, end)}"]
+            if addition.part is not None:
+                operands = [f"{self.depth}.at[{render(*self.text.span(addition.part.slice))}]({operands[0]})"]
             call = f"{self.depth}.add({', '.join([render(first, last), *operands, *how])})"
             return self._assigned(addition, call, render)
 
-        return [Change(*self.text.span(addition.node), write)]
+        return [Change(*self.text.span(addition.whole), write)]
 
     def _reached(self) -> list[Change]:
         """Behind an ``if`` in which there are adds: on the other ways the stream passes them, too."""
@@ -448,7 +458,7 @@ class _Editor:
         target = addition.target
         if target is None:
             return call
-        if isinstance(addition.node, ast.AugAssign) or isinstance(self.parents[addition.node], ast.Expr):
+        if isinstance(addition.whole, ast.AugAssign | ast.Assign) or isinstance(self.parents[addition.node], ast.Expr):
             return f"{render(*self.text.span(target))} = {call}"
         return f"({target.id} := {call})" if isinstance(target, ast.Name) else call
 
@@ -472,9 +482,12 @@ def _moves(edit: Edit) -> TypeGuard[Sum | Through]:
 
 
 def _is_stored(node: ast.AST) -> bool:
-    """Whether elements of a variable are assigned to there: ``x[mask]`` of ``x[mask] = y``."""
+    """Whether elements of a variable are changed there: ``x[mask]`` of ``x[mask] = y``, ``x[:, 0].mul_(2)``."""
     if isinstance(node, ast.AugAssign):
         return isinstance(node.target, ast.Subscript)
+    if isinstance(node, ast.Call):
+        method = node.func if isinstance(node.func, ast.Attribute) else None
+        return method is not None and method.attr.endswith("_") and isinstance(method.value, ast.Subscript)
     return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
 
 

@@ -142,6 +142,8 @@ class _Script:
                 if op.name in VIEWS and not (add.flattened and op in casts_of(add)):
                     self._put(op, number, "view")
             shortcut = add.shortcut
+            if add.part is not None:
+                self._put(add.part, number, "part", 1 - add.first)
             for op in (*add.inner, add.op):
                 self._put(op, number, "add" if op is add.op else "part", op.inputs.index(shortcut))
                 shortcut = op
@@ -249,27 +251,44 @@ class _Wiring(Recorder):
             elif what == "push":
                 new = wires.push(made)
             elif what == "view":
-                viewed = self.made[op.inputs[0].index]
+                viewed = _first((args, kwargs))
                 wires.view(lambda x: func(*_swapped(args, viewed, x), **_swapped(kwargs, viewed, x)), made)  # noqa: B023
             else:
-                branch = self.made[op.inputs[1 - operand].index]
-                if op.name in SCATTERED:  # to some rows
-                    shortcut = self.made[op.inputs[0].index]
-                    nothing = torch.zeros_like(shortcut)
-                    branch = func(*_swapped(args, shortcut, nothing), **_swapped(kwargs, shortcut, nothing))
-                    branch = branch if wires.value is None else branch.view_as(wires.value)
-                branch = self.written[1] if branch is self.written[0] else branch
-                scaled = op.scale is not None and op.scale != 1
-                self.parts[number].append(branch * op.scale if scaled else branch)
+                if op.name == "setitem":
+                    self.parts[number] = [self._stored(op, func, args, f) for f in self.parts[number]]
+                else:
+                    self.parts[number].append(self._branch(op, wires, operand, func, (args, kwargs)))
                 if what == "add":
                     rows = wires.value if op.name in SCATTERED else None
                     new = wires.add(self.parts[number], made if rows is None else made.view_as(rows))
                     self.parts[number] = []
         return new
 
+    def _branch(self, op: Op, wires: Wires, operand: int, func: Any, given: Any) -> Tensor:
+        """What a sum adds to the operand of a number."""
+        branch = self.made[op.inputs[1 - operand].index]
+        if op.name in SCATTERED:  # to some rows
+            shortcut = _first(given)
+            args, kwargs = _swapped(given, shortcut, torch.zeros_like(shortcut))
+            branch = func(*args, **kwargs)
+            branch = branch if wires.value is None else branch.view_as(wires.value)
+        branch = self.written[1] if branch is self.written[0] else branch
+        return branch if op.scale is None or op.scale == 1 else branch * op.scale
+
+    def _stored(self, op: Op, func: Any, args: Any, branch: Tensor) -> Tensor:
+        """A branch of a part, with zeros elsewhere: what ``x[rows] += branch`` adds to ``x``."""
+        x = self.made[op.index]
+        nothing = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
+        if func is Tensor.__setitem__:
+            nothing[args[1]] = branch
+        else:  # to a view
+            offset = args[0].storage_offset() - x.storage_offset()
+            nothing.as_strided(args[0].shape, args[0].stride(), offset).copy_(branch)
+        return nothing
+
     def _in_place_of(self, op: Op, new: Tensor, result: Any, given: Any) -> Any:
         own = self.made[op.index]
-        if any(own is tensor for tensor in pytree.tree_leaves(given)):  # which was written to
+        if op.name == "setitem" or any(own is tensor for tensor in pytree.tree_leaves(given)):  # which was written to
             own.copy_(new)
             for wires in self.passes:
                 wires.value = own if wires.value is new else wires.value
@@ -357,6 +376,10 @@ class _Wiring(Recorder):
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def _first(given: Any) -> Tensor:
+    return next(item for item in pytree.tree_leaves(given) if isinstance(item, Tensor))
 
 
 def _swapped(value: Any, old: Tensor, new: Tensor) -> Any:
