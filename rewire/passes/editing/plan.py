@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Mapping, Sequence
-from types import CodeType, FunctionType, MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -31,7 +31,7 @@ from rewire.passes.editing.edits import (
 )
 from rewire.passes.editing.refused import check_add, check_in_place, check_returns
 from rewire.passes.editing.sources import Sources
-from rewire.passes.editing.variables import assigned, behind, is_conditional, only_returned
+from rewire.passes.editing.variables import assigned, behind, is_conditional, is_one_of_several, only_returned
 from rewire.passes.find import Finding
 from rewire.passes.finding.adds import CASTS, UNSCALED, VIEWS, Add
 from rewire.passes.finding.chains import same_size
@@ -86,11 +86,9 @@ class _Planner:
         check_in_place(carriers)
         closed = [scope for scope in carriers.scopes if scope not in entered]
         handed = {(scope.path, scope.code) for scope in closed if scope.code is not None}
-        # a function that only hands a stream on would not notice that it lost it: then none may run without one
-        outside = set() if handed else _outside(self.found)
         for scope in entered:
             known = self.sources.plan(scope).outside
-            known[self.name] = known.get(self.name, True) and (scope.path, scope.code) in outside
+            known[self.name] = known.get(self.name, True) and (scope.path, scope.code) in carriers.outside
         for scope in entered:
             self._entry(scope)
             for child in carriers.scopes:
@@ -180,9 +178,17 @@ class _Planner:
     def _number_made(self, value: Op, scope: Scope) -> int | None:
         """Which of several tensors that an expression in ``scope`` makes ``value`` is; None if it is the only one."""
         if value.scope is not scope:
-            return _number_among_results(value, scope)
+            return self._number_returned(value, scope)
         made = [op for op in self.flow if op.scope is scope and op.place == value.place and op.inputs == value.inputs]
         return made.index(value) if len(made) > 1 and value.place is not None else None
+
+    def _number_returned(self, op: Op, scope: Scope) -> int | None:
+        """Which of the tensors that a call in ``scope`` returns ``op`` makes; None if the call returns it alone."""
+        number = _number_among_results(op, scope)
+        if number is None and op.scope is not scope and not _among_results(op, scope):
+            nodes = self.sources.plan(scope).text.nodes.get(self.sources.span(scope, op), [])
+            number = 0 if any(is_one_of_several(self.sources.plan(scope).text, node) for node in nodes) else None
+        return number
 
     def _adds_before(self, scope: Scope) -> int:
         first = min((op.index for op in self.flow if scope.holds(op.scope)), default=0)
@@ -268,7 +274,7 @@ class _Planner:
             made[scope, self.sources.span(scope, op)] = op
         for (scope, at), op in made.items():
             function = self.sources.plan(scope)
-            trunk, item = function.trunks.index(self.name), _number_among_results(op, scope)
+            trunk, item = function.trunks.index(self.name), self._number_returned(op, scope)
             inside = any(other is scope and within(at, span) for other, span in made if span != at)
             unseen = item is None and bool(_among_results(op, scope))  # by the function: the call keeps it to itself
             if op.name in VIEWS and op.scope is scope:
@@ -379,19 +385,6 @@ def _variable(text: Text, at: Span) -> str | None:
     """The variable that gets the value of an expression."""
     nodes = text.nodes.get(at, [])
     return assigned(text, nodes[0]) if nodes else None
-
-
-def _outside(found: Finding) -> set[tuple[str, CodeType | None]]:
-    """Functions that also run on other values than streams: some call of theirs makes none of the adds."""
-    scopes: set[Scope] = set()
-    for op in found.flow:
-        scope: Scope | None = op.scope
-        while scope is not None and scope not in scopes:
-            scopes.add(scope)
-            scope = scope.parent
-    streams = [*found.chains.values(), *found.again]
-    adding = {scope for chain in streams for add in chain.adds for scope in add.op.scope.chain()}
-    return {(scope.path, scope.code) for scope in scopes - adding}
 
 
 def _among_results(op: Op, scope: Scope) -> list[Op]:

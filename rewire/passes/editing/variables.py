@@ -158,6 +158,14 @@ def only_returned(text: Text, nodes: Sequence[ast.AST]) -> bool:
     )
 
 
+def is_one_of_several(text: Text, node: ast.AST) -> bool:
+    """Whether a value is taken out of what a call returns: ``x, cache = f(x)``, ``f(x)[0]``."""
+    parent = text.parents[node]
+    unpacked = isinstance(parent, ast.Assign) and any(isinstance(t, (ast.Tuple, ast.List)) for t in parent.targets)
+    picked = isinstance(parent, ast.Subscript) and parent.value is node and isinstance(parent.slice, ast.Constant)
+    return isinstance(node, ast.Call) and (unpacked or picked)
+
+
 def assigned(text: Text, node: ast.AST) -> str | None:
     """The variable whose value an expression becomes, or that it changes; None if it is no single one."""
     statement = _statement(text, node)

@@ -27,7 +27,14 @@ from rewire.passes.editing.edits import (
     Through,
     View,
 )
-from rewire.passes.editing.variables import assigned, calls_like, is_conditional, on_one_way, only_returned
+from rewire.passes.editing.variables import (
+    assigned,
+    calls_like,
+    is_conditional,
+    is_one_of_several,
+    on_one_way,
+    only_returned,
+)
 
 
 def edited(plan: FunctionPlan) -> str:
@@ -242,10 +249,7 @@ class _Editor:
 
     def _check_one_value(self, node: ast.expr) -> None:
         """Refuse calls that return the stream's value among others."""
-        parent = self.parents[node]
-        unpacked = isinstance(parent, ast.Assign) and any(isinstance(t, (ast.Tuple, ast.List)) for t in parent.targets)
-        picked = isinstance(parent, ast.Subscript) and parent.value is node and isinstance(parent.slice, ast.Constant)
-        if isinstance(node, ast.Call) and (unpacked or picked):
+        if is_one_of_several(self.text, node):
             raise EditError(
                 f"the call at {self.text.where(node)} makes the next state of the residual stream, and returns it "
                 "among other values"

@@ -74,11 +74,21 @@ def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, st
             row.append(following)
         taken.update(row)
         rows.append(row)
+    rows = [piece for row in rows for piece in _around_others(row, rows)]
     rows = [piece for row in rows for piece in _cut(flow, row, restart)]
     linked = [chain for row in rows for part in _passes(row, rows) for chain in _rows(part)]
     for chain in linked:
         _close(flow, chain)
     return linked, rejected
+
+
+def _around_others(row: list[Add], rows: Sequence[list[Add]]) -> list[list[Add]]:
+    """A row, cut where a skip leads its stream around another one that is made of it, to several adds (Funnel)."""
+    others = {add.op for other in rows if other is not row and len(other) > 1 for add in other}
+    pairs = enumerate(itertools.pairwise(row), start=1)
+    ends = [n for n, (add, following) in pairs if not others.isdisjoint(between(add.op, following.state))]
+    parts = [row[start:end] for start, end in itertools.pairwise((0, *ends, len(row)))]
+    return parts if all(len(part) > 1 for part in parts) else [row]
 
 
 def _cut(flow: Flow, row: list[Add], restart: bool) -> list[list[Add]]:
