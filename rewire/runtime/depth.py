@@ -163,6 +163,7 @@ class Depth:
         last: bool = False,
         otherwise: str = "",
         qkv: bool = False,
+        read: Sequence[int] = (),
     ) -> Callable[..., Any]:
         """``function``, for a call that streams may go through: of blocks, of helpers that add, of ``checkpoint``.
 
@@ -177,13 +178,19 @@ class Depth:
             otherwise: what a call is that does not return the stream, where a loop calls blocks and others at one
                 place: ``"view"``: other dimensions of all states; ``"push"``: what makes the next state of a sum.
             qkv: whether it holds projections of an attention: what these read goes in, in place of a stream.
+            read: numbers of the trunks whose values go in as tensors.
         """
         if qkv:
             return self.separate.through(function)
 
+        alone = [self.entries[number].trunk for number in read]
+
+        def stream_of(value: Any) -> Any:
+            return self._stream_of(value, alone)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             ended = self._ended(args, kwargs)
-            result = function(*mapped(args, self._stream_of), **mapped(kwargs, self._stream_of))
+            result = function(*mapped(args, stream_of), **mapped(kwargs, stream_of))
             for item in tensors_and_streams(result) if ended else ():
                 if isinstance(item, Stream) and item.layout.trunk in ended:
                     raise item.layout.other_passes()
@@ -227,9 +234,9 @@ class Depth:
                 f"ran for the first time, after the model was rewired.{self.advice}"
             )
 
-    def _stream_of(self, value: Any) -> Any:
+    def _stream_of(self, value: Any, alone: Sequence[str] = ()) -> Any:
         live = self._holding(value) if isinstance(value, Tensor) else None
-        if live is None or live.stream.complete:
+        if live is None or live.stream.complete or live.trunk in alone:
             return value
         self._check_unchanged(live)
         live.given = True
@@ -406,7 +413,7 @@ class Depth:
         self,
         state: Any,
         norm: nn.Module | None = None,
-        trunk: int = 0,
+        trunk: int | tuple[int, ...] = 0,
         item: int | None = None,
         more: bool = False,
     ) -> Any:
@@ -415,14 +422,23 @@ class Depth:
         Args:
             state: that, or a tuple with it.
             norm: what reads it first.
-            trunk: number of the trunk among the function's.
+            trunk: number of the trunk among the function's; or of several, of which one stream at a time comes here.
             item: which of a tuple's tensors it is.
             more: whether other operations may follow: it is the state if none does.
         """
-        live = self._of_trunk(self.entries[trunk].trunk)
-        if live is None or not live.stream.in_post:
-            self._goes_on(state, trunk)
+        numbers = (trunk,) if isinstance(trunk, int) else trunk
+        streams = [self._of_trunk(self.entries[number].trunk) for number in numbers]
+        waiting = [live for live in streams if live is not None and live.stream.in_post]
+        if not waiting:
+            for number in numbers:
+                self._goes_on(state, number)
             return state
+        live = waiting[0]
+        if len(waiting) > 1:
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) makes the next state of one of two streams, those of trunks "
+                f"{' and '.join(repr(live.trunk) for live in waiting)}, and nothing tells of which.{self.advice}"
+            )
         self._check_unchanged(live)
 
         def pushed(part: Any) -> Tensor:

@@ -93,8 +93,8 @@ def addition_at(text: Text, at: Span, part: bool = False) -> Addition:
     additions = (_of_a_part(text, node) if part else addition_in(node) for node in nodes)
     found = next(filter(None, additions), None)
     if found is None:
-        node = text.parents[nodes[-1]] if nodes and isinstance(nodes[-1], ast.Subscript) else [*nodes, None][-1]
-        written = "?" if node is None else ast.unparse(node)
+        whole = [text.parents[node] if isinstance(node, ast.Subscript) else node for node in nodes[-1:]]
+        written = ast.unparse(whole[0]) if whole else "?"
         form = "`x[rows] += f`, with a variable for `x`" if part else "`x + f`"
         raise EditError(f"the residual add at {text.file}:{at[0]} is written as `{written}`: write it as {form}")
     return found

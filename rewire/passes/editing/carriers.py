@@ -49,7 +49,7 @@ class Carriers:
         self.begin = self.first = self._beginning()
         self.scopes = dict.fromkeys(self._carriers())  # in order, and quickly looked up
         ours = {(scope.path, scope.code) for scope in self.scopes}
-        self.outside = _outside(found) & ours
+        self.outside = _outside(found, name) & ours
         self.entered = self._entered()
         if not all(_is_container(scope) for scope in self.scopes if scope not in self.entered):
             self.outside = set()  # which would not notice that it lost a stream: then none may run without one
@@ -170,16 +170,15 @@ class Carriers:
         return scope
 
 
-def _outside(found: Finding) -> set[tuple[str, CodeType | None]]:
-    """Functions that also run on other values than streams: some call of theirs makes none of the adds."""
+def _outside(found: Finding, name: str) -> set[tuple[str, CodeType | None]]:
+    """Functions that also run on other values than a trunk's streams: some call of theirs makes none of the adds."""
     scopes: set[Scope] = set()
     for op in found.flow:
         scope: Scope | None = op.scope
         while scope is not None and scope not in scopes:
             scopes.add(scope)
             scope = scope.parent
-    streams = [*found.chains.values(), *found.again]
-    adding = {scope for chain in streams for add in chain.adds for scope in add.op.scope.chain()}
+    adding = {scope for chain in found.passes(name) for add in chain.adds for scope in add.op.scope.chain()}
     return {(scope.path, scope.code) for scope in scopes - adding}
 
 

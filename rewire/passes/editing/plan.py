@@ -96,6 +96,7 @@ class _Planner:
                     self._through(scope, child)
         for number, add in enumerate(self.adds):
             self._add(number, add)
+        self._given()
         self._passages()
         self._casts()
         self._end(entered)
@@ -243,6 +244,18 @@ class _Planner:
         trunk = function.trunks.index(self.name)
         kept = frozenset((trunk, n) for n, op in enumerate(child.results) if self.carriers.stage.get(op, after) < after)
         function.put(("through", at), Through(at, callee, norm, last, post, kept))
+        function.passed.setdefault(at, set()).add(trunk)
+
+    def _given(self) -> None:
+        """Note which calls in entered functions read the state, and do not carry the stream: through them others go."""
+        carriers = self.carriers
+        values = {op for op, stage in carriers.stage.items() if stage < len(self.adds)}
+        readers = {user.scope for op in values for user in self.flow.users[op]}
+        for call in {call for reader in readers for call in reader.chain() if call not in carriers.scopes}:
+            above, given = call.parent, [op for ops in call.arguments.values() for op in ops]
+            if above in carriers.entered and call.call is not None and not values.isdisjoint(given):
+                function = self.sources.plan(above)
+                function.given.setdefault(place_of(*call.call), set()).add(function.trunks.index(self.name))
 
     def _add(self, number: int, add: Add) -> None:
         function = self.sources.plan(add.op.scope)
@@ -277,9 +290,13 @@ class _Planner:
             trunk, item = function.trunks.index(self.name), self._number_returned(op, scope)
             inside = any(other is scope and within(at, span) for other, span in made if span != at)
             unseen = item is None and bool(_among_results(op, scope))  # by the function: the call keeps it to itself
+            unseen = unseen or (op.scope is scope and is_one_of_several(function.text, function.text.nodes[at][0]))
             if op.name in VIEWS and op.scope is scope:
                 function.put(("view", at), View(at, False))
-            elif op is add.post[-1]:
+                continue
+            times = function.posts.setdefault(trunk, set())
+            times.add((id(self.flow), add.op.index, add.post[-1].index))
+            if op is add.post[-1]:
                 function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None), item))
             elif same_size(op, add.op) and not inside and not unseen:
                 function.put(("push", at), Push(at, trunk, item=item, more=True))

@@ -140,7 +140,9 @@ class _Editor:
         how += [f"{name}=True" for name in ("post", "more", "last", "qkv") if getattr(edit, name, False)]
         item = getattr(edit, "item", None)
         how += [] if item is None else [f"item={item}"]
-        trunk = getattr(edit, "trunk", 0)
+        trunk, others = getattr(edit, "trunk", 0), getattr(edit, "others", ())
+        if others:
+            return [*how, f"trunk={(trunk, *others)}"]
         return [*how, f"trunk={trunk}"] if trunk else how
 
     def _gate_parameter(self) -> Change:
@@ -287,6 +289,8 @@ class _Editor:
         how += [f"kept={sorted(edit.kept)}"] if edit.kept else []
         ways = [method for method in ("view", "push") if not edit.qkv and (method, edit.at) in self.plan.edits]
         how += [f'otherwise="{method}"' for method in ways]
+        read = self.plan.given.get(edit.at, set()) - self.plan.passed.get(edit.at, set())
+        how += [f"read={sorted(read)}"] if read else []
         around = self._wrapped(self._call(edit.at).func, "through", how)
         return [around] if edit.callee is None else [around, self._gated(edit.callee)]
 
