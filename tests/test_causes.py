@@ -2104,3 +2104,23 @@ class Shortened(nn.Module):
 
 def test_a_skip_around_blocks_that_read_the_state_ends_the_stream() -> None:
     assert_connected(Shortened(), {"levels.0": 2, "levels.1": 2, "decoder": 2}, torch.randn(2, 8, 8))
+
+
+class InADict(PreNorm):
+    """What changes the state in a dict returns nothing."""
+
+    def change(self, state: dict[str, Tensor]) -> None:
+        state["x"] = self(state["x"])
+
+
+class DictStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"x": self.inp(x)}
+        for layer in self.layers:
+            layer.change(state)
+        return self.out(state["x"])
+
+
+def test_methods_that_change_a_dict_and_return_nothing() -> None:
+    plain = assert_connected(DictStack(InADict), {"layers": 2 * DEPTH}, vectors())
+    assert "depth.leave(None, state)" in str(rewire.source(plain, "layers.0"))

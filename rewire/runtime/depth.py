@@ -191,6 +191,7 @@ class Depth:
         def call(*args: Any, **kwargs: Any) -> Any:
             ended = self._ended(args, kwargs)
             result = function(*mapped(args, stream_of), **mapped(kwargs, stream_of))
+            self._taken_up([given for given in (*args, *kwargs.values()) if isinstance(given, dict)], norm, post, kept)
             for item in tensors_and_streams(result) if ended else ():
                 if isinstance(item, Stream) and item.layout.trunk in ended:
                     raise item.layout.other_passes()
@@ -284,8 +285,8 @@ class Depth:
 
         return mapped(result, lambda item: value_of(item) if isinstance(item, Stream) else item)
 
-    def leave(self, result: Any) -> Any:
-        """What the function returns: streams in place of their values.
+    def leave(self, result: Any, *changed: dict[Any, Any]) -> Any:
+        """What the function returns: streams in place of their values; in dicts that it has ``changed``, too.
 
         Raises:
             OutOfOrder: other residual adds ran than those that were found, or the stream is not returned.
@@ -302,7 +303,7 @@ class Depth:
             return live.unread if cut else live.stream
 
         result = mapped(result, stream_of)
-        mapped(self.dicts, stream_of)
+        mapped((self.dicts, changed), stream_of)
         for live in self.live:
             self._check_count(live, live in left)
         self.left = True

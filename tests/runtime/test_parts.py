@@ -301,6 +301,20 @@ def test_in_every_topology(key: str, block: type[nn.Module], twin: type[nn.Modul
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
+class AttendsLater(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.arange(0, len(x), 2)
+        x[rows] += self.feed(x[rows])
+        return x + self.attend(x)
+
+
+@pytest.mark.parametrize("key", ["muddformer", "dca"])
+def test_what_is_read_apart_behind_a_write_is_validated(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The oracle runs a block once more for each of queries, keys and values, and a block writes to what it gets."""
+    rewired = rewire.compile(net(AttendsLater), key, example_inputs=(vectors(),))
+    assert not caplog.records and all(one.layout.reads_qkv(1) for one in rewire.connections(rewired).values())
+
+
 class Twice(Block):
     def forward(self, x: Tensor) -> Tensor:
         rows = torch.tensor([0, 2, 2])

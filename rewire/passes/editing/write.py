@@ -30,6 +30,7 @@ from rewire.passes.editing.edits import (
 from rewire.passes.editing.variables import (
     assigned,
     calls_like,
+    changed_dict,
     is_conditional,
     is_one_of_several,
     on_one_way,
@@ -68,6 +69,7 @@ class _Editor:
         changes = [self._entry()] if self.plan.entered else []
         if self.plan.entered and self.plan.adds:
             changes += [self._leave(node) for node in ast.walk(self.text.tree) if self._is_own_return(node)]
+            changes += [self._end(state) for state in changed_dict(self.text)]
         # Of several changes of one expression, the outermost first: those of an argument, then the kinds in turn.
         own = [
             change
@@ -191,6 +193,11 @@ class _Editor:
             return f" {self.depth}.leave({f'({value})' if bare else value})"
 
         return Change(start, end, write)
+
+    def _end(self, state: ast.expr) -> Change:
+        """A line behind the body of a function that leaves the stream in a dict."""
+        (start, end), last = self.text.span(state), self.text.tree.body[-1]
+        return self._line_behind(last, f"{self.depth}.leave(None, {self.text.text[start:end]})")[0]
 
     def _is_bare(self, node: ast.Tuple) -> bool:
         """Whether a tuple is written without brackets of its own: ``(x, y), mask``."""

@@ -193,7 +193,9 @@ class _Wiring(Recorder):
     Attributes:
         passes: of streams, so far.
         counts: of operations and calls, by their place.
-        calls: of modules in whose calls an attention reads: what the present call was given, and `counts` before it.
+        calls: of modules in whose calls an attention reads: copies of what the present call was given, and `counts`
+            before it.
+        origins: of these copies, by their ids: the keys of what made the originals.
         probe: in a call that is made again for one of queries, keys and values: the key of the value that it reads,
             what to read, and the path of the projection at which it ends.
         written: what an addition in place has changed, and what it was before.
@@ -212,6 +214,7 @@ class _Wiring(Recorder):
         self.readers = {read.reader for reads in script.reads for read in reads}
         self.probe: tuple[_Key, Tensor, str] | None = None
         self.replaced: list[Tensor] = []
+        self.origins: dict[int, _Key | None] = {}
         self.written: tuple[Any, Any] = (None, None)
         self.open = contextlib.ExitStack()
 
@@ -314,8 +317,18 @@ class _Wiring(Recorder):
             self.replaced.append(new)
         self.counts[path,] += 1
         if path in self.readers:
-            self.calls[path] = module, args, kwargs, collections.Counter(self.counts)
+            copied = pytree.tree_map(self._copied, (args, kwargs))  # the call may write to what it was given
+            self.calls[path] = module, *copied, collections.Counter(self.counts)
         return self._apart(path, args, kwargs)
+
+    def _copied(self, item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        made = self.known.get(id(item))
+        copied = item.clone()
+        self.origins[id(copied)] = None if made is None else self.keys.get(made.index)
+        self.replaced.append(copied)
+        return copied
 
     def check(self) -> None:
         """Refuse a run in which something did not happen: it says nothing."""
@@ -360,12 +373,19 @@ class _Wiring(Recorder):
 
     def _fed(self, wires: Wires, read: _Read, path: str, way: str) -> _Reached:
         """What a projection is given where the block reads what is read for queries, keys or values alone."""
-        assert wires.qkv is not None and wires.value is not None
+        assert wires.qkv is not None
         module, args, kwargs, counts = self.calls[read.reader]
-        value, x, before, depth = wires.value, wires.qkv[way], self.counts, len(self.stack)
+        x, before, depth = wires.qkv[way].clone(), self.counts, len(self.stack)
+
+        def given(item: Any) -> Any:
+            if not isinstance(item, Tensor):
+                return item
+            return x if self.origins[id(item)] == read.state else item.clone()
+
+        args, kwargs = pytree.tree_map(given, (args, kwargs))
         self.counts, self.probe = collections.Counter(counts), (read.state, x, path)
         try:
-            nn.Module.__call__(module, *_swapped(args, value, x), **_swapped(kwargs, value, x))
+            nn.Module.__call__(module, *args, **kwargs)
         except _Reached as reached:
             return reached
         finally:
