@@ -311,7 +311,7 @@ class AttendsLater(Block):
 @pytest.mark.parametrize("key", ["muddformer", "dca"])
 def test_what_is_read_apart_behind_a_write_is_validated(key: str, caplog: pytest.LogCaptureFixture) -> None:
     """The oracle runs a block once more for each of queries, keys and values, and a block writes to what it gets."""
-    rewired = rewire.compile(net(AttendsLater), key, example_inputs=(vectors(),))
+    rewired = rewire.compile(net(AttendsLater), key, granularity="sublayer", example_inputs=(vectors(),))
     assert not caplog.records and all(one.layout.reads_qkv(1) for one in rewire.connections(rewired).values())
 
 
