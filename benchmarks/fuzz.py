@@ -34,6 +34,7 @@ import rewire
 #: Words of the errors that refuse nets for what they are, and what that is.
 DOES_NOT_FIT = {
     "gradients do not pass from the residual add": "gradients are cut between two adds",
+    "began with gradients switched on, and they are off": "gradients are cut between two adds",
     "has the same memory and is read afterwards": "a state is written to in place, and read under another name",
 }
 _SINGLE = "a single residual add: there is nothing"

@@ -1936,3 +1936,191 @@ def test_two_streams_with_a_bridge_are_connected() -> None:
         for weight in learned(rewired).values():
             weight.add_(2.4)  # 0.3 as the formulas have it
     assert not torch.allclose(rewired(vectors()), before, atol=1e-3)
+
+
+# -- streams that pass the code of others ------------------------------------------------------------------------------
+
+
+class PairNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
+class NormedInPairs(nn.Module):
+    """I-BERT's way: a norm returns its value and a scale, which there is none of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.norm = Mlp(), PairNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.norm(x + self.mlp(x))
+        return x
+
+
+def test_a_norm_that_returns_more_than_its_value() -> None:
+    plain = assert_connected(Stack(NormedInPairs), {"layers": DEPTH}, vectors())
+    assert "depth.push(self.norm(depth.add(x, self.mlp(x))), item=0)" in str(rewire.source(plain, "layers.0"))
+
+
+class Cross(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.norm = *(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.norm(x + F.scaled_dot_product_attention(self.q(x), self.k(other), self.v(other)))
+
+
+class Both(nn.Module):
+    """LXMERT's way: two streams read each other by the same attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross, self.own, self.mlps = Cross(), nn.ModuleList([Cross(), Cross()]), nn.ModuleList([Mlp(), Mlp()])
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x_read, y_read = self.cross(x, y), self.cross(y, x)
+        x, y = self.own[0](x_read, x_read), self.own[1](y_read, y_read)
+        return x + self.mlps[0](x), y + self.mlps[1](y)
+
+
+class TwoModalities(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image = nn.Linear(8, WIDTH), nn.Linear(8, WIDTH)
+        self.words, self.patches = PreNorm(), PreNorm()
+        self.layers = nn.ModuleList(Both() for _ in range(2))
+
+    def forward(self, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = self.words(self.text(text)), self.patches(self.image(image))
+        for layer in self.layers:
+            x, y = layer(x, y)
+        return x, y
+
+
+def test_two_streams_through_one_attention() -> None:
+    inputs = torch.randn(2, 5, 8), torch.randn(2, 3, 8)
+    assert_connected(TwoModalities(), {"TwoModalities": 8, "TwoModalities'": 8}, *inputs)
+    name = rewire.inspect(TwoModalities(), inputs).trunks[0].name
+    rewired = rewire.compile(TwoModalities(), "ancre-none", trunks=[name], example_inputs=inputs)  # the other is plain
+    assert list(rewire.connections(rewired)) == [name]
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        a, b = self.shift(t).chunk(2, -1)
+        return x * (1 + a) + b
+
+
+class Levels(nn.Module):
+    """Stable Cascade's way: one loop calls the blocks of all levels, and what scales their states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.down = nn.Linear(8, WIDTH), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.levels = nn.ModuleList(nn.ModuleList([PreNorm(), Shift(), PreNorm(), Shift()]) for _ in range(2))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        x = self.stem(x)
+        for level, down in zip(self.levels, self.down, strict=True):
+            x = down(x[:, ::2])
+            for block in level:
+                if isinstance(block, PreNorm):  # noqa: SIM108
+                    x = block(x)
+                else:
+                    x = block(x, t)
+        return x
+
+
+def test_posts_of_several_streams_in_one_place() -> None:
+    plain = assert_connected(Levels(), {"levels.0": 4, "levels.1": 4}, torch.randn(2, 8, 8), torch.randn(2, 1, WIDTH))
+    assert "trunk=(0, 1)" in str(rewire.source(plain, ""))
+
+
+class GatedBySum(nn.Module):
+    """A gate that is made of the sum scales it, by numbers that a call makes together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g, self.mlp, self.gate = Mlp(), Mlp(), Mlp(), nn.Linear(2 * WIDTH, 2 * WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.f(x))
+        h = self.g(x)
+        a, b = torch.sigmoid(self.gate(torch.cat([x, h], -1))).chunk(2, -1)
+        x = a * x + b * h
+        return self.norm2((x + self.mlp(x)).clamp(-1e4, 1e4))
+
+
+def test_what_is_made_of_a_sum_beside_the_state_is_no_state() -> None:
+    assert_connected(Stack(GatedBySum, 3), {"layers": 6}, vectors())
+
+
+class GatedBySequence(GatedBySum):
+    """D-FINE's way: what the gate is made of ends the stream inside a block, where another one starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.f(x))
+        a, b = torch.sigmoid(self.gate(x.transpose(1, 2).mean(-1)))[:, None].chunk(2, -1)
+        x = a * x + b * self.g(x)
+        return self.norm2((x + self.mlp(x)).clamp(-1e4, 1e4))
+
+
+def test_what_follows_a_stream_is_not_that_of_the_next() -> None:
+    assert_connected(Stack(GatedBySequence, 3), {"layers": 2, "layers'": 2}, vectors())
+
+
+class Shortened(nn.Module):
+    """Funnel's way: queries are shortened between two levels, and a skip leads around the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, WIDTH)
+        self.levels = nn.ModuleList(nn.ModuleList(Cross() for _ in range(2)) for _ in range(2))
+        self.decoder = nn.ModuleList(Cross() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, kept = self.stem(x), []
+        for number, level in enumerate(self.levels):
+            for first, block in enumerate(level):
+                query = x[:, ::2] if number and not first else x
+                x = block(query, x)
+                kept.append(x)
+        x = x.repeat_interleave(2, 1) + kept[1]
+        for block in self.decoder:
+            x = block(x, x)
+        return x
+
+
+def test_a_skip_around_blocks_that_read_the_state_ends_the_stream() -> None:
+    assert_connected(Shortened(), {"levels.0": 2, "levels.1": 2, "decoder": 2}, torch.randn(2, 8, 8))
+
+
+class InADict(PreNorm):
+    """What changes the state in a dict returns nothing."""
+
+    def change(self, state: dict[str, Tensor]) -> None:
+        state["x"] = self(state["x"])
+
+
+class DictStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"x": self.inp(x)}
+        for layer in self.layers:
+            layer.change(state)
+        return self.out(state["x"])
+
+
+def test_methods_that_change_a_dict_and_return_nothing() -> None:
+    plain = assert_connected(DictStack(InADict), {"layers": 2 * DEPTH}, vectors())
+    assert "depth.leave(None, state)" in str(rewire.source(plain, "layers.0"))

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from rewire.errors import OutOfOrder, UnsupportedCall
 from rewire.runtime.live import Entry, Live
 from rewire.runtime.nested import mapped, tensors_and_streams, with_item
+from rewire.runtime.parts import Parts
 from rewire.runtime.reentrant import USE, where_reentrant
 from rewire.runtime.separate import SeparateInputs
 from rewire.runtime.stream import Stream
@@ -43,6 +44,9 @@ class Depth:
     Args:
         block, where, entries, advice: of its `Gate`.
     """
+
+    #: ``depth.add(x, depth.at[rows](f))`` for ``x[rows] += f``.
+    at = Parts()
 
     def __init__(self, block: str, where: str, entries: Sequence[Entry], advice: str = "") -> None:
         self.block, self.where, self.entries, self.advice = block, where, entries, advice
@@ -160,6 +164,7 @@ class Depth:
         last: bool = False,
         otherwise: str = "",
         qkv: bool = False,
+        read: Sequence[int] = (),
     ) -> Callable[..., Any]:
         """``function``, for a call that streams may go through: of blocks, of helpers that add, of ``checkpoint``.
 
@@ -174,13 +179,20 @@ class Depth:
             otherwise: what a call is that does not return the stream, where a loop calls blocks and others at one
                 place: ``"view"``: other dimensions of all states; ``"push"``: what makes the next state of a sum.
             qkv: whether it holds projections of an attention: what these read goes in, in place of a stream.
+            read: numbers of the trunks whose values go in as tensors.
         """
         if qkv:
             return self.separate.through(function)
 
+        alone = [self.entries[number].trunk for number in read]
+
+        def stream_of(value: Any) -> Any:
+            return self._stream_of(value, alone)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             ended = self._ended(args, kwargs)
-            result = function(*mapped(args, self._stream_of), **mapped(kwargs, self._stream_of))
+            result = function(*mapped(args, stream_of), **mapped(kwargs, stream_of))
+            self._taken_up([given for given in (*args, *kwargs.values()) if isinstance(given, dict)], norm, post, kept)
             for item in tensors_and_streams(result) if ended else ():
                 if isinstance(item, Stream) and item.layout.trunk in ended:
                     raise item.layout.other_passes()
@@ -224,9 +236,9 @@ class Depth:
                 f"ran for the first time, after the model was rewired.{self.advice}"
             )
 
-    def _stream_of(self, value: Any) -> Any:
+    def _stream_of(self, value: Any, alone: Sequence[str] = ()) -> Any:
         live = self._holding(value) if isinstance(value, Tensor) else None
-        if live is None or live.stream.complete:
+        if live is None or live.stream.complete or live.trunk in alone:
             return value
         self._check_unchanged(live)
         live.given = True
@@ -274,8 +286,8 @@ class Depth:
 
         return mapped(result, lambda item: value_of(item) if isinstance(item, Stream) else item)
 
-    def leave(self, result: Any) -> Any:
-        """What the function returns: streams in place of their values.
+    def leave(self, result: Any, *changed: dict[Any, Any]) -> Any:
+        """What the function returns: streams in place of their values; in dicts that it has ``changed``, too.
 
         Raises:
             OutOfOrder: other residual adds ran than those that were found, or the stream is not returned.
@@ -292,7 +304,7 @@ class Depth:
             return live.unread if cut else live.stream
 
         result = mapped(result, stream_of)
-        mapped(self.dicts, stream_of)
+        mapped((self.dicts, changed), stream_of)
         for live in self.live:
             self._check_count(live, live in left)
         self.left = True
@@ -403,7 +415,7 @@ class Depth:
         self,
         state: Any,
         norm: nn.Module | None = None,
-        trunk: int = 0,
+        trunk: int | tuple[int, ...] = 0,
         item: int | None = None,
         more: bool = False,
     ) -> Any:
@@ -412,14 +424,23 @@ class Depth:
         Args:
             state: that, or a tuple with it.
             norm: what reads it first.
-            trunk: number of the trunk among the function's.
+            trunk: number of the trunk among the function's; or of several, of which one stream at a time comes here.
             item: which of a tuple's tensors it is.
             more: whether other operations may follow: it is the state if none does.
         """
-        live = self._of_trunk(self.entries[trunk].trunk)
-        if live is None or not live.stream.in_post:
-            self._goes_on(state, trunk)
+        numbers = (trunk,) if isinstance(trunk, int) else trunk
+        streams = [self._of_trunk(self.entries[number].trunk) for number in numbers]
+        waiting = [live for live in streams if live is not None and live.stream.in_post]
+        if not waiting:
+            for number in numbers:
+                self._goes_on(state, number)
             return state
+        live = waiting[0]
+        if len(waiting) > 1:
+            raise OutOfOrder(
+                f"block '{self.block}' ({self.where}) makes the next state of one of two streams, those of trunks "
+                f"{' and '.join(repr(live.trunk) for live in waiting)}, and nothing tells of which.{self.advice}"
+            )
         self._check_unchanged(live)
 
         def pushed(part: Any) -> Tensor:

@@ -97,6 +97,20 @@ ADDS = {
     "function of a module": "lib = self.lib\nh = lib.functional.dropout(self.norm{n}(x), 0.0)\nx = x + self.attn{n}(h)",
     "a tuple": "x = x + self.attn{n}(Ops.first((self.norm{n}(x), mask)))",
     "a list back": "x = x + self.attn{n}(Ops.listed(self.norm{n}(x))[0])",
+    "rows": "rows = torch.tensor([1])\nx = x.index_add(0, rows, self.f{n}(self.norm{n}(x[rows])))",
+    "rows in place": "rows = torch.tensor([1])\nx[rows] += self.f{n}(self.norm{n}(x[rows]))",
+    "rows assigned": "x, rows = x.clone(), torch.tensor([1])\nx[rows] = x[rows] + self.f{n}(self.norm{n}(x[rows]))",
+    "rows of a part": "rows = torch.tensor([1])\nh = x[rows]\nx[rows] = self.f{n}(self.norm{n}(h)) + h",
+    "rows, index_add_": "rows = torch.tensor([1])\nx.index_add_(0, rows, self.f{n}(self.norm{n}(x[rows])))",
+    "rows, index_put_": (
+        "x, rows = x.clone(), torch.tensor([1])\n"
+        "x.index_put_((rows,), self.f{n}(self.norm{n}(x[rows])), accumulate=True)"
+    ),
+    "rows in a helper": "rows = torch.tensor([1])\nx = add_rows(x, rows, self.f{n}(self.norm{n}(x[rows])))",
+    "tokens in place": "x[:, 1:] += self.f{n}(self.norm{n}(x[:, 1:].clone()))",
+    "tokens assigned": "x = x.clone()\nx[:, 1:] = x[:, 1:] + self.f{n}(self.norm{n}(x[:, 1:].clone()))",
+    "tokens added to": "x = x.clone()\nx[:, 1:].add_(self.f{n}(self.norm{n}(x[:, 1:].clone())), alpha=0.5)",
+    "masked in place": ("keep = torch.arange(x.shape[1]) % 2 == 0\nx[:, keep] += self.f{n}(self.norm{n}(x[:, keep]))"),
 }
 
 #: What else a forward does, before or after an add.
@@ -242,6 +256,11 @@ def drop_path(x, training):
 def residual_add(x, out):
     """Adds what a branch made."""
     return x + out
+
+
+def add_rows(x, rows, out):
+    x[rows] += out
+    return x
 
 
 def apply_residual(f, norm, x):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 PLAIN = "x = x + self.f{n}(self.norm{n}(x))"
 ATTENTION = "x = x + self.attn{n}(self.norm{n}(x))"
+ROWS = "rows = torch.tensor([1])\nx = x + torch.zeros_like(x).index_add(0, rows, self.f{n}(self.norm{n}(x[rows])))"
+TOKENS = "h = self.f{n}(self.norm{n}(x[:, 1:]))\nx = x + torch.cat([torch.zeros_like(x[:, :1]), h], 1)"
 
 ADDS = {
     **dict.fromkeys(
@@ -20,6 +22,11 @@ ADDS = {
         ATTENTION,
     ),
     **dict.fromkeys(["function of a module", "local object", "applied inside", "a tuple", "a list back"], ATTENTION),
+    **dict.fromkeys(["rows", "rows in place", "rows assigned", "rows of a part", "rows, index_add_"], ROWS),
+    **dict.fromkeys(["rows, index_put_", "rows in a helper"], ROWS),
+    **dict.fromkeys(["tokens in place", "tokens assigned"], TOKENS),
+    "tokens added to": TOKENS.replace("h = ", "h = 0.5 * "),
+    "masked in place": "x = x + self.f{n}(self.norm{n}(x)) * (torch.arange(x.shape[1]) % 2 == 0)[:, None]",
     "alpha": "x = x + 0.5 * self.f{n}(self.norm{n}(x))",
     "post-activation": "x = torch.relu(x + self.f{n}(x))",
     "parallel sum": "x = x + self.f{n}(self.norm{n}(x)) + self.g{n}(x)",

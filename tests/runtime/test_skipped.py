@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from every_topology import EVERY, NOT_PRESERVING, PRE_NORM_ONLY, kinds_first
-from mixing import learned, shaken
+from mixing import shaken
 from models import SeparateAttention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -277,118 +277,6 @@ def test_adds_of_one_place_are_refused() -> None:
     rewired = rewire.compile(AtOnePlace(), "ancre-ingoing", example_inputs=(vectors(),))
     with pytest.raises(rewire.OutOfOrder, match="known which one that was"):
         rewired(vectors(), 1)
-
-
-def drop_add(x: Tensor, branch: Any, ratio: float) -> Tensor:
-    """As DINOv2 drops a branch for a part of the batch."""
-    keep = max(int(len(x) * (1 - ratio)), 1)
-    rows = torch.randperm(len(x), device=x.device)[:keep]
-    residual = branch(x[rows])
-    sums = torch.index_add(x.flatten(1), 0, rows, residual.flatten(1).to(dtype=x.dtype), alpha=len(x) / keep)
-    return sums.view_as(x)
-
-
-class OnAPart(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        def attend(x: Tensor) -> Tensor:
-            return self.attn(self.norm1(x))
-
-        def feed(x: Tensor) -> Tensor:
-            return self.mlp(self.norm2(x))
-
-        if self.training:
-            x = drop_add(x, attend, 0.4)
-            return drop_add(x, feed, 0.4)
-        x = x + attend(x)
-        return x + feed(x)
-
-
-class Scattered(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        rows = torch.randperm(len(x))[: len(x) // 2] if self.training else torch.arange(len(x))
-        x = x.index_add(0, rows, self.attn(self.norm1(x[rows])))
-        where = rows[:, None, None].expand(-1, *x.shape[1:])
-        return torch.scatter_add(x, 0, where, self.mlp(self.norm2(x[rows])))
-
-
-@pytest.mark.parametrize(
-    ("key", "block"),
-    [
-        *((key, Scattered) for key in ("ancre-ingoing", "hc-static", "muddformer", "denseformer-2x2")),
-        *((key, OnAPart) for key in ("ancre-ingoing", "denseformer-2x2", "hc-static", "hc-dynamic", "frac-hc")),
-        *((key, OnAPart) for key in ("muddformer", "dca", "attnres-qkv")),
-    ],
-)
-def test_a_part_of_the_batch(key: str, block: type[nn.Module]) -> None:
-    name, options = EVERY[key]
-    model, x = type("Parts", (Net,), {"block": block})(), torch.randn(6, 5, WIDTH)
-    rewired = rewire.compile(model, name, example_inputs=(x,), **options)
-    (connection,) = rewire.connections(rewired).values()
-    assert len(connection.layout.units) == 2 * DEPTH
-    paths = [path for path, _ in model.named_parameters()]
-    for training in (True, False, True):
-        runs = []
-        for each in (rewired.train(training), model.train(training)):
-            torch.manual_seed(4)
-            out = results(each, x)
-            grads = {path: p.grad for path, p in each.named_parameters() if path in paths}
-            runs.append([out[0], *(torch.zeros(()) if g is None else g.clone() for g in grads.values())])
-        for ours, theirs in zip(*runs, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-class Flattened(Block):
-    """Of every second example, in dimensions in which rows and channels are one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = torch.arange(0, len(x), 2)
-
-        def attend(x: Tensor) -> Tensor:
-            return self.attn(self.norm1(x))
-
-        flat = x.flatten(1)
-        flat = torch.index_add(flat, 0, rows, attend(x[rows]).flatten(1), alpha=0.5)
-        x = flat.view_as(x)
-        return x.index_add(0, rows, self.mlp(self.norm2(x[rows])))
-
-
-class WithZeros(Block):
-    """The same as sums with what is zero elsewhere."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = torch.arange(0, len(x), 2)
-        x = x + torch.zeros_like(x).index_add(0, rows, 0.5 * self.attn(self.norm1(x[rows])))
-        return x + torch.zeros_like(x).index_add(0, rows, self.mlp(self.norm2(x[rows])))
-
-
-@pytest.mark.parametrize("key", [*rewire.list_topologies(), "attnres-additive", "attnres-qkv"])
-def test_a_part_of_the_batch_is_a_branch_with_zeros(key: str, caplog: pytest.LogCaptureFixture) -> None:
-    name, options = EVERY[key]
-    given = {"start": "paper", "example_inputs": (torch.randn(6, 5, WIDTH),), **options}
-    parts = rewire.compile(type("Parts", (Net,), {"block": Flattened})(), name, **given)
-    zeros = rewire.compile(type("Zeros", (Net,), {"block": WithZeros})(), name, validate=False, **given)
-    assert not caplog.records
-    shaken(parts, 0.2, seed=3)
-    for ours, theirs in zip(learned(parts).values(), learned(zeros).values(), strict=True):
-        theirs.data.copy_(ours.data)
-    x = torch.randn(6, 5, WIDTH, dtype=torch.float64)
-    for ours, theirs in zip(results(parts.double(), x), results(zeros.double(), x), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-class InPlaceParts(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        rows, x = torch.arange(0, len(x), 2), x.clone()
-        x[rows] += self.attn(self.norm1(x[rows]))
-        return x + self.mlp(self.norm2(x))
-
-
-def test_a_part_that_is_written_in_place_is_said() -> None:
-    (left,) = {
-        (left.why, left.written)
-        for left in rewire.inspect(type("Parts", (Net,), {"block": InPlaceParts})(), (vectors(),)).left
-    }
-    assert "adds to a part of the state in place" in left[0] and left[1] == "x[rows]"
 
 
 def test_layer_dropping_is_named() -> None:

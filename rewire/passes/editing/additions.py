@@ -7,7 +7,10 @@ import dataclasses
 
 from rewire.code.text import Span, Text
 from rewire.errors import EditError
-from rewire.passes.finding.adds import SCATTERED
+
+#: Methods that add to a tensor's rows, by their places or where the result has another value already.
+_SCATTERED = frozenset({"index_add", "scatter_add", "index_put"})
+_IN_PLACE = frozenset({"add_", *(f"{name}_" for name in _SCATTERED)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,12 +20,16 @@ class Addition:
     Attributes:
         left, right: its operands.
         scattered: whether the branch is written to some rows: ``torch.index_add(x, 0, rows, f)``.
+        part: of ``x[rows] += f``, what it stores to.
+        assignment: of ``x[rows] = x[rows] + f``, the whole of it.
     """
 
     node: ast.BinOp | ast.AugAssign | ast.Call
     left: ast.expr
     right: ast.expr
     scattered: bool = False
+    part: ast.Subscript | None = None
+    assignment: ast.Assign | None = None
 
     def operands(self, first: bool) -> tuple[ast.expr, ast.expr]:
         """Shortcut and branch, if the shortcut is the ``first`` operand, or is not."""
@@ -34,12 +41,20 @@ class Addition:
         return [k for k in getattr(self.node, "keywords", ()) if k.arg == "alpha" and not self.scattered]
 
     @property
+    def whole(self) -> ast.AST:
+        """What stands in its place in an edited text goes in place of this."""
+        return self.assignment or self.node
+
+    @property
     def target(self) -> ast.expr | None:
         """What it changes in place."""
+        if self.part is not None:
+            return self.part.value
         if isinstance(self.node, ast.AugAssign):
             return self.node.target
-        function = self.node.func if isinstance(self.node, ast.Call) and len(self.node.args) == 1 else None
-        return function.value if isinstance(function, ast.Attribute) and function.attr == "add_" else None
+        function = self.node.func if isinstance(self.node, ast.Call) else None
+        in_place = isinstance(function, ast.Attribute) and function.attr in _IN_PLACE
+        return function.value if in_place else None  # type: ignore[union-attr]
 
 
 def addition_in(node: ast.AST) -> Addition | None:
@@ -51,7 +66,7 @@ def addition_in(node: ast.AST) -> Addition | None:
     if not isinstance(node, ast.Call):
         return None
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    if name in SCATTERED:
+    if name.removesuffix("_") in _SCATTERED:
         of = node.func.value if isinstance(node.func, ast.Attribute) else None
         first = node.args[0] if of is None or getattr(of, "id", "") in ("torch", "F") else of
         return Addition(node, first, node, scattered=True)
@@ -63,15 +78,41 @@ def addition_in(node: ast.AST) -> Addition | None:
     return None
 
 
-def addition_at(text: Text, at: Span) -> Addition:
+def addition_at(text: Text, at: Span, part: bool = False) -> Addition:
     """The addition that stands at a place.
+
+    Args:
+        text: of the function.
+        at: the place.
+        part: whether it adds to a part of a value, and stores that.
 
     Raises:
         EditError: it is written in another way.
     """
     nodes = text.nodes.get(at, [])
-    found = next(filter(None, map(addition_in, nodes)), None)
+    additions = (_of_a_part(text, node) if part else addition_in(node) for node in nodes)
+    found = next(filter(None, additions), None)
     if found is None:
-        written = ast.unparse(nodes[-1]) if nodes else "?"
-        raise EditError(f"the residual add at {text.file}:{at[0]} is written as `{written}`: write it as `x + f`")
+        whole = [text.parents[node] if isinstance(node, ast.Subscript) else node for node in nodes[-1:]]
+        written = ast.unparse(whole[0]) if whole else "?"
+        form = "`x[rows] += f`, with a variable for `x`" if part else "`x + f`"
+        raise EditError(f"the residual add at {text.file}:{at[0]} is written as `{written}`: write it as {form}")
     return found
+
+
+def _of_a_part(text: Text, node: ast.AST) -> Addition | None:
+    """The addition to a part that a node is or stores: ``x[rows] += f``, ``x[0] = x[0] + f``, ``x[rows].add_(f)``."""
+    statement = text.parents[node] if isinstance(node, ast.Subscript | ast.Call) else node
+    if isinstance(statement, ast.Assign):
+        found = addition_in(statement.value)
+        found, targets = found and dataclasses.replace(found, assignment=statement), statement.targets
+    else:
+        found = addition_in(node if isinstance(statement, ast.Expr) else statement)
+        targets = [found.left] if found else []
+    part = targets[0] if len(targets) == 1 else None
+    if found is None or not isinstance(part, ast.Subscript):
+        return None
+    value = part.value
+    if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant):  # of a list
+        value = value.value
+    return dataclasses.replace(found, part=part) if isinstance(value, ast.Name) else None

@@ -7,6 +7,7 @@ the stream. A function that only hands the stream on, to the blocks that it call
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import CodeType
 
 from rewire.errors import EditError
 from rewire.passes.editing.edits import Key
@@ -34,6 +35,7 @@ class Carriers:
         first: the block with which it starts, where that is another one: called by itself, it begins a stream, too.
         scopes: the calls, outermost first.
         entered: those whose functions are entered.
+        outside: functions of theirs that also run on other values than streams.
     """
 
     def __init__(self, found: Finding, name: str, sources: Sources, others: Collection[Key]) -> None:
@@ -46,7 +48,11 @@ class Carriers:
         self._values()
         self.begin = self.first = self._beginning()
         self.scopes = dict.fromkeys(self._carriers())  # in order, and quickly looked up
+        ours = {(scope.path, scope.code) for scope in self.scopes}
+        self.outside = _outside(found, name) & ours
         self.entered = self._entered()
+        if not all(_is_container(scope) for scope in self.scopes if scope not in self.entered):
+            self.outside = set()  # which would not notice that it lost a stream: then none may run without one
 
     def _values(self) -> None:
         for number, (add, passage) in enumerate(zip(self.adds, self.chain.passages, strict=True)):
@@ -107,6 +113,8 @@ class Carriers:
         for scope in self.scopes:
             if (scope.path, scope.code) in self.others or (scope not in entered and not self._hands_on(scope)):
                 entered.add(scope)
+            elif self.outside and not _is_container(scope) and self._has_text(scope):
+                entered.add(scope)  # so that it notices if it loses the stream, with which others run and without
         for scope in reversed(self.scopes):
             if scope in entered and scope.parent in self.scopes and self._is_function(scope):
                 entered.add(scope.parent)  # which has to call another function
@@ -139,6 +147,13 @@ class Carriers:
         given = {name for name, ops in scope.arguments.items() if not self.stage.keys().isdisjoint(ops)}
         return hands_on(text, [self.sources.call(child) for child in children], given)
 
+    def _has_text(self, scope: Scope) -> bool:
+        try:
+            self.sources.text(scope)
+        except EditError:
+            return False
+        return True
+
     def brought(self, scope: Scope, value: Op | None, start: int) -> list[str]:
         """The parameters that are the stream's value when the function is called."""
         wanted = {value} if value is not None else {op for op, stage in self.stage.items() if stage == start}
@@ -153,6 +168,18 @@ class Carriers:
         while scope is not None and scope not in self.scopes:
             scope = scope.parent
         return scope
+
+
+def _outside(found: Finding, name: str) -> set[tuple[str, CodeType | None]]:
+    """Functions that also run on other values than a trunk's streams: some call of theirs makes none of the adds."""
+    scopes: set[Scope] = set()
+    for op in found.flow:
+        scope: Scope | None = op.scope
+        while scope is not None and scope not in scopes:
+            scopes.add(scope)
+            scope = scope.parent
+    adding = {scope for chain in found.passes(name) for add in chain.adds for scope in add.op.scope.chain()}
+    return {(scope.path, scope.code) for scope in scopes - adding}
 
 
 def _is_container(scope: Scope) -> bool:

@@ -61,9 +61,11 @@ class Push(Open):
 
     Attributes:
         more: whether it may be on the way to that state only: other operations may follow, or not.
+        others: numbers of other trunks whose streams pass the expression, one at a time.
     """
 
     more: bool = False
+    others: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Sum:
         norm: what reads the value first.
         site: how many of the function's adds come before it; None if that differs from call to call, as in a loop.
         branches: where a loop adds parallel branches one by one, how many; the last one completes the residual add.
+        part: whether it adds to a part of the value: ``x[rows] += f``.
     """
 
     at: Span
@@ -89,6 +92,7 @@ class Sum:
     norm: Written | None = None
     site: int | None = None
     branches: int = 1
+    part: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +214,9 @@ class FunctionPlan:
         outside: for each trunk, whether some calls have no stream, in all ways of looking at the model.
         ran: expressions that ran when the model was looked at.
         copied: paths, from the model's root, of norms that keys and values get copies of.
+        passed: calls, and the numbers of the trunks whose streams go through them.
+        given: calls, and the numbers of the trunks of which they read the present state, and no more.
+        posts: for each number of a trunk, when next states were yet to be made: the flow, first and last operation.
     """
 
     path: str
@@ -226,6 +233,9 @@ class FunctionPlan:
     outside: dict[str, bool] = dataclasses.field(default_factory=dict)
     ran: set[Span] = dataclasses.field(default_factory=set)
     copied: set[str] = dataclasses.field(default_factory=set)
+    passed: dict[Span, set[int]] = dataclasses.field(default_factory=dict)
+    given: dict[Span, set[int]] = dataclasses.field(default_factory=dict)
+    posts: dict[int, set[tuple[int, int, int]]] = dataclasses.field(default_factory=dict)
 
     @property
     def trunks(self) -> list[str]:
@@ -267,13 +277,21 @@ class FunctionPlan:
         """
         known = self.edits.get(key)
         if known is not None and known != edit:
-            merged = _merged(known, edit)
+            merged = None if self._at_once(known, edit) else _merged(known, edit)
             if merged is None:
                 raise EditError(
                     f"the expression at {self.text.file}:{key[1][0]} takes part in {self._parts(known, edit)}"
                 )
             edit = merged
         self.edits[key] = edit
+
+    def _at_once(self, one: Edit, other: Edit) -> bool:
+        """Whether two streams wait for their next states at the same time: nothing would tell which one gets it."""
+        if not (isinstance(one, Push) and isinstance(other, Push)):
+            return False
+        mine, theirs = ({number for push in pair for number in (push.trunk, *push.others)} for pair in ([one], [other]))
+        times = [(a, b) for m in mine for n in theirs - mine for a in self.posts[m] for b in self.posts[n]]
+        return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a, b in times)
 
     def _parts(self, one: Edit, other: Edit) -> str:
         """What an expression would have to be, in words."""
@@ -286,8 +304,8 @@ class FunctionPlan:
 
 def _merged(a: Any, b: Any) -> Any:
     """One edit that serves for both; None if there is none."""
-    if isinstance(a, Push) and isinstance(b, Push) and a.more != b.more and a.trunk == b.trunk:
-        return a if a.more else b  # in one of two calls another function goes on
+    if isinstance(a, Push) and isinstance(b, Push):
+        a, b = _of_both(a, b)
     if type(a) is not type(b):
         return None
     if isinstance(a, Reach):  # several trunks end there
@@ -309,6 +327,13 @@ def _merged(a: Any, b: Any) -> Any:
     return (
         dataclasses.replace(a, **loose) if dataclasses.replace(a, **loose) == dataclasses.replace(b, **loose) else None
     )
+
+
+def _of_both(a: Push, b: Push) -> tuple[Push, Push]:
+    """Two pushes, as what both streams do there; in one of two calls another function may go on."""
+    trunk, *others = sorted({a.trunk, *a.others, b.trunk, *b.others})
+    both: dict[str, Any] = {"trunk": trunk, "others": tuple(others), "more": a.more or b.more}
+    return dataclasses.replace(a, **both), dataclasses.replace(b, **both)
 
 
 #: Path of a module, and code of a function.

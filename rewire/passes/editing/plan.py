@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Mapping, Sequence
-from types import CodeType, FunctionType, MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -31,7 +31,7 @@ from rewire.passes.editing.edits import (
 )
 from rewire.passes.editing.refused import check_add, check_in_place, check_returns
 from rewire.passes.editing.sources import Sources
-from rewire.passes.editing.variables import assigned, behind, is_conditional, only_returned
+from rewire.passes.editing.variables import assigned, behind, is_conditional, is_one_of_several, only_returned
 from rewire.passes.find import Finding
 from rewire.passes.finding.adds import CASTS, UNSCALED, VIEWS, Add
 from rewire.passes.finding.chains import same_size
@@ -86,11 +86,9 @@ class _Planner:
         check_in_place(carriers)
         closed = [scope for scope in carriers.scopes if scope not in entered]
         handed = {(scope.path, scope.code) for scope in closed if scope.code is not None}
-        # a function that only hands a stream on would not notice that it lost it: then none may run without one
-        outside = set() if handed else _outside(self.found)
         for scope in entered:
             known = self.sources.plan(scope).outside
-            known[self.name] = known.get(self.name, True) and (scope.path, scope.code) in outside
+            known[self.name] = known.get(self.name, True) and (scope.path, scope.code) in carriers.outside
         for scope in entered:
             self._entry(scope)
             for child in carriers.scopes:
@@ -98,6 +96,7 @@ class _Planner:
                     self._through(scope, child)
         for number, add in enumerate(self.adds):
             self._add(number, add)
+        self._given()
         self._passages()
         self._casts()
         self._end(entered)
@@ -180,9 +179,17 @@ class _Planner:
     def _number_made(self, value: Op, scope: Scope) -> int | None:
         """Which of several tensors that an expression in ``scope`` makes ``value`` is; None if it is the only one."""
         if value.scope is not scope:
-            return _number_among_results(value, scope)
+            return self._number_returned(value, scope)
         made = [op for op in self.flow if op.scope is scope and op.place == value.place and op.inputs == value.inputs]
         return made.index(value) if len(made) > 1 and value.place is not None else None
+
+    def _number_returned(self, op: Op, scope: Scope) -> int | None:
+        """Which of the tensors that a call in ``scope`` returns ``op`` makes; None if the call returns it alone."""
+        number = _number_among_results(op, scope)
+        if number is None and op.scope is not scope and not _among_results(op, scope):
+            nodes = self.sources.plan(scope).text.nodes.get(self.sources.span(scope, op), [])
+            number = 0 if any(is_one_of_several(self.sources.plan(scope).text, node) for node in nodes) else None
+        return number
 
     def _adds_before(self, scope: Scope) -> int:
         first = min((op.index for op in self.flow if scope.holds(op.scope)), default=0)
@@ -237,6 +244,18 @@ class _Planner:
         trunk = function.trunks.index(self.name)
         kept = frozenset((trunk, n) for n, op in enumerate(child.results) if self.carriers.stage.get(op, after) < after)
         function.put(("through", at), Through(at, callee, norm, last, post, kept))
+        function.passed.setdefault(at, set()).add(trunk)
+
+    def _given(self) -> None:
+        """Note which calls in entered functions read the state, and do not carry the stream: through them others go."""
+        carriers = self.carriers
+        values = {op for op, stage in carriers.stage.items() if stage < len(self.adds)}
+        readers = {user.scope for op in values for user in self.flow.users[op]}
+        for call in {call for reader in readers for call in reader.chain() if call not in carriers.scopes}:
+            above, given = call.parent, [op for ops in call.arguments.values() for op in ops]
+            if above in carriers.entered and call.call is not None and not values.isdisjoint(given):
+                function = self.sources.plan(above)
+                function.given.setdefault(place_of(*call.call), set()).add(function.trunks.index(self.name))
 
     def _add(self, number: int, add: Add) -> None:
         function = self.sources.plan(add.op.scope)
@@ -247,7 +266,7 @@ class _Planner:
             if op.place != add.op.place:
                 parts.append(Sum(self.sources.span(add.op.scope, op), op.inputs[0] is shortcut, more=True))
             shortcut = op
-        inner = _operands(function.text, at, add.op.inputs[0] is shortcut, parts)
+        inner = _operands(function.text, at, add.first, parts)
         for part in parts[: len(parts) - len(inner)]:
             function.put(("sum", part.at), part)
         nodes = [] if add.op.place is None else self.sources.text(add.op.scope).at(*add.op.place)
@@ -255,7 +274,7 @@ class _Planner:
         norm = None if add.post or last else self._norm(add.op.scope, number + 1, None)
         site = number - next(n for n, other in enumerate(self.adds) if add.op.scope.holds(other.op.scope))
         branches = len(add.branches) if len(parts) < len(add.inner) else 1
-        function.put(("sum", at), Sum(at, add.op.inputs[0] is shortcut, inner, False, last, norm, site, branches))
+        function.put(("sum", at), Sum(at, add.first, inner, False, last, norm, site, branches, add.part is not None))
         self._states_after(number, add)
 
     def _states_after(self, number: int, add: Add) -> None:
@@ -268,12 +287,16 @@ class _Planner:
             made[scope, self.sources.span(scope, op)] = op
         for (scope, at), op in made.items():
             function = self.sources.plan(scope)
-            trunk, item = function.trunks.index(self.name), _number_among_results(op, scope)
+            trunk, item = function.trunks.index(self.name), self._number_returned(op, scope)
             inside = any(other is scope and within(at, span) for other, span in made if span != at)
             unseen = item is None and bool(_among_results(op, scope))  # by the function: the call keeps it to itself
+            unseen = unseen or (op.scope is scope and is_one_of_several(function.text, function.text.nodes[at][0]))
             if op.name in VIEWS and op.scope is scope:
                 function.put(("view", at), View(at, False))
-            elif op is add.post[-1]:
+                continue
+            times = function.posts.setdefault(trunk, set())
+            times.add((id(self.flow), add.op.index, add.post[-1].index))
+            if op is add.post[-1]:
                 function.put(("push", at), Push(at, trunk, self._norm(scope, number + 1, None), item))
             elif same_size(op, add.op) and not inside and not unseen:
                 function.put(("push", at), Push(at, trunk, item=item, more=True))
@@ -379,19 +402,6 @@ def _variable(text: Text, at: Span) -> str | None:
     """The variable that gets the value of an expression."""
     nodes = text.nodes.get(at, [])
     return assigned(text, nodes[0]) if nodes else None
-
-
-def _outside(found: Finding) -> set[tuple[str, CodeType | None]]:
-    """Functions that also run on other values than streams: some call of theirs makes none of the adds."""
-    scopes: set[Scope] = set()
-    for op in found.flow:
-        scope: Scope | None = op.scope
-        while scope is not None and scope not in scopes:
-            scopes.add(scope)
-            scope = scope.parent
-    streams = [*found.chains.values(), *found.again]
-    adding = {scope for chain in streams for add in chain.adds for scope in add.op.scope.chain()}
-    return {(scope.path, scope.code) for scope in scopes - adding}
 
 
 def _among_results(op: Op, scope: Scope) -> list[Op]:

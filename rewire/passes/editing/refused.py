@@ -7,7 +7,7 @@ import ast
 from rewire.code.text import written_at
 from rewire.errors import EditError
 from rewire.passes.editing.carriers import Carriers
-from rewire.passes.editing.variables import returns_a_value
+from rewire.passes.editing.variables import changed_dict, returns_a_value
 from rewire.passes.find import Finding
 from rewire.passes.finding.adds import Add
 from rewire.passes.finding.flow import Op, Scope
@@ -19,8 +19,9 @@ def check_in_place(carriers: Carriers) -> None:
     The edited forward may make a new tensor there, or hold its states in others.
     """
     inside = {op for op, stage in carriers.stage.items() if stage < len(carriers.adds)}
+    ours = {*carriers.on_way, *inside, *(add.part for add in carriers.adds)}
     for op, holders in carriers.flow.held.items():
-        if op in carriers.on_way or op in inside:  # the edit gives the variable there its new value
+        if op in ours:  # the edit gives the variable there its new value
             target = op.place and (op.place[0], _target(carriers, op))
             found = next((holder for holder in holders if (holder.code, holder.name) != target), None)
         else:
@@ -85,9 +86,9 @@ def _looped(add: Add) -> list[Op]:
 
 
 def check_returns(carriers: Carriers, scope: Scope) -> None:
-    """Refuse a function that makes a part of the adds and returns nothing."""
+    """Refuse a function that makes a part of the adds and returns nothing, unless it changes a dict."""
     text = carriers.sources.text(scope)
-    if not returns_a_value(text) and not carriers.hold_all(scope):
+    if not returns_a_value(text) and not carriers.hold_all(scope) and not changed_dict(text):
         raise EditError(
             f"the function at {text.where()} changes the state of the residual stream inside an object, and returns "
             "nothing: let it return the new state"

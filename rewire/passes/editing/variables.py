@@ -131,6 +131,15 @@ def returns_a_value(text: Text) -> bool:
     return any(isinstance(node, ast.Return) and node.value is not None for node in ast.walk(text.tree))
 
 
+def changed_dict(text: Text) -> list[ast.expr]:
+    """``state`` where a function ends with ``state["x"] = x``, and returns nowhere."""
+    if any(isinstance(node, ast.Return) for node in ast.walk(text.tree)):
+        return []
+    last = text.tree.body[-1]
+    items = [target for target in getattr(last, "targets", []) if isinstance(target, ast.Subscript)]
+    return [item.value for item in items if isinstance(getattr(item.slice, "value", None), str)][:1]
+
+
 def only_returned(text: Text, nodes: Sequence[ast.AST]) -> bool:
     """Whether the value of an expression is returned as it is, by the same or a following ``return``."""
     parents = text.parents
@@ -156,6 +165,14 @@ def only_returned(text: Text, nodes: Sequence[ast.AST]) -> bool:
         for after in rest
         if _mentions(after, target.id)
     )
+
+
+def is_one_of_several(text: Text, node: ast.AST) -> bool:
+    """Whether a value is taken out of what a call returns: ``x, cache = f(x)``, ``f(x)[0]``."""
+    parent = text.parents[node]
+    unpacked = isinstance(parent, ast.Assign) and any(isinstance(t, (ast.Tuple, ast.List)) for t in parent.targets)
+    picked = isinstance(parent, ast.Subscript) and parent.value is node and isinstance(parent.slice, ast.Constant)
+    return isinstance(node, ast.Call) and (unpacked or picked)
 
 
 def assigned(text: Text, node: ast.AST) -> str | None:

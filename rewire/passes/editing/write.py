@@ -27,7 +27,15 @@ from rewire.passes.editing.edits import (
     Through,
     View,
 )
-from rewire.passes.editing.variables import assigned, calls_like, is_conditional, on_one_way, only_returned
+from rewire.passes.editing.variables import (
+    assigned,
+    calls_like,
+    changed_dict,
+    is_conditional,
+    is_one_of_several,
+    on_one_way,
+    only_returned,
+)
 
 
 def edited(plan: FunctionPlan) -> str:
@@ -61,6 +69,7 @@ class _Editor:
         changes = [self._entry()] if self.plan.entered else []
         if self.plan.entered and self.plan.adds:
             changes += [self._leave(node) for node in ast.walk(self.text.tree) if self._is_own_return(node)]
+            changes += [self._end(state) for state in changed_dict(self.text)]
         # Of several changes of one expression, the outermost first: those of an argument, then the kinds in turn.
         own = [
             change
@@ -133,7 +142,9 @@ class _Editor:
         how += [f"{name}=True" for name in ("post", "more", "last", "qkv") if getattr(edit, name, False)]
         item = getattr(edit, "item", None)
         how += [] if item is None else [f"item={item}"]
-        trunk = getattr(edit, "trunk", 0)
+        trunk, others = getattr(edit, "trunk", 0), getattr(edit, "others", ())
+        if others:
+            return [*how, f"trunk={(trunk, *others)}"]
         return [*how, f"trunk={trunk}"] if trunk else how
 
     def _gate_parameter(self) -> Change:
@@ -182,6 +193,11 @@ class _Editor:
             return f" {self.depth}.leave({f'({value})' if bare else value})"
 
         return Change(start, end, write)
+
+    def _end(self, state: ast.expr) -> Change:
+        """A line behind the body of a function that leaves the stream in a dict."""
+        (start, end), last = self.text.span(state), self.text.tree.body[-1]
+        return self._line_behind(last, f"{self.depth}.leave(None, {self.text.text[start:end]})")[0]
 
     def _is_bare(self, node: ast.Tuple) -> bool:
         """Whether a tuple is written without brackets of its own: ``(x, y), mask``."""
@@ -242,10 +258,7 @@ class _Editor:
 
     def _check_one_value(self, node: ast.expr) -> None:
         """Refuse calls that return the stream's value among others."""
-        parent = self.parents[node]
-        unpacked = isinstance(parent, ast.Assign) and any(isinstance(t, (ast.Tuple, ast.List)) for t in parent.targets)
-        picked = isinstance(parent, ast.Subscript) and parent.value is node and isinstance(parent.slice, ast.Constant)
-        if isinstance(node, ast.Call) and (unpacked or picked):
+        if is_one_of_several(self.text, node):
             raise EditError(
                 f"the call at {self.text.where(node)} makes the next state of the residual stream, and returns it "
                 "among other values"
@@ -253,11 +266,17 @@ class _Editor:
 
     def _made_of_elements(self, method: str, element: ast.AST, how: Sequence[str]) -> list[Change]:
         """A line behind ``x[mask] = y``, by which elements of the value have changed."""
-        name: Any = element.target if isinstance(element, ast.AugAssign) else element
+        name: Any = element
+        if isinstance(element, ast.AugAssign | ast.Call):
+            name = element.target if isinstance(element, ast.AugAssign) else element.func.value  # type: ignore[attr-defined]
         while isinstance(name, ast.Subscript):
             name = name.value
-        if not isinstance(name, ast.Name):
-            raise EditError(f"elements of the residual stream are written to at {self.text.where(element)}")
+        used = isinstance(element, ast.Call) and not isinstance(self.parents[element], ast.Expr)
+        if not isinstance(name, ast.Name) or used:
+            raise EditError(
+                f"elements of the residual stream are written to at {self.text.where(element)}: write them in a "
+                "statement by itself, where the stream is a variable (`x[rows] = y`)"
+            )
         call = f"{name.id} = {self.depth}.{method}({', '.join([name.id, *how])})"
         return self._line_behind(element, call)
 
@@ -277,6 +296,8 @@ class _Editor:
         how += [f"kept={sorted(edit.kept)}"] if edit.kept else []
         ways = [method for method in ("view", "push") if not edit.qkv and (method, edit.at) in self.plan.edits]
         how += [f'otherwise="{method}"' for method in ways]
+        read = self.plan.given.get(edit.at, set()) - self.plan.passed.get(edit.at, set())
+        how += [f"read={sorted(read)}"] if read else []
         around = self._wrapped(self._call(edit.at).func, "through", how)
         return [around] if edit.callee is None else [around, self._gated(edit.callee)]
 
@@ -395,25 +416,29 @@ class _Editor:
 
     def _sum(self, edit: Sum) -> list[Change]:
         """A method of `Depth` in place of an addition, and of those inside it that add parallel branches."""
-        addition = addition_at(self.text, edit.at)
+        addition = addition_at(self.text, edit.at, edit.part)
         shortcut, *branches = addition.operands(edit.first)
         for at, first in reversed(edit.inner):
             shortcut, branch = addition_at(self.text, at).operands(first)
             branches.insert(0, branch)
+        if addition.part is not None:
+            shortcut = addition.part.value
         how = [self.text.text[slice(*self.text.span(option))] for option in addition.options] + self._how(edit)
         how += [f"site={edit.site}"] if edit.site is not None and self.conditional else []
         how += [f"of={edit.branches}"] if edit.branches > 1 else []
 
         def write(render: Render) -> str:
-            (start, end), (first, last) = self.text.span(addition.node), self.text.span(shortcut)
+            (start, end), (first, last) = self.text.span(addition.whole), self.text.span(shortcut)
             operands = [render(*self.text.span(branch)) for branch in branches]
             if addition.scattered:
                 value = self.text.unused("value")
                 operands = [f"lambda {value}: {render(start, first)}{value}{render(last, end)}"]
+            if addition.part is not None:
+                operands = [f"{self.depth}.at[{render(*self.text.span(addition.part.slice))}]({operands[0]})"]
             call = f"{self.depth}.add({', '.join([render(first, last), *operands, *how])})"
             return self._assigned(addition, call, render)
 
-        return [Change(*self.text.span(addition.node), write)]
+        return [Change(*self.text.span(addition.whole), write)]
 
     def _reached(self) -> list[Change]:
         """Behind an ``if`` in which there are adds: on the other ways the stream passes them, too."""
@@ -448,7 +473,7 @@ class _Editor:
         target = addition.target
         if target is None:
             return call
-        if isinstance(addition.node, ast.AugAssign) or isinstance(self.parents[addition.node], ast.Expr):
+        if isinstance(addition.whole, ast.AugAssign | ast.Assign) or isinstance(self.parents[addition.node], ast.Expr):
             return f"{render(*self.text.span(target))} = {call}"
         return f"({target.id} := {call})" if isinstance(target, ast.Name) else call
 
@@ -472,9 +497,12 @@ def _moves(edit: Edit) -> TypeGuard[Sum | Through]:
 
 
 def _is_stored(node: ast.AST) -> bool:
-    """Whether elements of a variable are assigned to there: ``x[mask]`` of ``x[mask] = y``."""
+    """Whether elements of a variable are changed there: ``x[mask]`` of ``x[mask] = y``, ``x[:, 0].mul_(2)``."""
     if isinstance(node, ast.AugAssign):
         return isinstance(node.target, ast.Subscript)
+    if isinstance(node, ast.Call):
+        method = node.func if isinstance(node.func, ast.Attribute) else None
+        return method is not None and method.attr.endswith("_") and isinstance(method.value, ast.Subscript)
     return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
 
 

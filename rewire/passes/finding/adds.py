@@ -23,8 +23,9 @@ VIEWS = frozenset(
     {"view", "reshape", "flatten", "unflatten", "transpose", "permute"}
     | {"squeeze", "unsqueeze", "movedim", "t", "swapaxes", "view_as", "reshape_as"}
 )
+ACCUMULATED = "index_put with accumulate=True"
 #: Sums with a branch on some rows, as of stochastic depth over a part of the batch; it is zero on the others.
-SCATTERED = frozenset({"index_add", "scatter_add"})
+SCATTERED = frozenset({"index_add", "scatter_add", ACCUMULATED})
 #: Operations that only scale a state and add to it, where nothing else of theirs is made of it.
 _AFFINE = frozenset({"add", "sub", "mul", "div", "truediv", "masked_fill", "dropout"}) | CASTS | VIEWS
 #: Why a weighted sum of the stream and a branch is no residual add.
@@ -35,8 +36,8 @@ _LIKE_ADDS = {
     "lerp": "mixes the state and a branch with `lerp`: only sums are connected",
     "addcmul": "adds a branch with `addcmul`: only sums are connected, `x + a * f` say",
     "sum": "sums a stack of the state and a branch: only `x + f` is connected",
-    "setitem": "adds to a part of the state in place: write `x = torch.index_add(x, 0, rows, f)`, or `x + f` of an f "
-    "that is zero elsewhere",
+    "setitem": "adds to a part of the state in place, and not as `x[rows] += f` or `x[rows] = x[rows] + f` does, with "
+    "the same index and no row twice: write it so, or `x = torch.index_add(x, 0, rows, f)`",
 }
 #: And sums with what was made of a state.
 _SHORTCUTS = {
@@ -62,6 +63,7 @@ class Add:
         post: operations between the addition and the next state.
         region: the operations that the branches are: between the source (excluded) and their ends.
         flattened: whether rows are added to the state in other dimensions, which it leaves again at once (DINOv2).
+        part: of ``x[rows] += f``, which stores a sum in the state, that sum.
     """
 
     op: Op
@@ -73,6 +75,12 @@ class Add:
     inner: list[Op] = dataclasses.field(default_factory=list)
     post: list[Op] = dataclasses.field(default_factory=list)
     flattened: bool = False
+    part: Op | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether the shortcut, or a part of it, is the first operand."""
+        return (self.part or self.op).inputs[0] is not self.branches[-1]
 
     @property
     def shape(self) -> torch.Size | None:
@@ -112,6 +120,10 @@ def residual_adds(flow: Flow) -> tuple[list[Add], dict[Add, str]]:
     rejected: dict[Add, str] = {}
     for op in flow:
         add = _is_sum(op) and (_parallel(op, found, flow) or _plain(op, flow, found) or _projected(op))
+        if op.name == "setitem" and op.node is None:
+            add = _of_a_part(op, flow)
+            if add and add.part in found:  # `x[rows] = h + f(h)`
+                del found[add.part]
         if op.name in SCATTERED and op.node is None and len(op.inputs) > 1:
             add = _plain(op, flow, found)
             back = [user.shape == add.state.shape and user.name in VIEWS for user in flow.users[op]] if add else []
@@ -144,15 +156,47 @@ def _plain(op: Op, flow: Flow, found: dict[Op, Add]) -> Add | None:
             continue  # it is broadcast: no stream
         if op.scale is not None and op.scale != 1 and shortcut is op.inputs[1]:
             continue  # it is scaled
-        state = shortcut
-        while True:
-            region = _branch(op, state, branch, flow) or _left_over(op, state, branch, found)
-            if region:
-                return Add(op, shortcut, state, state, [branch], region)
-            if state.name not in CASTS | VIEWS or not state.inputs:
-                break
-            state = state.inputs[0]
+        add = _from_a_state(op, shortcut, branch, flow, found)
+        if add:
+            return add
     return None
+
+
+def _from_a_state(op: Op, shortcut: Op, branch: Op, flow: Flow, found: dict[Op, Add]) -> Add | None:
+    """The add of a branch to a shortcut, or to what that is a cast or a view of."""
+    state = shortcut
+    while True:
+        region = _branch(op, state, branch, flow) or _left_over(op, state, branch, found)
+        if region:
+            return Add(op, shortcut, state, state, [branch], region)
+        if state.name not in CASTS | VIEWS or not state.inputs:
+            return None
+        state = state.inputs[0]
+
+
+def _of_a_part(op: Op, flow: Flow) -> Add | None:
+    """``x[rows] += f`` or ``x[rows] = x[rows] + f``, which adds a branch that is zero elsewhere."""
+    whole, part = op.inputs[0], op.inputs[-1]
+    if not _is_sum(part) or any(user.name != "setitem" for user in flow.users[part]):
+        return None
+    through_view = op.place == part.place  # the sum wrote to a view; else it stands in the statement that stores it
+    if not through_view and not _stands_before(op, part):
+        return None
+    for old, branch in (part.inputs, part.inputs[::-1]):
+        read = old.name == "getitem" and old.inputs[:1] == (whole,)
+        same = through_view or (old.selected is not None and old.selected == op.selected)
+        if read and same and (part.scale in (None, 1) or old is part.inputs[0]):
+            add = _from_a_state(op, whole, branch, flow, {})
+            return add and dataclasses.replace(add, part=part)
+    return None
+
+
+def _stands_before(one: Op, other: Op) -> bool:
+    """Whether an expression stands before, or around, another one of the same function."""
+    if one.place is None or other.place is None or one.place[0] is not other.place[0]:
+        return False
+    start, other_start = (place_of(*place)[::2] for place in (one.place, other.place))
+    return None not in (*start, *other_start) and start <= other_start
 
 
 def _near_miss(op: Op, flow: Flow) -> dict[Add, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from types import CodeType
 from typing import TypeAlias
 
@@ -74,11 +74,34 @@ def chains(flow: Flow, restart: bool = False) -> tuple[list[Chain], dict[Add, st
             row.append(following)
         taken.update(row)
         rows.append(row)
+    rows = [piece for row in rows for piece in _around_others(flow, row, rows)]
     rows = [piece for row in rows for piece in _cut(flow, row, restart)]
     linked = [chain for row in rows for part in _passes(row, rows) for chain in _rows(part)]
+    sums = {add.op for chain in linked for add in chain.adds}
     for chain in linked:
-        _close(flow, chain)
+        _close(flow, chain, sums)
     return linked, rejected
+
+
+def _around_others(flow: Flow, row: list[Add], rows: Sequence[list[Add]]) -> list[list[Add]]:
+    """A row, cut where a skip leads it around another one whose blocks get its state, too, in the same loop (Funnel).
+
+    To hand a state to these blocks is written as to hand a stream to its own.
+    """
+    others = [add for other in rows if other is not row and len(other) > 1 for add in other]
+    ends = [0]
+    for n, (add, following) in enumerate(itertools.pairwise(row), start=1):
+        way = between(add.op, following.state)
+        inside = [other for other in others if other.op in way]
+        if not inside:
+            continue
+        state = {add.op, *_after(flow, add.op, {other.op for other in inside})}
+        places = {scope.call for scope in add.op.scope.chain() if scope.call is not None}
+        calls = {scope for other in inside for scope in other.op.scope.chain() if scope.call in places}
+        given = (ops for call in calls if not call.holds(add.op.scope) for ops in call.arguments.values())
+        ends += [n] if any(not state.isdisjoint(ops) for ops in given) else []
+    parts = [row[start:end] for start, end in itertools.pairwise((*ends, len(row)))]
+    return parts if all(len(part) > 1 for part in parts) else [row]
 
 
 def _cut(flow: Flow, row: list[Add], restart: bool) -> list[list[Add]]:
@@ -270,10 +293,16 @@ def _split(way: Iterable[Op]) -> tuple[list[Op], list[Op]]:
     return ops[:count], ops[count:]
 
 
-def _close(flow: Flow, chain: Chain) -> None:
-    """The norms and activations behind the last add that belong to its block, as in post-norm blocks."""
+def _close(flow: Flow, chain: Chain, sums: Set[Op]) -> None:
+    """The norms and activations behind the last add that belong to its block, as in post-norm blocks.
+
+    Args:
+        flow: what was run or traced.
+        chain: a stream.
+        sums: the residual adds of all streams: behind another one nothing is of this stream's.
+    """
     last = chain.adds[-1]
-    block, after = last.block()[-1], _after(flow, last.op)
+    block, after = last.block()[-1], _after(flow, last.op, sums)
     if len(chain.adds) > 1 and block.holds(chain.home()):
         # All adds stand in one forward, and the network's final norm follows: only what followed the others counts.
         alike = [a for a in chain.adds[:-1] if (a.op.scope.code, a.op.place) == (last.op.scope.code, last.op.place)]
@@ -291,12 +320,12 @@ def _leaves(flow: Flow, op: Op, block: Scope) -> bool:
     return not users or any(not block.holds(user.scope) for user in users)
 
 
-def _after(flow: Flow, op: Op) -> list[Op]:
-    """Operations without weights on what ``op`` made, of its size, in order."""
+def _after(flow: Flow, op: Op, until: Set[Op]) -> list[Op]:
+    """Operations without weights on what ``op`` made, of its size, in order; up to others."""
     reached, todo = {op}, [op]
     while todo:
         for user in flow.users[todo.pop()]:
-            if user not in reached and not user.weighted and same_size(user, op):
+            if user not in reached and user not in until and not user.weighted and same_size(user, op):
                 reached.add(user)
                 todo.append(user)
     return sorted(reached - {op}, key=lambda other: other.index)

@@ -114,6 +114,8 @@ class Op:
         parameter: name of the parameter or buffer that it is.
         shape, dtype: of the tensor; None if they are not known.
         sizes: the numbers among the arguments of a view, a split or a chunk.
+        selected: the index of ``x[index]``, or of ``x[index] = y``, with operations for its tensors; None if it is not
+            known, or if it names a place twice.
         scale: factor of an ``add(x, f, alpha=scale)``'s second operand, if there is one that is not 1.
         recorded: whether autograd was on.
         node: of a torch.fx graph, if it is from one.
@@ -131,6 +133,7 @@ class Op:
     shape: torch.Size | None = None
     dtype: torch.dtype | None = None
     sizes: tuple[Any, ...] = ()
+    selected: Any = None
     scale: Any = None
     recorded: bool = True
     node: Any = None

@@ -36,11 +36,11 @@ def holders(frame: FrameType | None, until: CodeType, tensor: Tensor, known: Map
         tensor: that is written to.
         known: what made tensors, by their ids.
     """
-    storage = _storage(tensor)
+    memory = storage(tensor)
     while frame is not None and frame.f_code is not until:
         if not of_library(frame):
             for name, value in frame.f_locals.items():
-                held = next((t for t in _tensors(value) if _storage(t) == storage), None)
+                held = next((t for t in _tensors(value) if storage(t) == memory), None)
                 if held is not None and reads(frame.f_code, frame.f_lasti, name):
                     yield Holder(frame.f_code, name, known.get(id(held)))
         frame = frame.f_back
@@ -49,7 +49,8 @@ def holders(frame: FrameType | None, until: CodeType, tensor: Tensor, known: Map
 def reads(code: CodeType, at: int, name: str) -> bool:
     """Whether a function may read a variable behind an instruction, before it gets another value."""
     steps, seen = _steps(code), set[int]()
-    todo = [*steps[at][1]] if at in steps else []
+    running = max((offset for offset in steps if offset <= at), default=0)  # behind it are caches of its own
+    todo = [*steps[running][1]]
     while todo:
         offset = todo.pop()
         if offset in seen or offset not in steps:
@@ -94,7 +95,7 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from _tensors(item, depth + 1)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage(tensor: Tensor) -> int:
     """What tells the memory of a tensor; the tensor itself, of one that has none of its own."""
     try:
         return memory_of(tensor)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from rewire.code.functions import forward_of
 from rewire.conventions import is_matrix, matrices
 from rewire.copies import Inputs
-from rewire.passes.finding.adds import CASTS, UNSCALED
+from rewire.passes.finding.adds import ACCUMULATED, CASTS, UNSCALED
 from rewire.passes.finding.flow import (
     CONTAINERS,
     ELEMENTWISE,
@@ -34,7 +34,7 @@ from rewire.passes.finding.flow import (
     plain_name,
 )
 from rewire.passes.finding.frames import Frames
-from rewire.passes.finding.holders import holders
+from rewire.passes.finding.holders import holders, storage
 from rewire.torch_internals import pytree, viewed, writes_to
 
 _REFLECTED = {"radd", "rmul"}
@@ -130,6 +130,8 @@ class Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         name = plain_name(str(getattr(func, "__name__", func)))
         written = [t for t, v in zip(given, before, strict=True) if _version(t) != v and id(t) not in self.weights]
+        if name == "setitem" and written:  # not what is stored, which may be a view of it
+            written = [] if self._is_stored(args[0], args[2]) else written[:1]
         made = [t for t in _tensors(result) if id(t) not in self.known and id(t) not in self.weights]
         if not written and not made:
             if name in CASTS and given and result is given[0] and id(result) in self.known:
@@ -144,22 +146,48 @@ class Recorder(TorchFunctionMode):
             name, inputs = name[1:], inputs[::-1]
         if name in _FACTORS and _by_one(args):
             name = UNSCALED
+        if name == "index_put" and (True in args[3:] or kwargs.get("accumulate")):
+            name = ACCUMULATED
         if makes_alike(name):
             inputs, constant, weights = [], False, 0
         count = 0 if name in ELEMENTWISE else weights
         for tensor in {id(t): t for t in (*written, *made)}.values():
             over = any(tensor is t for t in written)
+            wholes = self._viewed(tensor) if over else []
             op = self._new(tensor, name, tuple(inputs), scope, place)
             op.matrices, op.constant = count, constant
             op.scale = kwargs.get("alpha") if name == "add" else None
             if name in _SIZED:
                 op.sizes = (*args[1:], *kwargs.values())
+            if name in ("getitem", "setitem"):
+                op.selected = self._selected(args[1])
+            if name == "setitem" and inputs[-1].name == "add" and _repeats(args[0], args[1]):
+                op.selected = None
             if over:
                 self.held[op] = list(holders(sys._getframe(1), record.__code__, tensor, self.known))
-            base = viewed(tensor) if over else None
-            if base is not None and id(base) in self.known:  # a view: what it is a view of has changed
-                self._new(base, "setitem", (self.known[id(base)], op), scope, place)
+            for whole in wholes:  # of which a part has changed
+                op = self._new(whole, "setitem", (self.known[id(whole)], op), scope, place)
         return result
+
+    def _viewed(self, tensor: Tensor) -> list[Tensor]:
+        """What a tensor is a view of, by the operations that made it; the innermost first."""
+        op, base, memory = self.known.get(id(tensor)), viewed(tensor), storage(tensor)
+        if op is None or base is None:
+            return []
+        found: list[Tensor] = []
+        while op.inputs and storage(self.made[op.inputs[0].index]) == memory:
+            op = op.inputs[0]
+            found += [self.made[op.index]]
+        found += [base] if id(base) in self.known else []
+        return [*{id(t): t for t in found if t is not tensor}.values()]
+
+    def _is_stored(self, whole: Tensor, part: Any) -> bool:
+        """Whether ``part`` is a view of ``whole`` that was written to: ``x[:, 1:] += f`` stores it once more."""
+        known, stored = self.known.get(id(whole)), self.known.get(id(part))
+        return stored is not None and known is not None and known.name == "setitem" and known.inputs[-1] is stored
+
+    def _selected(self, index: Any) -> Any:
+        return pytree.tree_map(lambda item: self._op(item) if isinstance(item, Tensor) else item, (index,))
 
     def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Place | None) -> Op:
         op = Op(len(self.ops), name, inputs, scope, place, shape=tensor.shape, dtype=tensor.dtype)
@@ -186,6 +214,14 @@ class Recorder(TorchFunctionMode):
 def _by_one(args: tuple[Any, ...]) -> bool:
     """Whether a product or a quotient is one with the Python number 1, which changes nothing."""
     return len(args) == 2 and isinstance(args[0], Tensor) and isinstance(args[1], int | float) and args[1] == 1
+
+
+def _repeats(x: Tensor, index: Any) -> bool:
+    """Whether ``x[index]`` has a place of ``x`` twice, as far as numbers are known."""
+    if not any(t.dtype not in (torch.bool, torch.uint8) for t in _tensors(index)) or x.is_meta:
+        return False
+    places = torch.arange(x.numel(), device=x.device).view(x.shape)[index]
+    return places.unique().numel() < places.numel()
 
 
 def _bound(code: CodeType | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:

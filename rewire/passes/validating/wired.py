@@ -142,6 +142,8 @@ class _Script:
                 if op.name in VIEWS and not (add.flattened and op in casts_of(add)):
                     self._put(op, number, "view")
             shortcut = add.shortcut
+            if add.part is not None:
+                self._put(add.part, number, "part", 1 - add.first)
             for op in (*add.inner, add.op):
                 self._put(op, number, "add" if op is add.op else "part", op.inputs.index(shortcut))
                 shortcut = op
@@ -191,7 +193,9 @@ class _Wiring(Recorder):
     Attributes:
         passes: of streams, so far.
         counts: of operations and calls, by their place.
-        calls: of modules in whose calls an attention reads: what the present call was given, and `counts` before it.
+        calls: of modules in whose calls an attention reads: copies of what the present call was given, and `counts`
+            before it.
+        origins: of these copies, by their ids: the keys of what made the originals.
         probe: in a call that is made again for one of queries, keys and values: the key of the value that it reads,
             what to read, and the path of the projection at which it ends.
         written: what an addition in place has changed, and what it was before.
@@ -210,6 +214,7 @@ class _Wiring(Recorder):
         self.readers = {read.reader for reads in script.reads for read in reads}
         self.probe: tuple[_Key, Tensor, str] | None = None
         self.replaced: list[Tensor] = []
+        self.origins: dict[int, _Key | None] = {}
         self.written: tuple[Any, Any] = (None, None)
         self.open = contextlib.ExitStack()
 
@@ -249,27 +254,44 @@ class _Wiring(Recorder):
             elif what == "push":
                 new = wires.push(made)
             elif what == "view":
-                viewed = self.made[op.inputs[0].index]
+                viewed = _first((args, kwargs))
                 wires.view(lambda x: func(*_swapped(args, viewed, x), **_swapped(kwargs, viewed, x)), made)  # noqa: B023
             else:
-                branch = self.made[op.inputs[1 - operand].index]
-                if op.name in SCATTERED:  # to some rows
-                    shortcut = self.made[op.inputs[0].index]
-                    nothing = torch.zeros_like(shortcut)
-                    branch = func(*_swapped(args, shortcut, nothing), **_swapped(kwargs, shortcut, nothing))
-                    branch = branch if wires.value is None else branch.view_as(wires.value)
-                branch = self.written[1] if branch is self.written[0] else branch
-                scaled = op.scale is not None and op.scale != 1
-                self.parts[number].append(branch * op.scale if scaled else branch)
+                if op.name == "setitem":
+                    self.parts[number] = [self._stored(op, func, args, f) for f in self.parts[number]]
+                else:
+                    self.parts[number].append(self._branch(op, wires, operand, func, (args, kwargs)))
                 if what == "add":
                     rows = wires.value if op.name in SCATTERED else None
                     new = wires.add(self.parts[number], made if rows is None else made.view_as(rows))
                     self.parts[number] = []
         return new
 
+    def _branch(self, op: Op, wires: Wires, operand: int, func: Any, given: Any) -> Tensor:
+        """What a sum adds to the operand of a number."""
+        branch = self.made[op.inputs[1 - operand].index]
+        if op.name in SCATTERED:  # to some rows
+            shortcut = _first(given)
+            args, kwargs = _swapped(given, shortcut, torch.zeros_like(shortcut))
+            branch = func(*args, **kwargs)
+            branch = branch if wires.value is None else branch.view_as(wires.value)
+        branch = self.written[1] if branch is self.written[0] else branch
+        return branch if op.scale is None or op.scale == 1 else branch * op.scale
+
+    def _stored(self, op: Op, func: Any, args: Any, branch: Tensor) -> Tensor:
+        """A branch of a part, with zeros elsewhere: what ``x[rows] += branch`` adds to ``x``."""
+        x = self.made[op.index]
+        nothing = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
+        if func is Tensor.__setitem__:
+            nothing[args[1]] = branch
+        else:  # to a view
+            offset = args[0].storage_offset() - x.storage_offset()
+            nothing.as_strided(args[0].shape, args[0].stride(), offset).copy_(branch)
+        return nothing
+
     def _in_place_of(self, op: Op, new: Tensor, result: Any, given: Any) -> Any:
         own = self.made[op.index]
-        if any(own is tensor for tensor in pytree.tree_leaves(given)):  # which was written to
+        if op.name == "setitem" or any(own is tensor for tensor in pytree.tree_leaves(given)):  # which was written to
             own.copy_(new)
             for wires in self.passes:
                 wires.value = own if wires.value is new else wires.value
@@ -295,8 +317,18 @@ class _Wiring(Recorder):
             self.replaced.append(new)
         self.counts[path,] += 1
         if path in self.readers:
-            self.calls[path] = module, args, kwargs, collections.Counter(self.counts)
+            copied = pytree.tree_map(self._copied, (args, kwargs))  # the call may write to what it was given
+            self.calls[path] = module, *copied, collections.Counter(self.counts)
         return self._apart(path, args, kwargs)
+
+    def _copied(self, item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        made = self.known.get(id(item))
+        copied = item.clone()
+        self.origins[id(copied)] = None if made is None else self.keys.get(made.index)
+        self.replaced.append(copied)
+        return copied
 
     def check(self) -> None:
         """Refuse a run in which something did not happen: it says nothing."""
@@ -341,12 +373,19 @@ class _Wiring(Recorder):
 
     def _fed(self, wires: Wires, read: _Read, path: str, way: str) -> _Reached:
         """What a projection is given where the block reads what is read for queries, keys or values alone."""
-        assert wires.qkv is not None and wires.value is not None
+        assert wires.qkv is not None
         module, args, kwargs, counts = self.calls[read.reader]
-        value, x, before, depth = wires.value, wires.qkv[way], self.counts, len(self.stack)
+        x, before, depth = wires.qkv[way].clone(), self.counts, len(self.stack)
+
+        def given(item: Any) -> Any:
+            if not isinstance(item, Tensor):
+                return item
+            return x if self.origins[id(item)] == read.state else item.clone()
+
+        args, kwargs = pytree.tree_map(given, (args, kwargs))
         self.counts, self.probe = collections.Counter(counts), (read.state, x, path)
         try:
-            nn.Module.__call__(module, *_swapped(args, value, x), **_swapped(kwargs, value, x))
+            nn.Module.__call__(module, *args, **kwargs)
         except _Reached as reached:
             return reached
         finally:
@@ -357,6 +396,10 @@ class _Wiring(Recorder):
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def _first(given: Any) -> Tensor:
+    return next(item for item in pytree.tree_leaves(given) if isinstance(item, Tensor))
 
 
 def _swapped(value: Any, old: Tensor, new: Tensor) -> Any:
