@@ -208,7 +208,8 @@ class ANCRe(Destinations[Table | Few]):
 
     def _few_weights(self, logits: Tensor, dims: Dims) -> Tensor:
         """p of few shortcuts, without tensors of indices: made of lists, graphs of a GPU could not capture them."""
-        single, found = logits.unbind(), dict[int, Tensor]()
+        single = logits.unbind()
+        found: dict[int, Tensor] = {}  # not dict[..](), which Dynamo does not know
         for places in self._together(dims).values():
             c = torch.stack([single[place] for place in places])[None] / self.temperature
             p = _softmax(c, 1)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from every_topology import EVERY, mixed
+from models import PreNorm, Stack, vectors
 from torch import Tensor
 from torch.nn import functional as F
 from toy_nets import WIDTH, Mixer, net
@@ -344,3 +346,11 @@ def test_branches_are_named_by_kind() -> None:
     assert topology.placed(kinds).units == (1, 3, 5, "output")  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedTopology, match="they begin with attention, ffn"):
         make_topology("denseformer", {"units": ["conv"]}).placed(kinds)
+
+
+@pytest.mark.parametrize("key", [key for key in EVERY if key.endswith("-few")])
+def test_they_are_captured_whole(key: str) -> None:
+    torch.manual_seed(0)
+    model = mixed(Stack(PreNorm, 4), key)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(vectors()), model(vectors()))
