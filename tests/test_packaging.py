@@ -17,7 +17,18 @@ import pytest
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 NEEDED = ["LICENSE", "NOTICE", "README.md", "pyproject.toml", "rewire", "rewire_command.py"]
-EXTRAS = ("accelerate", "diffusers", "matplotlib", "mkdocs", "networkx", "optuna", "timm", "torchtitan", "transformers")
+EXTRAS = (
+    "accelerate",
+    "diffusers",
+    "matplotlib",
+    "mkdocs",
+    "networkx",
+    "optuna",
+    "scipy",
+    "timm",
+    "torchtitan",
+    "transformers",
+)
 BUILD = """
 import sys
 from setuptools import build_meta
