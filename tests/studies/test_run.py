@@ -193,6 +193,13 @@ def test_the_command(tmp_path: Path) -> None:
     assert re.search(r"\nlaurel-rw, rate .*, seed 2: loss \d\.\d{4} after 20 steps\n", output) and "\x1b" not in output
 
 
+def test_what_was_found_as_json(tmp_path: Path) -> None:
+    options = ("--topologies", "laurel-rw", "--steps", "5", "--trials", "1", "--seeds", "2", "--device", "cpu")
+    result = CliRunner().invoke(cli.app, ["study", "regression:make_task", *options, "--out", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads((tmp_path / "study.json").read_text())
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
