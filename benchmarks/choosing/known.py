@@ -14,6 +14,7 @@ import argparse
 import collections
 import json
 import multiprocessing
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -142,6 +143,7 @@ def answer(instance: tuple[str, int, int, int]) -> dict[str, Any]:
         "better": [row.name for row in found.rows if found.verdict(row) == "better"],
         "losses": {row.name: row.mean for row in found.rows if row.results},
         "p": found.p,
+        "spread": statistics.stdev(found.baseline.losses),
         "settings": {row.name: str(row.setting) for row in found.rows},
         "learned": {row.name: gain.mean for row in found.rows if (gain := found.learned(row))},
     }
@@ -150,12 +152,17 @@ def answer(instance: tuple[str, int, int, int]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=5, help="of each teacher")
+    parser.add_argument("--first", type=int, default=0, help="number of the first instance, which is its seed")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    numbers = [(kind, n, given.steps, given.seeds) for n in range(given.instances) for kind in FAMILIES]
+    numbers = [
+        (kind, n, given.steps, given.seeds)
+        for n in range(given.first, given.first + given.instances)
+        for kind in FAMILIES
+    ]
     answers = []
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
         for found in pool.imap_unordered(answer, numbers):

@@ -96,8 +96,9 @@ def html(study: Study, folder: Path) -> str:
 {rows}</tbody></table></div>
 <p>Runs of {budget}, {study.about["seeds"]} seeds of each. All but the row "residual" start with embeddings multiplied
 by {scales.embedding:g} and the ends of branches by {scales.branch:g}, the best that was found for the plain model.
-"below plain in its time": below the plain model when that trains for as long. "speed-up": time that the plain model
-would need for this loss, over the time that this took. "× connections": factor on the connection weights' rates.</p>
+"in its time": below the plain model when that trains for as long. "speed-up": time that the plain model would need for
+this loss, over the time that this took. "step": its time, as a multiple of the plain model's. "conn.": factor on the
+rates of the connection weights.</p>
 {pictures}
 <h2>In words</h2>
 <ul>{findings}</ul>

@@ -21,9 +21,12 @@ from rewire.studies.training import Cost, Point, Result, Setting
 
 #: Columns of the table, after the names.
 TITLES = (
-    *("loss", "below the baseline\n95% interval", "shown\n(p by Holm)", "below plain\nin its time", "speed-\nup"),
-    *("step\n× plain", "rate\n× connections"),
+    *("loss", "below the baseline\n95% interval", "shown\n(p by Holm)", "in its\ntime", "speed-\nup"),
+    *("step", "rate ×\nconn."),
 )
+
+#: The smallest difference that counts, as a part of the standard deviation of the plain model's losses over the seeds.
+SMALLEST = 0.1
 
 LIMITS = (
     "Losses are of this model, this data and this budget; no evidence for larger ones. Rates and scales were searched "
@@ -119,6 +122,16 @@ class Study(Shown):
         entered = [row for row in self.rows if not row.is_plain]
         return holm({row.name: self.gain(row).p for row in entered if row.results}, len(entered))
 
+    @functools.cached_property
+    def smallest(self) -> float:
+        """The smallest difference that counts: a tenth of the standard deviation of the baseline over the seeds.
+
+        Runs with nearly the same weights have nearly the same losses, and paired seeds show differences among them that
+        are real and of no use.
+        """
+        losses = self.baseline.losses
+        return SMALLEST * statistics.stdev(losses) if len(losses) > 1 else 0.0
+
     def verdict(self, row: Row) -> str:
         """What is shown: better, worse, no difference, or why nothing is."""
         if row.is_plain:
@@ -129,7 +142,7 @@ class Study(Shown):
             return "diverged"
         if len(row.results) < FEWEST:
             return "too few seeds"
-        if self.p[row.name] > LEVEL:
+        if self.p[row.name] > LEVEL or abs(self.gain(row).mean) < self.smallest:
             return "no difference"
         return "better" if row.mean < self.baseline.mean else "worse"
 
@@ -163,7 +176,7 @@ class Study(Shown):
         """The answer, in a sentence."""
         best, compared = self.best, [row for row in self.rows if not row.is_plain and row.results]
         if best is None:
-            return f"No difference shown: none of {len(compared)} topologies is better than {self.baseline.name}."
+            return f"No difference shown: of {len(compared)} topologies none is better than {self.baseline.name}."
         gain = self.gain(best)
         cost = f"a step takes {best.cost.time:.2f} times as long" if best.cost else "its cost was not measured"
         timed = self.in_its_time(best)
@@ -195,6 +208,10 @@ class Study(Shown):
         gain = self.gain(row)
         if verdict == "too few seeds":
             words = f"nothing is shown by {len(row.losses)} seeds, {FEWEST} are the least"
+        elif verdict == "no difference" and self.p[row.name] <= LEVEL:
+            words = (
+                f"a difference is shown, but it is less than {SMALLEST:g} of what seeds differ by, and does not count"
+            )
         elif verdict == "no difference":
             words = "no difference is shown"
         else:
@@ -208,7 +225,7 @@ class Study(Shown):
         if (timed := self.in_its_time(row)) is not None:
             sentences.append(f"With the plain model trained for the same time: {_shown(timed)}.")
         if row.edges:
-            sentences.append(f"Its search was cut short: the best {' and '.join(row.edges)} lies at the edge.")
+            sentences.append(f"Its search was cut short: not all neighbours in {' and '.join(row.edges)} were tried.")
         last = row.results[0].moves
         if last is not None:
             sentences.append(f"Its weights moved by up to {last}.")
@@ -230,7 +247,7 @@ class Study(Shown):
         return self.table()
 
     def table(self) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
         table.add_column("", no_wrap=True)
         for title in TITLES:
             table.add_column(title, justify="right", no_wrap=True)
@@ -246,7 +263,7 @@ class Study(Shown):
         if row.is_plain:
             gain = "" if row is self.baseline else _signed(self.gain(row))
             return [f"{row.mean:.4g}", gain, verdict, "", "", cost, rate]
-        rate += "" if row.setting is None else f" × {row.setting.connections:g}"
+        rate += "" if row.setting is None else f"×{row.setting.connections:g}"
         if not row.results:
             return ["", "", verdict, "", "", cost, rate]
         timed, speed = self.in_its_time(row), self.speed_up(row)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -41,6 +42,13 @@ def test_verdicts() -> None:
     assert found.best is found.row("mhc")
     assert found.headline().startswith("mhc is better than residual, the best plain model: 0.051 (0.0")
     assert "Scale of branch: no effect" in found.findings()[-1]
+
+
+def test_a_difference_that_is_shown_may_be_too_small_to_count() -> None:
+    tiny = dataclasses.replace(row("mhc", 0.0), results=results(0.001, spread=0.00001))
+    found = study(tiny)
+    assert found.p["mhc"] < 1e-4 and found.verdict(tiny) == "no difference" and found.best is None
+    assert "is less than 0.1 of what seeds differ by" in found.findings()[0]
 
 
 def test_nothing_is_better_by_four_seeds() -> None:
