@@ -18,7 +18,7 @@
 
 # %%
 # Installs rewire where it is missing, from the clone that this notebook is in. Elsewhere, set SOURCE to the path of a
-# clone, or to what pip takes for a repository: `rewire[viz] @ git+https://...`.
+# clone, or to what pip takes for a repository: `rewire-torch[viz] @ git+https://...`.
 import importlib.util
 import subprocess
 import sys

@@ -23,6 +23,7 @@ def parameter_groups(
     lr: float,
     weight_decay: float,
     connection_lr: float | None = None,
+    connection_factor: float = 1.0,
     decay_matrices: bool = False,
     muon_lr: float | None = None,
 ) -> list[dict[str, Any]]:
@@ -43,6 +44,7 @@ def parameter_groups(
         weight_decay: of all but the connection weights.
         connection_lr: learning rate of the connection weights; default: ``lr``, or as much as moves what is stored by
             0.1 a step (for ANCRe 1e-3), if that is less.
+        connection_factor: multiplies the rates of the connection weights: what `rewire.study` searches and prints.
         decay_matrices: weight decay for the matrices among the connection weights, too (``Topology.matrices``): the
             low-rank maps of LAuReL, and the projections of muddformer, hc-dynamic, hc-gated, frac-hc and mhc.
         muon_lr: learning rate of the matrices in the blocks of the trunks (linear maps, no embeddings), if Muon is to
@@ -65,7 +67,8 @@ def parameter_groups(
         >>> optimizers = torch.optim.Muon(matrices["params"], lr=matrices["lr"]), torch.optim.AdamW(others)
     """
     rate, fastest = (lr, _FASTEST) if connection_lr is None else (connection_lr, math.inf)
-    _check(lr=lr, weight_decay=weight_decay, connection_lr=rate, muon_lr=0 if muon_lr is None else muon_lr)
+    _check(lr=lr, weight_decay=weight_decay, connection_lr=rate, connection_factor=connection_factor)
+    _check(muon_lr=0 if muon_lr is None else muon_lr)
     own: dict[tuple[float, float], list[nn.Parameter]] = {}  # by unit and decay
     for connection in connections(model).values():
         decayed = connection.layout.topology.matrices if decay_matrices else ()
@@ -79,7 +82,9 @@ def parameter_groups(
     others = [p for p in model.parameters() if id(p) not in learned]
     groups: list[dict[str, Any]] = [{"params": others, "lr": lr, "weight_decay": weight_decay}]
     for (unit, decay), parameters in own.items():
-        groups.append({"params": parameters, "lr": min(rate / unit, fastest), "weight_decay": decay})
+        groups.append(
+            {"params": parameters, "lr": connection_factor * min(rate / unit, fastest), "weight_decay": decay}
+        )
     if muon_lr is not None:
         muon = {"params": matrices, "lr": muon_lr, "weight_decay": weight_decay, "use_muon": True}
         groups = [muon, *({**group, "use_muon": False} for group in groups)]

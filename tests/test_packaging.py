@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 NEEDED = ["LICENSE", "MANIFEST.in", "NOTICE", "README.md", "pyproject.toml", "rewire", "rewire_command.py"]
 ALL = [*NEEDED, "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Makefile", "constraints.txt", "mkdocs.yml"]
 ALL += ["benchmarks", "docs", "examples", "tests"]
-EXTRAS = ("accelerate", "diffusers", "matplotlib", "mkdocs", "optuna", "timm", "torchtitan", "transformers")
+EXTRAS = ("accelerate", "diffusers", "matplotlib", "mkdocs", "optuna", "scipy", "timm", "torchtitan", "transformers")
 EXTRAS += ("triton",)  # which comes with builds of torch for GPUs, under one of several names
 BUILD = """
 import sys

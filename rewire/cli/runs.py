@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -54,25 +56,40 @@ def study_command(
     ] = "",
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps of a run.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Seconds of training of a run.")] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Learning rates that are tried of each, at most.")] = 5,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each that are compared.")] = 3,
+    trials: Annotated[int, typer.Option(min=1, help="Settings that are tried of each topology, at most.")] = 10,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each that are compared.")] = 5,
+    finalists: Annotated[int, typer.Option(min=1, help="Topologies that are compared: the best few.")] = 4,
     out: Annotated[Path, typer.Option(help="Folder for table, pictures and page.")] = Path("study"),
     storage: Annotated[
         str | None,
         typer.Option(help="Where runs are kept: a file, or a database's URL; may be shared.  [default: in --out]"),
     ] = None,
     device: Annotated[str, typer.Option(help="Where to train.  [default: an accelerator if there is one]")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON, and nothing else.")] = False,
 ) -> None:
-    """Compare residual connections on TASK: rates tuned for each, several seeds, controls. Goes on after a kill."""
-    names = [name.strip() for name in topologies.split(",") if name.strip()] or DEFAULT
+    """Compare residual connections on TASK: rates tuned for each, paired seeds, controls. Goes on after a kill."""
+    # at commas that are between topologies, not between options of one
+    names = [name.strip() for name in re.split(r",(?![^,:=]*=)", topologies) if name.strip()] or DEFAULT
     budget: dict[str, Any] = {"steps": steps, "seconds": seconds}
     if steps is None and seconds is None:
         raise RewireError("how long is a run? Give --steps or --seconds.")
     with as_messages(ImportError, ValueError):
         found = rewire.study(
-            task_of(task), names, **budget, trials=trials, seeds=seeds, out=out, storage=storage, device=device or None
+            task_of(task),
+            names,
+            **budget,
+            trials=trials,
+            seeds=seeds,
+            finalists=finalists,
+            out=out,
+            storage=storage,
+            device=device or None,
         )
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=1))
+        return
     console = output.console()
+    console.print(found.headline(), highlight=False, soft_wrap=True)
     console.print(found.table())
     for sentence in [*found.findings(), found.limits()]:
         console.print(sentence, highlight=False, soft_wrap=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rewire.diagnostics.measure import diagnose
+from rewire.diagnostics.moves import look, starts
 from rewire.diagnostics.signals import TrunkSignals
 from rewire.plotting import plot_heatmap
 from rewire.runtime.connection import coefficients, connections
@@ -36,7 +37,12 @@ class Monitor:
     - ``weights/input``, ``weights/previous``: share of |p| that falls on the trunk's input, and on the newest state (or
       increment) before the destination, averaged over the destinations;
     - ``weights/sources``: effective number of sources, the exponential of the entropy of the shares, averaged likewise;
-    - ``weights/change``: relative change since the monitor was made, ``||P - P_0|| / ||P_0||``.
+    - ``weights/change``: relative change since the monitor was made, ``||P - P_0|| / ||P_0||``;
+    - ``weights/speed``: ``||P - P'|| / ||P_0||`` for each step since the last log, P' being P then: where it is 0 they
+      have stopped;
+    - ``weights/moved``: largest change of a stored weight since then, in natural units (``Topology.natural_scales``):
+      logits that moved by more than about 5 are those of a softmax with one choice left;
+    - ``weights/gradient``: norm of their gradient, if it is still there: call `step` before ``zero_grad``.
 
     With ``matrices``, ``weights/matrix`` is P itself: a tensor for a callable, a heatmap for a SummaryWriter. Of a
     diagnosis (see `rewire.diagnose`): ``chi``, ``effective_depth``, ``gradient/input``, ``stream/output``, and for each
@@ -86,7 +92,9 @@ class Monitor:
         self.matrices, self.options = matrices, options
         self.count = 0
         self._log = _logger(log)
+        self._start = starts(connections(model))
         self._first = {name: matrix.clone() for name, matrix in self._coefficients().items()}
+        self._last, self._logged = self._first, 0
 
     def step(self, number: int | None = None) -> None:
         """Count one training step, and log what is due; call it after each step of the optimiser.
@@ -98,8 +106,12 @@ class Monitor:
         values: dict[str, Any] = {}
         if self.count % self.every == 0:
             for trunk, matrix in self._coefficients().items():
-                values |= _named(f"{trunk}/weights", _statistics(matrix, self._first[trunk]))
+                values |= _named(
+                    f"{trunk}/weights", _statistics(matrix, self._first[trunk]) | self._moves(trunk, matrix)
+                )
                 values |= {f"rewire/{trunk}/weights/matrix": matrix.cpu()} if self.matrices else {}
+                self._last = {**self._last, trunk: matrix}
+            self._logged = self.count
         if self.diagnose_every is not None and self.count % self.diagnose_every == 0:
             for signals in diagnose(self.model, self.batch, **self.options).trunks:
                 values |= _named(signals.name, _series(signals))
@@ -124,6 +136,14 @@ class Monitor:
                     monitor.step(state.global_step)
 
         return MonitorCallback()
+
+    def _moves(self, trunk: str, matrix: Tensor) -> dict[str, float]:
+        """How far the weights of a trunk moved, how fast they do, and what gradient they have."""
+        now = look(connections(self.model)[trunk], self._start[trunk], self.count)
+        steps = max(1, self.count - self._logged)
+        size = self._first[trunk].norm().clamp_min(torch.finfo(matrix.dtype).tiny)
+        found = {"moved": now.moved, "speed": float((matrix - self._last[trunk]).norm() / size / steps)}
+        return found if now.gradient is None else {**found, "gradient": now.gradient}
 
     def _coefficients(self) -> dict[str, Tensor]:
         return coefficients(self.model) if connections(self.model) else {}

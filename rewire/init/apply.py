@@ -126,10 +126,10 @@ def _set(
     for weight, rule in zip(weights, rules, strict=True):
         if rule is not None:
             device = stored.device if generator is None else generator.device
-            values = torch.zeros(weight.shape, dtype=stored.dtype, device=device)
+            view = weight.layout.view(stored)
+            values = view.reshape(weight.shape).to(device).clone()  # contiguous, and a copy
             for matrix in values if weight.layout.stacked else (values,):
                 rule.fill(matrix, generator)
-            view = weight.layout.view(stored)
             view.copy_(values.view(view.shape))
     _store(parameter, stored.to(parameter.dtype))
 

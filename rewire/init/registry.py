@@ -20,7 +20,8 @@ class Rule:
     Attributes:
         name: for the report, with the numbers that matter: ``IDI(tau=1)``.
         fill: fills a tensor [out, in] or [out, in / groups, *kernel] in place; a parameter's own shape for what is no
-            matrix. Of stacked experts it gets one after the other. Random numbers come from the generator.
+            matrix. It gets the values that are there; of stacked experts one after the other. Random numbers come from
+            the generator.
     """
 
     name: str

@@ -48,3 +48,7 @@ def kaiming_std(fan: int) -> float:
 
 def constant(value: float) -> Rule:
     return Rule(f"constant({value:g})", lambda values, _: values.fill_(value))
+
+
+def times(factor: float) -> Rule:
+    return Rule(f"times {factor:g}", lambda values, _: values.mul_(factor))

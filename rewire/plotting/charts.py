@@ -39,7 +39,7 @@ def plot_times(seconds: dict[str, tuple[float, ...]], path: Path) -> None:
 
 
 def plot_curves(
-    curves: dict[str, list[tuple[float, float]]], path: Path, xlabel: str, ylabel: str, log: bool = False
+    curves: dict[str, list[tuple[float, float]]], path: Path, xlabel: str, ylabel: str, log: str = ""
 ) -> None:
     """Write one line per name through its points (x, y), with a legend.
 
@@ -48,7 +48,7 @@ def plot_curves(
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
         xlabel: what x is.
         ylabel: what y is.
-        log: whether the scale of y is logarithmic.
+        log: axes with logarithmic scales: "", "y" or "xy".
 
     Raises:
         ImportError: matplotlib is missing.
@@ -64,17 +64,20 @@ def plot_curves(
             ax.plot(*zip(*points, strict=True), label=name, linewidth=1.5, marker=marker, markersize=3)
         ax.set_xlabel(xlabel)
         ax.set_ylabel(ylabel)
-        if log:
-            ax.set_yscale("log")
-            ax.yaxis.set_major_formatter("{x:g}")
-            ax.yaxis.set_minor_formatter("{x:g}")
+        for name in log:
+            axis = ax.xaxis if name == "x" else ax.yaxis
+            ax.set(**{f"{name}scale": "log"})
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("{x:g}")
         open_axes(ax, "both")
         outside = len(curves) > 6  # beside the axes, where it cannot cover lines
         place: dict[str, Any] = {"loc": "outside right upper"} if outside else {"loc": "best"}
         (figure if outside else ax).legend(frameon=False, fontsize=8, **place)
 
 
-def plot_differences(differences: dict[str, list[float]], path: Path, xlabel: str) -> None:
+def plot_differences(
+    differences: dict[str, list[float]], path: Path, xlabel: str, intervals: dict[str, tuple[float, float]]
+) -> None:
     """Write differences to something at 0: a row for each name, a dot for each value, a tick at their mean.
 
     Those that are far from most would squeeze all others into one spot: they are arrows at the edge.
@@ -83,6 +86,7 @@ def plot_differences(differences: dict[str, list[float]], path: Path, xlabel: st
         differences: by name, at least one that is finite; what is not finite is left out.
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
         xlabel: what the differences are.
+        intervals: of their means, by name, drawn as lines; cut off at the edge.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -96,7 +100,10 @@ def plot_differences(differences: dict[str, list[float]], path: Path, xlabel: st
     with saved_figure(path, 6.5, 0.28 * len(shown) + 0.9) as figure:
         ax = figure.subplots()
         ax.axvline(0, color=MUTED, linewidth=1, zorder=1)
-        for row, values in enumerate(shown.values()):
+        for row, (name, values) in enumerate(shown.items()):
+            if name in intervals:
+                ends = [max(-limit, min(end, limit)) for end in intervals[name]]
+                ax.plot(ends, [row, row], color=INK, linewidth=1.5, zorder=2)
             dots: dict[str, Any] = {"linestyle": "", "markersize": 4, "alpha": 0.6, "color": BLUE}
             for value in values:
                 marker = "o" if abs(value) <= limit else "<" if value < 0 else ">"

@@ -1,78 +1,83 @@
-"""What a study found: rows, ranked, as a table, sentences and plain data."""
+"""What a study found: rows, what is shown of each and what is not, in words, as a table and as plain data."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from rewire.console import Shown
-from rewire.studies.contenders import PLAIN, SCALED, Contender, Scales
-from rewire.studies.search import Result, Setting
-from rewire.studies.training import Cost, Point, reached
+from rewire.init.initializers.scaled_weights import Scaled
+from rewire.studies.contenders import Contender, Held
+from rewire.studies.paired import FEWEST, LEVEL, Difference, difference, holm
+from rewire.studies.search import Tried
+from rewire.studies.training import Cost, Point, Result, Setting
 
 #: Columns of the table, after the names.
 TITLES = (
-    *("loss", "seeds\nbetter", "steps to\nbaseline's", "the same\nin seconds"),
-    *("step time\n× plain", "kept\nMiB", "learned\nweights", "rate"),
+    *("loss", "below the baseline\n95% interval", "shown\n(p by Holm)", "in its\ntime", "speed-\nup"),
+    *("step", "rate ×\nconn."),
 )
 
-_LIMITS = (
-    "Losses are of this model, this data and this budget; no evidence for larger ones. The rates were searched on seed "
-    "0, the runs that count have others; all see the same validation data."
+#: The smallest difference that counts, as a part of the standard deviation of the plain model's losses over the seeds.
+SMALLEST = 0.1
+
+LIMITS = (
+    "Losses are of this model, this data and this budget; no evidence for larger ones. Rates and scales were searched "
+    "on other seeds than those that are compared; all see the same validation data."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One contender.
+    """One contender, or the plain model.
 
     Attributes:
-        setting: the best that the search found; empty if there is none.
-        runs: one for each seed, with that setting.
-        cost: of a step; None for controls, which cost what the topology does.
-        reason: why there are no runs.
+        setting: the best that the search found; None if there is none.
+        tried: loss of each setting, mean over the seeds of the search.
+        searched: all runs of the search.
+        results: one for each seed that is compared; empty if it was dropped after the search, or never ran.
+        cost: of a step; None if it was not measured.
+        reason: why there are no results.
+        edges: numbers whose search was cut short at the edge of what was tried.
+        controls: runs with the same seeds and connection weights that are held.
+        longer: the plain model's runs with the same seeds for as many steps as the time of this one buys.
     """
 
+    name: str
     contender: Contender
-    setting: Setting = dataclasses.field(default_factory=dict)
-    runs: list[Result] = dataclasses.field(default_factory=list)
+    setting: Setting | None = None
+    tried: Tried = dataclasses.field(default_factory=dict)
+    searched: list[Result] = dataclasses.field(default_factory=list)
+    results: list[Result] = dataclasses.field(default_factory=list)
     cost: Cost | None = None
     reason: str = ""
+    edges: list[str] = dataclasses.field(default_factory=list)
+    controls: dict[Held, list[Result]] = dataclasses.field(default_factory=dict)
+    longer: list[Result] = dataclasses.field(default_factory=list)
 
     @property
-    def name(self) -> str:
-        return self.contender.name
+    def is_plain(self) -> bool:
+        return self.contender.settings is None
 
     @property
     def losses(self) -> list[float]:
-        return [run.loss for run in self.runs]
+        return [result.loss for result in self.results]
 
     @property
     def mean(self) -> float:
-        return statistics.fmean(self.losses) if self.runs else math.inf
-
-    @property
-    def spread(self) -> float:
-        """Standard deviation over the seeds; 0 for one."""
-        return statistics.stdev(self.losses) if len(self.runs) > 1 and self.mean < math.inf else 0.0
+        return statistics.fmean(self.losses) if self.results else math.inf
 
     def curve(self) -> list[Point]:
         """The mean of the runs at each evaluation that all have reached."""
-        points = zip(*(run.curve for run in self.runs), strict=False)
+        points = zip(*(result.curve for result in self.results), strict=False)
         return [Point(*(statistics.fmean(values) for values in zip(*each, strict=True))) for each in points]  # type: ignore[arg-type]
-
-    def reached(self, goals: dict[float, float]) -> Point | None:
-        """Mean step and seconds at which runs were as good as the goal of their seed; None if one never was."""
-        found = [reached(run.curve, goals[run.setting["seed"]]) for run in self.runs if run.setting["seed"] in goals]
-        points = [point for point in found if point]
-        if not points or len(points) < len(found):
-            return None
-        return Point(*(statistics.fmean(values) for values in zip(*points, strict=True)))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,126 +85,266 @@ class Study(Shown):
     """What `rewire.study` found. Printing it shows a table.
 
     Attributes:
-        rows: from the lowest mean loss to the highest; those without runs last.
-        scales: of the weights of all models but the row "residual".
+        rows: from the lowest mean loss to the highest; then those that were dropped after the search, and failed ones.
+        scales: an initialiser with the best factors that were found for the plain model's weights: pass it on as
+            ``rewire.compile(.., init=found.scales)``. All models but the row "residual" started with these.
+        effects: what the search says of each of these factors.
+        lengths: mean loss of the baseline by the length of its run, as a multiple of the budget.
         about: budget, trials, seeds, machine, versions.
     """
 
     rows: list[Row]
-    scales: Scales
+    scales: Scaled
+    effects: dict[str, str]
+    lengths: dict[float, float]
     about: dict[str, Any]
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
 
-    @property
+    @functools.cached_property
     def baseline(self) -> Row:
         """The better of the plain models."""
-        return next(row for row in self.rows if row.contender in (PLAIN, SCALED))
+        return min((row for row in self.rows if row.is_plain), key=lambda row: row.mean)
 
-    def gains(self, row: Row) -> list[float]:
-        """How far the loss of each run is below that of the baseline with the same seed."""
-        goals = self.goals()
-        return [goals[run.setting["seed"]] - run.loss for run in row.runs if run.setting["seed"] in goals]
+    @property
+    def best(self) -> Row | None:
+        """The topology with the lowest loss of those that are shown to be better than the baseline; None: none is."""
+        return next((row for row in self.rows if self.verdict(row) == "better"), None)
 
-    def goals(self) -> dict[float, float]:
-        """The baseline's final loss by seed."""
-        return {run.setting["seed"]: run.loss for run in self.baseline.runs}
+    def gain(self, row: Row) -> Difference:
+        """How far the row's losses are below those of the baseline with the same seeds."""
+        return difference(self.baseline.losses, row.losses)
+
+    @functools.cached_property
+    def p(self) -> dict[str, float]:
+        """p-values of the rows that were compared, corrected for all that entered (Holm)."""
+        entered = [row for row in self.rows if not row.is_plain]
+        return holm({row.name: self.gain(row).p for row in entered if row.results}, len(entered))
+
+    @functools.cached_property
+    def smallest(self) -> float:
+        """The smallest difference that counts: a tenth of the standard deviation of the baseline over the seeds.
+
+        Runs with nearly the same weights have nearly the same losses, and paired seeds show differences among them that
+        are real and of no use.
+        """
+        losses = self.baseline.losses
+        return SMALLEST * statistics.stdev(losses) if len(losses) > 1 else 0.0
+
+    def verdict(self, row: Row) -> str:
+        """What is shown: better, worse, no difference, or why nothing is."""
+        if row.is_plain:
+            return "baseline" if row is self.baseline else "plain"
+        if not row.results:
+            return "dropped" if row.tried and not row.reason else "not run"
+        if not math.isfinite(row.mean):
+            return "diverged"
+        if len(row.results) < FEWEST:
+            return "too few seeds"
+        if self.p[row.name] > LEVEL or abs(self.gain(row).mean) < self.smallest:
+            return "no difference"
+        return "better" if row.mean < self.baseline.mean else "worse"
+
+    def in_its_time(self, row: Row) -> Difference | None:
+        """How far it is below the plain model that trains for the same time; None if that was not run."""
+        return difference([result.loss for result in row.longer], row.losses) if row.longer else None
+
+    def learned(self, row: Row, held: Held = "end") -> Difference | None:
+        """How far it is below its control; None if that was not run."""
+        control = row.controls.get(held)
+        return difference([result.loss for result in control], row.losses) if control else None
+
+    def speed_up(self, row: Row) -> float | None:
+        """Time that the plain model needs for this loss, over the time that this one took.
+
+        From the plain model's losses at several lengths, in a straight line over their logarithm. None: they do not
+        fall with the length, or it was not measured; infinite: more than four times the longest.
+        """
+        points = sorted(self.lengths.items())
+        if row.cost is None or not row.results or not self.about.get("steps") or len(points) < 2:
+            return None
+        (a, first), (b, last) = points[0], points[-1]
+        if not last < first < math.inf:
+            return None
+        length = a * (b / a) ** ((first - row.mean) / (first - last))
+        return math.inf if length > 4 * b else length / row.cost.time
+
+    # In words.
+
+    def headline(self) -> str:
+        """The answer, in a sentence."""
+        best, compared = self.best, [row for row in self.rows if not row.is_plain and row.results]
+        if best is None:
+            return f"No difference shown: of {len(compared)} topologies none is better than {self.baseline.name}."
+        gain = self.gain(best)
+        cost = f"a step takes {best.cost.time:.2f} times as long" if best.cost else "its cost was not measured"
+        timed = self.in_its_time(best)
+        in_time = "" if timed is None else f"; in the same time, {_shown(timed)}"
+        return (
+            f"{best.name} is better than {self.baseline.name}, the best plain model: {_interval(gain)} lower "
+            f"(p = {self.p[best.name]:.2g}), at equal steps; {cost}{in_time}."
+        )
 
     def findings(self) -> list[str]:
-        """A sentence on each topology, whichever way it fell."""
-        return [self._finding(row) for row in self.rows if row.contender.settings and not row.contender.held]
+        """Sentences on each topology, whichever way it fell, and on the plain model's scales."""
+        scales = [f"Scale of {name}: {effect}." for name, effect in self.effects.items()]
+        return [self._finding(row) for row in self.rows if not row.is_plain] + scales
 
     def limits(self) -> str:
         """What these numbers do not show."""
-        topologies = sum(bool(row.runs and row.contender.settings and not row.contender.held) for row in self.rows)
-        seeds = len(self.baseline.runs)
-        by_chance = topologies / 2**seeds
-        return (
-            f"{_LIMITS} By chance alone, about {by_chance:.1f} of {topologies} that do nothing would be better on all "
-            f"of {seeds} seeds."
-        )
+        return LIMITS
 
     def _finding(self, row: Row) -> str:
-        if not row.runs:
+        verdict = self.verdict(row)
+        if verdict == "not run":
             return f"{row.name}: {row.reason}."
-        gains = self.gains(row)
-        gain, better = statistics.fmean(gains), sum(each > 0 for each in gains)
-        if not math.isfinite(gain):
-            return f"{row.name} diverged on {sum(loss == math.inf for loss in row.losses)} of {len(gains)} seeds."
-        sentence = (
-            f"{row.name} ends {abs(gain):.4f} {'below' if gain > 0 else 'above'} {self.baseline.name}, the best plain "
-            f"model; it is better on {better} of {len(gains)} seeds"
-        )
-        control = row.contender.control
-        assert control is not None
-        held = self.row(control.name)
-        if control.held == "frozen":
-            return f"{sentence}. With its weights frozen it ends at {held.mean:.4f}, learned at {row.mean:.4f}."
-        (behind,) = (-gain for gain in self.gains(held))
-        return (
-            f"{sentence}. With weights that stand still, where it is the plain model, it ends {behind:+.4f} from that."
-        )
+        if verdict == "dropped":
+            loss = min(row.tried.values())
+            return f"{row.name}: dropped after the search, in which others had lower losses ({loss:.4g})."
+        if verdict == "diverged":
+            bad = sum(loss == math.inf for loss in row.losses)
+            return f"{row.name} diverged on {bad} of {len(row.losses)} seeds."
+        gain = self.gain(row)
+        if verdict == "too few seeds":
+            words = f"nothing is shown by {len(row.losses)} seeds, {FEWEST} are the least"
+        elif verdict == "no difference" and self.p[row.name] <= LEVEL:
+            words = (
+                f"a difference is shown, but it is less than {SMALLEST:g} of what seeds differ by, and does not count"
+            )
+        elif verdict == "no difference":
+            words = "no difference is shown"
+        else:
+            words = f"{verdict} is shown"
+        ahead = sum(value > 0 for value in gain.values)
+        sentences = [
+            f"{row.name}: {words}; {_interval(gain)} below {self.baseline.name} at equal steps, lower on {ahead} of "
+            f"{len(gain.values)} seeds, p = {self.p[row.name]:.2g}.",
+            *self._controls(row),
+        ]
+        if (timed := self.in_its_time(row)) is not None:
+            sentences.append(f"With the plain model trained for the same time: {_shown(timed)}.")
+        if row.edges:
+            sentences.append(f"Its search was cut short: not all neighbours in {' and '.join(row.edges)} were tried.")
+        last = row.results[0].moves
+        if last is not None:
+            sentences.append(f"Its weights moved by up to {last}.")
+        return " ".join(sentences)
+
+    def _controls(self, row: Row) -> list[str]:
+        said = []
+        if (start := self.learned(row, "start")) is not None:
+            said.append(f"Weights frozen at the start: {_shown(start)}.")
+        if (end := self.learned(row)) is not None:
+            gained = end.p <= LEVEL and end.mean > 0
+            meaning = "learning them gains" if gained else "no gain from learning them is shown"
+            said.append(f"Frozen where another run's ended, the model trained anew: {_interval(end)}; {meaning}.")
+        if (rule := self.learned(row, "rule")) is not None:
+            said.append(f"Against the nearest fixed rule: {_shown(rule)}.")
+        return said
 
     def __rich__(self) -> Table:
         return self.table()
 
     def table(self) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
         table.add_column("", no_wrap=True)
         for title in TITLES:
             table.add_column(title, justify="right", no_wrap=True)
         for row in self.rows:
-            cells = self.cells(row)
-            table.add_row(row.name, *cells, style="bold" if row is self.baseline else "")
+            table.add_row(row.name, *self.cells(row), style="bold" if row is self.baseline else "")
         return table
 
     def cells(self, row: Row) -> list[str]:
         """The row's numbers, one for each of `TITLES`."""
-        if not row.runs:
-            return ["not run", *[""] * (len(TITLES) - 1)]
-        point = row.reached(self.goals())
-        gains = self.gains(row)
-        cost = row.cost
+        verdict = self.verdict(row)
+        cost = "" if row.cost is None else f"{row.cost.time:.2f}"
+        rate = "" if row.setting is None else f"{row.setting.rate:.2g}"
+        if row.is_plain:
+            gain = "" if row is self.baseline else _signed(self.gain(row))
+            return [f"{row.mean:.4g}", gain, verdict, "", "", cost, rate]
+        rate += "" if row.setting is None else f"×{row.setting.connections:g}"
+        if not row.results:
+            return ["", "", verdict, "", "", cost, rate]
+        timed, speed = self.in_its_time(row), self.speed_up(row)
         return [
-            f"{row.mean:.4f}" + (f" ± {row.spread:.4f}" if len(row.runs) > 1 else ""),
-            "" if row is self.baseline else f"{sum(gain > 0 for gain in gains)}/{len(gains)}",
-            "never" if point is None else f"{point.step:.0f}",
-            "" if point is None else f"{point.seconds:.0f}",
-            "" if cost is None else f"{cost.time:.2f}",
-            "" if cost is None else f"{cost.kept / 2**20:.1f}",
-            "" if cost is None else f"{cost.weights:,}",
-            f"{row.setting['rate']:.2g}",
+            f"{row.mean:.4g}",
+            _signed(self.gain(row)),
+            f"{verdict} ({self.p[row.name]:.2g})",
+            "" if timed is None else f"{timed.mean:+.2g}",
+            "" if speed is None else f"{speed:.2f}" if speed < math.inf else ">4",
+            cost,
+            rate,
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """All that was found, of numbers, strings, lists and dicts; a loss that is not finite is None."""
+        """All that was found, of numbers, strings, lists and dicts; what is not finite is None."""
+        return _plain(
+            {
+                "about": self.about,
+                "headline": self.headline(),
+                "scales": dataclasses.asdict(self.scales),
+                "effects": self.effects,
+                "baseline": self.baseline.name,
+                "lengths": [list(each) for each in sorted(self.lengths.items())],
+                "findings": self.findings(),
+                "limits": self.limits(),
+                "rows": [self._row_as_json(row) for row in self.rows],
+            }
+        )
+
+    def _row_as_json(self, row: Row) -> dict[str, Any]:
+        compared = bool(row.results) and not row.is_plain
+        timed, end = self.in_its_time(row), self.learned(row)
         return {
-            "about": self.about,
-            "scales": dataclasses.asdict(self.scales),
-            "baseline": self.baseline.name,
-            "findings": self.findings(),
-            "limits": self.limits(),
-            "rows": [
-                {
-                    "name": row.name,
-                    "compile": row.contender.settings,
-                    "held": row.contender.held,
-                    "setting": row.setting,
-                    "reason": row.reason,
-                    "losses": {int(run.setting["seed"]): _finite(run.loss) for run in row.runs},
-                    "mean": _finite(row.mean),
-                    "spread": row.spread,
-                    "cost": row.cost and row.cost._asdict(),
-                    "curves": {
-                        int(run.setting["seed"]): [[p.step, p.seconds, _finite(p.loss)] for p in run.curve]
-                        for run in row.runs
-                    },
-                }
-                for row in self.rows
+            "name": row.name,
+            "compile": row.contender.settings,
+            "verdict": self.verdict(row),
+            "setting": row.setting and dataclasses.asdict(row.setting),
+            "mean": row.mean,
+            "losses": _by_seed(row.results),
+            "gain": self.gain(row)._asdict() if compared else None,
+            "p": self.p[row.name] if compared else None,
+            "in its time": timed and timed._asdict(),
+            "learned": end and end._asdict(),
+            "speed-up": self.speed_up(row) if compared else None,
+            "cost": row.cost and row.cost._asdict(),
+            "reason": row.reason,
+            "edges": row.edges,
+            "controls": {held: _by_seed(results) for held, results in row.controls.items()},
+            "longer": _by_seed(row.longer),
+            "moves": {r.trial.seed: dataclasses.asdict(r.moves) for r in row.results if r.moves},
+            "search": [
+                {**dataclasses.asdict(r.trial.setting), "seed": r.trial.seed, "loss": r.loss, "spikes": r.spikes}
+                for r in row.searched
             ],
+            "curves": {r.trial.seed: [list(point) for point in r.curve] for r in row.results},
         }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _interval(found: Difference) -> str:
+    return f"{found.mean:.2g} ({found.low:.2g} to {found.high:.2g})"
+
+
+def _signed(found: Difference) -> str:
+    return f"{found.mean:+.2g} ({found.low:+.2g} to {found.high:+.2g})"
+
+
+def _shown(found: Difference) -> str:
+    """What a difference to a control says, in words."""
+    if found.p > LEVEL:
+        return f"no difference shown, {_interval(found)} lower"
+    return f"{_interval(found)} lower" if found.mean > 0 else f"{abs(found.mean):.2g} higher"
+
+
+def _by_seed(results: Sequence[Result]) -> dict[int, float]:
+    return {result.trial.seed: result.loss for result in results}
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with None for numbers that are not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,9 +1,10 @@
-"""`study`: which residual connections train this model best, with tuned rates, several seeds and controls."""
+"""`study`: which residual connections train this model best, with tuned rates, paired seeds and controls."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,21 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, Time
 
 from rewire.bench.harness import default_device, machine
 from rewire.console import bars, drawn, say
+from rewire.console import stderr as console
 from rewire.errors import RewireError
-from rewire.studies.contenders import DEFAULT, PLAIN, SCALED, Contender, Scales, parse
+from rewire.init.roles import roles
+from rewire.studies.contenders import DEFAULT, PLAIN, Contender, Held, parse
 from rewire.studies.page import write
 from rewire.studies.report import Row, Study
-from rewire.studies.search import Search, Setting, Tick, Trials, best, opened
+from rewire.studies.runs import Kept, Runs, Tick, opened
+from rewire.studies.search import Tried, at_edge, best, climb, effects, scaled
 from rewire.studies.task import Budget, Task
-from rewire.studies.training import Cost, cost
+from rewire.studies.training import Cost, Result, Setting, Trial
+
+#: Seeds on which rates and scales are searched; those that are compared come after them.
+SEARCHED = (0, 1)
+#: The longest run of the plain model, as a multiple of the budget.
+_LONGEST = 4.0
 
 
 def study(
@@ -28,8 +37,9 @@ def study(
     *,
     steps: int | None = None,
     seconds: float | None = None,
-    trials: int = 5,
-    seeds: int = 3,
+    trials: int = 10,
+    seeds: int = 5,
+    finalists: int = 4,
     out: str | Path = "study",
     storage: str | None = None,
     device: torch.device | str | None = None,
@@ -37,115 +47,217 @@ def study(
 ) -> Study:
     """Compare residual connections on a task: which one should this model be trained with?
 
-    The plain model is searched first: its learning rate, then also factors on its embeddings and on the ends of its
-    branches, as much of what topologies gain is the scale of these. Every topology starts from the better of the two,
-    and gets a search of its rate of its own. What the searches (seed 0) find is run with the seeds 1, 2, ...; these
-    runs are compared. A topology that does not start as the plain model is run with its weights frozen, too; one that
-    does, once with weights that get gradients and stand still, which has to train as the plain model.
+    The plain model is searched first: its learning rate and factors on its embeddings and on the ends of its branches,
+    for as long as a neighbour of the best is better. Every topology starts from there, and has its own search of its
+    rate and of a factor on the rate of its connection weights. The best few are run with more seeds, and compared with
+    the plain model seed by seed. Those that are ahead get controls: their connection weights frozen at the start, at
+    what another run ended with, and at a fixed rule; and the plain model, trained for as long as theirs takes.
 
-    All runs are kept in ``storage``: call it again after a kill, or with more topologies, and it goes on. Several
-    processes, on several machines, can work at one storage. ``study.html``, which shows all that was found,
-    ``study.json``, ``curves.png`` and ``differences.png`` go to ``out``.
+    All runs are kept in ``storage``: call it again after a kill, or with more topologies or seeds, and it goes on.
+    Several processes, on several machines, can work at one storage. ``study.html``, which shows all that was found,
+    ``study.json`` and pictures go to ``out``.
 
     Args:
         task: what is trained.
         topologies: names, with options as in ``"ancre-ingoing:cascade=keep:start=paper"``.
         steps, seconds: what one run may take; at least one of them. Seconds are those of training alone.
-        trials: runs in the search of a rate, at most; the first plain model's scales take three times as many.
-        seeds: runs that are compared, of each.
+        trials: settings in the search of a topology, at most. That of the plain model goes on until it is done.
+        seeds: runs that are compared, of each; nothing is called better by less than 5.
+        finalists: topologies that are compared: those with the lowest losses in their searches.
         out: folder for what is written.
         storage: a file for a journal, or a URL of a database (``sqlite:///study.db``); default: a journal in ``out``.
         device: default: an accelerator if there is one.
-        progress: whether to show bars on stderr; where that is no terminal, a line for each run that ended.
+        progress: whether to say how long it will take, and to show bars on stderr; where that is no terminal, a line
+            for each run that ended.
 
     Returns:
-        What was found: `Study.rows`, `Study.findings()`, and a table if printed with rich.
+        What was found: `Study.headline()`, `Study.findings()`, `Study.rows`, and a table if printed.
 
     Raises:
-        ImportError: Optuna or matplotlib is missing (extra ``study``).
-        RewireError: the storage has another budget or other trials, or the plain model never had a finite loss.
+        ImportError: Optuna, SciPy or matplotlib is missing (extra ``study``).
+        RewireError: the storage has another budget, or the plain model never had a finite loss.
         ValueError: no budget, or numbers that make no sense.
 
     Example:
-        >>> found = rewire.study(task, ["ancre-ingoing"], steps=20, trials=1, seeds=1, progress=False)
-        >>> found.baseline.name
-        'residual'
+        >>> found = rewire.study(task, ["layerscale"], steps=20, trials=1, seeds=2, progress=False)
+        >>> found.headline()
+        'No difference shown: of 1 topologies none is better than residual.'
     """
     contenders = [parse(name) for name in dict.fromkeys(topologies)]
-    if trials < 1 or seeds < 1:
-        raise ValueError(f"trials={trials}, seeds={seeds}: both have to be 1 or more.")
+    if min(trials, seeds, finalists) < 1:
+        raise ValueError(f"trials={trials}, seeds={seeds}, finalists={finalists}: each has to be 1 or more.")
     where = torch.device(device) if device else default_device()
     budget, folder = Budget(steps, seconds), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {**dataclasses.asdict(budget), "learning_rate": task.learning_rate, "trials": trials}
-    with opened(storage or str(folder / "journal.log")) as kept, _bars(progress) as ticks:
-        _expect(Trials("settings", kept), settings)
-        search = Search(task, budget, kept, trials, seeds, where, *([say] if progress else []))
-        scales, rows = _run(search, contenders, ticks)
-    about = {**dataclasses.asdict(budget), "trials": trials, "seeds": seeds, "machine": machine(where)}
-    found = Study(sorted(rows, key=lambda row: row.mean), scales, about)
+    settings = {**dataclasses.asdict(budget), "learning_rate": task.learning_rate}
+    with opened(storage or str(folder / "journal.log")) as kept, _bars(progress) as bar:
+        _expect(Kept("settings", kept), settings)
+        runs = Runs(task, budget, kept, where, say, bar) if progress else Runs(task, budget, kept, where)
+        plan = _Plan(runs, trials, seeds, finalists)
+        rows = [plan.entry(contender) for contender in contenders]
+        if progress:
+            console.print(plan.estimate(rows), highlight=False, soft_wrap=True)
+        found = plan.run(rows)
+    found.about.update({**dataclasses.asdict(budget), "trials": trials, "seeds": seeds, "machine": machine(where)})
     write(found, folder)
     return found
 
 
-def _run(search: Search, contenders: Sequence[Contender], ticks: Callable[[str], Tick]) -> tuple[Scales, list[Row]]:
-    """The scales that all but the plain model have, and all rows."""
-    as_is, rate = Scales(), search.task.learning_rate
-    tried = search.tune(PLAIN, {"rate": rate}, as_is, ticks)
-    if best(tried) is None:
-        raise RewireError("no learning rate gave the plain model a finite loss: give the task a lower one.")
-    known = [dataclasses.replace(run, setting={**run.setting, **dataclasses.asdict(as_is)}) for run in tried]
-    found = search.tune(SCALED, {"rate": rate, **dataclasses.asdict(as_is)}, as_is, ticks, known)
-    # The second search may find a better rate for the model as it is, too.
-    plain = best([run for run in found if run.setting["embedding"] == run.setting["branch"] == 1])
-    scaled = best(found)
-    assert plain is not None and scaled is not None  # they are as good as the first search's best at least
-    scales = Scales(**{name: value for name, value in scaled.setting.items() if name != "rate"})
-    rows = [_row(search, PLAIN, {"rate": plain.setting["rate"]}, as_is, ticks)]
-    if scales != as_is:
-        rows.append(_row(search, SCALED, scaled.setting, scales, ticks))
-    for contender in contenders:
-        rows += _rows(search, contender, scaled.setting["rate"], scales, ticks)
-    return scales, rows
+@dataclasses.dataclass
+class _Plan:
+    """The steps of a study, in the order in which they run."""
+
+    runs: Runs
+    trials: int
+    seeds: int
+    finalists: int
+
+    def __post_init__(self) -> None:
+        self.plain = self.runs.cost(PLAIN)
+        self.has = scaled(roles(self.runs.task.model()))
+        self.scales = [name for name, there in self.has.items() if there]
+        self.compared = range(len(SEARCHED), len(SEARCHED) + self.seeds)
+
+    def entry(self, contender: Contender) -> Row:
+        """A row with the costs of a contender, or the reason why it does not fit this model."""
+        try:
+            return Row(contender.name, contender, cost=self.runs.cost(contender))
+        except RewireError as error:  # the others do
+            return Row(contender.name, contender, reason=str(error).split(". ")[0].rstrip("."))
+        except torch.OutOfMemoryError:
+            return Row(contender.name, contender, reason="out of memory")
+
+    def estimate(self, rows: Sequence[Row]) -> str:
+        """How many runs it will be, and how long they take, by the time of a step."""
+        fits = [row.cost for row in rows if row.cost]
+        last = sorted(fits, key=lambda cost: cost.seconds)[-self.finalists :]
+        search = len(SEARCHED) * (6 + 4 * len(self.scales))
+        each = len(SEARCHED) * min(8, self.trials)
+        count = search + each * len(fits) + self.seeds * (2 + 4 * len(last))
+        steps = self.plain.seconds * (search + 2 * self.seeds) + each * sum(cost.seconds for cost in fits)
+        steps += self.seeds * sum(4 * cost.seconds for cost in last)
+        seeds = f"seeds {_listed(SEARCHED)} for searches, {_listed(self.compared)} to compare"
+        budget = self.runs.budget
+        hours = count * budget.seconds if budget.seconds else (budget.steps or 0) * steps
+        return f"About {count} runs, {_duration(hours)} of training on one process; {seeds}."
+
+    def run(self, rows: Sequence[Row]) -> Study:
+        plain, scaled_row, tried = self._plain()
+        baseline = min((row for row in (plain, scaled_row) if row), key=lambda row: row.mean)
+        assert baseline.setting is not None
+        searched = [self._search(row, baseline.setting) if row.cost else row for row in rows]
+        ranked = sorted((row for row in searched if row.setting), key=lambda row: min(row.tried.values()))
+        names = {row.name for row in ranked[: self.finalists]}
+        compared = [self._compare(row) if row.name in names else row for row in searched]
+        ahead = [row.mean < baseline.mean for row in compared]
+        done = [self._controls(row, baseline) if yes else row for row, yes in zip(compared, ahead, strict=True)]
+        lengths = self._lengths(baseline, done) if any(ahead) else {1.0: baseline.mean}
+        everything = [row for row in (plain, scaled_row, *done) if row]
+        everything.sort(key=lambda row: (not row.results, row.mean, min(row.tried.values(), default=float("inf"))))
+        return Study(everything, baseline.setting.scales, effects(tried, self.has), lengths, {})
+
+    def _losses(self, contender: Contender) -> Callable[[Sequence[Setting]], list[float]]:
+        """The mean loss of each setting over the seeds of the search."""
+
+        def losses(settings: Sequence[Setting]) -> list[float]:
+            found = self.runs.results(contender, [Trial(each, seed) for each in settings for seed in SEARCHED])
+            count = len(SEARCHED)
+            return [statistics.fmean(r.loss for r in found[n : n + count]) for n in range(0, len(found), count)]
+
+        return losses
+
+    def _plain(self) -> tuple[Row, Row | None, Tried]:
+        """The rows of the plain model as it is, and with scales, if these are better; all settings that were tried."""
+        losses, start = self._losses(PLAIN), Setting(self.runs.task.learning_rate)
+        rates = climb(start, ["rate"], losses)
+        if (first := best(rates)) is None:
+            raise RewireError("no learning rate gave the plain model a finite loss: give the task a lower one.")
+        tried = climb(first, ["rate", *self.scales], losses, rates)
+        as_it_is = {setting: loss for setting, loss in tried.items() if setting.scales == Setting(1.0).scales}
+        row = self._settled(Row(PLAIN.name, PLAIN, tried=as_it_is, cost=self.plain))
+        chosen = best(tried)
+        if chosen in as_it_is:
+            return row, None, tried
+        others = {setting: loss for setting, loss in tried.items() if setting not in as_it_is}
+        return row, self._settled(Row("residual, scaled", PLAIN, tried=others, cost=self.plain)), tried
+
+    def _settled(self, row: Row) -> Row:
+        """The plain model's row at the better, by all seeds, of its two best settings: an unlucky one flatters all."""
+        two = sorted((each for each in row.tried if row.tried[each] < float("inf")), key=row.tried.__getitem__)[:2]
+        rows = [self._compare(dataclasses.replace(row, setting=setting)) for setting in two]
+        found = min(rows, key=lambda row: row.mean)
+        if not found.mean < float("inf"):
+            raise RewireError("the plain model diverges on some seeds at its best rates: give the task a lower `clip`.")
+        trials = [Trial(setting, seed) for setting in row.tried for seed in SEARCHED]
+        return dataclasses.replace(found, searched=self.runs.results(PLAIN, trials))
+
+    def _search(self, row: Row, start: Setting) -> Row:
+        assert row.cost is not None
+        names = ["rate", "connections"] if row.cost.weights else ["rate"]
+        try:
+            tried = climb(start, names, self._losses(row.contender), most=self.trials)
+        except torch.OutOfMemoryError:
+            return dataclasses.replace(row, reason="out of memory")
+        trials = [Trial(setting, seed) for setting in tried for seed in SEARCHED]
+        found = dataclasses.replace(row, tried=tried, searched=self.runs.results(row.contender, trials))
+        if (setting := best(tried)) is None:
+            return dataclasses.replace(found, reason="diverged at all rates")
+        return dataclasses.replace(found, setting=setting, edges=at_edge(tried, names))
+
+    def _compare(self, row: Row) -> Row:
+        return dataclasses.replace(row, results=self.runs.results(row.contender, self._of(row.setting)))
+
+    def _of(self, setting: Setting | None, length: float = 1.0) -> list[Trial]:
+        assert setting is not None
+        return [Trial(setting, seed, length) for seed in self.compared]
+
+    def _controls(self, row: Row, baseline: Row) -> Row:
+        """The row with its controls, and with the plain model's runs for the time that it takes."""
+        assert row.setting is not None and row.cost is not None
+        trials, donor = self._of(row.setting), Trial(row.setting, SEARCHED[0])
+        controls: dict[Held, list[Result]] = {}
+        if row.contender.starts_plain:  # it is the plain model then, at a rate of its own
+            controls["start"] = self.runs.results(PLAIN, self._of(dataclasses.replace(row.setting, connections=1.0)))
+        kinds: tuple[Held, ...] = ("end", "rule") if row.contender.starts_plain else ("start", "end", "rule")
+        for held in kinds if row.cost.weights else ():
+            results = self.runs.control(row.contender, held, trials, donor)
+            if results is not None:
+                controls[held] = results
+        longer = self.runs.results(PLAIN, self._of(baseline.setting, _length(row.cost)))
+        return dataclasses.replace(row, controls=controls, longer=[] if self.runs.budget.seconds else longer)
+
+    def _lengths(self, baseline: Row, rows: Sequence[Row]) -> dict[float, float]:
+        """The baseline's loss by the length of its run: long enough to see how it falls."""
+        lengths = {1.0, *(_length(row.cost) for row in rows if row.longer and row.cost)}
+        lengths |= {1.5} if max(lengths) < 1.5 else set()
+        results = {length: self.runs.results(PLAIN, self._of(baseline.setting, length)) for length in sorted(lengths)}
+        return {length: statistics.fmean(r.loss for r in found) for length, found in results.items()}
 
 
-def _rows(search: Search, contender: Contender, rate: float, scales: Scales, ticks: Callable[[str], Tick]) -> list[Row]:
-    """The row of a topology, and that of its control if it needs one."""
-    try:
-        tuned = best(search.tune(contender, {"rate": rate}, scales, ticks))
-        if tuned is None:
-            return [Row(contender, reason="diverged at all rates")]
-        row = _row(search, contender, tuned.setting, scales, ticks)
-    except RewireError as error:  # it does not fit this model: the others do
-        return [Row(contender, reason=str(error).split(". ")[0].rstrip("."))]
-    except torch.OutOfMemoryError:
-        return [Row(contender, reason="out of memory")]
-    control = contender.control
-    if control is None:
-        return [row]
-    if control.held == "still":  # as the plain model: at its rate, and one run shows it
-        return [row, _row(dataclasses.replace(search, seeds=1), control, {"rate": rate}, scales, ticks)]
-    return [row, _row(search, control, tuned.setting, scales, ticks)]
+def _length(cost: Cost) -> float:
+    """How much longer the plain model trains in the time that this takes, in steps of a twentieth."""
+    return min(_LONGEST, max(1.0, round(20 * cost.time) / 20))
 
 
-def _row(search: Search, contender: Contender, setting: Setting, scales: Scales, ticks: Callable[[str], Tick]) -> Row:
-    runs = search.repeat(contender, setting, scales, ticks)
-    return Row(contender, setting, runs, None if contender.held else _cost(search, contender))
+def _listed(seeds: Sequence[int]) -> str:
+    return f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else str(seeds[0])
 
 
-def _cost(search: Search, contender: Contender) -> Cost:
-    """What a step costs, measured once and then kept with the runs."""
-    notes = Trials(f"{contender.name} | seeds", search.storage)
-    if "cost" not in notes.notes:
-        notes.note("cost", cost(search.task, contender, search.device))
-    return Cost(*notes.notes["cost"])
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 100
+        else f"{seconds / 60:.0f} min"
+        if seconds < 6000
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
-def _expect(trials: Trials, settings: dict[str, Any]) -> None:
+def _expect(kept: Kept, settings: dict[str, Any]) -> None:
     """Keep the settings of a new storage, and refuse others in an old one."""
-    known = trials.notes.get("settings")
+    known = kept.notes.get("settings")
     if known is None:
-        trials.note("settings", settings)
+        kept.note("settings", settings)
     elif known != settings:
         raise RewireError(f"this storage holds a study with {known}, not {settings}: give another storage or folder.")
 

@@ -44,8 +44,8 @@ class Task:
         validation: batches that are held out; the loss that is compared is their mean.
         loss: of (model, batch), a scalar; default: ``model(**batch).loss``.
         optimizer: makes one of parameter groups, which have their rate and weight decay; default: AdamW.
-        learning_rate: of the plain model, where the search begins. It is warmed up over the first tenth of the
-            budget and falls to a tenth by a cosine.
+        learning_rate: of the plain model, where the search begins. Rates are warmed up over the first tenth of the
+            budget and fall to a tenth by a cosine.
         weight_decay: of all but the connection weights.
         clip: largest norm of the gradients of all parameters together.
 
@@ -93,6 +93,11 @@ class Budget:
         given = [value for value in (self.steps, self.seconds) if value is not None]
         if not given or min(given) <= 0:
             raise ValueError(f"a run needs a positive number of steps or seconds, not {self.steps} and {self.seconds}.")
+
+    def times(self, length: float) -> Budget:
+        """A budget that is ``length`` times as long."""
+        steps = None if self.steps is None else max(1, round(self.steps * length))
+        return Budget(steps, None if self.seconds is None else self.seconds * length)
 
     def spent(self, steps: int, seconds: float) -> float:
         """The part of the budget that is spent, from 0 to 1."""

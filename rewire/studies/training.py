@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rewire.bench.harness import kept_for_backward, side_by_side
+from rewire.diagnostics.moves import Look, Moves, look, moves, starts, together
 from rewire.errors import RewireError
+from rewire.init.apply import initialize
+from rewire.init.initializers.scaled_weights import Scaled
 from rewire.runtime.connection import connections
-from rewire.studies.contenders import Contender, Scales
+from rewire.studies.contenders import Contender, Values
 from rewire.studies.task import Budget, Task
 from rewire.torch_internals import pytree
 from rewire.training import parameter_groups
@@ -33,15 +37,80 @@ class Point(NamedTuple):
     loss: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a study tunes.
+
+    Attributes:
+        rate: learning rate of the model.
+        connections: factor on the rates that `rewire.parameter_groups` gives the connection weights.
+        embedding, branch: factors on weights at their start, see `rewire.init.Scaled`.
+    """
+
+    rate: float
+    connections: float = 1.0
+    embedding: float = 1.0
+    branch: float = 1.0
+
+    @property
+    def scales(self) -> Scaled:
+        return Scaled(self.embedding, self.branch)
+
+    def __str__(self) -> str:
+        factors = {name: value for name, value in dataclasses.asdict(self).items() if name != "rate" and value != 1}
+        return ", ".join([f"rate {self.rate:.3g}", *(f"{name} x {value:g}" for name, value in factors.items())])
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """Which run of a contender.
+
+    Attributes:
+        seed: of the model's weights and the batches.
+        length: of the run and its schedule, as a multiple of the budget.
+    """
+
+    setting: Setting
+    seed: int
+    length: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A run that ended.
+
+    Attributes:
+        curve: a point before the first step, then one at each twentieth of the budget.
+        spikes: how often the training loss left its usual range upwards.
+        moves: of the connection weights of all trunks together; None if there are none that learn.
+        matrix: effective weights of the first trunk at the end, as rows; empty if there are none.
+    """
+
+    trial: Trial
+    curve: list[Point]
+    spikes: int = 0
+    moves: Moves | None = None
+    matrix: list[list[float]] = dataclasses.field(default_factory=list)
+
+    @property
+    def loss(self) -> float:
+        return self.curve[-1].loss
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4f} after {self.curve[-1].step} steps"
+
+
 class Cost(NamedTuple):
     """What a training step costs.
 
     Attributes:
+        seconds: median of a step.
         time: median, as a multiple of the plain model's, timed in turn with it.
         kept: bytes of activations that a forward keeps for its backward.
         weights: number of learned connection weights.
     """
 
+    seconds: float
     time: float
     kept: int
     weights: int
@@ -50,67 +119,114 @@ class Cost(NamedTuple):
 def train(
     task: Task,
     contender: Contender,
-    rate: float,
-    scales: Scales,
-    seed: int,
+    trial: Trial,
     budget: Budget,
     device: torch.device,
+    values: Values | None = None,
     tick: Callable[[float], object] = lambda spent: None,
-) -> Iterator[Point]:
-    """Train a fresh model; a point before the first step, then one at each twentieth of the budget.
-
-    A loss that is not finite ends the run; its last point has an infinite one.
+) -> tuple[Result, nn.Module]:
+    """Train a fresh model; a loss that is not finite ends the run, with an infinite one as its last point.
 
     Args:
+        values: of the connection weights at the start; default: the topology's own.
         tick: called after each step with the part of the budget that is spent.
 
     Raises:
         RewireError: the model cannot be connected like that, or there were too few batches.
     """
-    model = make(task, contender, scales, seed, device)
-    own = 0.0 if contender.held == "still" else None
-    optimizer = task.optimizer(parameter_groups(model, lr=rate, weight_decay=task.weight_decay, connection_lr=own))
-    step, seconds, spent, evaluated = 0, 0.0, 0.0, 0
+    model = make(task, contender, trial, device, values)
+    setting, budget = trial.setting, budget.times(trial.length)
+    groups = parameter_groups(
+        model, lr=setting.rate, weight_decay=task.weight_decay, connection_factor=setting.connections
+    )
+    optimizer = task.optimizer(groups)
+    step, seconds, spent = 0, 0.0, 0.0
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: warm_up_and_decay(spent))
-    yield Point(0, 0.0, evaluate(task, model, device))
-    for batch in task.batches(seed):
+    curve, watch, spikes = [Point(0, 0.0, evaluate(task, model, device))], _Watch(model), _Spikes()
+    for step, batch in enumerate(task.batches(trial.seed), start=1):
         started = time.perf_counter()
         loss = training_step(task, model, optimizer, to(batch, device))
         seconds += time.perf_counter() - started
-        step += 1
         spent = budget.spent(step, seconds)
         schedule.step()
+        spikes.see(loss)
         tick(spent)
         if not math.isfinite(loss):
-            yield Point(step, seconds, math.inf)
-            return
-        if (due := int(spent * EVALUATIONS)) > evaluated:
-            evaluated = due
-            yield Point(step, seconds, evaluate(task, model, device))
+            curve.append(Point(step, seconds, math.inf))
+            break
+        if int(spent * EVALUATIONS) >= len(curve):
+            curve.append(Point(step, seconds, evaluate(task, model, device)))
+            watch.look(step)
         if spent == 1:
-            return
-    raise RewireError(f"batches({seed}) ended after {step} steps, before the budget was spent: it has to go on.")
+            break
+    else:
+        raise RewireError(f"batches({trial.seed}) ended after {step} steps, before the budget was spent: let it go on.")
+    return Result(trial, curve, spikes.count, watch.moves(), watch.matrix()), model
 
 
-def make(task: Task, contender: Contender, scales: Scales, seed: int, device: torch.device) -> nn.Module:
+def make(
+    task: Task, contender: Contender, trial: Trial, device: torch.device, values: Values | None = None
+) -> nn.Module:
     """The model of a run: its weights drawn from the seed, scaled, rewired; in training mode.
 
     It is not validated: that takes longer than a short run, and is done once, where `cost` is measured.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(trial.seed)
     plain = task.model().to(device)
-    scales.apply(plain)
-    return contender.rewired(plain, validate=False).train()
+    if trial.setting.scales != Scaled():
+        initialize(plain, trial.setting.scales)
+    return contender.rewired(plain, values, validate=False).train()
 
 
 def training_step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> float:
-    """One step; the loss before it."""
+    """One step; the loss before it. Gradients stay, clipped, until the next one."""
+    optimizer.zero_grad()
     loss = task.loss(model, batch)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), task.clip)
     optimizer.step()
-    optimizer.zero_grad()
     return loss.item()
+
+
+class _Watch:
+    """Looks at the connection weights of a model while it trains."""
+
+    def __init__(self, model: nn.Module) -> None:
+        learning = any(p.requires_grad for c in connections(model).values() for p in c.parameters())
+        self.connections = connections(model) if learning else {}
+        self.start = starts(self.connections)
+        self.looks: list[Look] = []
+        self.look(0)
+
+    def look(self, step: int) -> None:
+        found = [look(connection, self.start[trunk], step) for trunk, connection in self.connections.items()]
+        if found:
+            self.looks.append(together(found))
+
+    def moves(self) -> Moves | None:
+        return moves(self.looks) if self.looks else None
+
+    def matrix(self) -> list[list[float]]:
+        rows: list[list[float]] = next((c.matrix().tolist() for c in self.connections.values()), [])
+        return rows
+
+
+class _Spikes:
+    """Counts how often a loss leaves its usual range upwards: six standard deviations of its last steps."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.square, self.steps, self.high = 0, 0.0, 0.0, 0, False
+
+    def see(self, loss: float) -> None:
+        off = loss - self.mean
+        high = self.steps > 10 and not off <= 6 * math.sqrt(self.square)
+        self.count += high and not self.high
+        self.high = high
+        if math.isfinite(loss) and not high:
+            self.steps += 1
+            share = max(0.05, 1 / self.steps)  # a plain mean at first
+            self.mean += share * off
+            self.square += share * (off * off - self.square) if self.steps > 1 else 0.0
 
 
 @torch.no_grad()
@@ -146,9 +262,10 @@ def cost(task: Task, contender: Contender, device: torch.device) -> Cost:
     }
     kept = kept_for_backward(models["other"], lambda: task.loss(models["other"], batch))
     steps = {name: (lambda name=name: training_step(task, models[name], optimizers[name], batch)) for name in models}
-    times = side_by_side(steps, _ROUNDS, device) if contender.settings else {}
+    times = side_by_side(steps, _ROUNDS, device)
+    ratio = times["other"].ratio(times["plain"]) if contender.settings else 1.0
     weights = sum(p.numel() for c in connections(models["other"]).values() for p in c.parameters() if p.requires_grad)
-    return Cost(times["other"].ratio(times["plain"]) if times else 1.0, kept, weights)
+    return Cost(times["other"].median, ratio, kept, weights)
 
 
 def inputs_of(model: nn.Module, run: Callable[[], object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -165,8 +282,3 @@ def inputs_of(model: nn.Module, run: Callable[[], object]) -> tuple[tuple[Any, .
 def to(batch: Any, device: torch.device) -> Any:
     """``batch``, its tensors on ``device``."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
-
-
-def reached(curve: Iterable[Point], goal: float) -> Point | None:
-    """The first point of a run that is as good as ``goal``."""
-    return next((point for point in curve if point.loss <= goal), None)

@@ -1,4 +1,4 @@
-"""The tasks of docs/choosing.md train, plain and rewired."""
+"""The tasks of docs/choosing.md train, plain and rewired; of those whose answer is known, a study gives it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,44 @@ import pytest
 import torch
 import torchvision_stub  # noqa: F401
 
-from rewire.studies.contenders import Scales, parse
+from rewire.studies.contenders import PLAIN, parse
 from rewire.studies.task import Budget
-from rewire.studies.training import train
+from rewire.studies.training import Setting, Trial, train
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "choosing"))
 
+import known
 import tasks
 
 
 @pytest.mark.parametrize("name", ["language_model", "vision_transformer", "deep_mlp"])
 def test_a_task_trains(name: str) -> None:
-    points = train(getattr(tasks, name)(), parse("laurel-rw"), 1e-3, Scales(), 1, Budget(steps=10), torch.device("cpu"))
-    first, *_, last = points
-    assert last.step == 10 and last.loss < first.loss
+    trial = Trial(Setting(1e-3), 1)
+    found, _ = train(getattr(tasks, name)(), parse("laurel-rw"), trial, Budget(steps=10), torch.device("cpu"))
+    assert found.curve[-1].step == 10 and found.loss < found.curve[0].loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", known.FAMILIES)
+def test_a_study_names_the_true_family(kind: str) -> None:
+    """Of the first teacher of each kind; `known.py` has twenty."""
+    found = known.answer((kind, 0, 100, 6))
+    assert found["outcome"] == "right", found
+
+
+@pytest.mark.parametrize("kind", known.FAMILIES)
+def test_only_the_true_connections_give_the_teachers_outputs(kind: str) -> None:
+    task = known.task(kind, 1)
+    plain, true = known.teacher(kind, 1)
+    with torch.no_grad():
+        assert task.loss(true, task.validation[0]) < 1e-10
+        assert (task.loss(plain, task.validation[0]) < 1e-3) == (kind == "plain")
+    trial = Trial(Setting(task.learning_rate), 0)
+    found, _ = train(task, PLAIN, trial, Budget(steps=20), torch.device("cpu"))
+    assert found.loss < found.curve[0].loss
+
+
+def test_what_an_answer_is_worth() -> None:
+    assert known.outcome("plain", None) == "right" and known.outcome("skips", None) == "no difference"
+    assert known.outcome("skips", "ancre-ingoing") == "right"
+    assert known.outcome("skips", "attnres") == known.outcome("plain", "attnres") == "wrong"

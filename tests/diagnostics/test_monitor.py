@@ -44,9 +44,30 @@ def test_connection_weights_against_their_definitions() -> None:
         "previous": sum(row[j] for j, row in enumerate(shares)) / 3,
         "sources": sum(math.exp(-sum(s * math.log(s) for s in row)) for row in shares) / 3,
         "change": float((matrix - before).norm() / before.norm()),
+        "speed": float((matrix - before).norm() / before.norm()),
+        "moved": 0.7,  # of what is stored
     }
     assert step == 1
     assert values == {f"rewire/layers/weights/{name}": pytest.approx(v, rel=1e-5) for name, v in expected.items()}
+
+
+def test_what_has_stopped_and_what_still_has_a_gradient() -> None:
+    model, log = dense("ancre-ingoing"), Logged()
+    monitor = rewire.Monitor(model, log, every=1)
+    (connection,) = rewire.connections(model).values()
+    for logits in (0.5, 60.0, 70.0):  # the last two: softmaxes with one choice left
+        with torch.no_grad():
+            for parameter in connection.parameters():
+                parameter.copy_(logits * torch.linspace(0, 1, parameter.numel()))
+        model.zero_grad()
+        model(vectors()).square().sum().backward()
+        monitor.step()
+    series = {
+        name: [values[f"rewire/layers/weights/{name}"] for _, values in log] for name in ("moved", "speed", "gradient")
+    }
+    assert series["moved"] == pytest.approx([0.5, 60.0, 70.0])
+    assert series["gradient"][0] > 1e3 * series["gradient"][2]
+    assert series["speed"][1] > 1e3 * series["speed"][2]
 
 
 def test_when_it_logs() -> None:

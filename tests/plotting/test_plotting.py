@@ -358,9 +358,12 @@ def test_differences_that_are_far_off_are_arrows_at_the_edge(monkeypatch: pytest
         yield figures[-1]
 
     monkeypatch.setattr(charts, "saved_figure", kept)
-    charts.plot_differences({"near": [0.01, -0.02] * 10, "far": [5.0, -0.01], "none": []}, tmp_path / "x.png", "loss")
+    differences = {"near": [0.01, -0.02] * 10, "far": [5.0, -0.01], "none": []}
+    charts.plot_differences(differences, tmp_path / "x.png", "loss", {"far": (-0.01, 5.0)})
     (axes,) = figures[0].axes
     left, right = axes.get_xlim()
     marks = [(line.get_marker(), float(line.get_xdata()[0])) for line in axes.lines if line.get_marker() in "o<>"]
+    (interval,) = [line.get_xdata() for line in axes.lines if line.get_marker() == "None" and line.get_ydata()[0] == 1]
+    assert tuple(interval) == (-0.01, pytest.approx(right / 1.05))
     assert [marker for marker, _ in marks].count("o") == 21 and ("<" not in dict(marks))
     assert dict(marks)[">"] < right < 0.1 and all(left < x < right for _, x in marks)

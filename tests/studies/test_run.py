@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import regression
 import torch
 from regression import task
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import rewire
@@ -18,7 +22,28 @@ from rewire import cli
 from rewire.errors import RewireError
 from rewire.studies.report import Study
 
-TOPOLOGIES = ["laurel-rw", "ancre-ingoing:start=paper", "dca"]
+TOPOLOGIES = ["skipinit", "ancre-ingoing:start=paper", "laurel-rw", "dca"]
+
+
+def scaled_task() -> rewire.Task:
+    """A task that skipinit is made for: a net of which only the scale of each branch is not known."""
+    torch.manual_seed(5)
+    plain = regression.model()
+    true = rewire.compile(plain, "skipinit", validate=False)
+    (connection,) = rewire.connections(true).values()
+    connection.set_values({"scales": torch.tensor([4.0, 0.2, 2.0])})
+
+    def model() -> nn.Module:
+        student = copy.deepcopy(plain)
+        for weight in student.parameters():
+            weight.data += 0.02 * torch.randn_like(weight)
+        return student
+
+    def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((x, true(x).detach()) for x, _ in regression.batches(seed))
+
+    validation = [(x, true(x).detach()) for x, _ in task.validation]
+    return rewire.Task(model, batches, validation, regression.loss, learning_rate=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -28,47 +53,65 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Study:
-    return rewire.study(task, TOPOLOGIES, steps=40, trials=2, seeds=2, out=folder, device="cpu", progress=False)
+    return rewire.study(
+        scaled_task(), TOPOLOGIES, steps=40, trials=4, seeds=5, finalists=2, out=folder, device="cpu", progress=False
+    )
 
 
-def test_rows_are_ranked_and_have_their_controls(found: Study) -> None:
+def test_rows_are_ranked_and_compared_seed_by_seed(found: Study) -> None:
     names = [row.name for row in found.rows]
-    assert set(names) >= {"residual", *TOPOLOGIES, "ancre-ingoing:start=paper, frozen", "laurel-rw, still"}
-    means = [row.mean for row in found.rows]
-    assert means == sorted(means)
-    assert names[-1] == "dca" and "attention" in found.row("dca").reason
-    assert {row.name: len(row.runs) for row in found.rows if len(row.runs) != 2} == {"dca": 0, "laurel-rw, still": 1}
-    (gain,) = found.gains(found.row("laurel-rw, still"))
-    assert abs(gain) < 1e-3 * found.baseline.mean
-    assert found.baseline.mean == min(row.mean for row in found.rows if row.name.startswith("residual"))
+    assert set(names) >= {"residual", *TOPOLOGIES}
+    compared = [row for row in found.rows if row.results]
+    assert [row.mean for row in compared] == sorted(row.mean for row in compared)
+    assert [[result.trial.seed for result in row.results] for row in compared] == [[2, 3, 4, 5, 6]] * len(compared)
+    assert sum(not row.is_plain for row in compared) == 2
+    assert {result.trial.seed for row in found.rows for result in row.searched} == {0, 1}
+    assert (
+        names[-1] == "dca" and "attention" in found.row("dca").reason and found.verdict(found.row("dca")) == "not run"
+    )
+    assert [found.verdict(row) for row in found.rows].count("dropped") == 1
+    assert found.verdict(found.baseline) == "baseline"
+    row = next(row for row in compared if not row.is_plain)
+    assert found.gain(row).values == [a - b for a, b in zip(found.baseline.losses, row.losses, strict=True)]
 
 
-def test_gains_are_by_seed(found: Study) -> None:
-    row = found.row("laurel-rw")
-    assert found.gains(row) == [a - b for a, b in zip(found.baseline.losses, row.losses, strict=True)]
-    assert found.gains(found.baseline) == [0, 0]
+def test_all_that_entered_count_in_the_correction(found: Study) -> None:
+    raw = {row.name: found.gain(row).p for row in found.rows if row.results and not row.is_plain}
+    assert min(found.p.values()) == pytest.approx(min(1.0, len(TOPOLOGIES) * min(raw.values())))
 
 
-def test_a_sentence_on_each_topology(found: Study) -> None:
+def test_rows_that_are_ahead_have_controls(found: Study) -> None:
+    ahead = [row for row in found.rows if row.results and not row.is_plain and row.mean < found.baseline.mean]
+    assert ahead
+    for row in ahead:
+        assert {"start", "end"} <= set(row.controls) and len(row.longer) == 5
+        assert found.in_its_time(row) is not None and found.learned(row) is not None
+    assert all(not row.controls for row in found.rows if row not in ahead)
+    (rate,) = {result.trial.setting.rate for result in ahead[0].longer}
+    assert found.baseline.setting is not None and rate == found.baseline.setting.rate
+
+
+def test_a_sentence_on_each_topology_and_scale(found: Study) -> None:
     findings = "\n".join(found.findings())
     for name in TOPOLOGIES:
-        assert findings.count(f"{name} ") + findings.count(f"{name}:") >= 1
-    assert "With its weights frozen it ends at" in findings
-    assert re.search(r"stand still, where it is the plain model, it ends [+-]0\.000\d from that", findings)
+        assert findings.count(f"{name}: ") == 1
+    assert "Frozen where another run's ended, the model trained anew" in findings
+    assert "Its weights moved by up to" in findings
+    assert re.search(r"Scale of branch: best \S+ of .*\.", findings) and "Scale of embedding: " in findings
 
 
-def test_learned_and_frozen_runs_differ(found: Study) -> None:
-    name = "ancre-ingoing:start=paper"
-    assert found.row(name).losses != found.row(f"{name}, frozen").losses
-    assert [run.curve[0] for run in found.row(name).runs] == [run.curve[0] for run in found.row(f"{name}, frozen").runs]
+def test_what_was_found_is_an_initialiser(found: Study) -> None:
+    model = rewire.compile(regression.model(), "laurel-rw", init=found.scales, validate=False)
+    assert rewire.connections(model)
 
 
 def test_the_files(found: Study, folder: Path) -> None:
     data = json.loads((folder / "study.json").read_text())
     assert [row["name"] for row in data["rows"]] == [row.name for row in found.rows]
-    assert data["rows"][0]["losses"]["1"] == found.rows[0].losses[0]
+    assert data["rows"][0]["losses"]["2"] == found.rows[0].losses[0]
     assert data["findings"] == found.findings() and data["about"]["steps"] == 40
-    for name in ("curves.png", "differences.png"):
+    assert data["headline"] == found.headline()
+    for name in ("curves.png", "differences.png", "rates.png", "weights.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
 
@@ -85,24 +128,27 @@ def test_the_page_stands_alone(found: Study, folder: Path) -> None:
 
     Parser().feed((folder / "study.html").read_text())
     sources = [attributes["src"] for tag, attributes in seen if tag == "img"]
-    assert len(sources) == 2 and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert len(sources) == 4 and all(source.startswith("data:image/png;base64,") for source in sources)
     assert not [tag for tag, attributes in seen if tag in ("script", "link") or "href" in attributes]
     for row in found.rows:
         assert row.name in texts
+    assert texts.index(found.headline()) < texts.index("loss")  # first of all, the answer
 
 
-def test_another_topology_goes_on_with_what_is_there(found: Study, folder: Path) -> None:
-    more = rewire.study(
-        task, ["laurel-rw", "layerscale"], steps=40, trials=2, seeds=2, out=folder, device="cpu", progress=False
-    )
-    assert more.row("laurel-rw").losses == found.row("laurel-rw").losses
-    assert more.row("laurel-rw").cost == found.row("laurel-rw").cost
-    assert len(more.row("layerscale").runs) == 2
+def test_more_seeds_go_on_with_what_is_there(found: Study, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = next(row.name for row in found.rows if row.results and not row.is_plain)
+    more = rewire.study(scaled_task(), [name], steps=40, trials=4, seeds=6, out=folder, device="cpu")
+    assert more.row(name).losses[:5] == found.row(name).losses
+    assert more.row(name).cost == found.row(name).cost
+    printed = capsys.readouterr().err
+    assert re.match(r"About \d+ runs, \d+ (s|min) of training on one process; seeds 0 to 1 for searches, 2 to", printed)
+    assert len(re.findall(f"\n{name}, rate.*, seed 7: ", printed)) == 1
+    assert not re.findall(f"\n{name}, rate.*, seed [0-6]: ", printed)
 
 
 def test_another_budget_is_refused(found: Study, folder: Path) -> None:
     with pytest.raises(RewireError, match="this storage holds a study with"):
-        rewire.study(task, ["laurel-rw"], steps=41, out=folder, progress=False)
+        rewire.study(scaled_task(), ["laurel-rw"], steps=41, out=folder, progress=False)
 
 
 def test_a_plain_model_that_never_trains(tmp_path: Path) -> None:
@@ -111,12 +157,13 @@ def test_a_plain_model_that_never_trains(tmp_path: Path) -> None:
         rewire.study(broken, ["laurel-rw"], steps=5, trials=1, seeds=1, out=tmp_path, progress=False)
 
 
-@pytest.mark.parametrize("numbers", [{"trials": 0}, {"seeds": 0}])
+@pytest.mark.parametrize("numbers", [{"trials": 0}, {"seeds": 0}, {"finalists": 0}])
 def test_numbers_that_make_no_sense(tmp_path: Path, numbers: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="1 or more"):
         rewire.study(task, steps=5, out=tmp_path, **numbers)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_database(tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     found = rewire.study(
@@ -138,11 +185,19 @@ def test_the_command(tmp_path: Path) -> None:
         *("--out", str(tmp_path), "--device", "cpu"),
     )
     assert code == 0, output
-    assert "laurel-rw ends" in output and "no evidence for larger ones" in output
+    assert "laurel-rw: nothing is shown by 1 seeds, 5 are the least" in output
+    assert "No difference shown" in output and "no evidence for larger ones" in output
     assert (tmp_path / "study.html").exists()
     # In a pipe, a line for each run.
-    assert re.search(r"^residual, rate \S+: loss \d\.\d{4} after 20 steps\n", output)
-    assert re.search(r"\nlaurel-rw, seed 1: loss \d\.\d{4} after 20 steps\n", output) and "\x1b" not in output
+    assert re.search(r"\nresidual, rate \S+, seed 0: loss \d\.\d{4} after 20 steps\n", output)
+    assert re.search(r"\nlaurel-rw, rate .*, seed 2: loss \d\.\d{4} after 20 steps\n", output) and "\x1b" not in output
+
+
+def test_what_was_found_as_json(tmp_path: Path) -> None:
+    options = ("--topologies", "laurel-rw", "--steps", "5", "--trials", "1", "--seeds", "2", "--device", "cpu")
+    result = CliRunner().invoke(cli.app, ["study", "regression:make_task", *options, "--out", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads((tmp_path / "study.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -160,6 +215,7 @@ def test_commands_that_name_nothing(args: tuple[str, ...], message: str, tmp_pat
     assert code == 1 and message in output
 
 
+@pytest.mark.slow
 def test_the_task_of_the_guide_trains(tmp_path: Path) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "studies.md").read_text()
     code = guide.split("```python\n")[1].split("```")[0]

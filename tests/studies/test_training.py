@@ -12,11 +12,26 @@ from torch import nn
 
 import rewire
 from rewire.errors import RewireError
-from rewire.studies.contenders import PLAIN, Scales, parse
+from rewire.studies.contenders import PLAIN, Contender, parse
 from rewire.studies.task import Budget, Task, loss_of_model
-from rewire.studies.training import cost, evaluate, inputs_of, make, train, warm_up_and_decay
+from rewire.studies.training import (
+    Result,
+    Setting,
+    Trial,
+    _Spikes,
+    cost,
+    evaluate,
+    inputs_of,
+    make,
+    train,
+    warm_up_and_decay,
+)
 
 CPU = torch.device("cpu")
+
+
+def run(contender: Contender, setting: Setting, budget: Budget, seed: int = 0, length: float = 1.0) -> Result:
+    return train(task, contender, Trial(setting, seed, length), budget, CPU)[0]
 
 
 def test_a_run_is_what_a_loop_by_hand_gives() -> None:
@@ -24,7 +39,7 @@ def test_a_run_is_what_a_loop_by_hand_gives() -> None:
     model = rewire.compile(regression.model(), "laurel-rw", validate=False)
     groups = rewire.parameter_groups(model, lr=0.01, weight_decay=task.weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    rates = [group["lr"] for group in groups]
+    rates = [group["lr"] * (2 if n else 1) for n, group in enumerate(groups)]  # the connections' twice as high
     for step, batch in enumerate(itertools.islice(task.batches(3), 40)):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * warm_up_and_decay(step / 40)
@@ -32,22 +47,28 @@ def test_a_run_is_what_a_loop_by_hand_gives() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), task.clip)
         optimizer.step()
         optimizer.zero_grad()
-    points = list(train(task, parse("laurel-rw"), 0.01, Scales(), 3, Budget(steps=40), CPU))
-    assert [point.step for point in points] == list(range(0, 41, 2))
-    assert points[-1].loss == pytest.approx(evaluate(task, model, CPU), rel=1e-6)
+    found = run(parse("laurel-rw"), Setting(0.01, connections=2.0), Budget(steps=40), 3)
+    assert [point.step for point in found.curve] == list(range(0, 41, 2))
+    assert found.loss == pytest.approx(evaluate(task, model, CPU), rel=1e-6)
+    (matrix,) = rewire.coefficients(model).values()
+    torch.testing.assert_close(torch.tensor(found.matrix), matrix)
 
 
 def test_a_preserving_start_begins_with_the_plain_models_loss() -> None:
-    first = [
-        next(train(task, parse(name), 0.01, Scales(2.0, 0.5), 1, Budget(steps=1), CPU))
-        for name in ("residual", "ancre-ingoing")
-    ]
+    setting = Setting(0.01, embedding=2.0, branch=0.5)
+    first = [run(parse(name), setting, Budget(steps=1)).curve[0] for name in ("residual", "ancre-ingoing")]
     assert first[0] == first[1]
 
 
-def test_a_frozen_control_keeps_its_weights_and_trains_the_rest() -> None:
-    contender = parse("ancre-ingoing:start=paper").control
-    model = make(task, contender, Scales(), 0, CPU)
+def test_a_longer_run_has_a_longer_schedule() -> None:
+    short, long = (run(PLAIN, Setting(0.01), Budget(steps=40), length=length) for length in (1.0, 1.5))
+    assert (short.curve[-1].step, long.curve[-1].step) == (40, 60)
+    assert short.curve[1] != long.curve[1]
+
+
+def test_a_held_control_keeps_its_weights_and_trains_the_rest() -> None:
+    contender = parse("ancre-ingoing:start=paper").holding("start")
+    model = make(task, contender, Trial(Setting(0.1), 0), CPU)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     optimizer = task.optimizer(rewire.parameter_groups(model, lr=0.1, weight_decay=0.1))
     regression.loss(model, next(task.batches(0))).backward()
@@ -56,32 +77,39 @@ def test_a_frozen_control_keeps_its_weights_and_trains_the_rest() -> None:
     assert moved == {name for name in before if "depth_connections" not in name} != set(before)
 
 
-def test_a_control_that_stands_still_gets_gradients_and_trains_as_the_plain_model() -> None:
-    contender = parse("ancre-ingoing").control
-    assert contender is not None and contender.held == "still"
-    model = make(task, contender, Scales(), 0, CPU)
-    regression.loss(model, next(task.batches(0))).backward()
-    (connection,) = rewire.connections(model).values()
-    assert all(weight.grad is not None and weight.grad.any() for weight in connection.parameters())
-    still, plain = (list(train(task, each, 0.01, Scales(), 0, Budget(steps=40), CPU)) for each in (contender, PLAIN))
-    assert still[-1].loss == pytest.approx(plain[-1].loss, rel=1e-3) != plain[0].loss
-
-
 def test_scales_multiply_the_first_weights_and_the_ends_of_branches() -> None:
-    torch.manual_seed(0)
-    model = regression.model()
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
-    Scales(embedding=4.0, branch=0.5).apply(model)
-    factors = {name: (weight / before[name]).mean().item() for name, weight in model.named_parameters()}
+    plain, scaled = (
+        dict(make(task, PLAIN, Trial(setting, 0), CPU).named_parameters())
+        for setting in (Setting(0.1), Setting(0.1, embedding=4.0, branch=0.5))
+    )
+    factors = {name: (scaled[name] / weight).mean().item() for name, weight in plain.items()}
     assert factors.pop("0.weight") == pytest.approx(4)
     assert {factors.pop(f"{n}.outer.weight") for n in (1, 2, 3)} == {0.5}
     assert set(factors.values()) == {1.0}
 
 
+def test_where_the_weights_went() -> None:
+    slow, fast = (
+        run(parse("ancre-ingoing"), Setting(0.01, connections=c), Budget(steps=60)).moves for c in (0.01, 30.0)
+    )
+    assert slow and fast and slow.moved < 0.1 < 5 < fast.moved
+    assert not slow.saturated and slow.settled > fast.settled
+    assert run(PLAIN, Setting(0.01), Budget(steps=5)).moves is None
+
+
+def test_spikes_are_counted_once_each() -> None:
+    spikes = _Spikes()
+    for step in range(200):
+        spikes.see(1 + 0.1 * math.sin(7 * step) + (5 if step in (50, 51, 52, 120) else 0))
+    assert spikes.count == 2
+    spikes.see(math.nan)
+    assert spikes.count == 3
+
+
 def test_a_budget_of_seconds_ends_the_run() -> None:
-    points = list(train(task, PLAIN, 0.01, Scales(), 0, Budget(seconds=0.2), CPU))
-    assert 0.2 <= points[-1].seconds < 0.4
-    assert points[-1].step > 5
+    curve = run(PLAIN, Setting(0.01), Budget(seconds=0.2)).curve
+    assert 0.2 <= curve[-1].seconds < 0.4
+    assert curve[-1].step > 5
 
 
 @pytest.mark.parametrize("settings", [{}, {"steps": 0}, {"seconds": -1.0}])
@@ -91,14 +119,14 @@ def test_a_budget_that_is_none(settings: dict[str, float]) -> None:
 
 
 def test_losses_that_are_no_numbers_end_the_run() -> None:
-    points = list(train(task, PLAIN, 1e30, Scales(), 0, Budget(steps=40), CPU))
-    assert points[-1].loss == math.inf and points[-1].step < 40
+    found = run(PLAIN, Setting(1e30), Budget(steps=40))
+    assert found.loss == math.inf and found.curve[-1].step < 40
 
 
 def test_batches_that_end_too_early() -> None:
     short = dataclasses.replace(task, batches=lambda seed: itertools.islice(regression.batches(seed), 5))
     with pytest.raises(RewireError, match=r"batches\(0\) ended after 5 steps"):
-        list(train(short, PLAIN, 0.01, Scales(), 0, Budget(steps=10), CPU))
+        train(short, PLAIN, Trial(Setting(0.01), 0), Budget(steps=10), CPU)
 
 
 def test_what_a_model_is_called_with() -> None:
@@ -112,7 +140,7 @@ def test_what_a_model_is_called_with() -> None:
 
 def test_the_cost_of_a_step() -> None:
     found = cost(task, parse("laurel-rw"), CPU)
-    assert found.weights == 6 and found.time > 0
+    assert found.weights == 6 and found.time > 0 and 0 < found.seconds < 1
     assert found.kept > cost(task, PLAIN, CPU).kept
 
 

@@ -1,0 +1,48 @@
+"""The weights that are there, times factors by role: what a study finds for a plain model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from rewire.init import rules
+from rewire.init.registry import Initializer, Rule, register_initializer
+from rewire.init.table import LAST, Roles, Weight
+
+#: Factor -> the roles whose weights it multiplies.
+SCALED_ROLES = {"embedding": frozenset({"embedding", "first"}), "branch": LAST}
+
+
+@register_initializer("scaled")
+@dataclasses.dataclass(frozen=True)
+class Scaled(Initializer):
+    """The weights that are there, times a factor for embeddings and one for the ends of branches.
+
+    The scale of these two decides more of how a small model trains than most topologies do. `rewire.study` searches
+    both for the plain model: ``found.scales`` is this initialiser with what it found.
+
+    Attributes:
+        embedding: factor on what makes the trunk's input: tables of embeddings, and first layers.
+        branch: factor on the weights that branches end with.
+
+    Raises:
+        ValueError: a factor is not positive.
+
+    Example:
+        >>> report = rewire.initialize(copy.deepcopy(model), "scaled", branch=4.0)
+        >>> {rule for _, rule in report.applied}
+        {'times 4'}
+    """
+
+    embedding: float = 1.0
+    branch: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in SCALED_ROLES:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r}: it has to be a positive number.")
+
+    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
+        factors = (getattr(self, name) for name, scaled in SCALED_ROLES.items() if weight.role in scaled)
+        factor = next(factors, 1.0)
+        return None if factor == 1 else rules.times(factor)

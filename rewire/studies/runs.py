@@ -1,0 +1,260 @@
+"""The runs of a study, each made once: Optuna studies in a storage that outlives the process and may be shared."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rewire.diagnostics.moves import Moves
+from rewire.errors import RewireError
+from rewire.runtime.connection import connections
+from rewire.studies.contenders import Contender, Held, Values
+from rewire.studies.rules import fixed_rule
+from rewire.studies.task import Budget, Task
+from rewire.studies.training import Cost, Point, Result, Setting, Trial, cost, make, train
+from rewire.version import how_to_install
+
+if TYPE_CHECKING:
+    import optuna
+
+#: Seconds after which a run on another machine that says nothing counts as dead.
+_SILENT = 600.0
+
+Tick = Callable[[float], object]
+
+
+@dataclasses.dataclass
+class Runs:
+    """Makes the runs that are not in the storage yet.
+
+    Several processes may work at one storage: a run that another one is at is not begun a second time, unless that one
+    was killed (on another machine: has been silent for ten minutes).
+
+    Attributes:
+        say: gets a line on each run that ended.
+        bar: makes a progress bar for a run, by what the run is.
+    """
+
+    task: Task
+    budget: Budget
+    storage: optuna.storages.BaseStorage
+    device: torch.device
+    say: Callable[[str], object] = lambda line: None
+    bar: Callable[[str], Tick] = lambda name: lambda spent: None
+
+    def __post_init__(self) -> None:
+        self._ends: dict[str, nn.Module] = {}
+
+    def results(
+        self, contender: Contender, trials: Sequence[Trial], values: Callable[[], Values | None] = lambda: None
+    ) -> list[Result]:
+        """The runs ``trials``, in that order.
+
+        Args:
+            values: called if a run is made; gives the connection weights at its start, or None for the topology's own.
+        """
+        kept = Kept(contender.name, self.storage)
+        while True:
+            done = {result.trial: result for result in kept.results()}
+            missing = [trial for trial in trials if trial not in done]
+            if not missing:
+                return [done[trial] for trial in trials]
+            busy = kept.running()
+            free = next((trial for trial in missing if trial not in busy), None)
+            if free is None:
+                time.sleep(1)  # other processes are at all of them
+            else:
+                name = f"{contender.name}, {free.setting}, seed {free.seed}"
+                name += f", {free.length:.3g} x as long" if free.length != 1 else ""
+                self.say(f"{name}: {self._run(kept, contender, free, values(), name)}")
+
+    def control(self, contender: Contender, held: Held, trials: Sequence[Trial], donor: Trial) -> list[Result] | None:
+        """The runs with connection weights that are held; None for a fixed rule where none is known.
+
+        What the donor ended with is not kept, as it may be large: it is trained anew, once.
+        """
+        if held == "rule" and self._rule(make(self.task, contender, donor, self.device)) is None:
+            return None
+
+        def values() -> Values | None:
+            if held == "start":
+                return None
+            if contender.name not in self._ends:
+                tick = _rare(self.bar(f"{contender.name}, seed {donor.seed} again, for its weights"))
+                _, ended = train(self.task, contender, donor, self.budget, self.device, tick=tick)
+                self._ends[contender.name] = ended
+            model = self._ends[contender.name]
+            found = {trunk: connection.values() for trunk, connection in connections(model).items()}
+            return found if held == "end" else self._rule(model)
+
+        return self.results(contender.holding(held), trials, values)
+
+    def cost(self, contender: Contender) -> Cost:
+        """What a step costs, measured once and then kept with the runs."""
+        kept = Kept(contender.name, self.storage)
+        if "cost" not in kept.notes:
+            kept.note("cost", cost(self.task, contender, self.device))
+        return Cost(*kept.notes["cost"])
+
+    def _rule(self, model: nn.Module) -> Values | None:
+        rules = {trunk: fixed_rule(connection) for trunk, connection in connections(model).items()}
+        known = {trunk: rule for trunk, rule in rules.items() if rule is not None}
+        return known if len(known) == len(rules) else None
+
+    def _run(self, kept: Kept, contender: Contender, trial: Trial, values: Values | None, name: str) -> Result:
+        tick = self.bar(name)
+        with kept.recorded(trial) as record:
+
+            def heard(spent: float) -> None:
+                record.hear()
+                tick(spent)
+
+            result, _ = train(self.task, contender, trial, self.budget, self.device, values, _rare(heard))
+            record.end(result)
+        return result
+
+
+def _rare(tick: Tick, every: float = 0.2) -> Tick:
+    """``tick``, called no more often than a person can see."""
+    last = 0.0
+
+    def called(spent: float) -> None:
+        nonlocal last
+        if (now := time.perf_counter()) - last > every:
+            last = now
+            tick(spent)
+
+    return called
+
+
+class Kept:
+    """The runs of one contender, and notes on it, in a storage."""
+
+    def __init__(self, name: str, storage: optuna.storages.BaseStorage) -> None:
+        import optuna
+
+        self._study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        return self._study.user_attrs
+
+    def note(self, name: str, value: Any) -> None:
+        self._study.set_user_attr(name, value)
+
+    def results(self) -> list[Result]:
+        """The runs that ended, in the order in which they began."""
+        return [_result(trial) for trial in self._trials() if trial.state.name == "COMPLETE"]
+
+    def running(self) -> list[Trial]:
+        """Runs that a living process is at."""
+        return [_trial(trial) for trial in self._trials() if trial.state.name == "RUNNING" and _alive(trial)]
+
+    def _trials(self) -> list[optuna.trial.FrozenTrial]:
+        return self._study.get_trials(deepcopy=False)
+
+    @contextlib.contextmanager
+    def recorded(self, trial: Trial) -> Iterator[_Record]:
+        """Record a run; on Ctrl-C or an error it does not count."""
+        import optuna
+
+        numbers = {**dataclasses.asdict(trial.setting), "seed": trial.seed, "length": trial.length}
+        fixed: dict[str, optuna.distributions.BaseDistribution] = {
+            name: optuna.distributions.FloatDistribution(value, value) for name, value in numbers.items()
+        }
+        asked = self._study.ask(fixed)
+        try:
+            yield _Record(self._study, asked)
+        except BaseException:
+            self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
+            raise
+
+
+class _Record:
+    def __init__(self, study: optuna.Study, trial: optuna.trial.Trial) -> None:
+        self._study, self._trial, self._last = study, trial, 0.0
+        self.hear()
+
+    def hear(self) -> None:
+        """Note that the process lives."""
+        if time.time() - self._last > _SILENT / 20:
+            self._last = time.time()
+            self._trial.set_user_attr("process", [socket.gethostname(), os.getpid(), self._last])
+
+    def end(self, result: Result) -> None:
+        moves = result.moves and dataclasses.astuple(result.moves)
+        self._trial.set_user_attr("result", [result.curve, result.spikes, moves, result.matrix])
+        self._study.tell(self._trial, result.loss)
+
+
+def _trial(trial: optuna.trial.FrozenTrial) -> Trial:
+    numbers = dict(trial.params)
+    seed, length = int(numbers.pop("seed")), numbers.pop("length")
+    return Trial(Setting(**numbers), seed, length)
+
+
+def _result(trial: optuna.trial.FrozenTrial) -> Result:
+    curve, spikes, moves, matrix = trial.user_attrs["result"]
+    return Result(_trial(trial), [Point(*p) for p in curve], spikes, moves and Moves(*moves), matrix)
+
+
+def _alive(trial: optuna.trial.FrozenTrial) -> bool:
+    """Whether the process of a run that did not end still works at it, as far as can be told from here."""
+    host, process, heard = trial.user_attrs.get("process", ("", 0, 0.0))
+    if host == socket.gethostname() and os.name == "posix":
+        return process != os.getpid() and _exists(process)
+    return time.time() - heard < _SILENT
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def open_storage(storage: str) -> optuna.storages.BaseStorage:
+    """The storage at a URL (``sqlite:///study.db``), or the journal in a file of that path.
+
+    Raises:
+        ImportError: Optuna is missing.
+        RewireError: the file is no journal.
+    """
+    try:
+        import optuna
+        from optuna.storages.journal import JournalFileBackend
+    except ImportError as error:
+        raise ImportError(f"studies need Optuna: {how_to_install('study')}.") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # what it says of each trial, the progress bars show
+    if "://" in storage:
+        return optuna.storages.RDBStorage(storage)
+    if Path(storage).exists():
+        with open(storage, "rb") as file:
+            if not b'{"op_code"'.startswith(file.read(10)):
+                raise RewireError(f"'{storage}' is a file, and no journal of a study: give another storage.")
+    return optuna.storages.JournalStorage(JournalFileBackend(storage))
+
+
+@contextlib.contextmanager
+def opened(storage: str) -> Iterator[optuna.storages.BaseStorage]:
+    """The storage that `open_storage` opens. Its connections to a database are closed at the end."""
+    found = open_storage(storage)
+    try:
+        yield found
+    finally:
+        engine = getattr(found, "engine", None)  # of a database
+        if engine is not None:
+            found.remove_session()
+            engine.dispose()
