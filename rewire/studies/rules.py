@@ -24,7 +24,7 @@ def fixed_rule(connection: Connection) -> dict[str, Tensor] | None:
     topology, learned = connection.layout.topology, connection.values()
     if isinstance(topology, ANCRe) and topology.form == "difference":
         chosen = _CHOSEN * topology.temperature
-        rows = [torch.zeros(len(topology.sources(t))) for t in topology.reads(connection.layout.dims)]
+        rows = [torch.zeros(count) for count in topology.sizes(connection.layout.dims)]
         for row in rows:
             row[-1] = chosen  # sources ascend: the newest is the last
         return {"logits": torch.cat(rows).to(learned["logits"].device)}

@@ -348,6 +348,7 @@ def test_branches_are_named_by_kind() -> None:
         make_topology("denseformer", {"units": ["conv"]}).placed(kinds)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
 @pytest.mark.parametrize("key", [key for key in EVERY if key.endswith("-few")])
 def test_they_are_captured_whole(key: str) -> None:
     torch.manual_seed(0)
