@@ -56,7 +56,7 @@ def outline(topology: Topology, weights: Any, dims: Dims) -> Outline:
         if isinstance(topology, (Dense, DenseIncrements)):
             program = topology._program(_static(topology, weights, dims), dims)
             return Outline(mapped(program, functools.partial(_mixed, topology.first)), "mixes")
-        if isinstance(topology, ParallelStreams):
+        if isinstance(topology, ParallelStreams) and topology.has_program:
             return Outline(topology.static_program(weights, dims), "streams")
         return Outline(_of_matrix(topology, topology.matrix(weights, dims), dims.depth), "matrix")
 

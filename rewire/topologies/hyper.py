@@ -251,6 +251,11 @@ class ParallelStreams(Streams):
     def template(self, states: States) -> Tensor:
         return states[0].select(-2, 0)
 
+    @property
+    def has_program(self) -> bool:
+        """Whether `static_program` is all: units have gates of their own, and streams start as copies."""
+        return True
+
     def static_program(self, weights: Weights, dims: Dims) -> Program:
         """The program of the static values: all there is, if nothing depends on the streams."""
         units, streams = list[ProgramUnit](), ["x0"] * self.streams

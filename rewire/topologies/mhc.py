@@ -251,6 +251,10 @@ class ManifoldHyperConnections(ParallelStreams):
         return (states[0], _weights_of(states[-1])) if self.delayed else super().lasting(states)
 
     @property
+    def has_program(self) -> bool:
+        return not (self.delayed or self.entry_scales)
+
+    @property
     def gating(self) -> Gating | None:
         if self.residual != "sinkhorn":
             return None

@@ -314,6 +314,18 @@ def test_what_is_no_weight_is_no_edge() -> None:
     assert learned == {"blocks/r2", "blocks/r3", "blocks/r4"}
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"delayed": True, "output": "learned"}, {"entry_scales": True}], ids=str)
+def test_streams_that_wait_or_start_apart_have_no_edges(options: dict[str, Any]) -> None:
+    """Their sums are not those of a unit's own gates: units alone can be left out."""
+    _, model = shaken("mhc", **options)
+    found = rewire.ablate(model, [batch()], loss=squares)
+    assert not found.edges and found.units and "does more than add up states" in found.refused["blocks"]
+    matrix = rewire.coefficients(model)["blocks"]
+    weight = rewire.graph(model).edges["blocks/f1", "blocks/r2"]["weight"]
+    assert weight == pytest.approx(float(matrix[1, 1]), rel=1e-5)
+
+
 def test_spearman() -> None:
     stats = pytest.importorskip("scipy.stats")
     a, b = [0.3, 0.1, 0.1, 2.0, -1.0, 0.3], [1.0, 5.0, 2.0, 2.0, 0.0, 3.0]
