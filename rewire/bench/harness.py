@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from rewire.files import whole
 from rewire.passes.validating.tensors import tensors_in
 from rewire.torch_internals import keep_busy
+from rewire.version import __version__
 
 #: Bytes that are written before a pass is timed: they push its inputs out of the caches.
 _FLUSH = {"cuda": 1 << 30, "cpu": 1 << 26}
@@ -254,7 +255,7 @@ def copy_bandwidth(device: torch.device, size: int = 1 << 28, rounds: int = 10) 
 
 
 #: Distributions whose versions the numbers depend on.
-_LIBRARIES = ("rewire", "triton", "transformers", "liger-kernel", "fla-core", "hyper-connections")
+_LIBRARIES = ("triton", "transformers", "liger-kernel", "fla-core", "hyper-connections")
 
 
 def default_device() -> torch.device:
@@ -271,6 +272,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "rewire": __version__,
         **libraries,
     }
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from rewire.console import progress
 from rewire.diagnostics.ablating import Bench, Part
 from rewire.diagnostics.effects import Ablation, What
+from rewire.diagnostics.losses import loss_of_model
 from rewire.errors import BadExampleInputs, UnsupportedTopology
 from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.runtime.connection import learned_connections
-from rewire.studies.task import loss_of_model
 
 
 def ablate(

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import rewire.compiler as compiler
 from rewire.console import Shown, progress
 from rewire.diagnostics.ablating import Bench, Part
+from rewire.diagnostics.losses import loss_of_model
 from rewire.errors import BadExampleInputs, UnknownName, UnsupportedTopology
 from rewire.passes.checks import check_loaded, check_unwrapped
 from rewire.runtime.connection import Connection, learned_connections
-from rewire.studies.task import loss_of_model
 from rewire.topologies import Topology
 from rewire.topologies.base import Dims
 from rewire.topologies.dense import Dense, DenseIncrements

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rewire.errors import RewireError
-
-
-def loss_of_model(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that the model itself returns: ``model(**batch).loss``."""
-    if not isinstance(batch, Mapping):
-        raise RewireError(
-            f"a batch is a {type(batch).__name__}, not a dict of the model's arguments: pass Task(loss=...), a "
-            "function of (model, batch)."
-        )
-    loss = getattr(model(**batch), "loss", None)
-    if loss is None:
-        raise RewireError(
-            f"{type(model).__name__} returned no loss: give it labels, or pass Task(loss=...), a function of (model, "
-            "batch)."
-        )
-    return loss
+from rewire.diagnostics.losses import loss_of_model
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

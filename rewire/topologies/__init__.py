@@ -11,15 +11,19 @@ from rewire.topologies.base import Dims, QKVInputs, Recurrence, Topology
 from rewire.topologies.ddl import DDL
 from rewire.topologies.dense import Dense, DenseIncrements
 from rewire.topologies.denseformer import DenseFormer
+from rewire.topologies.fixed_scale import FixedScale
 from rewire.topologies.gated import GatedHyperConnections
+from rewire.topologies.gpas import GPAS
 from rewire.topologies.grn import DCA, GRNv1, GRNv2, GRNv3
 from rewire.topologies.hyper import DynamicHyperConnections, FracConnections, HyperConnections
 from rewire.topologies.laurel import LaurelLR, LaurelPA, LaurelRW
 from rewire.topologies.mhc import ManifoldHyperConnections
 from rewire.topologies.muddformer import MUDDFormer
+from rewire.topologies.orthogonal import OrthogonalUpdate
 from rewire.topologies.registry import list_topologies, make_topology, register_topology
 from rewire.topologies.residual import Residual
 from rewire.topologies.residual_scale import ResidualScale
+from rewire.topologies.review import Review
 from rewire.topologies.scaling import BranchScale, LayerScale
 from rewire.topologies.unet import UNet
 from rewire.topologies.variance_gate import VarianceGate
@@ -31,6 +35,7 @@ for _file in pkgutil.iter_modules(__path__):
 __all__ = [
     "DCA",
     "DDL",
+    "GPAS",
     "ANCRe",
     "ANCReCascaded",
     "ANCReConstant",
@@ -41,6 +46,7 @@ __all__ = [
     "DenseIncrements",
     "Dims",
     "DynamicHyperConnections",
+    "FixedScale",
     "FracConnections",
     "GRNv1",
     "GRNv2",
@@ -53,10 +59,12 @@ __all__ = [
     "LayerScale",
     "MUDDFormer",
     "ManifoldHyperConnections",
+    "OrthogonalUpdate",
     "QKVInputs",
     "Recurrence",
     "Residual",
     "ResidualScale",
+    "Review",
     "Topology",
     "UNet",
     "VarianceGate",

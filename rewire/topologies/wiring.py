@@ -211,10 +211,10 @@ def _numbers(name: str, units: Units, sources: Sources, depth: int, reads: Colle
     of_unit, everywhere = _by_unit(sources), _everywhere(sources)
     if of_unit and units is not None:
         raise ValueError("sources= has the sources of each unit already: leave out units=.")
-    named = [unit for unit, _ in of_unit] if of_unit else units
-    chosen = sorted(reads) if named is None else [_read(name, unit, depth, reads) for unit in named]  # type: ignore[union-attr]
     if of_unit:
-        return dict(zip(chosen, [own for _, own in of_unit], strict=True))
+        return {_read(name, unit, depth, reads): own for unit, own in of_unit}
+    named: Any = units
+    chosen = sorted(reads) if named is None else [_read(name, unit, depth, reads) for unit in named]
     return {t: everywhere or range(t) for t in chosen}
 
 

@@ -11,9 +11,10 @@ from regression import task
 from torch import nn
 
 import rewire
+from rewire.diagnostics.losses import loss_of_model
 from rewire.errors import RewireError
 from rewire.studies.contenders import PLAIN, Contender, parse
-from rewire.studies.task import Budget, Task, loss_of_model
+from rewire.studies.task import Budget, Task
 from rewire.studies.training import (
     Result,
     Setting,

@@ -1,0 +1,25 @@
+"""The loss of a batch, where nobody says what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from rewire.errors import RewireError
+
+
+def loss_of_model(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that the model itself returns: ``model(**batch).loss``."""
+    if not isinstance(batch, Mapping):
+        raise RewireError(
+            f"a batch is a {type(batch).__name__}, not a dict of the model's arguments: pass loss=, a function of "
+            "(model, batch)."
+        )
+    loss = getattr(model(**batch), "loss", None)
+    if loss is None:
+        raise RewireError(
+            f"{type(model).__name__} returned no loss: give it labels, or pass loss=, a function of (model, batch)."
+        )
+    return loss
