@@ -17,4 +17,5 @@ def test_deep_trunks(key: str) -> None:
     """More reads of one state than a kernel takes columns, sources or pairs of both."""
     name, options = EVERY[key]
     found = passes.measure(make_topology(name, options), 140)
-    assert found["forward"]["kernel_passes"] + found["backward"]["kernel_passes"] > 0 or key == "residual"
+    by_kernels = found["forward"]["kernel_passes"] + found["backward"]["kernel_passes"]
+    assert by_kernels > 0 or key in ("residual", "fixed-scale", "review")  # plain sums, and operations of torch alone
