@@ -248,15 +248,41 @@ class Bench:
         trunk.set({}, self.copied)
         return found
 
+    def slopes(self, name: str, parts: Sequence[Part]) -> list[float] | None:
+        """For each part, how fast the loss rises as its weights move to those of the plain network, which is 1 away.
+
+        One backward pass for all; None where weights depend on the input, and the loss on them in more ways than here.
+        """
+        trunk = self.trunks[name]
+        if trunk.terms is None or trunk.plain is None:
+            return None
+        values = trunk.terms.values
+        away = torch.stack([trunk.terms.set(trunk.changes(part, True)) - values for part in parts])
+        total = torch.zeros(len(parts), dtype=torch.float64)
+        path = self._path(trunk)
+        for batch in self.batches:
+            moved = torch.zeros(len(parts), requires_grad=True)
+            now = values + (moved.view(-1, *[1] * values.dim()) * away).sum(0)
+            with torch.enable_grad(), plain_runs(self.copied, self.seed):
+                device = connections(self.copied)[name].get_buffer("terms").device
+                loss = self.loss(_With(self.copied, {path: now.to(device)}), batch)
+            total += torch.autograd.grad(loss, moved)[0].double()
+        return (total / len(self.batches)).tolist()
+
+    def _path(self, trunk: Trunk) -> str:
+        """Of the buffer of a static trunk's weights."""
+        connection = connections(self.copied)[trunk.layout.trunk]
+        (path,) = (path for path, module in self.copied.named_modules() if module is connection)
+        return f"{path}.terms"
+
     def _together(self, trunk: Trunk, sets: Sequence[Tensor]) -> list[float]:
         """How much the loss rises from the first of these sets of weights to each of the others: with all at once."""
         connection = connections(self.copied)[trunk.layout.trunk]
-        (path,) = (path for path, module in self.copied.named_modules() if module is connection)
         found = list[float]()
         for first in range(1, len(sets), self.at_once):
             some = torch.stack([sets[0], *sets[first : first + self.at_once]])
             some = some.to(connection.get_buffer("terms").device)
-            losses = self._mean(functools.partial(self._of_each, f"{path}.terms", some))
+            losses = self._mean(functools.partial(self._of_each, self._path(trunk), some))
             found += (losses[1:] - losses[0]).tolist()
         return found
 

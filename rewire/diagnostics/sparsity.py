@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rich import box
 from rich.console import Console
@@ -27,6 +27,8 @@ from rewire.topologies.registry import name_and_options, named_topology
 from rewire.topologies.wiring import OUTPUT
 
 _SHOWN = 12  # connections in a printed report
+#: What connections are ranked by.
+Score = Literal["loss", "gradient", "weight"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Candidate:
         unit: the unit that reads, or "output".
         source: the number of what it reads, as `sources=` has it.
         weight: as `rewire.graph` has it; of weights per token the mean.
-        score: how much the loss rises if it is that of the plain network, all others as they are.
+        score: how much the loss rises if it is that of the plain network, all others as they are; or what else ranks.
     """
 
     unit: int | str
@@ -137,7 +139,7 @@ def sparsify(
     *,
     keep: int,
     loss: Callable[[Any, Any], Tensor] = loss_of_model,
-    by: Literal["loss", "weight"] = "loss",
+    by: Score = "loss",
     trunk: str | None = None,
     at_once: int = 8,
     seed: int = 0,
@@ -153,13 +155,15 @@ def sparsify(
         batches: what losses are means over; kept.
         keep: how many connections; the others can be looked at, too.
         loss: of (model, batch), a scalar; default: ``model(**batch).loss``.
-        by: what ranks connections: "loss", or "weight", the distance from the plain network's; to compare.
+        by: what ranks connections: "loss"; "gradient", the same to first order, by one backward pass, for constant
+            weights; or "weight", the distance from the plain network's.
         trunk: which one; None: the only one.
         at_once: sets of weights that run at once, where they are constant.
         seed: of what is random in the model.
 
     Raises:
-        UnsupportedTopology: it is not a dense topology, or has groups already.
+        UnsupportedTopology: it is not a dense topology, or has groups already; or ``by="gradient"``, and its weights
+            depend on the input.
         UnknownName: there is no such trunk, or there are several and none was named.
         BadExampleInputs: there are no batches.
         ValueError: there are not as many connections, or no such score.
@@ -168,8 +172,8 @@ def sparsify(
         >>> found = rewire.sparsify(rewired, [x], keep=2, loss=lambda model, batch: model(batch).square().mean())
         >>> few = found.compile(rewire.restore(rewired), example_inputs=(x,))
     """
-    if by not in ("loss", "weight"):
-        raise ValueError(f"by={by!r}: it has to be 'loss' or 'weight'.")
+    if by not in get_args(Score):
+        raise ValueError(f"by={by!r}: it has to be one of {', '.join(map(repr, get_args(Score)))}.")
     learned = learned_connections(model, "there is nothing to sparsify")
     check_unwrapped(model)
     check_loaded(model, "sparsified")
@@ -186,12 +190,8 @@ def sparsify(
         raise ValueError(f"keep={keep}: trunk '{name}' has {len(parts)} connections that can be kept.")
     ends, edges = list(parts), list(parts.values())
     with progress(f"sparsifying {type(model).__name__}", len(edges)) as tick:
-        effects = list(bench.run(edges, None, tick))
-    plain = 1.0 if isinstance(topology, DenseIncrements) else 0.0
-    found = [
-        Candidate(unit, source, effect.weight, _score(by, effect.weight, effect.plain, plain))
-        for (unit, source), effect in zip(ends, effects, strict=True)
-    ]
+        scores, weights = _scores(bench, topology, edges, by, tick)
+    found = [Candidate(*at, weight, score) for at, weight, score in zip(ends, weights, scores, strict=True)]
     order = sorted(range(len(found)), key=lambda n: found[n].score, reverse=True)
     ranked = [found[n] for n in order]
     steps = sorted({0, len(found), keep, *(2**n for n in range(len(found).bit_length()) if 2**n < len(found))})
@@ -250,8 +250,27 @@ def _ends(part: Part, dims: Dims) -> tuple[int | str, int]:
     return (OUTPUT if t > dims.depth else t), i
 
 
-def _score(by: str, weight: float | None, rise: float | None, plain: float) -> float:
-    return (rise or 0.0) if by == "loss" else abs((weight or 0.0) - plain)
+def _scores(
+    bench: Bench,
+    topology: Dense[Any] | DenseIncrements[Any],
+    edges: Sequence[Part],
+    by: Score,
+    tick: Callable[[], None],
+) -> tuple[list[float], list[float | None]]:
+    """Of each edge its score, and its weight."""
+    weights = [edge.weight for edge in edges]
+    if by == "weight":
+        plain = 1.0 if isinstance(topology, DenseIncrements) else 0.0
+        return [abs((weight or 0.0) - plain) for weight in weights], weights
+    if by == "loss":
+        return [effect.plain or 0.0 for effect in bench.run(edges, None, tick)], weights
+    slopes = bench.slopes(edges[0].trunk, edges)
+    if slopes is None:
+        raise UnsupportedTopology(
+            f"topology '{topology.registered_name}' has weights that depend on the input, and the loss on these in more "
+            "ways than a gradient of the sums shows: take by='loss'."
+        )
+    return slopes, weights
 
 
 def _together(trunk: str, parts: Sequence[Part]) -> Part:

@@ -65,6 +65,33 @@ def test_planted_connections_are_found(name: str) -> None:
     assert weighed.sources() == found.sources()
 
 
+@pytest.mark.parametrize("name", ["denseformer", "grn-v1"])
+def test_gradients_are_those_of_small_moves(name: str) -> None:
+    """Towards the plain network, of a loss that is not at its minimum; others than the planted ones are there."""
+    model = planted(name)
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    found = rewire.sparsify(model, [vectors(), 2 * vectors()], keep=3, loss=loss, by="gradient")
+    slopes = {(c.unit, c.source): c.score for c in found.candidates}
+    assert [slope for at, slope in slopes.items() if at not in PLANTED] == pytest.approx([0] * (len(slopes) - 3))
+    (connection,) = rewire.connections(model).values()
+    topology: Any = connection.layout.topology
+    key, at, small = next(iter(connection.values())), 0, 1e-2
+    whole = connection.values()[key].clone()
+    base = (loss(model, vectors()) + loss(model, 2 * vectors())).detach() / 2
+    for t, size in zip(topology.mixing(connection.layout.dims), topology.sizes(connection.layout.dims), strict=True):
+        for n, i in enumerate(topology.sources_of(t, connection.layout.dims)):
+            if (t, i) in PLANTED:
+                moved = whole.clone()
+                moved[at + n] -= small * 0.5
+                connection.set_values({key: moved})
+                rise = (loss(model, vectors()) + loss(model, 2 * vectors())).detach() / 2 - base
+                assert slopes[t, i] == pytest.approx(float(rise) / small, rel=0.05)
+        at += size
+
+
 def test_kept_alone_they_are_the_same_model() -> None:
     model = planted("denseformer")
     loss, batches = targets(model)
@@ -101,6 +128,8 @@ def test_weights_per_token() -> None:
     curve = [point.loss for point in found.curve]
     assert curve[0] > curve[-1] == pytest.approx(0, abs=1e-12)
     assert len(rewire.connections(found.compile(stack(), validate=False))) == 1
+    with pytest.raises(rewire.UnsupportedTopology, match="weights that depend on the input"):
+        rewire.sparsify(model, batches, keep=4, loss=loss, by="gradient")
 
 
 @pytest.mark.parametrize(
