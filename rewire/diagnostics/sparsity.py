@@ -267,8 +267,8 @@ def _scores(
     slopes = bench.slopes(edges[0].trunk, edges)
     if slopes is None:
         raise UnsupportedTopology(
-            f"topology '{topology.registered_name}' has weights that depend on the input, and the loss on these in more "
-            "ways than a gradient of the sums shows: take by='loss'."
+            f"topology '{topology.registered_name}' has weights that depend on the input, and the loss on these in "
+            "more ways than a gradient of the sums shows: take by='loss'."
         )
     return slopes, weights
 
