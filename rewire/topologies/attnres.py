@@ -155,7 +155,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
             raise no_preserving_start(self, "with normed=True it sums other sources")
         if start == "preserve" and not self.scaled and self.form == "softmax":
             raise no_preserving_start(self, "its softmax is an average; with scaled=True it is a sum")
-        if self.qkv and not dims.attention:
+        if self.qkv and not (dims.attention or self.few):
             raise no_attention(self, dims.depth, "leave out qkv=True")
         if dims.width % self.heads:
             raise UnsupportedTopology(

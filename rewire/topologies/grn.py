@@ -263,7 +263,7 @@ class DCA(GRNv3):
         Raises:
             UnsupportedTopology: no unit of the trunk begins with an attention.
         """
-        if not dims.attention:
+        if not (dims.attention or self.few):
             raise no_attention(self, dims.depth, "use grn-v3")
         return super().parameters(dims, start)
 

@@ -5,6 +5,7 @@ What they do not name stays plain: it is not mixed, no state is held for it, and
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -77,16 +78,26 @@ def checked_units(units: Any) -> tuple[Unit, ...] | None:
     """
     if units is None:
         return None
-    found = (units,) if isinstance(units, int | str) else tuple(units)
-    for unit in found:
-        if isinstance(unit, bool) or not (isinstance(unit, int) or unit == OUTPUT or unit in KINDS) or unit == 0:
-            raise ValueError(
-                f"units={units!r}: a unit is its number, from 1 or from -1 at the end, 'output', or a kind of branch, "
-                f"one of {', '.join(map(repr, KINDS))}."
-            )
+    found = tuple(_unit(unit, units) for unit in ([units] if isinstance(units, int | str) else units))
     if not found:
         raise ValueError("units is empty: no unit would read. Leave it out to let all of them.")
-    return found
+    return tuple(dict.fromkeys(found))
+
+
+def _unit(unit: Any, given: Any) -> Unit:
+    """A number, also as a word, as keys of JSON are; or a word."""
+    if isinstance(unit, str) and (unit == OUTPUT or unit in KINDS):
+        return unit
+    try:
+        number = int(unit) if isinstance(unit, str) else operator.index(unit)
+    except (TypeError, ValueError):
+        number = 0
+    if number == 0 or isinstance(unit, bool):
+        raise ValueError(
+            f"units={given!r}: a unit is its number, from 1 or from -1 at the end, 'output', or a kind of branch, one "
+            f"of {', '.join(map(repr, KINDS))}."
+        )
+    return number
 
 
 def checked_sources(sources: Any) -> Named | None:
@@ -103,13 +114,13 @@ def checked_sources(sources: Any) -> Named | None:
         raise ValueError(
             "sources is empty: there would be nothing to read. Leave it out to let units read all sources."
         )
-    if all(isinstance(one, int | str) for one in given):
-        return tuple(_number(one, sources) for one in given)
-    return tuple(_of_unit(pair, sources) for pair in given)
+    if all(isinstance(one, list | tuple) for one in given):
+        return tuple(_of_unit(pair, sources) for pair in given)
+    return tuple(dict.fromkeys(_number(one, sources) for one in given))
 
 
 def _of_unit(pair: Any, given: Any) -> tuple[Unit, tuple[int, ...]]:
-    if not isinstance(pair, list | tuple) or len(pair) != 2 or isinstance(pair[0], list | tuple):
+    if len(pair) != 2 or isinstance(pair[0], list | tuple):
         raise _wrong(given)
     ((unit,), numbers) = checked_units(pair[0]) or (), checked_sources(pair[1])
     if unit in KINDS or not numbers or isinstance(numbers[0], tuple):
@@ -147,12 +158,14 @@ def by_channel(plain: Mapping[Channel, Tensor], channels: Sequence[Channel], way
 def placed(units: Any, kinds: Sequence[str]) -> tuple[Unit, ...]:
     """``units`` with numbers in place of kinds, of a trunk whose units begin with branches of these kinds.
 
+    Unit 1 has nothing to choose from, and is not meant.
+
     Raises:
         UnsupportedTopology: no unit is of a kind that is named.
     """
     found: list[Unit] = []
     for unit in units:
-        own = [t for t, kind in enumerate(kinds, start=1) if kind == unit] if unit in KINDS else [unit]
+        own = [t for t, kind in enumerate(kinds, start=1) if kind == unit and t > 1] if unit in KINDS else [unit]
         if not own:
             raise UnsupportedTopology(
                 f"units={unit!r}: no unit of this trunk begins with such a branch; they begin with "
@@ -245,11 +258,15 @@ def _name(t: int, depth: int) -> str:
     return str(t) if t <= depth else repr(OUTPUT)
 
 
-def _number(source: int | str, given: Any) -> int:
-    text = source[1:] if isinstance(source, str) and source.startswith("x") else ""
-    if isinstance(source, bool) or not (isinstance(source, int) or text.isdecimal()):
+def _number(source: Any, given: Any) -> int:
+    text = source[1:] if isinstance(source, str) and source.startswith("x") else source
+    try:
+        number = int(text) if isinstance(text, str) else operator.index(text)
+    except (TypeError, ValueError):
+        raise _wrong(given) from None
+    if isinstance(source, bool) or (text is not source and number < 0):
         raise _wrong(given)
-    return int(text or source)
+    return number
 
 
 def _wrong(given: Any) -> ValueError:

@@ -306,6 +306,16 @@ def test_what_a_trunk_does_not_have(options: dict[str, Any], message: str) -> No
         make_topology("denseformer", options).parameters(Dims(DEPTH), "preserve")
 
 
+def test_other_ways_to_say_it() -> None:
+    """As files and other libraries have it."""
+    said = make_topology("denseformer", {"sources": {3: ["x0"], "output": [2, 2]}})
+    pairs = [["3", ["0"]], ["output", ["x2"]]]
+    assert said == make_topology("denseformer", {"sources": pairs})
+    assert said == make_topology("denseformer", {"sources": {"3": torch.tensor([0]), "output": range(2, 3)}})
+    units = make_topology("denseformer", {"units": torch.tensor([3, -1]), "sources": torch.tensor([0, -2])})
+    assert units == make_topology("denseformer", {"units": ["3", "-1", 3], "sources": ["0", "-2"]})
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -343,7 +353,7 @@ def test_only_named_states_are_held() -> None:
 def test_branches_are_named_by_kind() -> None:
     kinds = ["attention", "ffn"] * 3
     topology = make_topology("denseformer", {"units": ["attention", "output"], "sources": [-2]})
-    assert topology.placed(kinds).units == (1, 3, 5, "output")  # type: ignore[attr-defined]
+    assert topology.placed(kinds).units == (3, 5, "output")  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedTopology, match="they begin with attention, ffn"):
         make_topology("denseformer", {"units": ["conv"]}).placed(kinds)
 
