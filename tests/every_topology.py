@@ -31,7 +31,6 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "mhc-kronecker": ("mhc", {"residual": "kronecker"}),
     "mhc-entry": ("mhc", {"entry_scales": True}),
     "mhc-delayed": ("mhc", {"delayed": True, "output": "learned"}),
-    "mhc-delayed-identity": ("mhc", {"delayed": True, "output": "learned", "residual": "identity"}),
     "hc-gated-streams": ("hc-gated", {"reads": "streams", "streams": 2, "rank": 3}),
     "frac-hc-static": ("frac-hc", {"dynamic": False}),
     "laurel-rw-softmax": ("laurel-rw", {"total": 1.0}),
@@ -54,8 +53,6 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "grn-v3-few": ("grn-v3", {"units": [-1, "output"], "sources": ["x0", -1]}),
     "muddformer-few": ("muddformer", {"units": [-1, "output"], "sources": ["x0"], "channels": ["v", "shortcut"]}),
     "muddformer-norms": ("muddformer", {"norms": True}),
-    "muddformer-norms-groups": ("muddformer", {"norms": True, "block": 2}),
-    "muddformer-norms-few": ("muddformer", {"norms": True, "units": [-1, "output"], "sources": ["x0"]}),
     "attnres-few": ("attnres", {"units": ["output"], "sources": [1]}),
 }
 
@@ -68,7 +65,7 @@ PRE_NORM_ONLY = {
     *("grn-v1-groups", "dca-groups"),
     *("hc-static", "hc-static-sum", "hc-static-learned", "hc-dynamic", "hc-dynamic-2", "hc-dynamic-learned"),
     *("frac-hc", "frac-hc-static", "mhc", "mhc-identity", "mhc-permutations", "mhc-cayley"),
-    *("mhc-kronecker", "mhc-entry", "mhc-delayed", "mhc-delayed-identity"),
+    *("mhc-kronecker", "mhc-entry", "mhc-delayed"),
     *("hc-gated", "hc-gated-streams"),
     *("attnres", "attnres-scaled", "attnres-groups", "attnres-additive", "attnres-qkv", "attnres-normed"),
     *("grn-v2-few", "grn-v3-few", "attnres-few"),
