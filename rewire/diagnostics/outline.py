@@ -55,6 +55,8 @@ def outline(topology: Topology, weights: Any, dims: Dims) -> Outline:
     except UnsupportedTopology:
         if isinstance(topology, (Dense, DenseIncrements)):
             program = topology._program(_static(topology, weights, dims), dims)
+            if not topology.has_program:
+                return Outline(program, "matrix")
             return Outline(mapped(program, functools.partial(_mixed, topology.first)), "mixes")
         if isinstance(topology, ParallelStreams) and topology.has_program:
             return Outline(topology.static_program(weights, dims), "streams")

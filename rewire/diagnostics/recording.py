@@ -171,7 +171,7 @@ class _Mixes(Topology):
             way: added_up(factors[way] if new is None else new, given).to(history.newest.dtype)
             for way, new in changed.items()
         }
-        ways = [sums[id(way)] for way in ways_of(read)]
+        ways = [sums.get(id(way), own) for way, own in zip(ways_of(read), ways_of(value), strict=True)]
         return QKVInputs(*ways) if len(ways) > 1 else ways[0]
 
     def _factors(self, history: Any, weights: Any, t: int) -> tuple[Any, dict[int, list[Tensor]]]:

@@ -78,6 +78,11 @@ class _Dense(Topology[W]):
         return self.units is not None or self.sources is not None
 
     @property
+    def has_program(self) -> bool:
+        """Whether reads are weighted sums of their sources, and nothing more."""
+        return True
+
+    @property
     def group(self) -> int:
         """S, units in a group: ``block`` of a topology that has this option."""
         return getattr(self, "block", None) or 1

@@ -119,6 +119,10 @@ class MUDDFormer(Dense[Aggregates]):
         # not by super(), which Dynamo takes for the property itself
         return self.units is not None or self.sources is not None or self.channels is not None
 
+    @property
+    def has_program(self) -> bool:
+        return not self.norms
+
     def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
         channels = self.channels or _CHANNELS
         if t in dims.attention:

@@ -398,6 +398,7 @@ def test_a_part_may_change_behind_an_add() -> None:
     torch.testing.assert_close(rewired(vectors()), model(vectors()))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [Rows, IndexAdd, Tokens])
 def test_parts_are_compiled(block: type[nn.Module]) -> None:
