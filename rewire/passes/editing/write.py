@@ -436,6 +436,9 @@ class _Editor:
             if addition.part is not None:
                 operands = [f"{self.depth}.at[{render(*self.text.span(addition.part.slice))}]({operands[0]})"]
             call = f"{self.depth}.add({', '.join([render(first, last), *operands, *how])})"
+            stated = isinstance(self.parents[addition.node], ast.Expr)
+            if stated and any((method, edit.at) in self.plan.edits for method in ("push", "open")):
+                return call  # what is around it is assigned
             return self._assigned(addition, call, render)
 
         return [Change(*self.text.span(addition.whole), write)]
