@@ -407,3 +407,24 @@ def test_parts_are_compiled(block: type[nn.Module]) -> None:
     made = torch.compile(rewired, fullgraph=True, backend="aot_eager")
     for ours, theirs in zip(results(made, vectors()), results(rewired, vectors()), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+class InBetween(nn.Module):
+    """A block whose state is a view of what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.branch = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, count = torch.tensor([1]), len(x)
+        x.index_add_(0, rows, self.branch(self.norm(x[rows])))
+        x = x.flatten(0, 1)
+        return x.unflatten(0, (count, -1))
+
+
+def test_a_view_of_another_blocks_state_is_not_written_to() -> None:
+    """All blocks write into the memory of the first one's input: which of the states they change is not known."""
+    net, x = type("Stated", (Net,), {"block": InBetween})(), torch.randn(6, 5, WIDTH)
+    with pytest.raises(rewire.EditError, match=r"a view of the state of the block before .*x = x.index_add"):
+        rewire.compile(net, "residual", trunks=["blocks"], example_inputs=(x,))

@@ -284,6 +284,12 @@ class _Planner:
             scope = self.carriers.innermost(op)
             if scope is None:
                 raise EditError("what makes the next state stands outside the functions that the stream runs through")
+            if op.name == "setitem" and op.place == add.op.place is not None and scope is add.op.scope:
+                text = self.sources.text(scope)
+                raise EditError(
+                    f"the add at {text.where(text.at(*add.op.place)[0])} writes into a view of the state of the block "
+                    "before it: make a new tensor there, as `x = x.index_add(..)` does"
+                )
             made[scope, self.sources.span(scope, op)] = op
         for (scope, at), op in made.items():
             function = self.sources.plan(scope)
