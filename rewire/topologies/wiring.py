@@ -26,8 +26,6 @@ Units = Unit | Sequence[Unit] | None
 Sources = Unit | Sequence[Unit] | Mapping[Unit, Sequence[Unit]] | Named | None
 #: What a branch may be, as `rewire.inspect` shows it.
 KINDS = ("attention", "cross-attention", "ffn", "parallel", "conv", "branch")
-
-
 #: The inputs of an attention.
 QKV: tuple[Channel, ...] = ("q", "k", "v")
 
@@ -55,6 +53,7 @@ class Few:
         self._last = dict(sorted((i, t) for t, numbers in sorted(sources.items()) for i in numbers))
 
     def __contains__(self, t: int) -> bool:
+        """Whether read t is a mix."""
         return t in self.sources
 
     def __getitem__(self, t: int) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from every_topology import EVERY, kinds_first, mixed
 from models import LinearNet, PostNorm, SeparatePreNorm, Stack, token_ids, vectors
+from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -327,7 +328,6 @@ def test_streams_that_wait_or_start_apart_have_no_edges(options: dict[str, Any])
 
 
 def test_spearman() -> None:
-    stats = pytest.importorskip("scipy.stats")
     a, b = [0.3, 0.1, 0.1, 2.0, -1.0, 0.3], [1.0, 5.0, 2.0, 2.0, 0.0, 3.0]
     assert spearman(a, b) == pytest.approx(stats.spearmanr(a, b).statistic)
     assert spearman([1, 2], [1, 2]) is None and spearman([1, 1, 1], [1, 2, 3]) is None
