@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -136,7 +137,21 @@ MANIFOLDS: dict[str, Manifold] = {
 }
 
 
-@torch.library.custom_op("rewire::sinkhorn", mutates_args=())
+def _namespace(name: str) -> str:
+    """Where the operators of this module are registered: an ejected model, which has its own, would overwrite ours.
+
+    Torch frees an operator that is overwritten, under models that still call it.
+    """
+    name = re.sub(r"\W", "_", name.removesuffix(".topologies.manifolds"))
+    while hasattr(getattr(torch.ops, name), "sinkhorn"):  # of a module of this name that was imported before
+        name += "_"
+    return name
+
+
+_NAMESPACE = _namespace(__name__)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::sinkhorn", mutates_args=())
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """``exp(logits)`` with columns, then rows, divided by their sum, ``iterations`` times (Sinkhorn-Knopp).
 
@@ -168,7 +183,7 @@ def sinkhorn_steps(logits: Tensor, iterations: int, eps: float) -> Tensor:
     return steps[-1].movedim((0, 1), (-2, -1)).contiguous()
 
 
-@torch.library.custom_op("rewire::sinkhorn_backward", mutates_args=())
+@torch.library.custom_op(f"{_NAMESPACE}::sinkhorn_backward", mutates_args=())
 def sinkhorn_backward(grad: Tensor, logits: Tensor, iterations: int, eps: float) -> Tensor:
     """Gradient of the logits of `sinkhorn` from that of its result."""
     loop = compiled_sinkhorn(logits)

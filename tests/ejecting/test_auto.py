@@ -96,6 +96,23 @@ def test_every_auto_class_makes_the_rewired_model(tmp_path: Path) -> None:
             assert type(model).__name__ == auto[name].rpartition(".")[2]  # by which the Trainer knows heads
 
 
+def test_operators_of_ejected_models_are_their_own(tmp_path: Path) -> None:
+    """Torch frees an operator that is registered again, under those who have it."""
+    torch.manual_seed(0)
+    rewired: Any = mixed(tiny.tiny_model("llama"), "mhc").eval()
+    ours = torch.ops.rewire.sinkhorn.default
+    ejected(rewired, tmp_path / "one")
+    ejected(rewired, tmp_path / "two")
+    found = set()
+    for folder in ("one", "two", "one"):
+        model = loaded("AutoModelForCausalLM", tmp_path / folder)
+        runtimes = {name: module for name, module in sys.modules.items() if name.endswith("rewire_runtime")}
+        found |= {runtime.sinkhorn._qualname for runtime in runtimes.values()}  # type: ignore[attr-defined]
+        torch.testing.assert_close(model(models.token_ids()).logits, rewired(models.token_ids()).logits)
+    assert len(found) == 2 and not any(name.startswith("rewire::") for name in found)
+    assert torch.ops.rewire.sinkhorn.default is ours
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES.split())
 def test_every_auto_class_of_every_family(family: str, tmp_path: Path) -> None:
