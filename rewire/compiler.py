@@ -6,9 +6,11 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
+import torch
 from torch import nn
 
 from rewire import logs
@@ -80,7 +82,8 @@ def inspect(model: nn.Module, example_inputs: Any = None, *, loop: Loop = "conti
         return Report((), (LeftAlone("", f"it already has learned depth connections: {learned}"),))
     restart = loop == "restart"
     try:
-        found = find(prepared, restart=restart)
+        with _uncompiled():
+            found = find(prepared, restart=restart)
     except RewireError as error:
         if example_inputs is None:
             raise
@@ -186,7 +189,7 @@ def compile(
         )
     method: Method = "run" if validate and not on_meta(model) else "meta" if prepared.given else "trace"
     everything = any(topology.reads_qkv for topology in topologies.values())
-    with timed(logs.find, f"looked for residual streams in {prepared.name}"):
+    with timed(logs.find, f"looked for residual streams in {prepared.name}"), _uncompiled():
         found = find(prepared, method, everything, loop == "restart")
     logs.find.info("found:\n%s", found.report)
     check_found(found, prepared)
@@ -215,7 +218,7 @@ def _rewired(
         if logs.rewrite.isEnabledFor(logging.INFO):
             logs.rewrite.info("changed:\n%s", diff(rewired))
         if validate:
-            with timed(logs.validate, f"validated {prepared.name}"):
+            with timed(logs.validate, f"validated {prepared.name}"), _uncompiled():
                 if on_meta(model):
                     _validate_twin(model, prepared.patterns, topologies, granularity, start, loop)
                 else:
@@ -223,6 +226,12 @@ def _rewired(
     for connection in connections(rewired).values():
         connection.report = found.report
     return rewired
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[None]:
+    """While it lasts, what a model compiles by itself, helpers say, runs as Python, which shows what it does."""
+    compiles = "torch._dynamo" in sys.modules  # which takes seconds to import
+    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -231,6 +231,13 @@ def compiled_frame() -> Any:
     return None if compilation is None else compilation.frame_id
 
 
+def uncompiled(function: Any) -> Any:
+    """What ``torch.compile`` was called on, of what it made; of anything else, that itself."""
+    while hasattr(function, "_torchdynamo_orig_callable"):
+        function = function._torchdynamo_orig_callable
+    return function
+
+
 def recompile_limit() -> int:
     """Up to how many graphs Dynamo compiles of one frame; then it runs the frame as Python code."""
     return torch._dynamo.config.recompile_limit

@@ -431,6 +431,14 @@ def test_inductor_is_told_of_operators(describes: bool, monkeypatch: pytest.Monk
         lowering.lowerings.pop(operator, None)
 
 
+def test_what_torch_compile_was_called_on() -> None:
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    compiled = torch.compile(torch.compile(double, backend="eager"), backend="eager")
+    assert compiled is not double and internals.uncompiled(compiled) is internals.uncompiled(double) is double
+
+
 def test_shapes_are_propagated() -> None:
     graph = fx.symbolic_trace(nn.Linear(2, 3))
     internals.propagate(graph, [torch.ones(4, 2)])

@@ -115,8 +115,8 @@ def redecorated(decorated: Decorated, function: FunctionType) -> FunctionType:
         )
         copy = clone(wrapper, wrapper.__code__.replace(), copies)
         itself.cell_contents = copy
-        if hasattr(wrapper, "__wrapped__"):
-            copy.__wrapped__ = new  # type: ignore[attr-defined]
+        # ``__wrapped__``, and what torch.compile calls in place of the wrapper if it is called while it traces.
+        vars(copy).update({name: new for name, value in vars(copy).items() if value is old})
         old, new = wrapper, copy
     return new
 

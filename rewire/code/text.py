@@ -197,7 +197,9 @@ def _read(function: FunctionType) -> Text:
     try:
         tree = _definition(source, first)
     except SyntaxError as error:
-        raise EditError(f"the source of {name} at {file}:{first} does not parse by itself: {error}") from error
+        of_lambda = name.endswith("<lambda>")
+        why = "is a lambda: write it as a function" if of_lambda else f"does not parse by itself: {error}"
+        raise EditError(f"the source of {name} at {file}:{first} {why}") from error
     text = Text(file, first, source, tree)
     code = compiled(function, source, first)
     if code is None or not _same(code, function.__code__):

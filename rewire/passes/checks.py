@@ -43,13 +43,13 @@ def check_unwrapped(model: nn.Module) -> None:
     Raises:
         WrappedModel: saying which module is.
     """
-    if isinstance(model, torch.jit.ScriptModule):
-        raise WrappedModel(
-            f"the model is TorchScript ({type(model).__name__}), which has no Python source to edit: rewire the model "
-            "that it was made from, before torch.jit."
-        )
     for path, module in model.named_modules():
         where = f"'{path}'" if path else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise WrappedModel(
+                f"{where} is TorchScript ({type(module).__name__}), which has no Python source to edit, and tells "
+                "nobody what it computes: rewire the model that it was made from, before torch.jit."
+            )
         if isinstance(module, nn.DataParallel):
             raise WrappedModel(f"{where} is wrapped in DataParallel: rewire what is inside (.module), then wrap that.")
         kind = " ".join(cls.__name__ for cls in type(module).__mro__)

@@ -183,16 +183,17 @@ def check_found(found: Found, prepared: Prepared) -> None:
         NoResidualAdds: with the adds that were left alone, and why.
     """
     if not found.trunks:
-        raise NoResidualAdds(_nothing_found(prepared, found.report))
+        raise NoResidualAdds(_nothing_found(prepared, found.report, found.evaluation.flow.unseen))
 
 
-def _nothing_found(prepared: Prepared, report: Report) -> str:
+def _nothing_found(prepared: Prepared, report: Report, unseen: str) -> str:
     """The message: each add that was left alone, and why."""
     name, rows = prepared.name, told(report.left)
     if not rows:
         return (
             f"no residual stream was found in {name}: nothing in its forwards adds to a value what is computed from it "
             f"through weights.{'' if prepared.given else ' If only a run shows that, pass example_inputs.'}"
+            f"{f' Something hides what it does: {unseen}.' if unseen else ''}"
         )
     lines = [f"\n  {path}: {why}{f' ({place})' if place else ''}" for path, why, place in rows[:_SHOWN]]
     more = f"\n  ... and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""

@@ -105,11 +105,12 @@ def check(
     drop_copies(rewired)  # of norms: at their start they are the norm, and it is that one's gradient that is known
     compare_both(name, model, rewired, inputs, SETTINGS, STARTS if start == "preserve" else (), found.flows)
     compare_moved(name, found, rewired, inputs, patterns)
-    for trunk, site in _run_by_chance(rewired, inputs):
+    trained = set() if found.training is None else {*found.training.trunks}.intersection(connections(rewired))
+    for trunk, site in _run_by_chance(rewired, inputs, trained):
         found.drop([found.trunks[trunk].sites[site]])
 
 
-def _run_by_chance(rewired: nn.Module, inputs: Inputs) -> list[tuple[str, int]]:
+def _run_by_chance(rewired: nn.Module, inputs: Inputs, trained: set[str]) -> list[tuple[str, int]]:
     """Run the rewritten model in training mode with other random numbers, by which it may leave out other blocks.
 
     Returns:
@@ -117,13 +118,12 @@ def _run_by_chance(rewired: nn.Module, inputs: Inputs) -> list[tuple[str, int]]:
 
     Raises:
         OutOfOrder: other residual adds run, and nothing tells which.
+        ValidationMismatch: none runs of a trunk that was found in this mode.
     """
-    bench, skipped = private(rewired).train(), list[tuple[str, int]]()
+    bench, seen = private(rewired).train(), list[tuple[str, str, int]]()
     for name, connection in connections(bench).items():
         connection.layout = copy.copy(connection.layout)
-        connection.layout.observe = lambda what, site, _, name=name: (
-            skipped.append((name, site)) if what == "skip" else None
-        )
+        connection.layout.observe = lambda what, site, _, name=name: seen.append((name, what, site))
     try:
         with seeded(1, bench), torch.enable_grad():
             args, kwargs = own_inputs(inputs)
@@ -134,7 +134,14 @@ def _run_by_chance(rewired: nn.Module, inputs: Inputs) -> list[tuple[str, int]]:
         raise
     except Exception as error:  # not every model trains
         log.debug("%s in training mode: %s", type(rewired).__name__, error)
-    return skipped
+        return []
+    lost = trained.difference(name for name, _, _ in seen)
+    if lost:
+        raise ValidationMismatch(
+            f"no stream of trunk '{min(lost)}' begins in the rewritten model: it calls the original's functions, "
+            "which something holds (a list of methods, a closure, a global) that is not copied with the model"
+        )
+    return [(name, site) for name, what, site in seen if what == "skip"]
 
 
 def compare_moved(

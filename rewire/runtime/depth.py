@@ -300,6 +300,8 @@ class Depth:
                 return item
             self._check_unchanged(live)
             left.append(live)
+            if isinstance(live.source, Tensor) and live.entry is not None and live.entry.adds_none(live.stream):
+                return live.source
             cut = live.entry is not None and live.stream.position == live.entry.cut_at
             return live.unread if cut else live.stream
 
@@ -477,6 +479,9 @@ class Depth:
             ends = any(entry is self.entries[number] for number in trunks or (0,))
             if not ends or live.stream.position == entry.cut_at:
                 return value
+            if isinstance(live.source, Tensor) and entry.adds_none(live.stream):
+                self.live.remove(live)
+                return live.source
             live.stream = live.stream.skipped(len(live.stream.layout.units)).settled()
         elif to is not None:
             if live.stream.position >= live.first + to:

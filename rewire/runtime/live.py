@@ -48,6 +48,13 @@ class Entry:
         found: Connection = getattr(getattr(owner, CONNECTIONS, None), name, self.connection)
         return found
 
+    def adds_none(self, stream: Stream) -> bool:
+        """Whether a call has made no add of a trunk that the function holds whole: then it is no call of the trunk.
+
+        A function that calls itself may get the trunk's output last, and hands it back.
+        """
+        return stream.position == 0 and self.adds.get(0) == len(stream.layout.units)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         """Of a block that is copied by itself, without the whole trunk."""
         held = self.held

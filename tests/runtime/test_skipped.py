@@ -82,8 +82,9 @@ WAYS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
     "the first": ((0,), ((0,),)),
     "the last": ((3,), ((3,),)),
     "an early exit": ((2, 3), ((), 2)),
-    "all": ((0, 1, 2, 3), ((), 0)),
 }
+#: Then it is no call of the trunk, whose first read may be of its own, too.
+NONE_RUNS = ((), 0)
 
 
 @pytest.mark.parametrize("key", kinds_first(EVERY))
@@ -104,6 +105,74 @@ def test_at_its_start_it_is_the_plain_network(key: str) -> None:
     rewired = rewire.compile(model, name, example_inputs=(vectors(),), **options)
     for _, args in WAYS.values():
         torch.testing.assert_close(rewired(vectors(), *args), model(vectors(), *args), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("key", kinds_first(EVERY)[:6])
+def test_where_none_runs_it_is_the_plain_network(key: str) -> None:
+    name, options = EVERY[key]
+    model = Net()
+    rewired = rewire.compile(model, name, start="paper", validate=False, example_inputs=(vectors(),), **options)
+    assert torch.equal(shaken(rewired, 0.1, seed=3)(vectors(), *NONE_RUNS), model(vectors(), *NONE_RUNS))
+
+
+class Passed(Net):
+    """A method in which the trunk begins is called with other tensors, too, and hands them back."""
+
+    def upto(self, x: Tensor, count: int) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number < count:
+                x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.upto(self.stem(self.upto(x, 0)), DEPTH)
+        return self.norm(self.upto(x, 0)) + 0 * self.upto(2 * x, 0)
+
+
+class Recursive(Net):
+    def run(self, x: Tensor, number: int) -> Tensor:
+        return x if number == DEPTH else self.run(self.blocks[number](x), number + 1)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.norm(self.run(self.stem(x), 0))
+
+
+class Applied(Net):
+    """The stem and the head go through the helper that adds."""
+
+    def apply_to(self, x: Tensor, function: Any, add: bool) -> Tensor:
+        return x + function(x) if add else function(x)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.apply_to(x, self.stem, False)
+        for block in self.blocks:
+            x = self.apply_to(x, block.attn, True)
+            x = self.apply_to(x, block.mlp, True)
+        return self.apply_to(x, self.norm, False)
+
+
+class Written(Net):
+    """`Applied`, written out."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block.attn(x)
+            x = x + block.mlp(x)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("topology", ["ancre-ingoing", "hc-dynamic", "dca"])
+@pytest.mark.parametrize(("made", "twin"), [(Passed, Net), (Recursive, Net), (Applied, Written)])
+def test_functions_that_begin_a_trunk_are_called_beside_it(topology: str, made: type[Net], twin: type[Net]) -> None:
+    model, other = made(), twin()
+    other.load_state_dict(model.state_dict())
+    found, wanted = (
+        shaken(rewire.compile(net, topology, example_inputs=(vectors(),), validate=False), 0.1, seed=3)
+        for net in (model, other)
+    )
+    for ours, theirs in zip(results(found, vectors()), results(wanted, vectors()), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 class Dropping(Net):

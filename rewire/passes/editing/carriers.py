@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from types import CodeType
+from typing import TypeGuard
 
 from rewire.errors import EditError
 from rewire.passes.editing.edits import Key
@@ -93,6 +94,8 @@ class Carriers:
 
     def _entered(self) -> list[Scope]:
         """The carriers whose own code adds to the stream or reads it."""
+        while (self.begin.path, self.begin.code) in self.outside and self._has_text(above := self.begin.parent):
+            self.begin = self.first = above  # which calls it on other values, too, and knows the one
         entered = {self.begin, *(add.op.scope for add in self.adds)}
         for op, stage in self.stage.items():
             for user in self.flow.users[op]:
@@ -147,7 +150,9 @@ class Carriers:
         given = {name for name, ops in scope.arguments.items() if not self.stage.keys().isdisjoint(ops)}
         return hands_on(text, [self.sources.call(child) for child in children], given)
 
-    def _has_text(self, scope: Scope) -> bool:
+    def _has_text(self, scope: Scope | None) -> TypeGuard[Scope]:
+        if scope is None or scope not in self.scopes:
+            return False
         try:
             self.sources.text(scope)
         except EditError:

@@ -11,6 +11,7 @@ from rewire.code.functions import clone, function_of
 from rewire.passes.editing.install import edited_function
 from rewire.runtime.gate import Gate
 from rewire.runtime.live import Entry
+from rewire.torch_internals import uncompiled
 
 
 class HelperGate(Gate):
@@ -37,7 +38,7 @@ class HelperGate(Gate):
 
     def of(self, called: Any) -> Any:
         """What to call in place of a closure, or of an object with a ``__call__``: if it is still the one found."""
-        function, bound = function_of(called)
+        function, bound = function_of(uncompiled(called))
         same = function is not None and function.__code__ == self.original.__code__
         if function is None or not same or function.__globals__ is not self.original.__globals__:
             return called  # another one by now: the stream will miss its residual adds, and say so

@@ -90,6 +90,7 @@ class _Planner:
             known = self.sources.plan(scope).outside
             known[self.name] = known.get(self.name, True) and (scope.path, scope.code) in carriers.outside
         for scope in entered:
+            self.sources.check_called(scope)
             self._entry(scope)
             for child in carriers.scopes:
                 if child.parent is scope:
@@ -320,10 +321,18 @@ class _Planner:
                 scope = self.carriers.innermost(op)
                 if scope is None:
                     raise EditError("the residual stream is reshaped outside the functions that it runs through")
+                if self._in_hook(op, scope):
+                    continue  # hooks get tensors, and what they return goes on
                 at = self.sources.span(scope, op)
                 same = op.name in CASTS and (op in casts or op.dtype == op.inputs[0].dtype)
                 same = same or (add.flattened and op in casts)
                 self.sources.plan(scope).put(("view", at), View(at, same, op.name == UNSCALED))
+
+    def _in_hook(self, op: Op, scope: Scope) -> bool:
+        """Whether an operation runs in a hook of a block that ``scope`` calls: a function that is called there, too."""
+        called = [inner for inner in op.scope.chain() if inner.parent is scope]
+        blocks = [child for child in self.carriers.scopes if child.parent is scope and child not in called]
+        return any(inner.helper and inner.call == child.call for inner in called for child in blocks)
 
     def _casts(self) -> None:
         """Casts that changed nothing: in another precision they make a new tensor, which is the stream's value, too."""

@@ -13,6 +13,7 @@ from rewire.code.text import Span, Text, place_of, span_of, text_of
 from rewire.errors import EditError
 from rewire.passes.editing.edits import Callee, FunctionPlan, Plans
 from rewire.passes.finding.flow import Op, Place, Scope
+from rewire.torch_internals import uncompiled
 
 
 class Sources:
@@ -75,6 +76,32 @@ class Sources:
             return Callee(span_of(written), f"{gate}.on({above.text.receiver})", True)  # of this class always the same
         return Callee(span_of(written), gate, always)
 
+    def check_called(self, scope: Scope) -> None:
+        """Refuse a method that is called by something that holds it: that goes on to hold the one without edits.
+
+        Raises:
+            EditError: saying where.
+        """
+        called_by_name = scope.helper or scope.bare
+        if scope.parent is None or scope.code is None or not called_by_name or not self.function(scope)[2]:
+            return
+        caller, name = self.function(scope.parent)[1].function, scope.code.co_name
+        try:
+            text = self.text(scope.parent)
+        except EditError:
+            return  # of a library's, say
+        for node in ast.walk(text.tree):
+            if isinstance(node, ast.Constant) and node.value == name:  # getattr
+                return
+            of_class = isinstance(node, ast.Attribute) and isinstance(_global(node.value, caller), type)
+            if isinstance(node, ast.Attribute) and node.attr == name and not of_class:
+                return
+        call = self.call(scope)
+        raise EditError(
+            f"`{ast.unparse(call.func)}` at {text.where(call)} is the method '{name}' of "
+            f"'{scope.path}', as something holds it: call it by its name there, as `self.{name}`"
+        )
+
     def _written(self, scope: Scope, call: ast.Call) -> tuple[ast.expr, bool]:
         """What stands for a function where it is called, and whether it always does: its name.
 
@@ -83,9 +110,14 @@ class Sources:
         assert scope.parent is not None
         caller = self.function(scope.parent)[1].function
         for node in (call.func, *call.args[:1]):
-            known = None if caller is None else _global(node, caller)
+            known = uncompiled(_global(node, caller))
             if not isinstance(known, FunctionType):
                 return node, False
+            if known.__code__ is not scope.code and undecorated(known).code is scope.code:
+                raise EditError(
+                    f"'{known.__name__}', which adds to the stream, is decorated ({type(known).__name__} "
+                    f"{known.__code__.co_qualname}), and its edited form would not be: call what is undecorated"
+                )
             if known.__code__ is scope.code:
                 return node, not known.__closure__
         return call.func, False
@@ -121,12 +153,12 @@ def _is_of_super(node: ast.expr) -> bool:
     return isinstance(of, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "super" and not of.args
 
 
-def _global(node: ast.expr, function: FunctionType) -> object:
+def _global(node: ast.expr, function: FunctionType | None) -> object:
     """What an expression stands for in a function, if it is a name of a module: ``utils.checkpoint``."""
     if isinstance(node, ast.Attribute):
         module = _global(node.value, function)
         return getattr(module, node.attr, None) if isinstance(module, ModuleType) else None
-    return function.__globals__.get(node.id) if isinstance(node, ast.Name) else None
+    return function.__globals__.get(node.id) if function is not None and isinstance(node, ast.Name) else None
 
 
 def _helper_name(code: CodeType) -> str:

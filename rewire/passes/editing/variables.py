@@ -36,8 +36,8 @@ def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | 
     nodes = [node for span in calls for node in text.nodes.get(span, []) if isinstance(node, ast.Call)]
     parents = text.parents
     statements = list(_statements(text.tree, nodes, parents))
-    if not statements or isinstance(statements[-1], ast.Return):
-        return None
+    if not statements or isinstance(statements[-1], (ast.Return, ast.FunctionDef)):
+        return None  # the variables of a function inside this one are not here
     last = statements[-1]
     names = {arg.id for call in nodes for arg in _arguments(call) if isinstance(arg, ast.Name)}
     if isinstance(last, (ast.Assign, ast.AnnAssign)):  # in other statements they may not be bound

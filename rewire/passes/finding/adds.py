@@ -35,6 +35,8 @@ _LIKE_ADDS = {
     "sub": "is a subtraction: only sums are connected, `x + (-f)` say",
     "lerp": "mixes the state and a branch with `lerp`: only sums are connected",
     "addcmul": "adds a branch with `addcmul`: only sums are connected, `x + a * f` say",
+    "addmm": "adds a branch inside a product of matrices: only sums are connected, `x + a @ b` say",
+    "baddbmm": "adds a branch inside a product of matrices: only sums are connected, `x + a @ b` say",
     "sum": "sums a stack of the state and a branch: only `x + f` is connected",
     "setitem": "adds to a part of the state in place, and not as `x[rows] += f` or `x[rows] = x[rows] + f` does, with "
     "the same index and no row twice: write it so, or `x = torch.index_add(x, 0, rows, f)`",
@@ -221,7 +223,10 @@ def _near_miss(op: Op, flow: Flow) -> dict[Add, str]:
 def _combined(op: Op, shortcut: Op) -> tuple[Op, str]:
     """The state that ``op`` takes in, and why that is no residual add; empty if it may be one."""
     if op.name != "add":
-        return shortcut, _LIKE_ADDS[op.name]
+        state = shortcut
+        while state.name in CASTS | VIEWS and state.inputs:
+            state = state.inputs[0]
+        return state, _LIKE_ADDS[op.name]
     if op.scale is not None and op.scale != 1 and shortcut is op.inputs[1]:
         return shortcut, SCALED
     live = [source for source in shortcut.inputs if not source.constant]

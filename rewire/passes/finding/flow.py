@@ -51,6 +51,7 @@ class Scope:
         code: of the function; None if it is no Python function, or not known.
         call: where in the parent's code it was called; None if that is not known.
         helper: whether it is a function that a forward calls, rather than a forward.
+        bare: whether it is a forward that was called as a function, rather than by its module.
         arguments: its parameters that hold tensors: name -> the operations that made them.
         results: what made the tensors that it returned, where that is known.
         namespace: globals of a helper.
@@ -66,6 +67,7 @@ class Scope:
     code: CodeType | None = None
     call: Place | None = None
     helper: bool = False
+    bare: bool = False
     arguments: dict[str, list[Op]] = dataclasses.field(default_factory=dict)
     results: list[Op] = dataclasses.field(default_factory=list)
     namespace: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -179,6 +181,7 @@ class Flow:
         ops: the operations.
         outputs: what the model returns.
         unread: what could not be looked into, by module path.
+        unseen: in words, a tensor that no recorded operation made; empty if there is none.
         containers: whether the module at a path is a list, a dict or a sequence of modules.
         held: for operations that wrote to a tensor in place, what else holds it and is read afterwards.
         casts: casts that returned what they were given: where, and what made that.
@@ -189,6 +192,7 @@ class Flow:
     ops: list[Op]
     outputs: list[Op] = dataclasses.field(default_factory=list)
     unread: dict[str, LeftAlone] = dataclasses.field(default_factory=dict)
+    unseen: str = ""
     containers: Callable[[str], bool] = lambda path: False
     held: dict[Op, list[Holder]] = dataclasses.field(default_factory=dict)
     casts: list[tuple[Scope, Place, Op]] = dataclasses.field(default_factory=list)

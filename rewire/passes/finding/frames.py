@@ -80,7 +80,8 @@ class Frames:
             if own is not None and _is_own(own[1], code):  # of another module: block.forward(x), block.mix(x)
                 path, module = own
             called = module is not None and module is not scope.module and forward_of(module).code is code
-            helper = Scope(scope, path, module, kind_of(module), code, place, helper=not called, key=object())
+            kind = kind_of(module)
+            helper = Scope(scope, path, module, kind, code, place, helper=not called, bare=called, key=object())
             helper.namespace = getattr(frame.f_globals, "original", frame.f_globals)  # of a trace: see `follow`
             self._helpers[key] = helper
             helper.arguments = {name: self.values(value) for name, value in _parameters(frame)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rewire.code.functions import forward_of
+from rewire.code.text import written_at
 from rewire.conventions import is_matrix, matrices
 from rewire.copies import Inputs
 from rewire.passes.finding.adds import ACCUMULATED, CASTS, UNSCALED
@@ -64,7 +65,7 @@ def record(model: nn.Module, inputs: Inputs) -> Flow:
     outputs = [recorder.known[id(tensor)] for tensor in _tensors(result) if id(tensor) in recorder.known]
     containers = lambda path: isinstance(known.get(path), CONTAINERS)  # noqa: E731
     flow = Flow(model, recorder.ops, outputs, containers=containers, held=recorder.held, casts=recorder.casts)
-    flow.tensors = recorder.made
+    flow.tensors, flow.unseen = recorder.made, recorder.unseen
     return flow
 
 
@@ -88,6 +89,7 @@ class Recorder(TorchFunctionMode):
         #: By operation.
         self.made: list[Tensor] = []
         self.stack: list[Scope] = []
+        self.unseen = ""
         self.frames = Frames(self._ops, self._module_of)
 
     def attach(self) -> list[Any]:
@@ -118,6 +120,8 @@ class Recorder(TorchFunctionMode):
             ):  # made by what the recorder does not see: the module is a leaf
                 op = self._new(tensor, scope.path.rpartition(".")[2], given, scope, None)
                 op.leaf, op.matrices = module, matrices(module)
+                if tensor.grad_fn is not None and next(module.children(), None) is not None:
+                    self.unseen = self.unseen or f"no operation made what '{scope.path}' returns (TorchScript?)"
         scope.results = self._ops(output)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,6 +143,7 @@ class Recorder(TorchFunctionMode):
                 self.casts += [(scope, place, self.known[id(result)])] if place else []
             return result
         scope, place = self.frames.caller(self.stack, sys._getframe(1))
+        self.unseen = self.unseen or self._unseen(given, place)
         inputs = [self._op(tensor) for tensor in given]
         weights = sum(_is_weight(op, t) for op, t in zip(inputs, given, strict=True))
         constant = bool(inputs) and all(op.constant for op in inputs)
@@ -168,6 +173,21 @@ class Recorder(TorchFunctionMode):
             for whole in wholes:  # of which a part has changed
                 op = self._new(whole, "setitem", (self.known[id(whole)], op), scope, place)
         return result
+
+    def _unseen(self, given: Sequence[Tensor], place: Place | None) -> str:
+        """What tensors show that were not made here: where it is read, and what that may have been."""
+        unknown = [tensor for tensor in given if id(tensor) not in self.known and id(tensor) not in self.weights]
+        if not unknown:
+            return ""
+        where, written = written_at(place)
+        if any(isinstance(tensor, nn.Parameter) for tensor in unknown):
+            return (
+                f"`{written}` ({where}) reads a parameter that is none of the model's copy: a closure, a list of "
+                "functions or a global holds modules, and calls the original's"
+            )
+        if any(tensor.grad_fn is not None for tensor in unknown):
+            return f"`{written}` ({where}) reads what code has made that shows no operations (TorchScript, say)"
+        return ""
 
     def _viewed(self, tensor: Tensor) -> list[Tensor]:
         """What a tensor is a view of, by the operations that made it; the innermost first."""
