@@ -82,25 +82,28 @@ class Sources:
         Raises:
             EditError: saying where.
         """
-        called_by_name = scope.helper or scope.bare
-        if scope.parent is None or scope.code is None or not called_by_name or not self.function(scope)[2]:
+        by_name = scope.helper or scope.bare
+        if scope.parent is None or scope.code is None or not by_name or not self.function(scope)[2]:
             return
-        caller, name = self.function(scope.parent)[1].function, scope.code.co_name
         try:
-            text = self.text(scope.parent)
+            call, above = self.call(scope), scope.parent
+            while above.parent is not None and self._is_given(above, call.func):  # `apply(self.method, x)`
+                call, above = self.call(above), above.parent
+            caller, text = self.function(above)[1].function, self.text(above)
         except EditError:
-            return  # of a library's, say
-        for node in ast.walk(text.tree):
-            if isinstance(node, ast.Constant) and node.value == name:  # getattr
-                return
-            of_class = isinstance(node, ast.Attribute) and isinstance(_global(node.value, caller), type)
-            if isinstance(node, ast.Attribute) and node.attr == name and not of_class:
-                return
-        call = self.call(scope)
-        raise EditError(
-            f"`{ast.unparse(call.func)}` at {text.where(call)} is the method '{name}' of "
-            f"'{scope.path}', as something holds it: call it by its name there, as `self.{name}`"
-        )
+            return  # in a library's text, say
+        if not any(_names_method(node, scope.code.co_name, caller) for node in ast.walk(text.tree)):
+            raise EditError(
+                f"`{ast.unparse(call.func)}` at {text.where(call)} is the method '{scope.code.co_name}' of "
+                f"'{scope.path}', as something holds it: call it by its name there, as `self.{scope.code.co_name}`"
+            )
+
+    def _is_given(self, scope: Scope, called: ast.expr) -> bool:
+        """Whether what a function calls is a parameter of its, or an element of one."""
+        while isinstance(called, ast.Subscript):
+            called = called.value
+        code = scope.code
+        return isinstance(called, ast.Name) and code is not None and called.id in code.co_varnames[: code.co_argcount]
 
     def _written(self, scope: Scope, call: ast.Call) -> tuple[ast.expr, bool]:
         """What stands for a function where it is called, and whether it always does: its name.
@@ -151,6 +154,13 @@ def _is_of_super(node: ast.expr) -> bool:
     """Whether an expression is a method of ``super()``."""
     of = node.value if isinstance(node, ast.Attribute) else None
     return isinstance(of, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "super" and not of.args
+
+
+def _names_method(node: ast.AST, name: str, function: FunctionType | None) -> bool:
+    """Whether an expression may be the method of this name, of an object: ``self.step``, not ``Block.step``."""
+    if isinstance(node, ast.Attribute) and node.attr == name:
+        return not isinstance(_global(node.value, function), type)
+    return isinstance(node, ast.Constant) and node.value == name  # getattr(self, "step")
 
 
 def _global(node: ast.expr, function: FunctionType | None) -> object:
