@@ -12,41 +12,30 @@ begins, and sums of the normed sources (Inkling 2). Not in a paper: ``scaled``, 
 ``form="difference"``, weights 1 + a_ti - 1/n, for n sources.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(
-    depth: int, width: int, attention: Collection[int] = (), *, qkv: bool = False, **options: Any
-) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), *, qkv=False, **options):
     """``w`` [T, D]: row t - 2 is w_t of the reads t = 2..T+1; with ``qkv`` [T, 3, D]."""
     return {"w": torch.zeros(depth, *((3,) if qkv else ()), width, dtype=torch.float64)}
 
 
 def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
+    x,
+    weights,
+    branches,
+    kept,
     *,
-    block: int | None = None,
-    scaled: bool = False,
-    form: str = "softmax",
-    additive: bool = False,
-    qkv: bool = False,
-    heads: int = 1,
-    normed: bool = False,
-    norm_eps: float = 1e-6,
-) -> Tensor:
-    def read(t: int, way: int | None = None) -> Tensor:
+    block=None,
+    scaled=False,
+    form="softmax",
+    additive=False,
+    qkv=False,
+    heads=1,
+    normed=False,
+    norm_eps=1e-6,
+):
+    def read(t, way=None):
         found = sources(increments, block)
         if t == 1:
             return found[0]
@@ -74,10 +63,10 @@ def forward(
     return sum(increments) if additive else read(len(branches) + 1, 0 if qkv else None)
 
 
-def sources(increments: list[Tensor], block: int | None) -> list[Tensor]:
+def sources(increments, block):
     first, rest, size = increments[0], increments[1:], block or 1
     return [first, *(sum(rest[i : i + size]) for i in range(0, len(rest), size))]
 
 
-def rms_norm(x: Tensor, eps: float) -> Tensor:
+def rms_norm(x, eps):
     return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps)

@@ -20,35 +20,27 @@ DeepSeek-V4.1): unit t reads with the H_pre of unit t - 1, unit 1 stream 0, and 
 ``entry_scales`` (arXiv 2606.03483): stream i starts as s_i * x_0.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 DRAWN = {"phi_pre": "normal(0, 0.02)", "phi_post": "normal(0, 0.02)", "phi_res": "normal(0, 0.02)"}
 DRAWN["s"] = "0.6 + uniform(-b, b), b = sqrt(6 / (n + D))"
 
 
 def parameters(
-    depth: int,
-    width: int,
-    attention: Collection[int] = (),
+    depth,
+    width,
+    attention=(),
     *,
-    streams: int = 4,
-    output: str = "sum",
-    residual: str = "sinkhorn",
-    delayed: bool = False,
-    entry_scales: bool = False,
-    **options: Any,
-) -> dict[str, Tensor]:
+    streams=4,
+    output="sum",
+    residual="sinkhorn",
+    delayed=False,
+    entry_scales=False,
+    **options,
+):
     """The scales are those of the paper, the others those of DeepSeek-V4's code; the paper does not give them."""
     n, f64 = streams, torch.float64
     columns = {"sinkhorn": (n, n), "permutations": (math.factorial(n),), "cayley": (n * (n - 1) // 2,)}
@@ -69,21 +61,21 @@ def parameters(
 
 
 def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
+    x,
+    weights,
+    branches,
+    kept,
     *,
-    streams: int = 4,
-    output: str = "sum",
-    iterations: int = 20,
-    residual: str = "sinkhorn",
-    magnitude: float = 2.0,
-    eps: float = 0.0,
-    norm_eps: float = 1e-6,
-    delayed: bool = False,
-    entry_scales: bool = False,
-) -> Tensor:
+    streams=4,
+    output="sum",
+    iterations=20,
+    residual="sinkhorn",
+    magnitude=2.0,
+    eps=0.0,
+    norm_eps=1e-6,
+    delayed=False,
+    entry_scales=False,
+):
     n, tokens = streams, range(len(x))
     waiting = [torch.eye(n, dtype=x.dtype)[0] for _ in tokens]
     H = torch.stack([x] * n, 1)  # [N, n, D]
@@ -123,17 +115,17 @@ def forward(
     return H.sum(1) if output == "sum" else H.mean(1)
 
 
-def last_read(H: Tensor, weights: Weights, eps: float, norm_eps: float) -> Tensor:
+def last_read(H, weights, eps, norm_eps):
     normed = rms_norm(H.flatten(), norm_eps)
     gates = torch.sigmoid(weights["last_alpha"] * (normed @ weights["last_phi"]) + weights["last_b"]) + eps
     return gates @ H
 
 
-def rms_norm(x: Tensor, eps: float) -> Tensor:
+def rms_norm(x, eps):
     return x / torch.sqrt((x**2).mean() + eps)
 
 
-def sinkhorn(z: Tensor, iterations: int, eps: float) -> Tensor:
+def sinkhorn(z, iterations, eps):
     """eq. 9: M <- T_r(T_c(M)), T_c dividing columns and T_r rows by their sums, from M = exp(z)."""
     M = torch.exp(z - z.max())  # a factor that the first division removes
     for iteration in range(iterations):
@@ -145,7 +137,7 @@ def sinkhorn(z: Tensor, iterations: int, eps: float) -> Tensor:
     return M
 
 
-def permutations(z: Tensor, n: int) -> Tensor:
+def permutations(z, n):
     """sum_k softmax(z)_k P_k over the permutations in lexicographic order, P[o, order[o]] = 1."""
     shares, total = torch.softmax(z, 0), torch.zeros(n, n, dtype=z.dtype)
     for share, order in zip(shares, itertools.permutations(range(n)), strict=True):
@@ -153,7 +145,7 @@ def permutations(z: Tensor, n: int) -> Tensor:
     return total
 
 
-def cayley(z: Tensor, n: int) -> Tensor:
+def cayley(z, n):
     """(I - A/2)^-1 (I + A/2), where the skew A has z above its diagonal, row by row."""
     A, eye = torch.zeros(n, n, dtype=z.dtype), torch.eye(n, dtype=z.dtype)
     for value, (i, j) in zip(z, itertools.combinations(range(n), 2), strict=True):
@@ -161,7 +153,7 @@ def cayley(z: Tensor, n: int) -> Tensor:
     return torch.linalg.solve(eye - A / 2, eye + A / 2)
 
 
-def kronecker(z: Tensor, n: int) -> Tensor:
+def kronecker(z, n):
     """Of 2 x 2 matrices p I + (1 - p) S, S swapping two, (p, 1 - p) being a softmax of two values."""
     total = torch.ones(1, 1, dtype=z.dtype)
     for p, q in torch.softmax(z.view(-1, 2), -1):
