@@ -24,8 +24,8 @@ from rewire.topologies.base import (
     W,
     check_choice,
     check_count,
+    check_positive,
     no_preserving_start,
-    one_hot_previous,
     total,
 )
 from rewire.topologies.dense import Dense, count
@@ -162,8 +162,7 @@ class ANCRe(Destinations[Table | Few]):
         check_choice("form", self.form, get_args(Form))
         super().__post_init__()
         check_count("block", self.block, 1, optional=True)
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature!r}: it has to be a positive number, like 0.01.")
+        check_positive("temperature", self.temperature, 0.01)
 
     @property
     def registered_name(self) -> str:
@@ -244,7 +243,7 @@ class ANCRe(Destinations[Table | Few]):
 
     def _original(self, depth: int) -> Tensor:
         """P of the original network."""
-        return one_hot_previous(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
+        return torch.eye(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
 
     def distributions(self, weights: Table | Few, dims: Dims) -> Sequence[Tensor]:
         """The weights into each state (ingoing), or out of each (outgoing); those of a difference are none."""
@@ -368,6 +367,7 @@ class ANCReCascaded(FirstOrder[Tensor]):
 
     granularity: ClassVar[Granularity] = "block"
     reads_newest: ClassVar[bool] = True
+    of_states: ClassVar[frozenset[str]] = frozenset({"scales"})
 
     cascade: Cascade = "replace"
 
@@ -378,9 +378,6 @@ class ANCReCascaded(FirstOrder[Tensor]):
         """``scales``, float32 [T]: a_1..a_T."""
         kept = start == "preserve" and self.cascade == "keep"
         return {"scales": torch.zeros(dims.depth) if kept else torch.ones(dims.depth)}
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"scales": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
         """a, float32 [T]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
@@ -106,6 +107,8 @@ class Topology(ABC, Generic[W]):
     separate_norms: bool = False
     #: Learned weights that are matrices applied to states, by name, as a model's own linear maps are.
     matrices: ClassVar[frozenset[str]] = frozenset()
+    #: Those that multiply whole states: their natural scale is `OF_STATES`.
+    of_states: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def registered_name(self) -> str:
@@ -150,7 +153,7 @@ class Topology(ABC, Generic[W]):
         of all parameters by one norm: a small unit makes this weight's gradient as much smaller, so that connections
         leave the norm to the model. `rewire.parameter_groups` gives it a rate that is as much larger.
         """
-        return {}
+        return dict.fromkeys(self.of_states, OF_STATES)
 
     @abstractmethod
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> W:
@@ -286,6 +289,32 @@ class FirstOrder(Recurrence[W]):
     def finish(self, states: States, weights: W, dims: Dims) -> Tensor:
         return states[0]
 
+    def matrix(self, weights: W, dims: Dims) -> Tensor:
+        """float32 [T, T]: the identity, unit t reads ``x_{t-1}``."""
+        return torch.eye(dims.depth)
+
+
+class TwoForms(Topology[W]):
+    """A topology with a field ``form``: what the paper has, or what we make of it for a preserving start."""
+
+    form: str
+    #: The paper's form, and ours.
+    forms: ClassVar[tuple[str, ...]]
+    #: Why the paper's form has no preserving start.
+    hindrance: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_choice("form", self.form, self.forms)
+
+    def for_start(self, start: Start) -> Topology[W]:
+        replace: Any = dataclasses.replace  # all such topologies are dataclasses
+        return replace(self, form=self.forms[1]) if start == "preserve" else self
+
+    def check_start(self, start: Start) -> None:
+        """Raise UnsupportedTopology if there is none in this form."""
+        if start == "preserve" and self.form == self.forms[0]:
+            raise no_preserving_start(self, f"{self.hindrance}; form='{self.forms[1]}' has one")
+
 
 def rows(matrix: Tensor) -> dict[str, Tensor]:
     """The connections that exist in [destinations, sources], by destination."""
@@ -315,17 +344,18 @@ def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
         raise ValueError(f"{option}={value!r}: it has to be one of {', '.join(map(repr, allowed))}.")
 
 
+def check_positive(option: str, value: float | None, like: float, optional: bool = False) -> None:
+    """Raise ValueError if ``value`` is no positive number; ``optional``: None is allowed, too."""
+    if not (optional and value is None) and not (value is not None and 0 < value < math.inf):
+        raise ValueError(f"{option}={value!r}: it has to be a positive number, like {like:g}{', or None' * optional}.")
+
+
 def check_count(option: str, value: int | None, least: int, optional: bool = False) -> None:
     """Raise ValueError if ``value`` is no whole number, or less than ``least``; ``optional``: None is allowed, too."""
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{option}={value!r}: it has to be a whole number, {least} or more{', or None' * optional}.")
-
-
-def one_hot_previous(depth: int) -> Tensor:
-    """[T, T] matrix of the plain residual network: destination t (row t - 1) takes source t - 1 (column t - 1)."""
-    return torch.eye(depth, dtype=torch.float32)
 
 
 def materialize(value: Tensor | Mix) -> Tensor:

@@ -23,7 +23,6 @@ from rewire.mixes.streams import (
     write_and_read,
 )
 from rewire.topologies.base import (
-    OF_STATES,
     Dims,
     Granularity,
     Start,
@@ -303,6 +302,8 @@ class HyperConnections(ParallelStreams):
         ValueError: an option is not one of those values.
     """
 
+    of_states: ClassVar[frozenset[str]] = frozenset({"static", "last_static"})
+
     @property
     def scaled(self) -> tuple[int, ...]:
         return 1 + self.streams, 1
@@ -318,9 +319,6 @@ class HyperConnections(ParallelStreams):
         if start == "preserve" and self.output == "sum":
             static[-1, :, 1:] /= n
         return {"static": static} | ({"last_static": torch.full((n, 1), 1 / n)} if self.output == "learned" else {})
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"static": OF_STATES, "last_static": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         found = super().weights(parameters, dims)
@@ -409,6 +407,7 @@ class FracConnections(Streams):
 
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"dynamic"})
+    of_states: ClassVar[frozenset[str]] = frozenset({"static"})
 
     fractions: int = 4
     dynamic: bool = True
@@ -443,9 +442,6 @@ class FracConnections(Streams):
         eye = torch.eye(m).expand(depth, m, m)
         static = {"static": torch.cat([eye, eye, torch.ones(depth, m, 1)], dim=-1)}
         return static | _dynamic_start(depth, dims.width // m, 2 * m + 1) if self.dynamic else static
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"static": OF_STATES}
 
     def start(self, x: Tensor, weights: Weights) -> States:
         return (x.unflatten(-1, (self.fractions, -1)),)

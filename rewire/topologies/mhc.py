@@ -14,12 +14,12 @@ from rewire.mixes.gating import Gating
 from rewire.mixes.mix import Mix
 from rewire.mixes.streams import read_streams
 from rewire.topologies.base import (
-    OF_STATES,
     Dims,
     Start,
     States,
     check_choice,
     check_count,
+    check_positive,
     materialize,
     no_preserving_start,
 )
@@ -120,6 +120,7 @@ class ManifoldHyperConnections(ParallelStreams):
 
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"dynamic", "last_dynamic"})
+    of_states: ClassVar[frozenset[str]] = frozenset({"entry"})
     fewest_streams: ClassVar[int] = 2  # a sigmoid is never 1
 
     iterations: int = 20
@@ -139,8 +140,7 @@ class ManifoldHyperConnections(ParallelStreams):
             raise ValueError("delayed=True: the output is the read that the last unit computed: pass output='learned'.")
         if self.delayed and self.entry_scales:
             raise ValueError("entry_scales=True: with delayed=True unit 1 would read a scaled input. Leave out one.")
-        if not 0 < self.magnitude < math.inf:
-            raise ValueError(f"magnitude={self.magnitude!r}: it has to be a positive number, like 2.0.")
+        check_positive("magnitude", self.magnitude, 2.0)
         for option in ("eps", "norm_eps"):
             if not 0 <= getattr(self, option) <= 0.01:
                 raise ValueError(f"{option}={getattr(self, option)!r}: it has to be a small number, from 0 to 0.01.")
@@ -204,9 +204,6 @@ class ManifoldHyperConnections(ParallelStreams):
         if self.residual == "sinkhorn":
             return _DIAGONAL * torch.eye(self.streams).flatten()
         return MANIFOLDS[self.residual].start(self.streams)
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"entry": OF_STATES}
 
     def matrix(self, weights: Weights, dims: Dims) -> Tensor:
         if weights.entry is not None:
