@@ -56,6 +56,8 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
       (Multi-Head Attention Residuals, arXiv 2607.27230). The norm is over all channels, and H = 1 is no heads.
     - ``normed=True``: a read sums ``rmsnorm(f_i)`` in place of ``f_i``. With ``qkv`` and ``block``, Inkling 2 does that
       (``Inkling2BlockAttentionResidual`` in transformers; its ``query`` is ``sqrt(D) w_t``).
+    - ``rank=R``: keys are the last R channels of a source, ``a_ti = softmax_i(w_t . rmsnorm(f_i[D-R:]))`` with ``w_t``
+      in R^R; what is summed stays whole (sliced low-rank Attention Residuals, arXiv 2607.09694 and fast-attnres).
     - ``additive=True``: the weights are ``1 + a_ti``, so that a read is the plain stream and a softmax-weighted sum of
       what it consists of; the output is the plain stream, ``f_0 + .. + f_T``, without a query. These are Delta
       Attention Residuals (arXiv 2605.18855), ``h + sum_i a_i v_i``, as in their authors' code. With ``block``, that
@@ -89,6 +91,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         qkv: separate queries for q, k and v.
         heads: H, 1 or more; has to divide the width.
         normed: sources are summed as they are normed.
+        rank: R, 1 or more; cut to D, which is None.
         separate_norms: with ``qkv``, each of the three reads passes a norm of its own, a copy at first.
         channels: with ``qkv``, some of "q", "k", "v", "shortcut"; None: all.
 
@@ -109,13 +112,19 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
     normed: bool = False
     separate_norms: bool = False
     channels: tuple[Channel, ...] | None = None
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "channels", checked_channels(self.channels, (*QKV, "shortcut")))
         super().__post_init__()
         check_count("block", self.block, 1, optional=True)
         check_count("heads", self.heads, 1)
+        check_count("rank", self.rank, 1, optional=True)
         check_choice("form", self.form, get_args(Form))
+        if self.rank is not None and self.heads > 1:
+            raise ValueError(
+                "rank= takes keys from the last channels, of which heads= would each have a share: pass one."
+            )
         if self.scaled and (self.additive or self.form == "difference"):
             raise ValueError("scaled=True is another form of the weights than additive=True or form='difference'.")
         if self.separate_norms and not self.qkv:
@@ -145,7 +154,8 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         return dataclasses.replace(self, form="difference") if self.additive else dataclasses.replace(self, scaled=True)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``queries``, float32 [rows, D]: for units 2..T and then the output, w_t, or with ``qkv`` those of its ways.
+        """``queries``, float32 [rows, D], with ``rank`` [rows, R]: for units 2..T and then the output, w_t, or with
+        ``qkv`` those of its ways.
 
         Raises:
             UnsupportedTopology: there is no such start; no unit begins with an attention, for ``qkv``; or the heads do
@@ -162,11 +172,11 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
                 f"topology 'attnres' with heads={self.heads} cannot split hidden states of {dims.width} channels: pass "
                 "a number of heads that divides it."
             )
-        return {"queries": torch.zeros(sum(self._ways(dims)), dims.width)}
+        return {"queries": torch.zeros(sum(self._ways(dims)), self._keys(dims))}
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:
         """Queries are multiplied with normed vectors, whose size is the root of the width."""
-        return {"queries": OF_STATES * dims.width**-0.5}
+        return {"queries": OF_STATES * self._keys(dims) ** -0.5}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> AttendedTable | Few:
         """w of each read in turn, for each of its ways: one for each head, zero in the channels of other heads."""
@@ -176,13 +186,15 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
             w = (w.unsqueeze(1) * own).flatten(0, 1)
         if self.few:
             return self.chosen(dims, w.split(rows))
+        only_scores = not self._one_softmax()
         return AttendedTable(
-            w, self.scaled, group=self.group, ways=rows, normed=self.normed, only_scores=not self._one_softmax()
+            w, self.scaled, group=self.group, ways=rows, normed=self.normed, only_scores=only_scores, rank=self.rank
         )
 
     def mix(self, history: Any, weights: AttendedTable | Few, t: int) -> Tensor | Mix | QKVInputs:
         if isinstance(weights, Few):
-            logits = torch.stack([project_normed(x, weights[t].T, EPS) for x in history.states])
+            query = weights[t].T  # [D, ways], or [R, ways]
+            logits = torch.stack([project_normed(x[..., -len(query) :], query, EPS) for x in history.states])
             inverse_norms = torch.stack([inverse_rms(x, EPS) for x in history.states]) if self.normed else None
         elif self._one_softmax():
             return history.mix(weights[t])
@@ -225,6 +237,10 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
     def _one_softmax(self) -> bool:
         plain = self.heads == 1 and self.form == "softmax"
         return plain and not (self.qkv or self.normed or self.additive)
+
+    def _keys(self, dims: Dims) -> int:
+        """How many channels scores are of."""
+        return min(self.rank or dims.width, dims.width)
 
     def _ways(self, dims: Dims) -> list[int]:
         """For each read that has queries in turn, how many."""

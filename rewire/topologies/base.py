@@ -316,6 +316,24 @@ class TwoForms(Topology[W]):
             raise no_preserving_start(self, f"{self.hindrance}; form='{self.forms[1]}' has one")
 
 
+def in_increments(topology: Topology[W], weights: W, depth: int, device: torch.device, parts: int = 1) -> Tensor:
+    """Reads of units 1..T and the output, as rows [T + 1, T + 1] of what they take of f_0 .. f_T.
+
+    Run on increments f_t whose parts [p, (T + 1) p] are one-hot in (t, part), operations spell out the weights. Between
+    p parts a weight is a p x p matrix: its diagonal is averaged.
+    """
+    sources = depth + 1
+    increments = torch.eye(sources * parts, device=device).view(sources, -1)
+    found, states = [], topology.start(increments[0], weights)
+    for t, increment in enumerate(increments[1:], start=1):
+        read, states = topology.read(states, weights, t)
+        assert not isinstance(read, QKVInputs)
+        found.append(materialize(read))
+        states = topology.write(states, weights, t, increment)
+    found.append(topology.finish(states, weights, Dims(depth)))
+    return torch.stack(found).unflatten(-1, (parts, sources, parts)).diagonal(dim1=-3, dim2=-1).mean(-1)
+
+
 def rows(matrix: Tensor) -> dict[str, Tensor]:
     """The connections that exist in [destinations, sources], by destination."""
     width = matrix.shape[1] - matrix.shape[0]

@@ -30,6 +30,7 @@ from rewire.topologies.base import (
     Topology,
     check_choice,
     check_count,
+    in_increments,
     materialize,
     viewed,
 )
@@ -193,21 +194,11 @@ class Streams(Topology[Weights]):
     def matrix(self, weights: Weights, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.
 
-        Of the static values. Between p parts a weight is a p x p matrix: its diagonal is averaged.
+        Of the static values.
         """
-        sources, parts = dims.depth + 1, self.parts
         units = tuple(unit._replace(dynamic=None) for unit in weights.units)
         weights = weights._replace(units=units, last=weights.last and weights.last._replace(dynamic=None))
-        # Run on increments f_t whose parts [p, (T + 1) p] are one-hot in (t, part), the streams spell out the weights.
-        increments = torch.eye(sources * parts, device=units[0].static.device).view(sources, -1)
-        rows, states = [], self.start(increments[0], weights)
-        for t, increment in enumerate(increments[1:], start=1):
-            read, states = self.read(states, weights, t)
-            rows.append(materialize(read))
-            states = self.write(states, weights, t, increment)
-        rows.append(self.finish(states, weights, dims))
-        table = torch.stack(rows).unflatten(-1, (parts, sources, parts))
-        return table.diagonal(dim1=-3, dim2=-1).mean(-1)
+        return in_increments(self, weights, dims.depth, units[0].static.device, self.parts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,9 @@ H_res[o, i] takes stream i to stream o; its rows sum to 1. The output is the sum
 Of other models: ``output`` "mean" (GLM-5 Next) or "learned", one more read H_pre H (DeepSeek-V4); ``eps``, added to
 H_pre and within Sinkhorn-Knopp (DeepSeek-V4: 1e-6); ``magnitude``, the 2 of H_post. ``residual`` is what H_res is:
 "sinkhorn", "identity" (Hunyuan V4, which adds eps to H_post, too), "permutations" (mHC-lite, arXiv 2601.05732),
-"cayley" (JPmHC, arXiv 2602.18308), "kronecker" (KromHC, arXiv 2601.21579). ``delayed`` (Single-Pass mHC,
-DeepSeek-V4.1): unit t reads with the H_pre of unit t - 1, unit 1 stream 0, and a learned output with that of unit T.
-``entry_scales`` (arXiv 2606.03483): stream i starts as s_i * x_0.
+"cayley" (JPmHC, arXiv 2602.18308), "kronecker" (KromHC, arXiv 2601.21579), "spectral" (sHC, arXiv 2603.20896).
+``delayed`` (Single-Pass mHC, DeepSeek-V4.1): unit t reads with the H_pre of unit t - 1, unit 1 stream 0, and a learned
+output with that of unit T. ``entry_scales`` (arXiv 2606.03483): stream i starts as s_i * x_0.
 """
 
 import itertools
@@ -44,13 +44,15 @@ def parameters(
     """The scales are those of the paper, the others those of DeepSeek-V4's code; the paper does not give them."""
     n, f64 = streams, torch.float64
     columns = {"sinkhorn": (n, n), "permutations": (math.factorial(n),), "cayley": (n * (n - 1) // 2,)}
-    columns["kronecker"] = (2 * (n.bit_length() - 1),)
+    columns["kronecker"], columns["spectral"] = (2 * (n.bit_length() - 1),), ((n - 1) ** 2,)
     sizes = {"pre": (n,), "post": (n,)} | ({"res": columns[residual]} if residual in columns else {})
     found = {f"alpha_{kind}": torch.full((depth,), 0.01, dtype=f64) for kind in sizes}
     found |= {f"b_{kind}": torch.zeros(depth, *size, dtype=f64) for kind, size in sizes.items()}
     found |= {f"phi_{kind}": torch.full((depth, n * width, *size), math.nan, dtype=f64) for kind, size in sizes.items()}
     if residual == "identity":
         found["b_pre"] += math.log(1 / (n - 1))  # H_pre is 1/n, as in Hunyuan V4
+    if residual == "spectral":
+        found["b_res"][:, 1 - n :] = 4.0
     if entry_scales:
         found["s"] = torch.full((n, width), math.nan, dtype=f64)
     if output == "learned" and not delayed:
@@ -97,8 +99,7 @@ def forward(
             if residual == "sinkhorn":
                 H_res.append(sinkhorn(z_res, iterations, eps))  # eq. 9
             else:
-                made = {"permutations": permutations, "cayley": cayley, "kronecker": kronecker}[residual]
-                H_res.append(made(z_res, n))
+                H_res.append(globals()[residual](z_res, n))
         if delayed:
             H_pre, waiting = waiting, H_pre
         read = torch.stack([sum(H_pre[token][i] * H[token, i] for i in range(n)) for token in tokens])
@@ -159,3 +160,21 @@ def kronecker(z, n):
     for p, q in torch.softmax(z.view(-1, 2), -1):
         total = torch.kron(total, torch.stack([torch.stack([p, q]), torch.stack([q, p])]))
     return total
+
+
+def spectral(z, n):
+    """1/n + Z U diag(s) V^T Z^T: Z has an orthonormal basis of what is at right angles to 1 as columns, U and V are
+    (I + A)^-1 (I - A) of skew A; A_U, A_V (row by row above their diagonals) and s are tanh of the values in turn.
+    """
+    m, eye = n - 1, torch.eye(n - 1, dtype=z.dtype)
+    Z, values = torch.zeros(n, m, dtype=z.dtype), list(torch.tanh(z))
+    for i in range(1, n):  # Helmert's
+        Z[:i, i - 1], Z[i, i - 1] = 1 / math.sqrt(i * (i + 1)), -i / math.sqrt(i * (i + 1))
+    rotations = []
+    for _ in range(2):
+        A = torch.zeros(m, m, dtype=z.dtype)
+        for i, j in itertools.combinations(range(m), 2):
+            A = A + values.pop(0) * (torch.outer(eye[i], eye[j]) - torch.outer(eye[j], eye[i]))
+        rotations.append(torch.linalg.solve(eye + A, eye - A))
+    U, V = rotations
+    return 1 / n + Z @ U @ torch.diag(torch.stack(values)) @ V.T @ Z.T
