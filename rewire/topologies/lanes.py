@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rewire.errors import UnsupportedTopology
 from rewire.topologies.base import Dims, Start, check_count
 from rewire.topologies.hyper import HyperConnections, Output, Weights
 from rewire.topologies.registry import register_topology
@@ -34,7 +33,7 @@ class TwoLanes(HyperConnections):
         last: in how many units at the end the lanes differ; 8 are four blocks of attention and MLP, as there. (The
             lanes before are held twice, too.)
         second: the units that read the second lane, by number or kind of branch; None: those that do not begin with
-            an attention (every second unit of what is no trunk of a model).
+            an attention, or every second one if all do.
 
     Raises:
         ValueError: an option is not one of those values.
@@ -56,12 +55,7 @@ class TwoLanes(HyperConnections):
     def placed(self, kinds: Sequence[str]) -> TwoLanes:
         plain = [t for t, kind in enumerate(kinds, start=1) if "attention" not in kind]
         units = plain if self.second is None else placed(self.second, kinds)
-        if not units:
-            raise UnsupportedTopology(
-                "topology 'two-lanes': all units of this trunk begin with an attention. With granularity='sublayer' "
-                "feed-forwards are units of their own; or name those that read the second lane, second=[2, 4]."
-            )
-        return dataclasses.replace(self, second=tuple(units))
+        return dataclasses.replace(self, second=tuple(units)) if units else self
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``decay``, d, float32 [T]; w of the last units, ``write`` [.., 2], and of those before, ``single`` [..]."""

@@ -57,5 +57,5 @@ def test_errors() -> None:
         make_topology("two-lanes", {"second": "output"})
     with pytest.raises(ValueError, match=r"last=0"):
         TwoLanes(0)
-    with pytest.raises(UnsupportedTopology, match=r"'two-lanes'.*granularity='sublayer'"):
-        TwoLanes().placed(["attention", "attention"])
+    with pytest.raises(UnsupportedTopology, match=r"units='conv'"):
+        TwoLanes(second="conv").placed(["attention", "ffn"])
