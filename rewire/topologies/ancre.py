@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rewire.errors import UnsupportedTopology
+from rewire.errors import UnsupportedTopology, check_positive
 from rewire.mixes.history import Free, Table
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.topologies.base import (
@@ -24,7 +24,6 @@ from rewire.topologies.base import (
     W,
     check_choice,
     check_count,
-    check_positive,
     no_preserving_start,
     total,
 )

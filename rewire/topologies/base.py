@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
@@ -360,12 +359,6 @@ def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
     """Raise ValueError if ``value`` is not one of those allowed."""
     if value not in allowed:
         raise ValueError(f"{option}={value!r}: it has to be one of {', '.join(map(repr, allowed))}.")
-
-
-def check_positive(option: str, value: float | None, like: float, optional: bool = False) -> None:
-    """Raise ValueError if ``value`` is no positive number; ``optional``: None is allowed, too."""
-    if not (optional and value is None) and not (value is not None and 0 < value < math.inf):
-        raise ValueError(f"{option}={value!r}: it has to be a positive number, like {like:g}{', or None' * optional}.")
 
 
 def check_count(option: str, value: int | None, least: int, optional: bool = False) -> None:

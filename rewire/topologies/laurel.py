@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from rewire.errors import check_positive
 from rewire.mixes.mix import mix
 from rewire.mixes.tokens import project
 from rewire.topologies.base import (
@@ -18,7 +19,6 @@ from rewire.topologies.base import (
     States,
     check_choice,
     check_count,
-    check_positive,
     no_preserving_start,
     total,
 )

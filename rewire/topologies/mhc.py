@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rewire.errors import check_positive
 from rewire.mixes.autograd import under_transforms
 from rewire.mixes.gating import Gating
 from rewire.mixes.mix import Mix
@@ -19,7 +20,6 @@ from rewire.topologies.base import (
     States,
     check_choice,
     check_count,
-    check_positive,
     materialize,
     no_preserving_start,
 )

@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rewire.errors import check_positive
 from rewire.mixes.mix import mix
-from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, check_positive
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States
 from rewire.topologies.program import Program, Term, branch_of, recurrence
 from rewire.topologies.registry import register_topology
 

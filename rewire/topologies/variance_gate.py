@@ -8,7 +8,8 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rewire.topologies.base import Dims, Granularity, Start, TwoForms, check_positive
+from rewire.errors import check_positive
+from rewire.topologies.base import Dims, Granularity, Start, TwoForms
 from rewire.topologies.registry import register_topology
 from rewire.topologies.scaled_sum import ScaledSum, Scales
 

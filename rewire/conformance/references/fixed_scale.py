@@ -3,7 +3,7 @@
     x_t = a x_{t-1} + b f_t(x_{t-1})                                    output: x_T
     a = shortcut T^shortcut_power,  b = branch T^branch_power
 
-T is the number of residual adds, 2 L of a transformer with L layers: DeepNorm has a = (2 L)^(1/4), CompleteP b = 1/L.
+T is the number of residual adds, 2 L of a transformer with L layers: DeepNorm has a = (2 L)^(1/4), CompleteP b = L_0/L.
 """
 
 

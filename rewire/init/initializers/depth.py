@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from rewire.errors import RewireError
+from rewire.errors import RewireError, check_positive
 from rewire.init import rules
 from rewire.init.registry import Initializer, Rule, register_initializer
 from rewire.init.table import LAST, MATRICES, Roles, Weight, row_of
@@ -36,8 +36,7 @@ class DepthScaled(Initializer):
     by: Literal["model", "block"] = "model"
 
     def __post_init__(self) -> None:
-        if not 0 < self.std < math.inf:
-            raise ValueError(f"std={self.std!r}: it has to be a positive number, like 0.02.")
+        check_positive("std", self.std, 0.02)
         if self.by not in ("model", "block"):
             raise ValueError(f"by={self.by!r}: it has to be one of 'model', 'block'.")
 
@@ -72,13 +71,12 @@ class DeepNorm(Initializer):
     beta: float | None = None
 
     def __post_init__(self) -> None:
-        if self.beta is not None and not 0 < self.beta < math.inf:
-            raise ValueError(f"beta={self.beta!r}: it has to be a positive number, or None.")
+        check_positive("beta", self.beta, 0.2, optional=True)
 
     def rule(self, weight: Weight, roles: Roles) -> Rule | None:
         if weight.role in ("q", "k"):
             return rules.xavier_normal(1.0)
-        if not weight.branch or weight.role not in MATRICES or weight.role == "router":
+        if not _inside(weight) or weight.role not in MATRICES or weight.role == "router":
             return None
         return rules.xavier_normal((4 * roles.branches) ** -0.25 if self.beta is None else self.beta)
 
@@ -89,3 +87,61 @@ class DeepNorm(Initializer):
                 f"deepnorm's beta is that of one row of layers, and this model has several: {', '.join(rows)}. Give "
                 "the number: rewire.initialize(model, 'deepnorm', beta=0.2)."
             )
+
+
+@register_initializer("ds-init")
+@dataclasses.dataclass(frozen=True)
+class DSInit(Initializer):
+    """DS-Init: Xavier's distribution, in the l-th layer times 1 / sqrt(l) (Zhang, Titov and Sennrich, EMNLP 2019).
+
+    Weights in branches are from ``U(-b, b)`` with ``b = alpha / sqrt(l) * sqrt(6 / (fan_in + fan_out))``, l counted
+    from 1 in each row of layers; matrices outside have l = 1. Biases keep their values. (The authors' code divides the
+    variance by sqrt(l), not by l.)
+
+    Args:
+        alpha: a positive number, 1 at most in the paper.
+
+    Raises:
+        ValueError: alpha is not positive.
+    """
+
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("alpha", self.alpha, 1.0)
+
+    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
+        if weight.role not in MATRICES:
+            return None
+        layer = roles.layer(weight.block or weight.name)[0] if _inside(weight) else 1
+        return rules.xavier(self.alpha / math.sqrt(layer), f", l={layer}")
+
+
+@register_initializer("t-fixup")
+@dataclasses.dataclass(frozen=True)
+class TFixup(Initializer):
+    """T-Fixup: Xavier's distribution, values, outputs and feed-forwards scaled by depth (Huang et al., ICML 2020).
+
+    Of encoders of N layers these weights are times ``0.67 N^(-1/4)``, of decoders, whose layers have a second
+    attention, ``(9 N)^(-1/4)``; embeddings are N(0, 1/D) times ``(9 N)^(-1/4)``, N of the longest row. Queries, keys
+    and what is outside of branches get Xavier's, biases keep their values. The paper has no decoder without a second
+    attention: such layers are like an encoder's. Its Transformers have no norms; those of a model are left as they are.
+    """
+
+    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
+        if weight.role == "embedding" and weight.shape[-1] == roles.width:
+            return rules.normal(roles.width**-0.5 * (9 * roles.layers) ** -0.25)
+        if weight.role not in MATRICES:
+            return None
+        if not _inside(weight) or weight.role in ("q", "k", "router"):
+            return rules.xavier()
+        place = weight.block or weight.name
+        layers = roles.layer(place)[1]
+        attentions = {w.branch for w in roles if w.role == "attention output" and row_of(w.block) == row_of(place)}
+        gain = (9 * layers) ** -0.25 if len(attentions) >= 2 * layers else 0.67 * layers**-0.25
+        return rules.xavier(gain, f", N={layers}")
+
+
+def _inside(weight: Weight) -> bool:
+    """Whether a weight is in a branch, as keys and values are that a cross-attention makes of another row's output."""
+    return bool(weight.branch) or weight.role in ("k", "v")
