@@ -98,12 +98,13 @@ def run(family: str, over: str, scaled: bool) -> dict[str, Any]:
             found.append(measured(model, optimizer, torch.randint(90, (4, 32))))
         for name in MEASURES:
             values[name].append(math.exp(sum(math.log(one[name]) for one in found) / SEEDS))
-    slopes = {name: exponent(sizes, values[name]) for name in MEASURES}
-    return {"family": family, "over": over, "scaled": scaled, "sizes": sizes, **values, "exponents": slopes}
+    slopes = {name: round(exponent(sizes, values[name]), 3) for name in MEASURES}
+    shown = {name: [float(f"{value:.4g}") for value in of_sizes] for name, of_sizes in values.items()}
+    return {"family": family, "over": over, "scaled": scaled, "sizes": sizes, **shown, "exponents": slopes}
 
 
 def table(rows: list[dict[str, Any]], over: str) -> str:
-    """Exponents, and the update at the largest size as a multiple of that at the smallest."""
+    """The exponents."""
     lines = ["| | start | | update of the last state | | update of the logits | |"]
     lines += ["|---|---|---|---|---|---|---|", "| | standard | scaled | standard | scaled | standard | scaled |"]
     for family in FAMILIES:
@@ -125,7 +126,7 @@ def main() -> None:
                 for scaled in (False, True):
                     rows.append(run(family, over, scaled))
                     print(family, over, scaled, rows[-1]["exponents"], flush=True)
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+        RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
     rows = json.loads(RESULTS.read_text())
     for over in ("width", "depth"):
         print(f"\nOver {over}\n\n{table(rows, over)}")

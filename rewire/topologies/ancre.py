@@ -23,7 +23,6 @@ from rewire.topologies.base import (
     States,
     W,
     check_choice,
-    check_count,
     no_preserving_start,
     total,
 )
@@ -160,7 +159,6 @@ class ANCRe(Destinations[Table | Few]):
         check_choice("cascade", self.cascade, get_args(Cascade))
         check_choice("form", self.form, get_args(Form))
         super().__post_init__()
-        check_count("block", self.block, 1, optional=True)
         check_positive("temperature", self.temperature, 0.01)
 
     @property
@@ -326,7 +324,6 @@ class ANCReConstant(Destinations[Few | None]):
     def __post_init__(self) -> None:
         check_choice("cascade", self.cascade, get_args(Cascade))
         super().__post_init__()
-        check_count("block", self.block, 1, optional=True)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """No entries.

@@ -29,7 +29,7 @@ from rewire.topologies.base import (
 )
 from rewire.topologies.dense import DenseIncrements
 from rewire.topologies.registry import register_topology
-from rewire.topologies.wiring import QKV, Channel, Few, by_channel, checked_channels, of_attention
+from rewire.topologies.wiring import Channel, Few, by_channel, of_attention
 
 Form = Literal["softmax", "difference"]
 
@@ -115,9 +115,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "channels", checked_channels(self.channels, (*QKV, "shortcut")))
         super().__post_init__()
-        check_count("block", self.block, 1, optional=True)
         check_count("heads", self.heads, 1)
         check_count("rank", self.rank, 1, optional=True)
         check_choice("form", self.form, get_args(Form))
@@ -131,11 +129,6 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
             raise ValueError("separate_norms=True gives the reads of q, k and v a norm each: pass qkv=True, too.")
         if self.channels and not self.qkv:
             raise ValueError("channels= chooses among the reads of q, k and v: pass qkv=True, too.")
-
-    @property
-    def few(self) -> bool:
-        # not by super(), which Dynamo takes for the property itself
-        return self.units is not None or self.sources is not None or self.channels is not None
 
     def reads(self, dims: Dims) -> range:
         """Without the output's, if that is the plain stream."""
@@ -172,7 +165,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
                 f"topology 'attnres' with heads={self.heads} cannot split hidden states of {dims.width} channels: pass "
                 "a number of heads that divides it."
             )
-        return {"queries": torch.zeros(sum(self._ways(dims)), self._keys(dims))}
+        return {"queries": torch.zeros(sum(self.ways(dims)), self._keys(dims))}
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:
         """Queries are multiplied with normed vectors, whose size is the root of the width."""
@@ -180,7 +173,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> AttendedTable | Few:
         """w of each read in turn, for each of its ways: one for each head, zero in the channels of other heads."""
-        w, rows = parameters["queries"].float(), [ways * self.heads for ways in self._ways(dims)]
+        w, rows = parameters["queries"].float(), [ways * self.heads for ways in self.ways(dims)]
         if self.heads > 1:
             own = torch.eye(self.heads, device=w.device).repeat_interleave(dims.width // self.heads, dim=1)  # [H, D]
             w = (w.unsqueeze(1) * own).flatten(0, 1)
@@ -241,13 +234,6 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
     def _keys(self, dims: Dims) -> int:
         """How many channels scores are of."""
         return min(self.rank or dims.width, dims.width)
-
-    def _ways(self, dims: Dims) -> list[int]:
-        """For each read that has queries in turn, how many."""
-        reads = self.mixing(dims)
-        if self.few:
-            return [len(self.separate(t, dims) or ("shortcut",)) for t in reads]
-        return [3 if t in dims.attention else 1 for t in reads]
 
     def _shares(self, logits: Tensor) -> Tensor:
         """Weights of n sources from [n, ...]; where all are equal, exactly those of the original network."""

@@ -56,7 +56,6 @@ class DenseFormer(Dense[Averages]):
         super().__post_init__()
         check_count("dilation", self.dilation, 1)
         check_count("period", self.period, 1)
-        check_count("block", self.block, 1, optional=True)
         if self.dilation > 1 and self.block not in (None, 1):
             raise ValueError(
                 f"dilation={self.dilation} and block={self.block} choose different states to average: pass one of them."

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rewire.errors import RewireError, check_positive
 from rewire.init import rules
-from rewire.init.registry import Initializer, Rule, register_initializer
+from rewire.init.registry import Initializer, OfMatrices, Rule, register_initializer
 from rewire.init.table import LAST, MATRICES, Roles, Weight, row_of
 
 
 @register_initializer("depth-scaled")
 @dataclasses.dataclass(frozen=True)
-class DepthScaled(Initializer):
+class DepthScaled(OfMatrices):
     """GPT-2's: one standard deviation for all, divided by the root of the number of residual adds at ends of branches.
 
     Weights are N(0, std^2), those that a branch ends with N(0, std^2 / n), and biases zero. ``by="model"``: n is the
@@ -32,6 +32,8 @@ class DepthScaled(Initializer):
         ValueError: an option is not one of those values.
     """
 
+    zero: ClassVar[frozenset[str]] = frozenset({"bias"})
+
     std: float = 0.02
     by: Literal["model", "block"] = "model"
 
@@ -40,11 +42,7 @@ class DepthScaled(Initializer):
         if self.by not in ("model", "block"):
             raise ValueError(f"by={self.by!r}: it has to be one of 'model', 'block'.")
 
-    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        if weight.role == "bias":
-            return rules.zeros()
-        if weight.role not in MATRICES:
-            return None
+    def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
         if weight.role not in LAST:
             return rules.normal(self.std)
         n = roles.branches if self.by == "model" else roles.branches_until(weight.block)
@@ -53,7 +51,7 @@ class DepthScaled(Initializer):
 
 @register_initializer("deepnorm")
 @dataclasses.dataclass(frozen=True)
-class DeepNorm(Initializer):
+class DeepNorm(OfMatrices):
     """DeepNorm's: Xavier's normal distribution, in branches times beta but for queries and keys (arXiv 2203.00555).
 
     ``beta = (8 L)^(-1/4)`` for L layers, which is ``(4 n)^(-1/4)`` for n residual adds: of an encoder or a decoder by
@@ -73,10 +71,10 @@ class DeepNorm(Initializer):
     def __post_init__(self) -> None:
         check_positive("beta", self.beta, 0.2, optional=True)
 
-    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
+    def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
         if weight.role in ("q", "k"):
             return rules.xavier_normal(1.0)
-        if not _inside(weight) or weight.role not in MATRICES or weight.role == "router":
+        if not _inside(weight) or weight.role == "router":
             return None
         return rules.xavier_normal((4 * roles.branches) ** -0.25 if self.beta is None else self.beta)
 
@@ -91,7 +89,7 @@ class DeepNorm(Initializer):
 
 @register_initializer("ds-init")
 @dataclasses.dataclass(frozen=True)
-class DSInit(Initializer):
+class DSInit(OfMatrices):
     """DS-Init: Xavier's distribution, in the l-th layer times 1 / sqrt(l) (Zhang, Titov and Sennrich, EMNLP 2019).
 
     Weights in branches are from ``U(-b, b)`` with ``b = alpha / sqrt(l) * sqrt(6 / (fan_in + fan_out))``, l counted
@@ -110,9 +108,7 @@ class DSInit(Initializer):
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha, 1.0)
 
-    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        if weight.role not in MATRICES:
-            return None
+    def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
         layer = roles.layer(weight.block or weight.name)[0] if _inside(weight) else 1
         return rules.xavier(self.alpha / math.sqrt(layer), f", l={layer}")
 
