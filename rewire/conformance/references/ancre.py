@@ -24,7 +24,8 @@ def parameters(depth, width, attention=(), *, normalize="ingoing", block=None, *
 
 
 def forward(
-    x, weights, branches, kept, *, normalize="ingoing", temperature=0.01, cascade="replace", form="softmax", block=None
+    x, weights, branches, kept, *, normalize="ingoing", temperature=0.01, cascade="replace", form="softmax",
+    block=None
 ):
     depth, c = len(branches), weights["c"]
     pairs = [(i, t) for t in range(1, depth + 1) for i in sources(t, block)]

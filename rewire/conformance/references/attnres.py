@@ -21,20 +21,8 @@ def parameters(depth, width, attention=(), *, qkv=False, rank=None, **options):
 
 
 def forward(
-    x,
-    weights,
-    branches,
-    kept,
-    *,
-    block=None,
-    scaled=False,
-    form="softmax",
-    additive=False,
-    qkv=False,
-    heads=1,
-    normed=False,
-    rank=None,
-    norm_eps=1e-6,
+    x, weights, branches, kept, *, block=None, scaled=False, form="softmax", additive=False, qkv=False, heads=1,
+    normed=False, rank=None, norm_eps=1e-6
 ):
     def read(t, way=None):
         found = sources(increments, block)

@@ -30,16 +30,8 @@ DRAWN["s"] = "0.6 + uniform(-b, b), b = sqrt(6 / (n + D))"
 
 
 def parameters(
-    depth,
-    width,
-    attention=(),
-    *,
-    streams=4,
-    output="sum",
-    residual="sinkhorn",
-    delayed=False,
-    entry_scales=False,
-    **options,
+    depth, width, attention=(), *, streams=4, output="sum", residual="sinkhorn", delayed=False, entry_scales=False,
+    **options
 ):
     """The scales are those of the paper, the others those of DeepSeek-V4's code; the paper does not give them."""
     n, f64 = streams, torch.float64
@@ -63,20 +55,8 @@ def parameters(
 
 
 def forward(
-    x,
-    weights,
-    branches,
-    kept,
-    *,
-    streams=4,
-    output="sum",
-    iterations=20,
-    residual="sinkhorn",
-    magnitude=2.0,
-    eps=0.0,
-    norm_eps=1e-6,
-    delayed=False,
-    entry_scales=False,
+    x, weights, branches, kept, *, streams=4, output="sum", iterations=20, residual="sinkhorn", magnitude=2.0,
+    eps=0.0, norm_eps=1e-6, delayed=False, entry_scales=False
 ):
     n, tokens = streams, range(len(x))
     waiting = [torch.eye(n, dtype=x.dtype)[0] for _ in tokens]
