@@ -12,11 +12,10 @@ from torch import Tensor
 
 from rewire.errors import UnsupportedTopology, check_positive
 from rewire.mixes.history import Free, Table
-from rewire.mixes.mix import Mix, pending_mix
+from rewire.mixes.mix import Mix
 from rewire.topologies.base import (
     OF_STATES,
     Dims,
-    FirstOrder,
     Granularity,
     QKVInputs,
     Start,
@@ -29,6 +28,7 @@ from rewire.topologies.base import (
 from rewire.topologies.dense import Dense, count
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
+from rewire.topologies.scaled_sum import ScaledSum, Scales
 from rewire.topologies.wiring import Few, Sources, Units
 
 Normalize = Literal["ingoing", "outgoing", "none"]
@@ -348,7 +348,7 @@ class ANCReConstant(Destinations[Few | None]):
 
 @register_topology("ancre-cascaded")
 @dataclasses.dataclass(frozen=True)
-class ANCReCascaded(FirstOrder[Tensor]):
+class ANCReCascaded(ScaledSum):
     """A learned scalar on each plain shortcut, ANCRe's other ablation (arXiv 2602.09009, Table 5).
 
     ``x_t = f_t + a_t x_{t-1}``, output ``x_T`` (Section 5.4); both starts are ``a_t = 1``, the original
@@ -375,24 +375,8 @@ class ANCReCascaded(FirstOrder[Tensor]):
         kept = start == "preserve" and self.cascade == "keep"
         return {"scales": torch.zeros(dims.depth) if kept else torch.ones(dims.depth)}
 
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
-        """a, float32 [T]."""
-        return parameters["scales"].float()
-
-    def merge(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> Mix:
-        kept = states if self.cascade == "keep" else ()
-        return pending_mix(states, weights[t - 1 : t], added=(*kept, *branches))
-
-    def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
-        """a on the diagonal; the shortcut that ``cascade="keep"`` keeps is not part of it."""
-        return torch.diag(weights)
-
-    def program(self, weights: Tensor, dims: Dims) -> Program:
-        rows = []
-        for i, scale in enumerate(weights.tolist()):
-            kept = [Term(f"x{i}", 1.0, fixed=True)] if self.cascade == "keep" else []
-            rows.append([*kept, Term(f"x{i}", scale)])
-        return recurrence(rows)
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Scales:
+        return Scales(parameters["scales"].float(), kept=self.cascade == "keep")
 
 
 def _known(states: States, weights: Few, t: int) -> dict[int, Tensor]:

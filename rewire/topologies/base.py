@@ -108,6 +108,8 @@ class Topology(ABC, Generic[W]):
     matrices: ClassVar[frozenset[str]] = frozenset()
     #: Those that multiply whole states: their natural scale is `OF_STATES`.
     of_states: ClassVar[frozenset[str]] = frozenset()
+    #: Those that are multiplied with vectors of the trunk's width, normed or like them: it is the less by its root.
+    of_vectors: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def registered_name(self) -> str:
@@ -152,7 +154,8 @@ class Topology(ABC, Generic[W]):
         of all parameters by one norm: a small unit makes this weight's gradient as much smaller, so that connections
         leave the norm to the model. `rewire.parameter_groups` gives it a rate that is as much larger.
         """
-        return dict.fromkeys(self.of_states, OF_STATES)
+        of_vectors = dict.fromkeys(self.of_vectors, OF_STATES * (dims.width or 1) ** -0.5)
+        return dict.fromkeys(self.of_states, OF_STATES) | of_vectors
 
     @abstractmethod
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> W:

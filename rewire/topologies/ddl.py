@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.tokens import project, project_normed
-from rewire.topologies.base import OF_STATES, Dims, FirstOrder, Granularity, Start, States, TwoForms, total
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, TwoForms, total
 from rewire.topologies.registry import register_topology
 
 Form = Literal["delta", "difference"]
@@ -60,6 +60,8 @@ class DDL(TwoForms[Delta], FirstOrder[Delta]):
 
     granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP have one each
     needs_width: ClassVar[bool] = True
+    of_states: ClassVar[frozenset[str]] = frozenset({"gate_bias", "value_bias"})
+    of_vectors: ClassVar[frozenset[str]] = frozenset({"gate", "value"})
     forms: ClassVar[tuple[str, ...]] = get_args(Form)
     hindrance: ClassVar[str] = "it replaces a part of the state"
 
@@ -78,11 +80,6 @@ class DDL(TwoForms[Delta], FirstOrder[Delta]):
             "value": torch.zeros(dims.depth, dims.width),
             "value_bias": torch.full((dims.depth,), 2.0),
         }
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        """Maps are multiplied with vectors of this width; biases are added to what that gives."""
-        product = OF_STATES * dims.width**-0.5
-        return {"gate": product, "gate_bias": OF_STATES, "value": product, "value_bias": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Delta:
         return Delta(**parameters)

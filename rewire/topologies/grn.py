@@ -14,7 +14,6 @@ from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.several import mixes
 from rewire.mixes.tokens import project
 from rewire.topologies.base import (
-    OF_STATES,
     Dims,
     Granularity,
     QKVInputs,
@@ -83,6 +82,8 @@ class GRN(DenseIncrements[Weights]):
     """
 
     granularity: ClassVar[Granularity] = "block"  # Section 5, Table 6: one GRN per decoder block
+    of_states: ClassVar[frozenset[str]] = frozenset({"b"})
+    of_vectors: ClassVar[frozenset[str]] = frozenset({"w"})
     #: Whether a part of the weights is computed from the sources.
     input_dependent: ClassVar[bool] = False
 
@@ -110,10 +111,6 @@ class GRN(DenseIncrements[Weights]):
         if self.input_dependent:
             parameters["w"] = torch.zeros(sum(ways), dims.width)
         return parameters
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        """That of w has the root of the width in it, as its products with f do."""
-        return {"b": OF_STATES} | ({"w": OF_STATES * dims.width**-0.5} if self.input_dependent else {})
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         b, ways = parameters["b"].float(), self.ways(dims)

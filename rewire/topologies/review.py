@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rewire.mixes.tokens import rms_norm
-from rewire.topologies.base import OF_STATES, Dims, FirstOrder, Granularity, Start, States, TwoForms, total
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, TwoForms, total
 from rewire.topologies.registry import register_topology
 
 Form = Literal["sigmoid", "difference"]
@@ -55,6 +55,8 @@ class Review(TwoForms[Gate], FirstOrder[Gate]):
     granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP have one each
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"state", "update"})
+    of_states: ClassVar[frozenset[str]] = frozenset({"bias"})
+    of_vectors: ClassVar[frozenset[str]] = matrices
     forms: ClassVar[tuple[str, ...]] = get_args(Form)
     hindrance: ClassVar[str] = "a sigmoid is never 1"
 
@@ -69,11 +71,6 @@ class Review(TwoForms[Gate], FirstOrder[Gate]):
         self.check_start(start)
         square = dims.depth, dims.width, dims.width
         return {"state": torch.zeros(square), "update": torch.zeros(square), "bias": torch.zeros(square[:2])}
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        """W is multiplied with normed vectors of this width; b is added to what that gives."""
-        product = OF_STATES * dims.width**-0.5
-        return {"state": product, "update": product, "bias": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Gate:
         return Gate(**{name: value.float() for name, value in parameters.items()})
