@@ -1,5 +1,6 @@
 """Every error that rewire raises on purpose: messages say what was done, where (module path), and what to do."""
 
+import math
 from types import CodeType
 
 
@@ -88,3 +89,9 @@ def check_type(name: str, value: object, kind: type) -> None:
     """
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be a {kind.__name__}, not {type(value).__name__}.")
+
+
+def check_positive(option: str, value: float | None, like: float, optional: bool = False) -> None:
+    """Raise ValueError if ``value`` is no positive number; ``optional``: None is allowed, too."""
+    if not (optional and value is None) and not (value is not None and 0 < value < math.inf):
+        raise ValueError(f"{option}={value!r}: it has to be a positive number, like {like:g}{', or None' * optional}.")

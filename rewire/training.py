@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.errors import UnsupportedTopology
+from rewire.errors import RewireError, UnsupportedTopology
+from rewire.init import Roles
+from rewire.init.initializers.mup import Factors, MuP
+from rewire.init.roles import roles as roles_of
 from rewire.runtime.connection import Connection, connections, learned_connections
 
 #: What an Adam step moves connection weights by at most, in the units in which they are stored, unless a rate is given:
@@ -26,6 +29,8 @@ def parameter_groups(
     connection_factor: float = 1.0,
     decay_matrices: bool = False,
     muon_lr: float | None = None,
+    mup: MuP | None = None,
+    roles: Roles | None = None,
 ) -> list[dict[str, Any]]:
     """Parameters of ``model`` for a torch optimiser, the connection weights in a group of their own, without decay.
 
@@ -49,13 +54,16 @@ def parameter_groups(
             low-rank maps of LAuReL, and the projections of muddformer, hc-dynamic, hc-gated, frac-hc and mhc.
         muon_lr: learning rate of the matrices in the blocks of the trunks (linear maps, no embeddings), if Muon is to
             get these. All groups then say ``use_muon``, as optimisers that do both read it.
+        mup: what the model was initialised with; rates, decay and Adam's ``eps`` (1e-8 in the model that was tuned) of
+            all others are scaled by it, in a group for each scale.
+        roles: for ``mup``, of a model that is sharded, compiled or wrapped, as `rewire.initialize` takes them.
 
     Returns:
         Groups for ``torch.optim.AdamW(groups)``: all other parameters, then the connection weights, in a group for each
         unit and decay; none is empty. With ``muon_lr`` the matrices are the first group.
 
     Raises:
-        TypeError, ValueError: a rate or decay is no number, or below 0.
+        TypeError, ValueError: a rate or decay is no number, or below 0; or ``mup`` is given together with ``muon_lr``.
 
     Example:
         >>> groups = rewire.parameter_groups(rewired, lr=3e-4, weight_decay=0.1, connection_lr=1e-3)
@@ -81,6 +89,10 @@ def parameter_groups(
     learned |= {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in learned]
     groups: list[dict[str, Any]] = [{"params": others, "lr": lr, "weight_decay": weight_decay}]
+    if mup is not None:
+        if muon_lr is not None:
+            raise ValueError("mup= has rates for AdamW alone: leave out muon_lr=.")
+        groups = _scaled(model, others, lr, weight_decay, mup, roles_of(model) if roles is None else roles)
     for (unit, decay), parameters in own.items():
         groups.append(
             {"params": parameters, "lr": connection_factor * min(rate / unit, fastest), "weight_decay": decay}
@@ -90,6 +102,25 @@ def parameter_groups(
         groups = [muon, *({**group, "use_muon": False} for group in groups)]
     trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     return [group for group in trained if group["params"]]
+
+
+def _scaled(
+    model: nn.Module, parameters: list[nn.Parameter], lr: float, weight_decay: float, mup: MuP, roles: Roles
+) -> list[dict[str, Any]]:
+    """Groups of ``parameters`` by what ``mup`` multiplies their rates, decays and epsilons with."""
+    mup.check(roles)
+    names, found = {id(p): name for name, p in model.named_parameters()}, dict[Factors, list[nn.Parameter]]()
+    for p in parameters:
+        weight = next(iter(roles.of(names[id(p)])), None)
+        if weight is None:
+            raise RewireError(
+                f"'{names[id(p)]}' is not in the table of roles: pass roles= of the model as it is trained."
+            )
+        found.setdefault(mup.factors(weight, roles), []).append(p)
+    return [
+        {"params": ps, "lr": lr * f.lr, "weight_decay": weight_decay * f.weight_decay, "eps": 1e-8 * f.eps}
+        for f, ps in found.items()
+    ]
 
 
 def _matrices(model: nn.Module) -> list[nn.Parameter]:

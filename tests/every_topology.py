@@ -44,6 +44,7 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpas-shortcut": ("gpas", {"scaled": "shortcut"}),
     "attnres-scaled": ("attnres", {"scaled": True}),
     "attnres-groups": ("attnres", {"scaled": True, "block": 2}),
+    "attnres-rank": ("attnres", {"rank": 4}),
     "attnres-additive": ("attnres", {"additive": True}),
     "attnres-qkv": ("attnres", {"qkv": True, "heads": 2}),
     "attnres-normed": ("attnres", {"normed": True, "block": 2}),
@@ -57,7 +58,7 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 #: Those whose formulas have no start that equals the plain residual network.
-NOT_PRESERVING = {"ancre-constant", "attnres-normed", "fixed-scale-deepnorm"}
+NOT_PRESERVING = {"ancre-constant", "attnres-normed", "fixed-scale-deepnorm", "multi-gate"}
 
 #: Those that connect what branches add, which has no meaning where a norm follows the add.
 PRE_NORM_ONLY = {
@@ -65,10 +66,10 @@ PRE_NORM_ONLY = {
     *("grn-v1-groups", "dca-groups"),
     *("hc-static", "hc-static-sum", "hc-static-learned", "hc-dynamic", "hc-dynamic-2", "hc-dynamic-learned"),
     *("frac-hc", "frac-hc-static", "mhc", "mhc-identity", "mhc-permutations", "mhc-cayley"),
-    *("mhc-kronecker", "mhc-entry", "mhc-delayed"),
+    *("mhc-kronecker", "mhc-entry", "mhc-delayed", "two-lanes", "multi-gate"),
     *("hc-gated", "hc-gated-streams"),
     *("attnres", "attnres-scaled", "attnres-groups", "attnres-additive", "attnres-qkv", "attnres-normed"),
-    *("grn-v2-few", "grn-v3-few", "attnres-few"),
+    *("grn-v2-few", "grn-v3-few", "attnres-few", "attnres-rank"),
 }
 
 #: Those whose weights are constant, and scale states.
@@ -77,7 +78,7 @@ STATIC = [
     *("denseformer", "denseformer-2x2", "grn-v1", "grn-v2", "grn-v1-last", "grn-v2-last"),
     *("ancre-groups", "denseformer-groups", "grn-v1-groups", "ancre-few", "denseformer-few", "grn-v2-few"),
     *("rezero", "skipinit", "layerscale", "laurel-rw", "laurel-rw-softmax"),
-    *("hc-static", "hc-static-sum", "hc-static-learned"),
+    *("hc-static", "hc-static-sum", "hc-static-learned", "two-lanes"),
     *("x0-lambdas", "x0-lambdas-state", "unet", "residual-scale", "residual-scale-branch", "variance-gate"),
     *("fixed-scale", "fixed-scale-deepnorm"),
 ]

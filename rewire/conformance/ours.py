@@ -126,7 +126,7 @@ def _attnres(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[s
     for t in range(2, dims.depth + (1 if options["additive"] else 2)):
         row = weights["w"][t - 2]
         rows.append(row[: 3 if t in dims.attention else 1] if options["qkv"] else row[None])
-    return {"queries": torch.cat(rows) if rows else weights["w"].new_zeros(0, dims.width)}
+    return {"queries": torch.cat(rows) if rows else weights["w"].new_zeros(0, weights["w"].shape[-1])}
 
 
 def _muddformer(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -202,6 +202,12 @@ def _review(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[st
     return {"state": state, "update": update, "bias": weights["b"]}
 
 
+def _lanes(weights: Weights, dims: Dims, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    before = max(0, dims.depth - options["last"])
+    found = {"decay": weights["d"], "write": weights["w"][before:]}
+    return found | ({"single": weights["w"][:before, 0]} if before else {})
+
+
 _PACKINGS: Mapping[str, Packing] = {
     "ancre": _ancre,
     "ancre_cascaded": _renamed(scales="a"),
@@ -216,9 +222,11 @@ _PACKINGS: Mapping[str, Packing] = {
     "grn": _grn,
     "hc": _hc,
     "hc_gated": _renamed(norm="norm", down="down", up="up", inject="inject"),
+    "lanes": _lanes,
     "laurel": _laurel,
     "mhc": _mhc,
     "muddformer": _muddformer,
+    "multi_gate": _renamed(queries="w", gates="v", bias="c"),
     "orthogonal": _renamed(gates="c"),
     "residual": _renamed(),
     "residual_scale": _renamed(shortcut="a", branch="b", shortcut_bias="u", branch_bias="v"),

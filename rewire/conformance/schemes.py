@@ -157,6 +157,8 @@ SCHEMES: Mapping[str, Reference] = _listed(
         *("hc-dynamic", "Hyper-connections whose weights depend on the token", _HC, "hc", {"dynamic": True}),
         spreads=_PROJECTIONS,
     ),
+    Reference("multi-gate", "Multi-Gate Residuals", "arXiv 2605.23259", "multi_gate"),
+    Reference("two-lanes", "Two lanes for attentions and MLPs", "modded-nanogpt", "lanes"),
     Reference(
         *("frac-hc", "Frac-connections", "arXiv 2503.14125", "frac_hc"), spreads=_PROJECTIONS, divides="fractions"
     ),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Generator, Tensor
 
-from rewire.init.table import Roles, Weight
+from rewire.init.table import MATRICES, Roles, Weight
 from rewire.registry import Factories
 
 
@@ -45,6 +45,22 @@ class Initializer(abc.ABC):
 
     def check(self, roles: Roles) -> None:  # noqa: B027 (most fit all models)
         """Raise a `RewireError` if the initialiser has no meaning for a model with these roles."""
+
+
+class OfMatrices(Initializer):
+    """One that says something of matrices and kernels alone, beside zeros."""
+
+    #: Roles that become zero.
+    zero: ClassVar[frozenset[str]] = frozenset()
+
+    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
+        if weight.role in self.zero:
+            return Rule("zeros", lambda values, _: values.zero_())
+        return self.matrix(weight, roles) if weight.role in MATRICES else None
+
+    @abc.abstractmethod
+    def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
+        """What happens to a matrix or kernel."""
 
 
 I = TypeVar("I", bound=Callable[..., Initializer])  # noqa: E741

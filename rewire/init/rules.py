@@ -23,9 +23,12 @@ def kaiming() -> Rule:
     return Rule("kaiming_normal", lambda v, g: nn.init.kaiming_normal_(v, nonlinearity="relu", generator=g))
 
 
-def xavier() -> Rule:
-    """Glorot and Bengio's uniform distribution (AISTATS 2010, Equation 16)."""
-    return Rule("xavier_uniform", lambda values, generator: nn.init.xavier_uniform_(values, generator=generator))
+def xavier(gain: float = 1.0, why: str = "") -> Rule:
+    """Glorot and Bengio's uniform distribution (AISTATS 2010, Equation 16), times the gain."""
+    return Rule(
+        "xavier_uniform" if gain == 1 else f"xavier_uniform(gain={gain:.3g}{why})",
+        lambda values, generator: nn.init.xavier_uniform_(values, gain=gain, generator=generator),
+    )
 
 
 def xavier_normal(gain: float) -> Rule:

@@ -54,6 +54,12 @@ def row_of(block: str) -> str:
     return block[: number.start()] if number else ""
 
 
+def layer_of(block: str) -> str:
+    """The path of the layer that a block is, or is a part of: ``encoder.layers.3``."""
+    number = re.search(r"\.\d+", block)
+    return block[: number.end()] if number else block
+
+
 @dataclasses.dataclass(frozen=True)
 class Weight:
     """A parameter, or one part of a fused one, with its role.
@@ -125,6 +131,17 @@ class Roles(Shown):
         found = dict.fromkeys((w.block, w.branch) for w in self if w.branch and row_of(w.block) == here)
         blocks = [of for of, _ in found]
         return len(blocks) - blocks[::-1].index(block)
+
+    def layer(self, block: str) -> tuple[int, int]:
+        """The number of the layer of ``block`` in its row of blocks, from 1, and how many the row has."""
+        inside = (w.block for w in self if w.branch and row_of(w.block) == row_of(block))
+        layers = list(dict.fromkeys(map(layer_of, inside)))
+        return layers.index(layer_of(block)) + 1, len(layers)
+
+    @property
+    def layers(self) -> int:
+        """How many layers the longest row of blocks has."""
+        return max((self.layer(w.block)[1] for w in self if w.branch), default=0)
 
     def of(self, name: str) -> tuple[Weight, ...]:
         """The rows of the parameter ``name``."""

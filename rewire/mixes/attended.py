@@ -34,7 +34,7 @@ from rewire.mixes.autograd import by_torch
 from rewire.mixes.blocks import BLOCK, Blocks
 from rewire.mixes.by_state import ByState, first_mixes
 from rewire.mixes.claims import gathered, joining, present, stand_ins, unclaimed
-from rewire.mixes.history import Claimed, History, Row, Table
+from rewire.mixes.history import Claimed, History, Row, Scores, Table
 from rewire.mixes.mix import Attended, Mix, pending_mix, softmax
 from rewire.mixes.tokens import inverse_rms
 
@@ -51,6 +51,7 @@ class AttendedTable(Table):
         group: reads until there is another state.
         ways: how many queries each of these reads has; by default one.
         normed: whether to keep, behind the scores of a state, also what norms it.
+        rank: how many channels scores are of, the last ones; None: all.
         only_scores: whether the weights are another function of the scores (`AttendedHistory.scores_of`) than one
             softmax over all states: then mixes are left to autograd.
 
@@ -61,7 +62,7 @@ class AttendedTable(Table):
         queries: of each state those of the reads that have it, [m, D].
         own: of each read, its own, [ways, D].
         by_state: there are no weights beside scores.
-        scaled, normed, only_scores: as above.
+        scaled, normed, only_scores, rank: as above.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class AttendedTable(Table):
         ways: Sequence[int] | None = None,
         normed: bool = False,
         only_scores: bool = False,
+        rank: int | None = None,
     ) -> None:
         of_reads = [0, *([1] * len(queries) if ways is None else ways)]
         self.blocks = Blocks.of(queries, len(of_reads), 1, block, group)
@@ -80,6 +82,7 @@ class AttendedTable(Table):
         self._ask(queries, of_reads)
         self.by_state = ByState(*[(None,) * len(of_reads)] * 4)
         self.scaled, self.normed, self.only_scores = scaled, normed, only_scores
+        self.rank = rank
 
     def history(self) -> AttendedHistory:
         return AttendedHistory(self, claims=None if self.only_scores else ())
@@ -128,10 +131,18 @@ class AttendedHistory(History):
         return torch.stack(self._scores_of(number))
 
     def _scored(self, number: int, x: Tensor, alone: bool = False) -> tuple[Tensor | None, Tensor]:
-        scores, x = super()._scored(number, x, alone)
+        scores, read = super()._scored(number, self._keys(x), alone)
+        x = read if self.table.rank is None else x
         if self.table.normed and scores is not None:
             scores = torch.cat([scores, inverse_rms(x, EPS)], -1)
         return scores, x
+
+    def _scored_apart(self, number: int, near: int, x: Tensor) -> tuple[Tensor | None, Scores, Scores, Tensor]:
+        *scores, read = super()._scored_apart(number, near, self._keys(x))
+        return *scores, read if self.table.rank is None else x  # type: ignore[return-value]
+
+    def _keys(self, x: Tensor) -> Tensor:
+        return x if self.table.rank is None else x[..., -self.table.rank :]
 
     def _shares(self, number: int, places: Sequence[int]) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
         """What a read adds up, [..., D] each; with which weights, [n, ...]; and the statistics of its softmax."""

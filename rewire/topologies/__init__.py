@@ -16,9 +16,11 @@ from rewire.topologies.gated import GatedHyperConnections
 from rewire.topologies.gpas import GPAS
 from rewire.topologies.grn import DCA, GRNv1, GRNv2, GRNv3
 from rewire.topologies.hyper import DynamicHyperConnections, FracConnections, HyperConnections
+from rewire.topologies.lanes import TwoLanes
 from rewire.topologies.laurel import LaurelLR, LaurelPA, LaurelRW
 from rewire.topologies.mhc import ManifoldHyperConnections
 from rewire.topologies.muddformer import MUDDFormer
+from rewire.topologies.multi_gate import MultiGate
 from rewire.topologies.orthogonal import OrthogonalUpdate
 from rewire.topologies.registry import list_topologies, make_topology, register_topology
 from rewire.topologies.residual import Residual
@@ -59,6 +61,7 @@ __all__ = [
     "LayerScale",
     "MUDDFormer",
     "ManifoldHyperConnections",
+    "MultiGate",
     "OrthogonalUpdate",
     "QKVInputs",
     "Recurrence",
@@ -66,6 +69,7 @@ __all__ = [
     "ResidualScale",
     "Review",
     "Topology",
+    "TwoLanes",
     "UNet",
     "VarianceGate",
     "X0Lambdas",

@@ -10,27 +10,25 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from rewire.errors import UnsupportedTopology
+from rewire.errors import UnsupportedTopology, check_positive
 from rewire.mixes.history import Free, Table
-from rewire.mixes.mix import Mix, pending_mix
+from rewire.mixes.mix import Mix
 from rewire.topologies.base import (
     OF_STATES,
     Dims,
-    FirstOrder,
     Granularity,
     QKVInputs,
     Start,
     States,
     W,
     check_choice,
-    check_count,
     no_preserving_start,
-    one_hot_previous,
     total,
 )
 from rewire.topologies.dense import Dense, count
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
+from rewire.topologies.scaled_sum import ScaledSum, Scales
 from rewire.topologies.wiring import Few, Sources, Units
 
 Normalize = Literal["ingoing", "outgoing", "none"]
@@ -161,9 +159,7 @@ class ANCRe(Destinations[Table | Few]):
         check_choice("cascade", self.cascade, get_args(Cascade))
         check_choice("form", self.form, get_args(Form))
         super().__post_init__()
-        check_count("block", self.block, 1, optional=True)
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature!r}: it has to be a positive number, like 0.01.")
+        check_positive("temperature", self.temperature, 0.01)
 
     @property
     def registered_name(self) -> str:
@@ -244,7 +240,7 @@ class ANCRe(Destinations[Table | Few]):
 
     def _original(self, depth: int) -> Tensor:
         """P of the original network."""
-        return one_hot_previous(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
+        return torch.eye(depth) if self.cascade == "replace" else torch.zeros(depth, depth)
 
     def distributions(self, weights: Table | Few, dims: Dims) -> Sequence[Tensor]:
         """The weights into each state (ingoing), or out of each (outgoing); those of a difference are none."""
@@ -328,7 +324,6 @@ class ANCReConstant(Destinations[Few | None]):
     def __post_init__(self) -> None:
         check_choice("cascade", self.cascade, get_args(Cascade))
         super().__post_init__()
-        check_count("block", self.block, 1, optional=True)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """No entries.
@@ -353,7 +348,7 @@ class ANCReConstant(Destinations[Few | None]):
 
 @register_topology("ancre-cascaded")
 @dataclasses.dataclass(frozen=True)
-class ANCReCascaded(FirstOrder[Tensor]):
+class ANCReCascaded(ScaledSum):
     """A learned scalar on each plain shortcut, ANCRe's other ablation (arXiv 2602.09009, Table 5).
 
     ``x_t = f_t + a_t x_{t-1}``, output ``x_T`` (Section 5.4); both starts are ``a_t = 1``, the original
@@ -368,6 +363,7 @@ class ANCReCascaded(FirstOrder[Tensor]):
 
     granularity: ClassVar[Granularity] = "block"
     reads_newest: ClassVar[bool] = True
+    of_states: ClassVar[frozenset[str]] = frozenset({"scales"})
 
     cascade: Cascade = "replace"
 
@@ -379,27 +375,8 @@ class ANCReCascaded(FirstOrder[Tensor]):
         kept = start == "preserve" and self.cascade == "keep"
         return {"scales": torch.zeros(dims.depth) if kept else torch.ones(dims.depth)}
 
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"scales": OF_STATES}
-
-    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
-        """a, float32 [T]."""
-        return parameters["scales"].float()
-
-    def merge(self, states: States, weights: Tensor, t: int, *branches: Tensor) -> Mix:
-        kept = states if self.cascade == "keep" else ()
-        return pending_mix(states, weights[t - 1 : t], added=(*kept, *branches))
-
-    def matrix(self, weights: Tensor, dims: Dims) -> Tensor:
-        """a on the diagonal; the shortcut that ``cascade="keep"`` keeps is not part of it."""
-        return torch.diag(weights)
-
-    def program(self, weights: Tensor, dims: Dims) -> Program:
-        rows = []
-        for i, scale in enumerate(weights.tolist()):
-            kept = [Term(f"x{i}", 1.0, fixed=True)] if self.cascade == "keep" else []
-            rows.append([*kept, Term(f"x{i}", scale)])
-        return recurrence(rows)
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Scales:
+        return Scales(parameters["scales"].float(), kept=self.cascade == "keep")
 
 
 def _known(states: States, weights: Few, t: int) -> dict[int, Tensor]:

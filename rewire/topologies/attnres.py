@@ -29,7 +29,7 @@ from rewire.topologies.base import (
 )
 from rewire.topologies.dense import DenseIncrements
 from rewire.topologies.registry import register_topology
-from rewire.topologies.wiring import QKV, Channel, Few, by_channel, checked_channels, of_attention
+from rewire.topologies.wiring import Channel, Few, by_channel, of_attention
 
 Form = Literal["softmax", "difference"]
 
@@ -56,6 +56,8 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
       (Multi-Head Attention Residuals, arXiv 2607.27230). The norm is over all channels, and H = 1 is no heads.
     - ``normed=True``: a read sums ``rmsnorm(f_i)`` in place of ``f_i``. With ``qkv`` and ``block``, Inkling 2 does that
       (``Inkling2BlockAttentionResidual`` in transformers; its ``query`` is ``sqrt(D) w_t``).
+    - ``rank=R``: keys are the last R channels of a source, ``a_ti = softmax_i(w_t . rmsnorm(f_i[D-R:]))`` with ``w_t``
+      in R^R; what is summed stays whole (sliced low-rank Attention Residuals, arXiv 2607.09694 and fast-attnres).
     - ``additive=True``: the weights are ``1 + a_ti``, so that a read is the plain stream and a softmax-weighted sum of
       what it consists of; the output is the plain stream, ``f_0 + .. + f_T``, without a query. These are Delta
       Attention Residuals (arXiv 2605.18855), ``h + sum_i a_i v_i``, as in their authors' code. With ``block``, that
@@ -89,6 +91,7 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         qkv: separate queries for q, k and v.
         heads: H, 1 or more; has to divide the width.
         normed: sources are summed as they are normed.
+        rank: R, 1 or more; cut to D, which is None.
         separate_norms: with ``qkv``, each of the three reads passes a norm of its own, a copy at first.
         channels: with ``qkv``, some of "q", "k", "v", "shortcut"; None: all.
 
@@ -109,24 +112,23 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
     normed: bool = False
     separate_norms: bool = False
     channels: tuple[Channel, ...] | None = None
+    rank: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "channels", checked_channels(self.channels, (*QKV, "shortcut")))
         super().__post_init__()
-        check_count("block", self.block, 1, optional=True)
         check_count("heads", self.heads, 1)
+        check_count("rank", self.rank, 1, optional=True)
         check_choice("form", self.form, get_args(Form))
+        if self.rank is not None and self.heads > 1:
+            raise ValueError(
+                "rank= takes keys from the last channels, of which heads= would each have a share: pass one."
+            )
         if self.scaled and (self.additive or self.form == "difference"):
             raise ValueError("scaled=True is another form of the weights than additive=True or form='difference'.")
         if self.separate_norms and not self.qkv:
             raise ValueError("separate_norms=True gives the reads of q, k and v a norm each: pass qkv=True, too.")
         if self.channels and not self.qkv:
             raise ValueError("channels= chooses among the reads of q, k and v: pass qkv=True, too.")
-
-    @property
-    def few(self) -> bool:
-        # not by super(), which Dynamo takes for the property itself
-        return self.units is not None or self.sources is not None or self.channels is not None
 
     def reads(self, dims: Dims) -> range:
         """Without the output's, if that is the plain stream."""
@@ -145,7 +147,8 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         return dataclasses.replace(self, form="difference") if self.additive else dataclasses.replace(self, scaled=True)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
-        """``queries``, float32 [rows, D]: for units 2..T and then the output, w_t, or with ``qkv`` those of its ways.
+        """``queries``, float32 [rows, D], with ``rank`` [rows, R]: for units 2..T and then the output, w_t, or with
+        ``qkv`` those of its ways.
 
         Raises:
             UnsupportedTopology: there is no such start; no unit begins with an attention, for ``qkv``; or the heads do
@@ -162,27 +165,29 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
                 f"topology 'attnres' with heads={self.heads} cannot split hidden states of {dims.width} channels: pass "
                 "a number of heads that divides it."
             )
-        return {"queries": torch.zeros(sum(self._ways(dims)), dims.width)}
+        return {"queries": torch.zeros(sum(self.ways(dims)), self._keys(dims))}
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:
         """Queries are multiplied with normed vectors, whose size is the root of the width."""
-        return {"queries": OF_STATES * dims.width**-0.5}
+        return {"queries": OF_STATES * self._keys(dims) ** -0.5}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> AttendedTable | Few:
         """w of each read in turn, for each of its ways: one for each head, zero in the channels of other heads."""
-        w, rows = parameters["queries"].float(), [ways * self.heads for ways in self._ways(dims)]
+        w, rows = parameters["queries"].float(), [ways * self.heads for ways in self.ways(dims)]
         if self.heads > 1:
             own = torch.eye(self.heads, device=w.device).repeat_interleave(dims.width // self.heads, dim=1)  # [H, D]
             w = (w.unsqueeze(1) * own).flatten(0, 1)
         if self.few:
             return self.chosen(dims, w.split(rows))
+        only_scores = not self._one_softmax()
         return AttendedTable(
-            w, self.scaled, group=self.group, ways=rows, normed=self.normed, only_scores=not self._one_softmax()
+            w, self.scaled, group=self.group, ways=rows, normed=self.normed, only_scores=only_scores, rank=self.rank
         )
 
     def mix(self, history: Any, weights: AttendedTable | Few, t: int) -> Tensor | Mix | QKVInputs:
         if isinstance(weights, Few):
-            logits = torch.stack([project_normed(x, weights[t].T, EPS) for x in history.states])
+            query = weights[t].T  # [D, ways], or [R, ways]
+            logits = torch.stack([project_normed(x[..., -len(query) :], query, EPS) for x in history.states])
             inverse_norms = torch.stack([inverse_rms(x, EPS) for x in history.states]) if self.normed else None
         elif self._one_softmax():
             return history.mix(weights[t])
@@ -226,12 +231,9 @@ class AttnRes(DenseIncrements[AttendedTable | Few]):
         plain = self.heads == 1 and self.form == "softmax"
         return plain and not (self.qkv or self.normed or self.additive)
 
-    def _ways(self, dims: Dims) -> list[int]:
-        """For each read that has queries in turn, how many."""
-        reads = self.mixing(dims)
-        if self.few:
-            return [len(self.separate(t, dims) or ("shortcut",)) for t in reads]
-        return [3 if t in dims.attention else 1 for t in reads]
+    def _keys(self, dims: Dims) -> int:
+        """How many channels scores are of."""
+        return min(self.rank or dims.width, dims.width)
 
     def _shares(self, logits: Tensor) -> Tensor:
         """Weights of n sources from [n, ...]; where all are equal, exactly those of the original network."""

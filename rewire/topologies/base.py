@@ -106,6 +106,10 @@ class Topology(ABC, Generic[W]):
     separate_norms: bool = False
     #: Learned weights that are matrices applied to states, by name, as a model's own linear maps are.
     matrices: ClassVar[frozenset[str]] = frozenset()
+    #: Those that multiply whole states: their natural scale is `OF_STATES`.
+    of_states: ClassVar[frozenset[str]] = frozenset()
+    #: Those that are multiplied with vectors of the trunk's width, normed or like them: it is the less by its root.
+    of_vectors: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def registered_name(self) -> str:
@@ -150,7 +154,8 @@ class Topology(ABC, Generic[W]):
         of all parameters by one norm: a small unit makes this weight's gradient as much smaller, so that connections
         leave the norm to the model. `rewire.parameter_groups` gives it a rate that is as much larger.
         """
-        return {}
+        of_vectors = dict.fromkeys(self.of_vectors, OF_STATES * (dims.width or 1) ** -0.5)
+        return dict.fromkeys(self.of_states, OF_STATES) | of_vectors
 
     @abstractmethod
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> W:
@@ -286,6 +291,50 @@ class FirstOrder(Recurrence[W]):
     def finish(self, states: States, weights: W, dims: Dims) -> Tensor:
         return states[0]
 
+    def matrix(self, weights: W, dims: Dims) -> Tensor:
+        """float32 [T, T]: the identity, unit t reads ``x_{t-1}``."""
+        return torch.eye(dims.depth)
+
+
+class TwoForms(Topology[W]):
+    """A topology with a field ``form``: what the paper has, or what we make of it for a preserving start."""
+
+    form: str
+    #: The paper's form, and ours.
+    forms: ClassVar[tuple[str, ...]]
+    #: Why the paper's form has no preserving start.
+    hindrance: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_choice("form", self.form, self.forms)
+
+    def for_start(self, start: Start) -> Topology[W]:
+        replace: Any = dataclasses.replace  # all such topologies are dataclasses
+        return replace(self, form=self.forms[1]) if start == "preserve" else self
+
+    def check_start(self, start: Start) -> None:
+        """Raise UnsupportedTopology if there is none in this form."""
+        if start == "preserve" and self.form == self.forms[0]:
+            raise no_preserving_start(self, f"{self.hindrance}; form='{self.forms[1]}' has one")
+
+
+def in_increments(topology: Topology[W], weights: W, depth: int, device: torch.device, parts: int = 1) -> Tensor:
+    """Reads of units 1..T and the output, as rows [T + 1, T + 1] of what they take of f_0 .. f_T.
+
+    Run on increments f_t whose parts [p, (T + 1) p] are one-hot in (t, part), operations spell out the weights. Between
+    p parts a weight is a p x p matrix: its diagonal is averaged.
+    """
+    sources = depth + 1
+    increments = torch.eye(sources * parts, device=device).view(sources, -1)
+    found, states = [], topology.start(increments[0], weights)
+    for t, increment in enumerate(increments[1:], start=1):
+        read, states = topology.read(states, weights, t)
+        assert not isinstance(read, QKVInputs)
+        found.append(materialize(read))
+        states = topology.write(states, weights, t, increment)
+    found.append(topology.finish(states, weights, Dims(depth)))
+    return torch.stack(found).unflatten(-1, (parts, sources, parts)).diagonal(dim1=-3, dim2=-1).mean(-1)
+
 
 def rows(matrix: Tensor) -> dict[str, Tensor]:
     """The connections that exist in [destinations, sources], by destination."""
@@ -321,11 +370,6 @@ def check_count(option: str, value: int | None, least: int, optional: bool = Fal
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{option}={value!r}: it has to be a whole number, {least} or more{', or None' * optional}.")
-
-
-def one_hot_previous(depth: int) -> Tensor:
-    """[T, T] matrix of the plain residual network: destination t (row t - 1) takes source t - 1 (column t - 1)."""
-    return torch.eye(depth, dtype=torch.float32)
 
 
 def materialize(value: Tensor | Mix) -> Tensor:

@@ -10,17 +10,7 @@ from torch import Tensor
 
 from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.tokens import project, project_normed
-from rewire.topologies.base import (
-    OF_STATES,
-    Dims,
-    FirstOrder,
-    Granularity,
-    Start,
-    States,
-    check_choice,
-    no_preserving_start,
-    total,
-)
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, TwoForms, total
 from rewire.topologies.registry import register_topology
 
 Form = Literal["delta", "difference"]
@@ -43,7 +33,7 @@ class Delta(NamedTuple):
 
 @register_topology("ddl")
 @dataclasses.dataclass(frozen=True)
-class DDL(FirstOrder[Delta]):
+class DDL(TwoForms[Delta], FirstOrder[Delta]):
     """Deep Delta Learning: the branch names a direction, and the state's part along it is replaced (arXiv 2601.00417).
 
     ``x_t = (I - b_t k_t k_t^T) x_{t-1} + b_t v_t k_t`` per token, with ``k_t = f_t / |f_t|``, a gate
@@ -70,14 +60,12 @@ class DDL(FirstOrder[Delta]):
 
     granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP have one each
     needs_width: ClassVar[bool] = True
+    of_states: ClassVar[frozenset[str]] = frozenset({"gate_bias", "value_bias"})
+    of_vectors: ClassVar[frozenset[str]] = frozenset({"gate", "value"})
+    forms: ClassVar[tuple[str, ...]] = get_args(Form)
+    hindrance: ClassVar[str] = "it replaces a part of the state"
 
     form: Form = "delta"
-
-    def __post_init__(self) -> None:
-        check_choice("form", self.form, get_args(Form))
-
-    def for_start(self, start: Start) -> DDL:
-        return dataclasses.replace(self, form="difference") if start == "preserve" else self
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``gate``, ``gate_bias``, ``value`` and ``value_bias``, float32: w [T, D], s [T], u [T, D], c [T].
@@ -85,19 +73,13 @@ class DDL(FirstOrder[Delta]):
         Raises:
             UnsupportedTopology: a preserving start of the paper's form.
         """
-        if start == "preserve" and self.form == "delta":
-            raise no_preserving_start(self, "it replaces a part of the state; form='difference' has one")
+        self.check_start(start)
         return {
             "gate": torch.zeros(dims.depth, dims.width),
             "gate_bias": torch.zeros(dims.depth),
             "value": torch.zeros(dims.depth, dims.width),
             "value_bias": torch.full((dims.depth,), 2.0),
         }
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        """Maps are multiplied with vectors of this width; biases are added to what that gives."""
-        product = OF_STATES * dims.width**-0.5
-        return {"gate": product, "gate_bias": OF_STATES, "value": product, "value_bias": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Delta:
         return Delta(**parameters)

@@ -35,9 +35,19 @@ from torch import Tensor
 from rewire.mixes.by_state import parts
 from rewire.mixes.history import Free, Table
 from rewire.mixes.mix import Mix
-from rewire.topologies.base import Dims, QKVInputs, Recurrence, States, Topology, W, materialize, total
+from rewire.topologies.base import Dims, QKVInputs, Recurrence, States, Topology, W, check_count, materialize, total
 from rewire.topologies.program import Line, Program, Term, Unit, Weight, branch_of
-from rewire.topologies.wiring import Channel, Few, Sources, Units, checked_sources, checked_units, placed, wired
+from rewire.topologies.wiring import (
+    Channel,
+    Few,
+    Sources,
+    Units,
+    checked_channels,
+    checked_sources,
+    checked_units,
+    placed,
+    wired,
+)
 
 
 def count(t: int, block: int | None) -> int:
@@ -69,13 +79,17 @@ class _Dense(Topology[W]):
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", checked_units(self.units))
         object.__setattr__(self, "sources", checked_sources(self.sources))
+        if hasattr(self, "channels"):
+            object.__setattr__(self, "channels", checked_channels(self.channels))
+        check_count("block", getattr(self, "block", None), 1, optional=True)
         if self.few and self.group > 1:
             raise ValueError(f"block={self.group} chooses sources, as units= and sources= do: leave out one of them.")
 
     @property
     def few(self) -> bool:
         """Whether options leave out connections."""
-        return self.units is not None or self.sources is not None
+        chosen = (self.units, self.sources, getattr(self, "channels", None))
+        return any(one is not None for one in chosen)
 
     @property
     def has_program(self) -> bool:
@@ -142,6 +156,10 @@ class _Dense(Topology[W]):
         if self.few:
             return [len(numbers) + self._rest(t, numbers) for t, numbers in self.wired(dims).items()]
         return [len(self.sources_of(t, dims)) for t in self.mixing(dims)]
+
+    def ways(self, dims: Dims) -> list[int]:
+        """For each read that has weights, how many inputs of the unit it is for."""
+        return [len(self.separate(t, dims) or ("shortcut",)) for t in self.mixing(dims)]
 
     def of_reads(self, dims: Dims, flat: Tensor) -> dict[int, Tensor]:
         """Weights [K, ..] of all reads, one after the other, taken apart: by t those of read t, [n, ..]."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.history import Table
 from rewire.mixes.mix import Mix, mix
-from rewire.topologies.base import OF_STATES, Dims, Granularity, Start, check_count
+from rewire.topologies.base import Dims, Granularity, Start, check_count
 from rewire.topologies.dense import Dense
 from rewire.topologies.registry import register_topology
 from rewire.topologies.wiring import Few
@@ -46,6 +46,7 @@ class DenseFormer(Dense[Averages]):
     """
 
     granularity: ClassVar[Granularity] = "block"
+    of_states: ClassVar[frozenset[str]] = frozenset({"alpha"})
 
     dilation: int = 1
     period: int = 1
@@ -55,7 +56,6 @@ class DenseFormer(Dense[Averages]):
         super().__post_init__()
         check_count("dilation", self.dilation, 1)
         check_count("period", self.period, 1)
-        check_count("block", self.block, 1, optional=True)
         if self.dilation > 1 and self.block not in (None, 1):
             raise ValueError(
                 f"dilation={self.dilation} and block={self.block} choose different states to average: pass one of them."
@@ -76,9 +76,6 @@ class DenseFormer(Dense[Averages]):
                 f"units: pass a period of at most {dims.depth}."
             )
         return {"alpha": torch.cat([torch.eye(n)[-1] for n in self.sizes(dims)])}  # a_tt
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"alpha": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Averages:
         alpha = parameters["alpha"].float()

@@ -29,8 +29,8 @@ class FixedScale(FirstOrder[Scales]):
 
     - ``shortcut_power=0.25``: DeepNorm's ``(2 L)^(1/4)`` of encoders and of decoders by themselves, for post-norm
       blocks. (Its initialisation is ``deepnorm``.) For encoders and decoders together give numbers.
-    - ``branch=2, branch_power=-1``: ``1 / L``, the scale of branches in CompleteP (arXiv 2505.01618), of which learning
-      rates and initialisation are other parts.
+    - ``branch=2 * L_0, branch_power=-1``: ``L_0 / L``, the scale of branches in CompleteP (arXiv 2505.01618), where
+      L_0 layers were tuned. (`rewire.init.MuP` does the same by starts and rates.)
     - ``branch_power=-0.5``: ``1 / sqrt(2 L)``.
 
     **Paper start.** There is nothing to start.

@@ -12,7 +12,6 @@ from torch import Tensor
 from rewire.mixes.streams import combine
 from rewire.mixes.tokens import project, rms_norm
 from rewire.topologies.base import (
-    OF_STATES,
     Dims,
     Granularity,
     Start,
@@ -72,6 +71,7 @@ class GatedHyperConnections(Topology[Weights]):
     granularity: ClassVar[Granularity] = "sublayer"
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"down", "up", "inject"})
+    of_states: ClassVar[frozenset[str]] = frozenset({"inject"})
 
     streams: int = 4
     rank: int = 16
@@ -108,9 +108,6 @@ class GatedHyperConnections(Topology[Weights]):
             "up": drawn(reads, self.rank, channels),
             "inject": drawn(dims.depth, channels, n, zero=start == "preserve"),
         }
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"inject": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         return Weights(*(parameters[name].float() for name in Weights._fields))

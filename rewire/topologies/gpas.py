@@ -9,16 +9,7 @@ import torch
 from torch import Tensor
 
 from rewire.mixes.mix import mix
-from rewire.topologies.base import (
-    OF_STATES,
-    Dims,
-    FirstOrder,
-    Granularity,
-    Start,
-    States,
-    check_choice,
-    total,
-)
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, check_choice, total
 from rewire.topologies.registry import register_topology
 
 Scaled = Literal["sum", "shortcut"]
@@ -49,6 +40,7 @@ class GPAS(FirstOrder[Tensor]):
     """
 
     granularity: ClassVar[Granularity] = "sublayer"  # after attention and MLP
+    of_states: ClassVar[frozenset[str]] = frozenset({"gates"})
 
     scaled: Scaled = "sum"
 
@@ -58,9 +50,6 @@ class GPAS(FirstOrder[Tensor]):
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``gates``, float32 [T]: a_1..a_T."""
         return {"gates": torch.zeros(dims.depth)}
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"gates": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
         """silu(a), float32 [T]."""

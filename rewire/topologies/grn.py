@@ -14,7 +14,6 @@ from rewire.mixes.mix import Mix, pending_mix
 from rewire.mixes.several import mixes
 from rewire.mixes.tokens import project
 from rewire.topologies.base import (
-    OF_STATES,
     Dims,
     Granularity,
     QKVInputs,
@@ -27,7 +26,7 @@ from rewire.topologies.base import (
 )
 from rewire.topologies.dense import DenseIncrements
 from rewire.topologies.registry import register_topology
-from rewire.topologies.wiring import QKV, Channel, Few, by_channel, checked_channels, of_attention
+from rewire.topologies.wiring import Channel, Few, by_channel, of_attention
 
 #: With ``last``, how many increments are added to the middle at once: activation checkpointing keeps every sum that was
 #: made. The fewest bytes for 32 units (benchmarks/memory.py).
@@ -83,6 +82,8 @@ class GRN(DenseIncrements[Weights]):
     """
 
     granularity: ClassVar[Granularity] = "block"  # Section 5, Table 6: one GRN per decoder block
+    of_states: ClassVar[frozenset[str]] = frozenset({"b"})
+    of_vectors: ClassVar[frozenset[str]] = frozenset({"w"})
     #: Whether a part of the weights is computed from the sources.
     input_dependent: ClassVar[bool] = False
 
@@ -92,7 +93,6 @@ class GRN(DenseIncrements[Weights]):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("last", self.last, 1, optional=True)
-        check_count("block", self.block, 1, optional=True)
         if self.last is not None and self.block not in (None, 1):
             raise ValueError(f"last={self.last} and block={self.block} sum different increments: pass one of them.")
         if self.last is not None and self.few:
@@ -105,19 +105,15 @@ class GRN(DenseIncrements[Weights]):
         of its ways (q, k, v, or a single one), one entry for each vector of the stack. ``w`` is [R, D]: one row for
         each way of each t.
         """
-        ways = self._ways(dims)
+        ways = self.ways(dims)
         entries = sum(m * n for m, n in zip(ways, self.sizes(dims), strict=True))
         parameters = {"b": torch.ones(entries, *((dims.width,) if self.needs_width else ()))}
         if self.input_dependent:
             parameters["w"] = torch.zeros(sum(ways), dims.width)
         return parameters
 
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        """That of w has the root of the width in it, as its products with f do."""
-        return {"b": OF_STATES} | ({"w": OF_STATES * dims.width**-0.5} if self.input_dependent else {})
-
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
-        b, ways = parameters["b"].float(), self._ways(dims)
+        b, ways = parameters["b"].float(), self.ways(dims)
         w = parameters["w"].float() if self.input_dependent else None
         if self.last is None and not self.few:
             return Table(b, ways, group=self.group, queries=w)
@@ -183,10 +179,6 @@ class GRN(DenseIncrements[Weights]):
     def _summed(self, sources: int) -> int:
         return super()._summed(sources) if self.last is None else 1
 
-    def _ways(self, dims: Dims) -> list[int]:
-        """For each t that reads a mix in turn, how many GRN instances do."""
-        return [len(self.separate(t, dims) or ("shortcut",)) for t in self.mixing(dims)]
-
 
 @register_topology("grn-v1")
 @dataclasses.dataclass(frozen=True)
@@ -244,15 +236,6 @@ class DCA(GRNv3):
 
     separate_norms: bool = False
     channels: tuple[Channel, ...] | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "channels", checked_channels(self.channels, (*QKV, "shortcut")))
-        super().__post_init__()
-
-    @property
-    def few(self) -> bool:
-        # not by super(), which Dynamo takes for the property itself
-        return self.units is not None or self.sources is not None or self.channels is not None
 
     def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
         return of_attention(self.channels, t in dims.attention)

@@ -23,7 +23,6 @@ from rewire.mixes.streams import (
     write_and_read,
 )
 from rewire.topologies.base import (
-    OF_STATES,
     Dims,
     Granularity,
     Start,
@@ -31,6 +30,7 @@ from rewire.topologies.base import (
     Topology,
     check_choice,
     check_count,
+    in_increments,
     materialize,
     viewed,
 )
@@ -194,21 +194,11 @@ class Streams(Topology[Weights]):
     def matrix(self, weights: Weights, dims: Dims) -> Tensor:
         """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last row the output; columns f_0 .. f_T.
 
-        Of the static values. Between p parts a weight is a p x p matrix: its diagonal is averaged.
+        Of the static values.
         """
-        sources, parts = dims.depth + 1, self.parts
         units = tuple(unit._replace(dynamic=None) for unit in weights.units)
         weights = weights._replace(units=units, last=weights.last and weights.last._replace(dynamic=None))
-        # Run on increments f_t whose parts [p, (T + 1) p] are one-hot in (t, part), the streams spell out the weights.
-        increments = torch.eye(sources * parts, device=units[0].static.device).view(sources, -1)
-        rows, states = [], self.start(increments[0], weights)
-        for t, increment in enumerate(increments[1:], start=1):
-            read, states = self.read(states, weights, t)
-            rows.append(materialize(read))
-            states = self.write(states, weights, t, increment)
-        rows.append(self.finish(states, weights, dims))
-        table = torch.stack(rows).unflatten(-1, (parts, sources, parts))
-        return table.diagonal(dim1=-3, dim2=-1).mean(-1)
+        return in_increments(self, weights, dims.depth, units[0].static.device, self.parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,6 +293,8 @@ class HyperConnections(ParallelStreams):
         ValueError: an option is not one of those values.
     """
 
+    of_states: ClassVar[frozenset[str]] = frozenset({"static", "last_static"})
+
     @property
     def scaled(self) -> tuple[int, ...]:
         return 1 + self.streams, 1
@@ -318,9 +310,6 @@ class HyperConnections(ParallelStreams):
         if start == "preserve" and self.output == "sum":
             static[-1, :, 1:] /= n
         return {"static": static} | ({"last_static": torch.full((n, 1), 1 / n)} if self.output == "learned" else {})
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"static": OF_STATES, "last_static": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Weights:
         found = super().weights(parameters, dims)
@@ -409,6 +398,7 @@ class FracConnections(Streams):
 
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"dynamic"})
+    of_states: ClassVar[frozenset[str]] = frozenset({"static"})
 
     fractions: int = 4
     dynamic: bool = True
@@ -443,9 +433,6 @@ class FracConnections(Streams):
         eye = torch.eye(m).expand(depth, m, m)
         static = {"static": torch.cat([eye, eye, torch.ones(depth, m, 1)], dim=-1)}
         return static | _dynamic_start(depth, dims.width // m, 2 * m + 1) if self.dynamic else static
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"static": OF_STATES}
 
     def start(self, x: Tensor, weights: Weights) -> States:
         return (x.unflatten(-1, (self.fractions, -1)),)

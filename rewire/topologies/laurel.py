@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from rewire.errors import check_positive
 from rewire.mixes.mix import mix
 from rewire.mixes.tokens import project
 from rewire.topologies.base import (
-    OF_STATES,
     Dims,
     Granularity,
     Recurrence,
@@ -59,6 +58,7 @@ class LaurelRW(ScaledSum):
     """
 
     granularity: ClassVar[Granularity] = _GRANULARITY
+    of_states: ClassVar[frozenset[str]] = frozenset({"logits"})
 
     total: float = 2.0
     form: Form = "softmax"
@@ -76,9 +76,6 @@ class LaurelRW(ScaledSum):
             UnsupportedTopology: a preserving start of the softmax by itself, with a total other than 2.
         """
         return {"logits": _start_logits(self, dims, start)}
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"logits": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Scales:
         """a and b, float32 [T]."""
@@ -128,6 +125,7 @@ class LaurelLR(Recurrence[LowRank]):
     granularity: ClassVar[Granularity] = _GRANULARITY
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"down", "up"})
+    of_states: ClassVar[frozenset[str]] = frozenset({"logits", "gains"})
 
     rank: int = 16
     total: float | None = dataclasses.field(default=None, kw_only=True)
@@ -155,9 +153,6 @@ class LaurelLR(Recurrence[LowRank]):
         down[channels, channels % rank] = (rank * dims.width) ** -0.5
         values = {"down": down.repeat(dims.depth, 1, 1), "up": torch.zeros(dims.depth, rank, dims.width)}
         return values if self.total is None else {**values, "logits": _start_logits(self, dims, start)}
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"logits": OF_STATES, "gains": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> LowRank:
         scales = None if self.total is None else _residual_weights(parameters["logits"], self.total, self.form)
@@ -272,6 +267,5 @@ def _mean_diagonal(weights: LowRank, dims: Dims) -> Tensor:
 
 
 def _check_residual_weights(total: float | None, form: Form) -> None:
-    if total is not None and not 0 < total < math.inf:
-        raise ValueError(f"total={total!r}: it has to be a positive number, like 2.0.")
+    check_positive("total", total, 2.0, optional=True)
     check_choice("form", form, get_args(Form))

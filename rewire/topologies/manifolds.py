@@ -30,12 +30,14 @@ class Manifold:
             stream i (column) to stream o (row).
         start: for n streams, values [K] of the preserving start: a matrix with the eigenvectors 1, of eigenvalue 1, and
             ``linspace(-1, 1, n)``; the identity, or near it.
+        paper: the same of the paper start; None: zeros.
         constants: what depends on n and a device alone, made once in a forward; None: nothing.
     """
 
     values: Callable[[int], int]
     matrix: Callable[[Tensor, int, Tensor | None], Tensor]
     start: Callable[[int], Tensor]
+    paper: Callable[[int], Tensor] | None = None
     constants: Callable[[int, torch.device], Tensor] | None = None
 
 
@@ -119,6 +121,33 @@ def cayley(values: Tensor, n: int) -> Tensor:
     return rotation
 
 
+def spectral(values: Tensor, n: int, _: Tensor | None = None) -> Tensor:
+    """``1/n + Z U diag(s) V^T Z^T``, Z an orthonormal basis of what is at right angles to 1, U and V rotations.
+
+    Rows and columns sum to 1 and the largest singular value is 1, as of doubly stochastic matrices, but entries may be
+    negative. With a the values: ``s = tanh(a)``, and ``U = (I + A)^-1 (I - A)``, A skew with ``tanh(a)`` above its
+    diagonal.
+
+    Args:
+        values: [..., (n - 1)^2]; those of U, of V, and the n - 1 of s.
+
+    Returns:
+        [..., n, n]
+    """
+    m = n - 1
+    basis = torch.ones(n, m, dtype=values.dtype, device=values.device).triu()
+    row = torch.arange(1, n, dtype=values.dtype, device=values.device)
+    basis = (basis - torch.diag_embed(row, -1)[:, :-1]) / (row * (row + 1)).sqrt()
+    of_left, of_right, s = values.tanh().split([m * (m - 1) // 2, m * (m - 1) // 2, m], -1)
+    left, right = ((basis[:, :, None] * cayley(-2 * a, m).unsqueeze(-3)).sum(-2) for a in (of_left, of_right))
+    return ((left * s.unsqueeze(-2)).unsqueeze(-2) * right.unsqueeze(-3)).sum(-1) + 1 / n
+
+
+def _not_turned(n: int) -> Tensor:
+    """Rotations by nothing, and singular values of tanh(4), as in the authors' code."""
+    return torch.cat([torch.zeros((n - 1) * (n - 2)), torch.full((n - 1,), 4.0)])
+
+
 def _convex(values: Tensor, n: int, corners: Tensor | None) -> Tensor:
     assert corners is not None
     return convex(values, corners)
@@ -127,13 +156,14 @@ def _convex(values: Tensor, n: int, corners: Tensor | None) -> Tensor:
 #: By the name that ``residual=`` of `mhc` has for it; "sinkhorn", which has options and kernels, is there beside them.
 MANIFOLDS: dict[str, Manifold] = {
     "identity": Manifold(lambda n: 0, _identity, lambda n: torch.zeros(0)),
-    "permutations": Manifold(_permutations, _convex, _near_first, permutations),
+    "permutations": Manifold(_permutations, _convex, _near_first, constants=permutations),
     "cayley": Manifold(
         lambda n: n * (n - 1) // 2, lambda z, n, _: cayley(z, n), lambda n: torch.zeros(n * (n - 1) // 2)
     ),
     "kronecker": Manifold(
         lambda n: 2 * _factors(n), kronecker, lambda n: torch.tensor([_NEAR, 0.0]).repeat(_factors(n))
     ),
+    "spectral": Manifold(lambda n: (n - 1) ** 2, spectral, _not_turned, _not_turned),
 }
 
 

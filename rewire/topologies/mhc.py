@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rewire.errors import check_positive
 from rewire.mixes.autograd import under_transforms
 from rewire.mixes.gating import Gating
 from rewire.mixes.mix import Mix
 from rewire.mixes.streams import read_streams
 from rewire.topologies.base import (
-    OF_STATES,
     Dims,
     Start,
     States,
@@ -67,6 +67,9 @@ class ManifoldHyperConnections(ParallelStreams):
     - ``"kronecker"``: the Kronecker product of ``log2(n)`` matrices ``p I + (1 - p) S`` of 2 x 2, S swapping two, with
       ``(p, 1 - p)`` a softmax of two values of z for each (KromHC, arXiv 2601.21579): doubly stochastic, without
       iterations, from few values.
+    - ``"spectral"``: ``1/n + Z U diag(s) V^T Z^T`` with Z a basis of what is at right angles to 1, rotations U and V,
+      and ``-1 < s < 1`` (sHC, arXiv 2603.20896, as in its authors' code but for a scale of their own for each of the
+      three): rows and columns sum to 1, and no direction grows, but entries may be negative. z is ``(n - 1)^2`` values.
     - what else is in `MANIFOLDS`.
 
     For a free matrix, and free gates, take `HyperConnections` or `DynamicHyperConnections`. A learned output is one
@@ -81,8 +84,9 @@ class ManifoldHyperConnections(ParallelStreams):
     one of them in the end.
 
     **Paper start.** ``alpha = 0.01``; the paper does not give the others: phi is normal with standard deviation 0.02
-    and b is 0, as in the code of DeepSeek-V4, or for ``"identity"`` that of Hunyuan V4, where ``H_pre`` is 1/n. (With
-    phi zero, the streams would stay equal forever.) So H_pre is about 1/2, H_post 1, and H_res 1/n, or I for cayley.
+    and b is 0, as in the code of DeepSeek-V4, or for ``"identity"`` that of Hunyuan V4, where ``H_pre`` is 1/n; for
+    ``"spectral"`` s is tanh(4). (With phi zero, the streams would stay equal forever.) So H_pre is about 1/2, H_post 1,
+    and H_res 1/n, or I for cayley, which spectral nearly is.
     Entry scales are 0.6 and Xavier's uniform noise, as in their authors' code.
 
     **Preserving start.** ``H_t = 1 x_t^T + v y_t^T``: all streams are ``x_t``, but for multiples of some ``y_t`` that
@@ -90,10 +94,10 @@ class ManifoldHyperConnections(ParallelStreams):
     and a learned output, are ``(1 + u/2) / n`` with ``u = v^2 - mean(v^2)``: 1, u and v are orthogonal. ``H_res`` is a
     multiple of I plus a constant, or otherwise such that 1 and v are eigenvectors: Sinkhorn's logits are 4 on the
     diagonal, else 0; the identity has the share ``e^3 / (1 + e^3)`` of the permutations, and of each Kronecker factor;
-    ``A = 0``. (Nearer to the identity, the gradients of the first two would vanish, and `sinkhorn` hardly converge.)
-    phi is 0; ``s_i = 1 + v_i / 2``. That is the original to rounding, and with `eps` to T eps, delayed or not. With
-    ``output="sum"`` the function is n times as large, which no constrained H_res undoes: `for_start` makes it the mean,
-    which is the sum of streams that hold ``1/n`` of ``x_t`` each.
+    ``A = 0``; U and V are I, and s is tanh(4). (Nearer to the identity, the gradients of the first two would vanish,
+    and `sinkhorn` hardly converge.) phi is 0; ``s_i = 1 + v_i / 2``. That is the original to rounding, and with `eps`
+    to T eps, delayed or not. With ``output="sum"`` the function is n times as large, which no constrained H_res undoes:
+    `for_start` makes it the mean, which is the sum of streams that hold ``1/n`` of ``x_t`` each.
 
     - *Still learning*: b and phi at once, alpha from the second step on. For n = 2, u is 0, and H_res waits one step,
       as it does for "kronecker". Where the branches start at zero, all but a learned output waits one step more.
@@ -105,7 +109,8 @@ class ManifoldHyperConnections(ParallelStreams):
         streams: n, 2 or more; of "permutations" 8 at most, of "kronecker" a power of 2.
         output: "mean", "sum" as in the paper, or "learned".
         iterations: how often `sinkhorn` normalises columns and rows, 1 or more.
-        residual: "sinkhorn", or a name in `MANIFOLDS`: "identity", "permutations", "cayley" or "kronecker".
+        residual: "sinkhorn", or a name in `MANIFOLDS`: "identity", "permutations", "cayley", "kronecker" or
+            "spectral".
         magnitude: the factor of H_post, 2 in the paper; an option of Hunyuan V4.
         eps: as in the shipped models: it is added to H_pre, in `sinkhorn`, and for "identity" to H_post. They have
             1e-6.
@@ -120,6 +125,7 @@ class ManifoldHyperConnections(ParallelStreams):
 
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"dynamic", "last_dynamic"})
+    of_states: ClassVar[frozenset[str]] = frozenset({"entry"})
     fewest_streams: ClassVar[int] = 2  # a sigmoid is never 1
 
     iterations: int = 20
@@ -139,8 +145,7 @@ class ManifoldHyperConnections(ParallelStreams):
             raise ValueError("delayed=True: the output is the read that the last unit computed: pass output='learned'.")
         if self.delayed and self.entry_scales:
             raise ValueError("entry_scales=True: with delayed=True unit 1 would read a scaled input. Leave out one.")
-        if not 0 < self.magnitude < math.inf:
-            raise ValueError(f"magnitude={self.magnitude!r}: it has to be a positive number, like 2.0.")
+        check_positive("magnitude", self.magnitude, 2.0)
         for option in ("eps", "norm_eps"):
             if not 0 <= getattr(self, option) <= 0.01:
                 raise ValueError(f"{option}={getattr(self, option)!r}: it has to be a small number, from 0 to 0.01.")
@@ -181,6 +186,8 @@ class ManifoldHyperConnections(ParallelStreams):
             phi, last_phi = torch.zeros_like(phi), torch.zeros_like(last_phi)
         elif self.residual == "identity":
             last = pre = torch.full((n,), -math.log(n - 1))  # its sigmoid is 1/n
+        elif self.residual != "sinkhorn" and (paper := MANIFOLDS[self.residual].paper):
+            res = paper(n)
         static = torch.cat([part.expand(depth, -1) for part in (pre, post, res)], dim=-1)
         found = {"static": static, "dynamic": phi, "scale": torch.full((depth, len(self.scaled)), 0.01)}
         if self.entry_scales:
@@ -204,9 +211,6 @@ class ManifoldHyperConnections(ParallelStreams):
         if self.residual == "sinkhorn":
             return _DIAGONAL * torch.eye(self.streams).flatten()
         return MANIFOLDS[self.residual].start(self.streams)
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"entry": OF_STATES}
 
     def matrix(self, weights: Weights, dims: Dims) -> Tensor:
         if weights.entry is not None:

@@ -19,15 +19,13 @@ from rewire.topologies.base import (
     QKVInputs,
     Start,
     States,
-    check_count,
     materialize,
     no_attention,
 )
 from rewire.topologies.dense import Dense
 from rewire.topologies.registry import register_topology
-from rewire.topologies.wiring import Channel, Few, by_channel, checked_channels
+from rewire.topologies.wiring import CHANNELS, Channel, Few, by_channel
 
-_CHANNELS: tuple[Channel, ...] = ("q", "k", "v", "shortcut")
 _EPS = 1e-6  # of the norms
 _AFTER = 1e-3  # the paper's first scale of the norm behind the mix
 
@@ -109,22 +107,12 @@ class MUDDFormer(Dense[Aggregates]):
     channels: tuple[Channel, ...] | None = None
     norms: bool = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "channels", checked_channels(self.channels, _CHANNELS))
-        super().__post_init__()
-        check_count("block", self.block, 1, optional=True)
-
-    @property
-    def few(self) -> bool:
-        # not by super(), which Dynamo takes for the property itself
-        return self.units is not None or self.sources is not None or self.channels is not None
-
     @property
     def has_program(self) -> bool:
         return not self.norms
 
     def separate(self, t: int, dims: Dims) -> tuple[Channel, ...] | None:
-        channels = self.channels or _CHANNELS
+        channels = self.channels or CHANNELS
         if t in dims.attention:
             return channels
         return () if "shortcut" in channels else None
@@ -197,7 +185,7 @@ class MUDDFormer(Dense[Aggregates]):
         if read.after is not None:  # of the last way
             mixes[-1] = _normed(mixes[-1], read.after)
         ways = [x + mix for mix in mixes]
-        channels = weights.channels[t] if isinstance(weights, Few) else _CHANNELS * (len(ways) > 1)
+        channels = weights.channels[t] if isinstance(weights, Few) else CHANNELS * (len(ways) > 1)
         return by_channel({"q": x, "k": x, "v": x, "shortcut": x}, channels, ways) if channels else ways[0]
 
     def _read(self, states: States, weights: Aggregates, t: int) -> tuple[Tensor | Mix | QKVInputs, Any]:
@@ -234,8 +222,7 @@ class MUDDFormer(Dense[Aggregates]):
 
     def _shapes(self, dims: Dims) -> list[tuple[int, int]]:
         """How many ways each read has, and how many states it mixes."""
-        ways = [len(self.separate(t, dims) or ("shortcut",)) for t in self.mixing(dims)]
-        return list(zip(ways, self.sizes(dims), strict=True))
+        return list(zip(self.ways(dims), self.sizes(dims), strict=True))
 
 
 def _normed(x: Tensor, scale: Tensor) -> Tensor:

@@ -9,18 +9,7 @@ import torch
 from torch import Tensor
 
 from rewire.mixes.mix import Mix, pending_mix
-from rewire.topologies.base import (
-    OF_STATES,
-    Dims,
-    FirstOrder,
-    Granularity,
-    Start,
-    States,
-    check_choice,
-    no_preserving_start,
-    one_hot_previous,
-    total,
-)
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, TwoForms, total
 from rewire.topologies.registry import register_topology
 
 Form = Literal["orthogonal", "gated"]
@@ -29,7 +18,7 @@ _EPS = 1e-6  # added to the squared norm that is divided by, as in the authors' 
 
 @register_topology("orthogonal")
 @dataclasses.dataclass(frozen=True)
-class OrthogonalUpdate(FirstOrder[Tensor | None]):
+class OrthogonalUpdate(TwoForms[Tensor | None], FirstOrder[Tensor | None]):
     """Orthogonal residual update: the part of a branch along the state is not added (arXiv 2505.11881).
 
     ``x_t = x_{t-1} + f_t - s_t x_{t-1}`` with ``s_t = <x_{t-1}, f_t> / (|x_{t-1}|^2 + 1e-6)``, per token: the sum has
@@ -52,14 +41,11 @@ class OrthogonalUpdate(FirstOrder[Tensor | None]):
 
     granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP have one each
     needs_width: ClassVar[bool] = True
+    of_states: ClassVar[frozenset[str]] = frozenset({"gates"})
+    forms: ClassVar[tuple[str, ...]] = get_args(Form)
+    hindrance: ClassVar[str] = "it leaves out a part of each branch"
 
     form: Form = "orthogonal"
-
-    def __post_init__(self) -> None:
-        check_choice("form", self.form, get_args(Form))
-
-    def for_start(self, start: Start) -> OrthogonalUpdate:
-        return dataclasses.replace(self, form="gated") if start == "preserve" else self
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``gates``, float32 [T]: c_1..c_T, if they are learned.
@@ -67,14 +53,8 @@ class OrthogonalUpdate(FirstOrder[Tensor | None]):
         Raises:
             UnsupportedTopology: a preserving start of the paper's form.
         """
-        if self.form == "gated":
-            return {"gates": torch.full((dims.depth,), 0.0 if start == "preserve" else 1.0)}
-        if start == "preserve":
-            raise no_preserving_start(self, "it leaves out a part of each branch; form='gated' has one")
-        return {}
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"gates": OF_STATES}
+        self.check_start(start)
+        return {"gates": torch.full((dims.depth,), float(start == "paper"))} if self.form == "gated" else {}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor | None:
         """c, float32 [T], if they are learned."""
@@ -87,7 +67,3 @@ class OrthogonalUpdate(FirstOrder[Tensor | None]):
         share = along / (wide.square().sum(-1, keepdim=True) + _EPS)
         kept = 1 - (share if weights is None else weights[t - 1] * share)
         return pending_mix((x,), None, added=branches, scores=(kept,))
-
-    def matrix(self, weights: Tensor | None, dims: Dims) -> Tensor:
-        """float32 [T, T]: 1 on the diagonal; what is taken off the state depends on the input."""
-        return one_hot_previous(dims.depth)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from rewire.mixes.mix import Mix
-from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, one_hot_previous
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States
 from rewire.topologies.program import Program, Term, recurrence
 from rewire.topologies.registry import register_topology
 
@@ -39,10 +39,6 @@ class Residual(FirstOrder[None]):
 
     def merge(self, states: States, weights: None, t: int, *branches: Tensor) -> Mix:
         return Mix(added=(*states, *branches))  # in the model's own order: bitwise equality
-
-    def matrix(self, weights: None, dims: Dims) -> Tensor:
-        """float32 [T, T]: the identity, unit t reads ``x_{t-1}``."""
-        return one_hot_previous(dims.depth)
 
     def program(self, weights: None, dims: Dims) -> Program:
         return recurrence([[Term(f"x{i}", 1.0)] for i in range(dims.depth)])

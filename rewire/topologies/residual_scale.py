@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rewire.topologies.base import OF_STATES, Dims, Granularity, Start
+from rewire.topologies.base import Dims, Granularity, Start
 from rewire.topologies.registry import register_topology
 from rewire.topologies.scaled_sum import ScaledSum, Scales
 
@@ -33,6 +33,7 @@ class ResidualScale(ScaledSum):
 
     granularity: ClassVar[Granularity] = "sublayer"  # both models: one for each residual add
     needs_width: ClassVar[bool] = True
+    of_states: ClassVar[frozenset[str]] = frozenset({"shortcut", "branch"})
 
     branch: bool = False
     bias: bool = False
@@ -44,9 +45,6 @@ class ResidualScale(ScaledSum):
         if self.bias:
             values |= {f"{name}_bias": torch.zeros(dims.depth, dims.width) for name in scaled}
         return values
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"shortcut": OF_STATES, "branch": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Scales:
         shortcut, branch = parameters["shortcut"], parameters.get("branch")

@@ -9,17 +9,7 @@ import torch
 from torch import Tensor
 
 from rewire.mixes.tokens import rms_norm
-from rewire.topologies.base import (
-    OF_STATES,
-    Dims,
-    FirstOrder,
-    Granularity,
-    Start,
-    States,
-    check_choice,
-    no_preserving_start,
-    total,
-)
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States, TwoForms, total
 from rewire.topologies.registry import register_topology
 
 Form = Literal["sigmoid", "difference"]
@@ -41,7 +31,7 @@ class Gate(NamedTuple):
 
 @register_topology("review")
 @dataclasses.dataclass(frozen=True)
-class Review(FirstOrder[Gate]):
+class Review(TwoForms[Gate], FirstOrder[Gate]):
     """Review residuals: each branch is scaled by a gate that depends on the state and on itself (arXiv 2606.31859).
 
     ``x_t = x_{t-1} + g_t * f_t`` with ``g_t = sigmoid(W_t [rmsnorm(x_{t-1}), rmsnorm(f_t)] + b_t)``, a number for each
@@ -65,14 +55,12 @@ class Review(FirstOrder[Gate]):
     granularity: ClassVar[Granularity] = "sublayer"  # attention and MLP have one each
     needs_width: ClassVar[bool] = True
     matrices: ClassVar[frozenset[str]] = frozenset({"state", "update"})
+    of_states: ClassVar[frozenset[str]] = frozenset({"bias"})
+    of_vectors: ClassVar[frozenset[str]] = matrices
+    forms: ClassVar[tuple[str, ...]] = get_args(Form)
+    hindrance: ClassVar[str] = "a sigmoid is never 1"
 
     form: Form = "sigmoid"
-
-    def __post_init__(self) -> None:
-        check_choice("form", self.form, get_args(Form))
-
-    def for_start(self, start: Start) -> Review:
-        return dataclasses.replace(self, form="difference") if start == "preserve" else self
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``state`` and ``update``, the transposed halves of W, float32 [T, D, D]; ``bias``, b, float32 [T, D].
@@ -80,15 +68,9 @@ class Review(FirstOrder[Gate]):
         Raises:
             UnsupportedTopology: a preserving start of the paper's form.
         """
-        if start == "preserve" and self.form == "sigmoid":
-            raise no_preserving_start(self, "a sigmoid is never 1; form='difference' has one")
+        self.check_start(start)
         square = dims.depth, dims.width, dims.width
         return {"state": torch.zeros(square), "update": torch.zeros(square), "bias": torch.zeros(square[:2])}
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        """W is multiplied with normed vectors of this width; b is added to what that gives."""
-        product = OF_STATES * dims.width**-0.5
-        return {"state": product, "update": product, "bias": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Gate:
         return Gate(**{name: value.float() for name, value in parameters.items()})
@@ -100,10 +82,6 @@ class Review(FirstOrder[Gate]):
         if self.form == "difference":
             return total((x, *branches)) + ((gate - 0.5) * f).to(x.dtype)
         return x + (gate * f).to(x.dtype)
-
-    def matrix(self, weights: Gate, dims: Dims) -> Tensor:
-        """float32 [T, T]: the identity, unit t reads ``x_{t-1}``."""
-        return torch.eye(dims.depth, device=weights.bias.device)
 
 
 def _mapped(x: Tensor, weight: Tensor) -> Tensor:

@@ -20,11 +20,13 @@ class Scales(NamedTuple):
         shortcut: a, numbers [T] or one for each channel [T, D].
         branch: b, of the same shape; None: all 1.
         shift: c [T, D]; None: all 0.
+        kept: whether ``x_{t-1}`` is added once more, beside the scales.
     """
 
     shortcut: Tensor
     branch: Tensor | None = None
     shift: Tensor | None = None
+    kept: bool = False
 
 
 class ScaledSum(FirstOrder[Scales]):
@@ -37,18 +39,22 @@ class ScaledSum(FirstOrder[Scales]):
         (x,), unit = states, t - 1
         shift = () if weights.shift is None else (weights.shift[unit].to(x.dtype),)
         if weights.branch is None:
-            return pending_mix(states, weights.shortcut[unit : unit + 1], added=(*branches, *shift))
+            kept = states if weights.kept else ()
+            return pending_mix(states, weights.shortcut[unit : unit + 1], added=(*kept, *branches, *shift))
         scales = (weights.shortcut[unit], *[weights.branch[unit]] * len(branches))
         return pending_mix((x, *branches), scales, added=shift)
 
     def matrix(self, weights: Scales, dims: Dims) -> Tensor:
-        """float32 [T, T]: ``a_t`` on the diagonal."""
+        """float32 [T, T]: ``a_t`` on the diagonal; a shortcut that is kept beside it is not part of it."""
         return torch.diag(weights.shortcut if weights.shortcut.dim() == 1 else weights.shortcut.mean(1))
 
     def program(self, weights: Scales, dims: Dims) -> Program:
         if weights.shift is not None:  # a sum of states has no place for it
             return super().program(weights, dims)
-        shortcuts = [[Term(f"x{i}", a)] for i, a in enumerate(_entries(weights.shortcut))]
+        shortcuts = []
+        for i, a in enumerate(_entries(weights.shortcut)):
+            kept = [Term(f"x{i}", 1.0, fixed=True)] if weights.kept else []
+            shortcuts.append([*kept, Term(f"x{i}", a)])
         return recurrence(shortcuts, None if weights.branch is None else _entries(weights.branch))
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from rewire.errors import check_positive
 from rewire.mixes.mix import mix
-from rewire.topologies.base import OF_STATES, Dims, FirstOrder, Granularity, Start, States
+from rewire.topologies.base import Dims, FirstOrder, Granularity, Start, States
 from rewire.topologies.program import Program, Term, branch_of, recurrence
 from rewire.topologies.registry import register_topology
 
@@ -31,13 +31,11 @@ class BranchScale(FirstOrder[Tensor]):
     """
 
     granularity: ClassVar[Granularity] = "sublayer"  # all three papers: one scale for each residual add
+    of_states: ClassVar[frozenset[str]] = frozenset({"scales"})
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``scales``, float32 [T]: alpha_1..alpha_T."""
         return {"scales": torch.full((dims.depth,), 1.0 if start == "preserve" else 0.0)}
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"scales": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
         """alpha, float32, as in `parameters`."""
@@ -96,8 +94,7 @@ class LayerScale(BranchScale):
     eps: float | None = None
 
     def __post_init__(self) -> None:
-        if self.eps is not None and not 0 < self.eps < math.inf:
-            raise ValueError(f"eps={self.eps!r}: it has to be a positive number, like 1e-5, or None.")
+        check_positive("eps", self.eps, 1e-5, optional=True)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``scales``, float32 [T, D]: alpha_1..alpha_T."""

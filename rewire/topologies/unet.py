@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rewire.errors import UnsupportedTopology
 from rewire.mixes.mix import mix
-from rewire.topologies.base import OF_STATES, Dims, Granularity, Recurrence, Start, States, total
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, total
 from rewire.topologies.program import Program, Term, mixed_reads
 from rewire.topologies.registry import register_topology
 
@@ -44,6 +44,7 @@ class UNet(Recurrence[Skips]):
     """
 
     granularity: ClassVar[Granularity] = "block"
+    of_states: ClassVar[frozenset[str]] = frozenset({"skip_weights"})
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``skip_weights``, float32 [T // 2]: l of the last units, ascending.
@@ -57,9 +58,6 @@ class UNet(Recurrence[Skips]):
                 "trunk out with trunks=[...]."
             )
         return {"skip_weights": torch.full((dims.depth // 2,), 0.0 if start == "preserve" else 1.0)}
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"skip_weights": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Skips:
         scales = parameters["skip_weights"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from rewire.topologies.base import Dims, Granularity, Start, check_choice, no_preserving_start
+from rewire.errors import check_positive
+from rewire.topologies.base import Dims, Granularity, Start, TwoForms
 from rewire.topologies.registry import register_topology
 from rewire.topologies.scaled_sum import ScaledSum, Scales
 
@@ -19,7 +19,7 @@ _SMALLEST = 1e-3  # of 1 - b^2, as in transformers
 
 @register_topology("variance-gate")
 @dataclasses.dataclass(frozen=True)
-class VarianceGate(ScaledSum):
+class VarianceGate(TwoForms[Scales], ScaledSum):
     """A learned gate per channel that keeps the variance: Muse Spark's (transformers' ``MuseSparkResidualGate``).
 
     ``x_t = a_t * x_{t-1} + b_t * f_t`` with ``b_t = sigmoid(w_t / tau)`` and ``a_t = sqrt(1 - b_t^2)``, per channel: if
@@ -43,17 +43,15 @@ class VarianceGate(ScaledSum):
 
     granularity: ClassVar[Granularity] = "sublayer"  # one gate for each residual add
     needs_width: ClassVar[bool] = True
+    forms: ClassVar[tuple[str, ...]] = get_args(Form)
+    hindrance: ClassVar[str] = "its weights are never both 1"
 
     temperature: float = 0.3
     form: Form = "gate"
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature!r}: it has to be a positive number, like 0.3.")
-        check_choice("form", self.form, get_args(Form))
-
-    def for_start(self, start: Start) -> VarianceGate:
-        return dataclasses.replace(self, form="difference") if start == "preserve" else self
+        super().__post_init__()
+        check_positive("temperature", self.temperature, 0.3)
 
     def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
         """``gates``, float32 [T, D]: w_1..w_T.
@@ -61,8 +59,7 @@ class VarianceGate(ScaledSum):
         Raises:
             UnsupportedTopology: a preserving start of the gate by itself.
         """
-        if start == "preserve" and self.form == "gate":
-            raise no_preserving_start(self, "its weights are never both 1; form='difference' has one")
+        self.check_start(start)
         return {"gates": torch.zeros(dims.depth, dims.width)}
 
     def natural_scales(self, dims: Dims) -> dict[str, float]:

@@ -28,6 +28,7 @@ Sources = Unit | Sequence[Unit] | Mapping[Unit, Sequence[Unit]] | Named | None
 KINDS = ("attention", "cross-attention", "ffn", "parallel", "conv", "branch")
 #: The inputs of an attention.
 QKV: tuple[Channel, ...] = ("q", "k", "v")
+CHANNELS: tuple[Channel, ...] = (*QKV, "shortcut")
 
 
 class Few:
@@ -127,8 +128,8 @@ def _of_unit(pair: Any, given: Any) -> tuple[Unit, tuple[int, ...]]:
     return unit, numbers
 
 
-def checked_channels(channels: Any, allowed: Sequence[Channel]) -> tuple[Channel, ...] | None:
-    """``channels=`` as topologies keep it, in the order of those ``allowed``.
+def checked_channels(channels: Any) -> tuple[Channel, ...] | None:
+    """``channels=`` as topologies keep it, in the order of `CHANNELS`.
 
     Raises:
         ValueError: it names something else, or nothing.
@@ -136,9 +137,9 @@ def checked_channels(channels: Any, allowed: Sequence[Channel]) -> tuple[Channel
     if channels is None:
         return None
     given = (channels,) if isinstance(channels, str) else tuple(channels)
-    if not given or not set(given) <= set(allowed):
-        raise ValueError(f"channels={channels!r}: it has to name some of {', '.join(map(repr, allowed))}.")
-    return tuple(channel for channel in allowed if channel in given)
+    if not given or not set(given) <= set(CHANNELS):
+        raise ValueError(f"channels={channels!r}: it has to name some of {', '.join(map(repr, CHANNELS))}.")
+    return tuple(channel for channel in CHANNELS if channel in given)
 
 
 def of_attention(channels: tuple[Channel, ...] | None, attention: bool) -> tuple[Channel, ...] | None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewire.mixes.mix import mix
-from rewire.topologies.base import OF_STATES, Dims, Granularity, Recurrence, Start, States, check_choice, total
+from rewire.topologies.base import Dims, Granularity, Recurrence, Start, States, check_choice, total
 from rewire.topologies.program import Program, Term, mixed_reads
 from rewire.topologies.registry import register_topology
 
@@ -42,6 +42,7 @@ class X0Lambdas(Recurrence[Tensor]):
     """
 
     granularity: ClassVar[Granularity] = "block"
+    of_states: ClassVar[frozenset[str]] = frozenset({"resid_lambdas", "x0_lambdas"})
 
     shortcut: Shortcut = "mix"
 
@@ -56,9 +57,6 @@ class X0Lambdas(Recurrence[Tensor]):
             "resid_lambdas": torch.linspace(1.15, 1.05, dims.depth),
             "x0_lambdas": torch.linspace(0.2, 0.05, dims.depth),
         }
-
-    def natural_scales(self, dims: Dims) -> dict[str, float]:
-        return {"resid_lambdas": OF_STATES, "x0_lambdas": OF_STATES}
 
     def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Tensor:
         """l and m, float32 [T, 2]."""

@@ -295,3 +295,36 @@ def test_an_initialiser_of_ones_own() -> None:
     report = rewire.initialize(model, Halves())
     assert [weight.name for weight, _ in report.applied] == [f"layers.{n}.mlp.down.weight" for n in range(3)]
     assert bool((model.layers[2].mlp.down.weight == 0.5).all())
+
+
+def test_deepnorm_scales_the_values_of_cross_attentions() -> None:
+    model = tiny_model("t5", d_model=256, d_ff=512, d_kv=64)
+    rewire.initialize(model, "deepnorm", beta=0.5, generator=generator())
+    attention = model.decoder.block[1].layer[1].EncDecAttention
+    for linear, gain in ((attention.q, 1), (attention.k, 1), (attention.v, 0.5), (attention.o, 0.5)):
+        assert abs(spread(linear.weight) / (gain * (2 / sum(linear.weight.shape)) ** 0.5) - 1) < 0.03
+
+
+def test_ds_init() -> None:
+    model = tiny_model("t5", d_model=128, d_ff=256)
+    rewire.initialize(model, "ds-init", alpha=0.5, generator=generator())
+    for row in (model.encoder, model.decoder):
+        for number, block in enumerate(row.block, start=1):
+            for linear in (module for module in block.modules() if isinstance(module, nn.Linear)):
+                bound = 0.5 * number**-0.5 * (6 / sum(linear.weight.shape)) ** 0.5
+                assert 0.98 * bound < float(linear.weight.detach().abs().max()) <= bound
+    with pytest.raises(ValueError, match="alpha=0"):
+        rewire.initialize(model, "ds-init", alpha=0)
+
+
+def test_t_fixup() -> None:
+    model = tiny_model("t5", d_model=128, d_ff=256, num_layers=3, num_decoder_layers=4)
+    rewire.initialize(model, "t-fixup", generator=generator())
+    for row, gain in ((model.encoder, 0.67 * 3**-0.25), (model.decoder, (9 * 4) ** -0.25)):
+        for name, linear in row.named_modules():
+            if isinstance(linear, nn.Linear):
+                own = 1 if name.endswith((".q", ".k")) else gain
+                bound = own * (6 / sum(linear.weight.shape)) ** 0.5
+                assert 0.98 * bound < float(linear.weight.detach().abs().max()) <= bound, name
+    assert abs(spread(model.shared.weight) / (128**-0.5 * (9 * 4) ** -0.25) - 1) < 0.03
+    assert model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.std() > 0

@@ -365,7 +365,7 @@ def test_cascaded() -> None:
     out.sum().backward()
     assert scales.grad is not None
     assert (scales.grad != 0).all()
-    assert len(topology.write((x,), torch.ones(depth), 1, x)) == 1
+    assert len(topology.write((x,), topology.weights({"scales": torch.ones(depth)}, Dims(depth)), 1, x)) == 1
 
 
 def test_cascaded_beside_the_shortcut_that_is_kept() -> None:
@@ -383,6 +383,5 @@ def test_cascaded_beside_the_shortcut_that_is_kept() -> None:
 
 def test_what_is_kept_is_frozen_with_it() -> None:
     for topology in (ANCReConstant("keep"), ANCReCascaded("keep")):
-        weights = None if isinstance(topology, ANCReConstant) else torch.full((3,), 0.5)
-        program = topology.program(weights, Dims(3))
+        program = topology.program(topology.weights({"scales": torch.full((3,), 0.5)}, Dims(3)), Dims(3))
         assert [sum(term.fixed for term in line.terms) for unit in program.units for line in unit.after] == [1, 1, 1]

@@ -28,6 +28,7 @@ VARIANTS = [AttnRes(block, scaled) for block in (None, 2, 3, 9) for scaled in (F
 VARIANTS += [AttnRes(form="difference"), AttnRes(additive=True), AttnRes(2, form="difference", additive=True)]
 VARIANTS += [AttnRes(heads=2), AttnRes(2, scaled=True, heads=4), AttnRes(heads=8, normed=True, additive=True)]
 VARIANTS += [AttnRes(normed=True), AttnRes(3, scaled=True, normed=True)]
+VARIANTS += [AttnRes(rank=3), AttnRes(2, scaled=True, rank=5), AttnRes(additive=True, normed=True, rank=1)]
 #: Units that begin with an attention, in the tests of separate queries.
 ATTENTION = frozenset({1, 2, 5})
 
@@ -47,7 +48,7 @@ def read_of(topology: AttnRes, sources: Sequence[Tensor], weights: AttendedTable
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_formulas(topology: AttnRes, depth: int) -> None:
     queries = torch.randn_like(topology.parameters(Dims(depth, WIDTH), "paper")["queries"]).requires_grad_()
-    assert queries.shape == (depth - topology.additive, WIDTH)
+    assert queries.shape == (depth - topology.additive, topology.rank or WIDTH)
     compare_with_reference(topology, queries, net(depth, torch.float64))
 
 
@@ -289,6 +290,7 @@ def test_compiles_in_one_graph(topology: AttnRes) -> None:
         ({"form": "sum"}, "form='sum'.*'softmax', 'difference'"),
         ({"scaled": True, "additive": True}, "scaled=True.*additive"),
         ({"scaled": True, "form": "difference"}, "scaled=True.*difference"),
+        ({"rank": 4, "heads": 2}, "rank=.*heads="),
         ({"separate_norms": True}, "separate_norms=True.*qkv=True"),
     ],
 )
@@ -316,7 +318,7 @@ def test_name() -> None:
     options = {
         **{"block": None, "scaled": False, "form": "softmax"},
         **{"additive": False, "qkv": False, "heads": 1, "normed": False, "separate_norms": False},
-        **{"channels": None, "units": None, "sources": None},
+        **{"channels": None, "rank": None, "units": None, "sources": None},
     }
     assert name_and_options(AttnRes()) == ("attnres", options)
     assert AttnRes.needs_width and not issubclass(AttnRes, Recurrence)

@@ -30,11 +30,12 @@ from rewire.topologies.manifolds import (
     permutations,
     sinkhorn,
     sinkhorn_backward,
+    spectral,
 )
 from rewire.topologies.mhc import ManifoldHyperConnections
 
 MHC = ManifoldHyperConnections
-RESIDUALS = ["sinkhorn", "identity", "permutations", "cayley", "kronecker"]
+RESIDUALS = ["sinkhorn", "identity", "permutations", "cayley", "kronecker", "spectral"]
 ANY_NUMBER = [residual for residual in RESIDUALS if residual != "kronecker"]  # of streams, not powers of 2
 VARIANTS = [
     *(MHC(2), MHC(4), MHC(3, "sum", 2), MHC(4, iterations=1), MHC(4, "learned", eps=1e-3, norm_eps=1e-2)),
@@ -182,7 +183,7 @@ def test_start_values(residual: Any, start: Any) -> None:
     topology = MHC(3, "learned", residual=residual)
     values, again = (topology.parameters(Dims(2, WIDTH), start) for _ in range(2))
     assert all(torch.equal(values[name], again[name]) for name in values)  # every rank starts with the same
-    columns = 6 + {"sinkhorn": 9, "identity": 0, "permutations": 6, "cayley": 3}[residual]
+    columns = 6 + {"sinkhorn": 9, "identity": 0, "permutations": 6, "cayley": 3, "spectral": 4}[residual]
     assert {name: tuple(value.shape) for name, value in values.items()} == {
         "static": (2, columns),
         "dynamic": (2, 3 * WIDTH, columns),
@@ -337,6 +338,15 @@ def test_autocast_changes_only_the_branches(residual: Any) -> None:
 def test_wrong_options(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{option}={value!r}"):
         make_topology("mhc", {option: value})
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_spectral_matrices_are_on_the_sphere(n: int) -> None:
+    made = spectral(3 * torch.randn(7, (n - 1) ** 2, dtype=torch.float64), n)
+    assert made.shape == (7, n, n) and (made < 0).any() == (n > 2)
+    for dim in (-1, -2):
+        torch.testing.assert_close(made.sum(dim), torch.ones(7, n, dtype=torch.float64))
+    torch.testing.assert_close(torch.linalg.matrix_norm(made, 2), torch.ones(7, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])

@@ -10,27 +10,10 @@ x_i. Not in the paper: ``form="difference"``, p + E - softmax(0), which starts a
 shortcuts from x_0, x_S, x_2S, .. and x_{t-1} alone.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(
-    depth: int,
-    width: int,
-    attention: Collection[int] = (),
-    *,
-    normalize: str = "ingoing",
-    block: int | None = None,
-    **options: Any,
-) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), *, normalize="ingoing", block=None, **options):
     """``c`` [T, T]: row t - 1, column i is c_it."""
     c = torch.zeros(depth, depth, dtype=torch.float64)
     if normalize == "none":  # the paper gives no start; this is the function that the others start as
@@ -41,17 +24,9 @@ def parameters(
 
 
 def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
-    *,
-    normalize: str = "ingoing",
-    temperature: float = 0.01,
-    cascade: str = "replace",
-    form: str = "softmax",
-    block: int | None = None,
-) -> Tensor:
+    x, weights, branches, kept, *, normalize="ingoing", temperature=0.01, cascade="replace", form="softmax",
+    block=None
+):
     depth, c = len(branches), weights["c"]
     pairs = [(i, t) for t in range(1, depth + 1) for i in sources(t, block)]
     p = shortcuts(c, pairs, normalize, temperature)
@@ -70,9 +45,7 @@ def forward(
     return states[-1]
 
 
-def shortcuts(
-    c: Tensor, pairs: list[tuple[int, int]], normalize: str, temperature: float
-) -> dict[tuple[int, int], Tensor]:
+def shortcuts(c, pairs, normalize, temperature):
     """p_it for all pairs (i, t)."""
     if normalize == "none":
         return {(i, t): c[t - 1, i] for i, t in pairs}
@@ -85,6 +58,6 @@ def shortcuts(
     return p
 
 
-def sources(t: int, block: int | None) -> list[int]:
+def sources(t, block):
     """The i of the states that x_t has shortcuts from."""
     return [i for i in range(t) if i % (block or 1) == 0 or i == t - 1]

@@ -5,23 +5,14 @@
 ``cascade="keep"`` adds x_{t-1}.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(depth: int, width: int, attention: Collection[int] = (), **options: Any) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), **options):
     return {"a": torch.ones(depth, dtype=torch.float64)}
 
 
-def forward(x: Tensor, weights: Weights, branches: Sequence[Any], kept: Kept, *, cascade: str = "replace") -> Tensor:
+def forward(x, weights, branches, kept, *, cascade="replace"):
     for t, branch in enumerate(branches):
         new = branch(x) + weights["a"][t] * x
         x = kept(new + x if cascade == "keep" else new)

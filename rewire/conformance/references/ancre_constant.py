@@ -5,30 +5,12 @@
 ``cascade="keep"`` adds x_{t-1}. Not in the paper: ``block=S``, the mean over x_0, x_S, x_2S, .. and x_{t-1} alone.
 """
 
-from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
-
-
-def parameters(depth: int, width: int, attention: Collection[int] = (), **options: Any) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), **options):
     return {}
 
 
-def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
-    *,
-    cascade: str = "replace",
-    block: int | None = None,
-) -> Tensor:
+def forward(x, weights, branches, kept, *, cascade="replace", block=None):
     states = [x]
     for t, branch in enumerate(branches, start=1):
         sources = [states[i] for i in range(t) if i % (block or 1) == 0 or i == t - 1]

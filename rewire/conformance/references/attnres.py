@@ -6,56 +6,35 @@
 The scale of the paper's RMS norm is part of w_t, which alone it multiplies. Unit 1 has one source, and no query.
 ``block=S``: increments are summed over groups of S units, and the sources are x_0 and these sums.
 
-Of others: ``heads=H``, H softmaxes, one for each H-th of the channels (arXiv 2607.27230); ``additive``, weights 1 +
-a_ti, and the output is the plain stream (arXiv 2605.18855); ``qkv`` and ``normed``, three queries where an attention
-begins, and sums of the normed sources (Inkling 2). Not in a paper: ``scaled``, weights n a_ti, and
-``form="difference"``, weights 1 + a_ti - 1/n, for n sources.
+Of others: ``heads=H``, H softmaxes, one for each H-th of the channels (arXiv 2607.27230); ``rank=R``, scores of the
+last R channels (arXiv 2607.09694); ``additive``, weights 1 + a_ti, and the output is the plain stream (arXiv
+2605.18855); ``qkv`` and ``normed``, three queries where an attention begins, and sums of the normed sources (Inkling
+2). Not in a paper: ``scaled``, weights n a_ti, and ``form="difference"``, weights 1 + a_ti - 1/n, for n sources.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(
-    depth: int, width: int, attention: Collection[int] = (), *, qkv: bool = False, **options: Any
-) -> dict[str, Tensor]:
-    """``w`` [T, D]: row t - 2 is w_t of the reads t = 2..T+1; with ``qkv`` [T, 3, D]."""
-    return {"w": torch.zeros(depth, *((3,) if qkv else ()), width, dtype=torch.float64)}
+def parameters(depth, width, attention=(), *, qkv=False, rank=None, **options):
+    """``w`` [T, D]: row t - 2 is w_t of the reads t = 2..T+1; with ``qkv`` [T, 3, D]; with ``rank`` R for D."""
+    return {"w": torch.zeros(depth, *((3,) if qkv else ()), min(rank or width, width), dtype=torch.float64)}
 
 
 def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
-    *,
-    block: int | None = None,
-    scaled: bool = False,
-    form: str = "softmax",
-    additive: bool = False,
-    qkv: bool = False,
-    heads: int = 1,
-    normed: bool = False,
-    norm_eps: float = 1e-6,
-) -> Tensor:
-    def read(t: int, way: int | None = None) -> Tensor:
+    x, weights, branches, kept, *, block=None, scaled=False, form="softmax", additive=False, qkv=False, heads=1,
+    normed=False, rank=None, norm_eps=1e-6
+):
+    def read(t, way=None):
         found = sources(increments, block)
         if t == 1:
             return found[0]
         w = weights["w"][t - 2] if way is None else weights["w"][t - 2, way]
-        keys = [rms_norm(f, norm_eps) for f in found]
-        values = keys if normed else found
+        keys = [rms_norm(f[:, -(rank or 0) :], norm_eps) for f in found]
+        values = [rms_norm(f, norm_eps) for f in found] if normed else found
         parts = []
         for head in torch.arange(x.shape[-1]).chunk(heads):  # the channels of each
-            scores = torch.stack([(key[:, head] * w[head]).sum(-1) for key in keys])  # [n, N]
+            own = head[: len(w)]
+            scores = torch.stack([(key[:, own] * w[own]).sum(-1) for key in keys])  # [n, N]
             a = torch.softmax(scores, 0)
             a = a * len(found) if scaled else a
             a = a - 1 / len(found) if form == "difference" else a
@@ -74,10 +53,10 @@ def forward(
     return sum(increments) if additive else read(len(branches) + 1, 0 if qkv else None)
 
 
-def sources(increments: list[Tensor], block: int | None) -> list[Tensor]:
+def sources(increments, block):
     first, rest, size = increments[0], increments[1:], block or 1
     return [first, *(sum(rest[i : i + size]) for i in range(0, len(rest), size))]
 
 
-def rms_norm(x: Tensor, eps: float) -> Tensor:
+def rms_norm(x, eps):
     return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps)

@@ -6,21 +6,10 @@ alpha_t is a number, 0 at the start; of LayerScale it is in R^D, and ``start`` i
 1e-5 up to 24, 1e-6 for deeper models (two units are counted as a block).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(
-    depth: int, width: int, attention: Collection[int] = (), *, channels: bool = False, start: float | None = None
-) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), *, channels=False, start=None):
     if not channels:
         return {"alpha": torch.zeros(depth, dtype=torch.float64)}
     blocks = depth / 2
@@ -28,15 +17,7 @@ def parameters(
     return {"alpha": torch.full((depth, width), value, dtype=torch.float64)}
 
 
-def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
-    *,
-    channels: bool = False,
-    start: float | None = None,
-) -> Tensor:
+def forward(x, weights, branches, kept, *, channels=False, start=None):
     for t, branch in enumerate(branches):
         x = kept(x + weights["alpha"][t] * branch(x))
     return x

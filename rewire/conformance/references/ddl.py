@@ -8,19 +8,10 @@
 Not in the paper: ``form="difference"``, x_t = x_{t-1} + f_t + (b_t - 1) (v_t - k_t . x_{t-1}) k_t.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(depth: int, width: int, attention: Collection[int] = (), **options: Any) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), **options):
     f64 = torch.float64
     return {
         "w": torch.zeros(depth, width, dtype=f64),
@@ -30,16 +21,7 @@ def parameters(depth: int, width: int, attention: Collection[int] = (), **option
     }
 
 
-def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
-    *,
-    form: str = "delta",
-    norm_eps: float = 1e-6,
-    least: float = 1e-6,
-) -> Tensor:
+def forward(x, weights, branches, kept, *, form="delta", norm_eps=1e-6, least=1e-6):
     for t, branch in enumerate(branches):
         w, s, u, c = (weights[name][t] for name in "wsuc")
         f, new = branch(x), []

@@ -7,27 +7,10 @@
 k is ``dilation``, p is ``period``. Not in the paper: ``block=S``, averages over x_0, x_S, x_2S, .. and x_t alone.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(
-    depth: int,
-    width: int,
-    attention: Collection[int] = (),
-    *,
-    dilation: int = 1,
-    period: int = 1,
-    block: int | None = None,
-) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), *, dilation=1, period=1, block=None):
     """``alpha`` [T, T + 1]: row t - 1, column i is alpha_ti."""
     alpha = torch.zeros(depth, depth + 1, dtype=torch.float64)
     for t in range(period, depth + 1, period):
@@ -35,16 +18,7 @@ def parameters(
     return {"alpha": alpha}
 
 
-def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
-    *,
-    dilation: int = 1,
-    period: int = 1,
-    block: int | None = None,
-) -> Tensor:
+def forward(x, weights, branches, kept, *, dilation=1, period=1, block=None):
     states, y = [x], x
     for t, branch in enumerate(branches, start=1):
         states.append(kept(y + branch(y)))

@@ -9,21 +9,10 @@ x_0 is split into m fractions of D / m channels, H [m, D / m]. Unit t, with A_m 
 Dynamic: s tanh(norm(H) W) is added to A_m, A_r and B, as in hyper-connections; the norm is over each fraction.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(
-    depth: int, width: int, attention: Collection[int] = (), *, fractions: int = 4, dynamic: bool = True
-) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), *, fractions=4, dynamic=True):
     m, f64 = fractions, torch.float64
     eye = torch.eye(m, dtype=f64).repeat(depth, 1, 1)
     found = {"A_m": eye, "A_r": eye.clone(), "B": torch.ones(depth, m, dtype=f64)}
@@ -35,16 +24,7 @@ def parameters(
     return found
 
 
-def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
-    *,
-    fractions: int = 4,
-    dynamic: bool = True,
-    norm_eps: float = 1e-6,
-) -> Tensor:
+def forward(x, weights, branches, kept, *, fractions=4, dynamic=True, norm_eps=1e-6):
     m, tokens = fractions, range(len(x))
     H = x.unflatten(-1, (m, -1))  # [N, m, D / m]
     for t, branch in enumerate(branches):

@@ -7,23 +7,14 @@
 follows.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(depth: int, width: int, attention: Collection[int] = (), **options: Any) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), **options):
     return {"a": torch.zeros(depth, dtype=torch.float64)}
 
 
-def forward(x: Tensor, weights: Weights, branches: Sequence[Any], kept: Kept, *, scaled: str = "sum") -> Tensor:
+def forward(x, weights, branches, kept, *, scaled="sum"):
     for a, branch in zip(weights["a"], branches, strict=True):
         gate = a * torch.sigmoid(a)
         if scaled == "sum":

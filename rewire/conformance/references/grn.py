@@ -12,29 +12,10 @@ The stack of unit t is G_t = [f_0, f_1, .., f_{t-1}], f_0 being the trunk's inpu
 are summed over groups of S units. What else an attention block reads (its own shortcut) is the read for the queries.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(
-    depth: int,
-    width: int,
-    attention: Collection[int] = (),
-    *,
-    channels: bool = True,
-    dependent: bool = True,
-    qkv: bool = False,
-    last: int | None = None,
-    block: int | None = None,
-) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), *, channels=True, dependent=True, qkv=False, last=None, block=None):
     """``b`` [T + 1, N] or [T + 1, N, D], ``w`` [T + 1, D]; with ``qkv`` there are three of each row, [T + 1, 3, ..]."""
     most = len(stack([torch.zeros(1)] * (depth + 1), last, block))
     ways = (3,) if qkv else ()
@@ -42,19 +23,8 @@ def parameters(
     return {"b": b} | ({"w": torch.zeros(depth + 1, *ways, width, dtype=torch.float64)} if dependent else {})
 
 
-def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
-    *,
-    channels: bool = True,
-    dependent: bool = True,
-    qkv: bool = False,
-    last: int | None = None,
-    block: int | None = None,
-) -> Tensor:
-    def read(t: int, way: int | None = None) -> Tensor:
+def forward(x, weights, branches, kept, *, channels=True, dependent=True, qkv=False, last=None, block=None):
+    def read(t, way=None):
         """What unit t reads, or one of the three mixes that it reads."""
         row = (t - 1,) if way is None else (t - 1, way)
         total = torch.zeros_like(x)
@@ -77,7 +47,7 @@ def forward(
     return read(len(branches) + 1, 0 if qkv else None)
 
 
-def stack(increments: list[Tensor], last: int | None, block: int | None) -> list[Tensor]:
+def stack(increments, last, block):
     first, rest = increments[0], increments[1:]
     if last is not None and len(rest) > last:
         return [first, sum(rest[:-last]), *rest[-last:]]

@@ -15,27 +15,10 @@ The norm is over the channels of each stream, an RMS norm. The output is the sum
 ``output="mean"``, or ``"learned"``, one more read A_m^T H.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(
-    depth: int,
-    width: int,
-    attention: Collection[int] = (),
-    *,
-    dynamic: bool = False,
-    streams: int = 4,
-    output: str = "sum",
-) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), *, dynamic=False, streams=4, output="sum"):
     n, f64 = streams, torch.float64
     found = {
         "A_m": torch.eye(n, dtype=f64)[[t % n for t in range(1, depth + 1)]],  # e_{t mod n}
@@ -55,17 +38,7 @@ def parameters(
     return found
 
 
-def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
-    *,
-    dynamic: bool = False,
-    streams: int = 4,
-    output: str = "sum",
-    norm_eps: float = 1e-6,
-) -> Tensor:
+def forward(x, weights, branches, kept, *, dynamic=False, streams=4, output="sum", norm_eps=1e-6):
     n, tokens = streams, range(len(x))
     H = torch.stack([x] * n, 1)  # [N, n, D]
     for t, branch in enumerate(branches):
@@ -95,13 +68,13 @@ def forward(
     return H.sum(1) if output == "sum" else H.mean(1)
 
 
-def last_read(H: Tensor, weights: Weights, dynamic: bool, norm_eps: float) -> Tensor:
+def last_read(H, weights, dynamic, norm_eps):
     m = weights["last_A_m"]
     if dynamic:
         m = m + weights["last_s_a"] * torch.tanh(norm(H, norm_eps) @ weights["last_W_m"])
     return m @ H
 
 
-def norm(H: Tensor, eps: float) -> Tensor:
+def norm(H, eps):
     """Each stream by itself."""
     return H / torch.sqrt((H**2).mean(-1, keepdim=True) + eps)

@@ -13,24 +13,14 @@ H starts as n copies of x_0, H [n, D]. Unit t, per token:
 Not in that model: ``reads="streams"``, r_t = (2/n) sum_i g_i * H_i.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 DRAWN = {"down": "normal(0, 0.02)", "up": "normal(0, 0.02)", "inject": "normal(0, 0.02)"}
 
 
-def parameters(
-    depth: int, width: int, attention: Collection[int] = (), *, streams: int = 4, rank: int = 16, **options: Any
-) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), *, streams=4, rank=16, **options):
     n, f64 = streams, torch.float64
     return {
         "norm": torch.zeros(depth + 1, n, width, dtype=f64),
@@ -40,20 +30,10 @@ def parameters(
     }
 
 
-def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
-    *,
-    streams: int = 4,
-    rank: int = 16,
-    reads: str = "normed",
-    norm_eps: float = 1e-6,
-) -> Tensor:
+def forward(x, weights, branches, kept, *, streams=4, rank=16, reads="normed", norm_eps=1e-6):
     n, tokens = streams, range(len(x))
 
-    def read(H: Tensor, t: int) -> tuple[Tensor, Tensor]:
+    def read(H, t):
         """r_t and vec(N) of one token."""
         N = H / torch.sqrt((H**2).mean(-1, keepdim=True) + norm_eps) * (1 + weights["norm"][t])
         hidden = torch.nn.functional.silu(N.flatten() @ weights["down"][t] / n)

@@ -10,30 +10,10 @@ f_t = f_t(x_{t-1}), the output is x_T. The paper bounds a and b "by softmax or s
 to. Not in the paper: ``form="difference"``, (a_t, b_t) = 1 + total (softmax(c_t) - 1/2).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(
-    depth: int,
-    width: int,
-    attention: Collection[int] = (),
-    *,
-    low_rank: bool = False,
-    previous: bool = False,
-    rank: int = 16,
-    last: int = 3,
-    total: float | None = None,
-    **options: Any,
-) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), *, low_rank=False, previous=False, rank=16, last=3, total=None, **options):
     """``c`` [T, 2], the branch's first; ``A`` [T, r, D], ``B`` [T, D, r]; ``g`` [T, k], the newest state's last."""
     found, f64 = {}, torch.float64
     if total is not None:
@@ -49,19 +29,7 @@ def parameters(
     return found
 
 
-def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
-    *,
-    low_rank: bool = False,
-    previous: bool = False,
-    rank: int = 16,
-    last: int = 3,
-    total: float | None = None,
-    form: str = "softmax",
-) -> Tensor:
+def forward(x, weights, branches, kept, *, low_rank=False, previous=False, rank=16, last=3, total=None, form="softmax"):
     states = [x]
     for t, branch in enumerate(branches):
         x, f = states[-1], branch(states[-1])

@@ -15,50 +15,36 @@ H_res[o, i] takes stream i to stream o; its rows sum to 1. The output is the sum
 Of other models: ``output`` "mean" (GLM-5 Next) or "learned", one more read H_pre H (DeepSeek-V4); ``eps``, added to
 H_pre and within Sinkhorn-Knopp (DeepSeek-V4: 1e-6); ``magnitude``, the 2 of H_post. ``residual`` is what H_res is:
 "sinkhorn", "identity" (Hunyuan V4, which adds eps to H_post, too), "permutations" (mHC-lite, arXiv 2601.05732),
-"cayley" (JPmHC, arXiv 2602.18308), "kronecker" (KromHC, arXiv 2601.21579). ``delayed`` (Single-Pass mHC,
-DeepSeek-V4.1): unit t reads with the H_pre of unit t - 1, unit 1 stream 0, and a learned output with that of unit T.
-``entry_scales`` (arXiv 2606.03483): stream i starts as s_i * x_0.
+"cayley" (JPmHC, arXiv 2602.18308), "kronecker" (KromHC, arXiv 2601.21579), "spectral" (sHC, arXiv 2603.20896).
+``delayed`` (Single-Pass mHC, DeepSeek-V4.1): unit t reads with the H_pre of unit t - 1, unit 1 stream 0, and a learned
+output with that of unit T. ``entry_scales`` (arXiv 2606.03483): stream i starts as s_i * x_0.
 """
-
-from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 DRAWN = {"phi_pre": "normal(0, 0.02)", "phi_post": "normal(0, 0.02)", "phi_res": "normal(0, 0.02)"}
 DRAWN["s"] = "0.6 + uniform(-b, b), b = sqrt(6 / (n + D))"
 
 
 def parameters(
-    depth: int,
-    width: int,
-    attention: Collection[int] = (),
-    *,
-    streams: int = 4,
-    output: str = "sum",
-    residual: str = "sinkhorn",
-    delayed: bool = False,
-    entry_scales: bool = False,
-    **options: Any,
-) -> dict[str, Tensor]:
+    depth, width, attention=(), *, streams=4, output="sum", residual="sinkhorn", delayed=False, entry_scales=False,
+    **options
+):
     """The scales are those of the paper, the others those of DeepSeek-V4's code; the paper does not give them."""
     n, f64 = streams, torch.float64
     columns = {"sinkhorn": (n, n), "permutations": (math.factorial(n),), "cayley": (n * (n - 1) // 2,)}
-    columns["kronecker"] = (2 * (n.bit_length() - 1),)
+    columns["kronecker"], columns["spectral"] = (2 * (n.bit_length() - 1),), ((n - 1) ** 2,)
     sizes = {"pre": (n,), "post": (n,)} | ({"res": columns[residual]} if residual in columns else {})
     found = {f"alpha_{kind}": torch.full((depth,), 0.01, dtype=f64) for kind in sizes}
     found |= {f"b_{kind}": torch.zeros(depth, *size, dtype=f64) for kind, size in sizes.items()}
     found |= {f"phi_{kind}": torch.full((depth, n * width, *size), math.nan, dtype=f64) for kind, size in sizes.items()}
     if residual == "identity":
         found["b_pre"] += math.log(1 / (n - 1))  # H_pre is 1/n, as in Hunyuan V4
+    if residual == "spectral":
+        found["b_res"][:, 1 - n :] = 4.0
     if entry_scales:
         found["s"] = torch.full((n, width), math.nan, dtype=f64)
     if output == "learned" and not delayed:
@@ -69,21 +55,9 @@ def parameters(
 
 
 def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
-    *,
-    streams: int = 4,
-    output: str = "sum",
-    iterations: int = 20,
-    residual: str = "sinkhorn",
-    magnitude: float = 2.0,
-    eps: float = 0.0,
-    norm_eps: float = 1e-6,
-    delayed: bool = False,
-    entry_scales: bool = False,
-) -> Tensor:
+    x, weights, branches, kept, *, streams=4, output="sum", iterations=20, residual="sinkhorn", magnitude=2.0,
+    eps=0.0, norm_eps=1e-6, delayed=False, entry_scales=False
+):
     n, tokens = streams, range(len(x))
     waiting = [torch.eye(n, dtype=x.dtype)[0] for _ in tokens]
     H = torch.stack([x] * n, 1)  # [N, n, D]
@@ -105,8 +79,7 @@ def forward(
             if residual == "sinkhorn":
                 H_res.append(sinkhorn(z_res, iterations, eps))  # eq. 9
             else:
-                made = {"permutations": permutations, "cayley": cayley, "kronecker": kronecker}[residual]
-                H_res.append(made(z_res, n))
+                H_res.append(globals()[residual](z_res, n))
         if delayed:
             H_pre, waiting = waiting, H_pre
         read = torch.stack([sum(H_pre[token][i] * H[token, i] for i in range(n)) for token in tokens])
@@ -123,17 +96,17 @@ def forward(
     return H.sum(1) if output == "sum" else H.mean(1)
 
 
-def last_read(H: Tensor, weights: Weights, eps: float, norm_eps: float) -> Tensor:
+def last_read(H, weights, eps, norm_eps):
     normed = rms_norm(H.flatten(), norm_eps)
     gates = torch.sigmoid(weights["last_alpha"] * (normed @ weights["last_phi"]) + weights["last_b"]) + eps
     return gates @ H
 
 
-def rms_norm(x: Tensor, eps: float) -> Tensor:
+def rms_norm(x, eps):
     return x / torch.sqrt((x**2).mean() + eps)
 
 
-def sinkhorn(z: Tensor, iterations: int, eps: float) -> Tensor:
+def sinkhorn(z, iterations, eps):
     """eq. 9: M <- T_r(T_c(M)), T_c dividing columns and T_r rows by their sums, from M = exp(z)."""
     M = torch.exp(z - z.max())  # a factor that the first division removes
     for iteration in range(iterations):
@@ -145,7 +118,7 @@ def sinkhorn(z: Tensor, iterations: int, eps: float) -> Tensor:
     return M
 
 
-def permutations(z: Tensor, n: int) -> Tensor:
+def permutations(z, n):
     """sum_k softmax(z)_k P_k over the permutations in lexicographic order, P[o, order[o]] = 1."""
     shares, total = torch.softmax(z, 0), torch.zeros(n, n, dtype=z.dtype)
     for share, order in zip(shares, itertools.permutations(range(n)), strict=True):
@@ -153,7 +126,7 @@ def permutations(z: Tensor, n: int) -> Tensor:
     return total
 
 
-def cayley(z: Tensor, n: int) -> Tensor:
+def cayley(z, n):
     """(I - A/2)^-1 (I + A/2), where the skew A has z above its diagonal, row by row."""
     A, eye = torch.zeros(n, n, dtype=z.dtype), torch.eye(n, dtype=z.dtype)
     for value, (i, j) in zip(z, itertools.combinations(range(n), 2), strict=True):
@@ -161,9 +134,27 @@ def cayley(z: Tensor, n: int) -> Tensor:
     return torch.linalg.solve(eye - A / 2, eye + A / 2)
 
 
-def kronecker(z: Tensor, n: int) -> Tensor:
+def kronecker(z, n):
     """Of 2 x 2 matrices p I + (1 - p) S, S swapping two, (p, 1 - p) being a softmax of two values."""
     total = torch.ones(1, 1, dtype=z.dtype)
     for p, q in torch.softmax(z.view(-1, 2), -1):
         total = torch.kron(total, torch.stack([torch.stack([p, q]), torch.stack([q, p])]))
     return total
+
+
+def spectral(z, n):
+    """1/n + Z U diag(s) V^T Z^T: Z has an orthonormal basis of what is at right angles to 1 as columns, U and V are
+    (I + A)^-1 (I - A) of skew A; A_U, A_V (row by row above their diagonals) and s are tanh of the values in turn.
+    """
+    m, eye = n - 1, torch.eye(n - 1, dtype=z.dtype)
+    Z, values = torch.zeros(n, m, dtype=z.dtype), list(torch.tanh(z))
+    for i in range(1, n):  # Helmert's
+        Z[:i, i - 1], Z[i, i - 1] = 1 / math.sqrt(i * (i + 1)), -i / math.sqrt(i * (i + 1))
+    rotations = []
+    for _ in range(2):
+        A = torch.zeros(m, m, dtype=z.dtype)
+        for i, j in itertools.combinations(range(m), 2):
+            A = A + values.pop(0) * (torch.outer(eye[i], eye[j]) - torch.outer(eye[j], eye[i]))
+        rotations.append(torch.linalg.solve(eye + A, eye - A))
+    U, V = rotations
+    return 1 / n + Z @ U @ torch.diag(torch.stack(values)) @ V.T @ Z.T

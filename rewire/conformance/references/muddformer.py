@@ -12,24 +12,14 @@ as it computes weights. Not in the paper: ``block=S``, sums over x_0, x_S, x_2S,
 h_t * rms_norm of the sum that is added (eq. 10; that q, k and v have no second norm is as in the authors' JAX code).
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 DRAWN = {"W1": "normal(0, 1 / sqrt(D))"}
 
 
-def parameters(
-    depth: int, width: int, attention: Collection[int] = (), *, block: int | None = None, norms: bool = False
-) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), *, block=None, norms=False):
     """``a`` [T, C, n], ``W1`` [T, D, C, n], ``W2`` [T, C, n, C, n]: row t - 2 is that of the reads t = 2..T+1, each of
     which uses as many of the C = 4 ways and n sources as it has. With norms ``g`` [T + 1, D], row i that of x_i, and
     ``h`` [T, D], row t - 2 that of read t.
@@ -46,20 +36,11 @@ def parameters(
     return found
 
 
-def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
-    *,
-    block: int | None = None,
-    norms: bool = False,
-    norm_eps: float = 1e-6,
-) -> Tensor:
-    def rms_norm(x: Tensor) -> Tensor:
+def forward(x, weights, branches, kept, *, block=None, norms=False, norm_eps=1e-6):
+    def rms_norm(x):
         return x / torch.sqrt((x**2).mean(-1, keepdim=True) + norm_eps)
 
-    def read(t: int, ways: int) -> list[Tensor]:
+    def read(t, ways):
         numbers = sources(t, block)
         if t == 1:
             return [x] * ways
@@ -87,6 +68,6 @@ def forward(
     return read(len(branches) + 1, 1)[0]
 
 
-def sources(t: int, block: int | None) -> list[int]:
+def sources(t, block):
     """The i of the states that are read."""
     return [i for i in range(t) if i % (block or 1) == 0 or i == t - 1]

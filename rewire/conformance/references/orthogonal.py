@@ -6,28 +6,15 @@
 Not in the paper: ``form="gated"``, x_t = x_{t-1} + f_t - c_t s_t x_{t-1}.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(
-    depth: int, width: int, attention: Collection[int] = (), *, form: str = "orthogonal"
-) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), *, form="orthogonal"):
     """With gates ``c`` [T]."""
     return {"c": torch.ones(depth, dtype=torch.float64)} if form == "gated" else {}
 
 
-def forward(
-    x: Tensor, weights: Weights, branches: Sequence[Any], kept: Kept, *, form: str = "orthogonal", eps: float = 1e-6
-) -> Tensor:
+def forward(x, weights, branches, kept, *, form="orthogonal", eps=1e-6):
     for t, branch in enumerate(branches):
         f, new = branch(x), []
         for x_n, f_n in zip(x, f, strict=True):  # each token

@@ -5,29 +5,16 @@
 Doge has a alone (b = 1, u = v = 0); ZAYA1 all four (``branch`` and ``bias``).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(
-    depth: int, width: int, attention: Collection[int] = (), *, branch: bool = False, bias: bool = False
-) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), *, branch=False, bias=False):
     names = {"a": 1.0} | ({"b": 1.0} if branch else {})
     names |= {"u": 0.0} | ({"v": 0.0} if branch else {}) if bias else {}
     return {name: torch.full((depth, width), value, dtype=torch.float64) for name, value in names.items()}
 
 
-def forward(
-    x: Tensor, weights: Weights, branches: Sequence[Any], kept: Kept, *, branch: bool = False, bias: bool = False
-) -> Tensor:
+def forward(x, weights, branches, kept, *, branch=False, bias=False):
     for t, compute in enumerate(branches):
         w = {name: value[t] for name, value in weights.items()}
         x = kept(w["a"] * (x + w.get("u", 0)) + w.get("b", 1) * (compute(x) + w.get("v", 0)))

@@ -6,32 +6,15 @@
 b is in the author's code, not in the paper. Not in either: ``form="difference"``, (1 + r_t - 1/2) * f_t.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(depth: int, width: int, attention: Collection[int] = (), **options: Any) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), **options):
     f64 = torch.float64
     return {"W": torch.zeros(depth, width, 2 * width, dtype=f64), "b": torch.zeros(depth, width, dtype=f64)}
 
 
-def forward(
-    x: Tensor,
-    weights: Weights,
-    branches: Sequence[Any],
-    kept: Kept,
-    *,
-    form: str = "sigmoid",
-    norm_eps: float = 1e-5,
-) -> Tensor:
+def forward(x, weights, branches, kept, *, form="sigmoid", norm_eps=1e-5):
     for W, b, branch in zip(weights["W"], weights["b"], branches, strict=True):
         f, new = branch(x), []
         for x_n, f_n in zip(x, f, strict=True):  # each token
@@ -41,5 +24,5 @@ def forward(
     return x
 
 
-def rms_norm(x: Tensor, eps: float) -> Tensor:
+def rms_norm(x, eps):
     return x / torch.sqrt((x**2).mean() + eps)

@@ -7,25 +7,14 @@ Muse Spark draws w from normal(0, 0.02). Not in that model: ``form="difference"`
 differ from those of w = 0.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(depth: int, width: int, attention: Collection[int] = (), **options: Any) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), **options):
     return {"w": torch.zeros(depth, width, dtype=torch.float64)}
 
 
-def forward(
-    x: Tensor, weights: Weights, branches: Sequence[Any], kept: Kept, *, temperature: float = 0.3, form: str = "gate"
-) -> Tensor:
+def forward(x, weights, branches, kept, *, temperature=0.3, form="gate"):
     for t, branch in enumerate(branches):
         a, b = gate(weights["w"][t], temperature)
         if form == "difference":
@@ -35,6 +24,6 @@ def forward(
     return x
 
 
-def gate(w: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def gate(w, temperature):
     b = torch.sigmoid(w / temperature)
     return torch.sqrt((1 - b**2).clamp(min=1e-3)), b

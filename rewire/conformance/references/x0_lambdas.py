@@ -6,25 +6,16 @@
 ``shortcut="state"``: x_t = x_{t-1} + f_t(r_t) (transformers' NeoMMEEncoderLayer).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-
-Weights = Mapping[str, Tensor]
-Kept = Callable[[Tensor], Tensor]
 
 
-def parameters(depth: int, width: int, attention: Collection[int] = (), **options: Any) -> dict[str, Tensor]:
+def parameters(depth, width, attention=(), **options):
     """As in nanochat."""
     found = {"l": torch.linspace(1.15, 1.05, depth), "m": torch.linspace(0.2, 0.05, depth)}
     return {name: value.double() for name, value in found.items()}
 
 
-def forward(x: Tensor, weights: Weights, branches: Sequence[Any], kept: Kept, *, shortcut: str = "mix") -> Tensor:
+def forward(x, weights, branches, kept, *, shortcut="mix"):
     first = x
     for t, branch in enumerate(branches):
         r = weights["l"][t] * x + weights["m"][t] * first

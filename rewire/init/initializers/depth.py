@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
-from rewire.errors import RewireError
+from rewire.errors import RewireError, check_positive
 from rewire.init import rules
-from rewire.init.registry import Initializer, Rule, register_initializer
+from rewire.init.registry import Initializer, OfMatrices, Rule, register_initializer
 from rewire.init.table import LAST, MATRICES, Roles, Weight, row_of
 
 
 @register_initializer("depth-scaled")
 @dataclasses.dataclass(frozen=True)
-class DepthScaled(Initializer):
+class DepthScaled(OfMatrices):
     """GPT-2's: one standard deviation for all, divided by the root of the number of residual adds at ends of branches.
 
     Weights are N(0, std^2), those that a branch ends with N(0, std^2 / n), and biases zero. ``by="model"``: n is the
@@ -32,20 +32,17 @@ class DepthScaled(Initializer):
         ValueError: an option is not one of those values.
     """
 
+    zero: ClassVar[frozenset[str]] = frozenset({"bias"})
+
     std: float = 0.02
     by: Literal["model", "block"] = "model"
 
     def __post_init__(self) -> None:
-        if not 0 < self.std < math.inf:
-            raise ValueError(f"std={self.std!r}: it has to be a positive number, like 0.02.")
+        check_positive("std", self.std, 0.02)
         if self.by not in ("model", "block"):
             raise ValueError(f"by={self.by!r}: it has to be one of 'model', 'block'.")
 
-    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        if weight.role == "bias":
-            return rules.zeros()
-        if weight.role not in MATRICES:
-            return None
+    def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
         if weight.role not in LAST:
             return rules.normal(self.std)
         n = roles.branches if self.by == "model" else roles.branches_until(weight.block)
@@ -54,7 +51,7 @@ class DepthScaled(Initializer):
 
 @register_initializer("deepnorm")
 @dataclasses.dataclass(frozen=True)
-class DeepNorm(Initializer):
+class DeepNorm(OfMatrices):
     """DeepNorm's: Xavier's normal distribution, in branches times beta but for queries and keys (arXiv 2203.00555).
 
     ``beta = (8 L)^(-1/4)`` for L layers, which is ``(4 n)^(-1/4)`` for n residual adds: of an encoder or a decoder by
@@ -72,13 +69,12 @@ class DeepNorm(Initializer):
     beta: float | None = None
 
     def __post_init__(self) -> None:
-        if self.beta is not None and not 0 < self.beta < math.inf:
-            raise ValueError(f"beta={self.beta!r}: it has to be a positive number, or None.")
+        check_positive("beta", self.beta, 0.2, optional=True)
 
-    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
+    def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
         if weight.role in ("q", "k"):
             return rules.xavier_normal(1.0)
-        if not weight.branch or weight.role not in MATRICES or weight.role == "router":
+        if not _inside(weight) or weight.role == "router":
             return None
         return rules.xavier_normal((4 * roles.branches) ** -0.25 if self.beta is None else self.beta)
 
@@ -89,3 +85,59 @@ class DeepNorm(Initializer):
                 f"deepnorm's beta is that of one row of layers, and this model has several: {', '.join(rows)}. Give "
                 "the number: rewire.initialize(model, 'deepnorm', beta=0.2)."
             )
+
+
+@register_initializer("ds-init")
+@dataclasses.dataclass(frozen=True)
+class DSInit(OfMatrices):
+    """DS-Init: Xavier's distribution, in the l-th layer times 1 / sqrt(l) (Zhang, Titov and Sennrich, EMNLP 2019).
+
+    Weights in branches are from ``U(-b, b)`` with ``b = alpha / sqrt(l) * sqrt(6 / (fan_in + fan_out))``, l counted
+    from 1 in each row of layers; matrices outside have l = 1. Biases keep their values. (The authors' code divides the
+    variance by sqrt(l), not by l.)
+
+    Args:
+        alpha: a positive number, 1 at most in the paper.
+
+    Raises:
+        ValueError: alpha is not positive.
+    """
+
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("alpha", self.alpha, 1.0)
+
+    def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
+        layer = roles.layer(weight.block or weight.name)[0] if _inside(weight) else 1
+        return rules.xavier(self.alpha / math.sqrt(layer), f", l={layer}")
+
+
+@register_initializer("t-fixup")
+@dataclasses.dataclass(frozen=True)
+class TFixup(Initializer):
+    """T-Fixup: Xavier's distribution, values, outputs and feed-forwards scaled by depth (Huang et al., ICML 2020).
+
+    Of encoders of N layers these weights are times ``0.67 N^(-1/4)``, of decoders, whose layers have a second
+    attention, ``(9 N)^(-1/4)``; embeddings are N(0, 1/D) times ``(9 N)^(-1/4)``, N of the longest row. Queries, keys
+    and what is outside of branches get Xavier's, biases keep their values. The paper has no decoder without a second
+    attention: such layers are like an encoder's. Its Transformers have no norms; those of a model are left as they are.
+    """
+
+    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
+        if weight.role == "embedding" and weight.shape[-1] == roles.width:
+            return rules.normal(roles.width**-0.5 * (9 * roles.layers) ** -0.25)
+        if weight.role not in MATRICES:
+            return None
+        if not _inside(weight) or weight.role in ("q", "k", "router"):
+            return rules.xavier()
+        place = weight.block or weight.name
+        layers = roles.layer(place)[1]
+        attentions = {w.branch for w in roles if w.role == "attention output" and row_of(w.block) == row_of(place)}
+        gain = (9 * layers) ** -0.25 if len(attentions) >= 2 * layers else 0.67 * layers**-0.25
+        return rules.xavier(gain, f", N={layers}")
+
+
+def _inside(weight: Weight) -> bool:
+    """Whether a weight is in a branch, as keys and values are that a cross-attention makes of another row's output."""
+    return bool(weight.branch) or weight.role in ("k", "v")

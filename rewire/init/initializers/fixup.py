@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rewire.init import rules
-from rewire.init.registry import Initializer, Rule, register_initializer
-from rewire.init.table import MATRICES, ZERO, Roles, Weight
+from rewire.init.registry import OfMatrices, Rule, register_initializer
+from rewire.init.table import ZERO, Roles, Weight
 
 
 @register_initializer("fixup")
 @dataclasses.dataclass(frozen=True)
-class Fixup(Initializer):
+class Fixup(OfMatrices):
     """Fixup: He's variance scaled down inside branches, zero at their end and in the classifier (arXiv 1901.09321).
 
     Weights inside a branch get He's standard deviation times ``L^(-1 / (2m - 2))``, with L branches in the model and m
@@ -29,17 +29,15 @@ class Fixup(Initializer):
         ValueError: fan is neither.
     """
 
+    zero: ClassVar[frozenset[str]] = ZERO
+
     fan: Literal["in", "out"] = "in"
 
     def __post_init__(self) -> None:
         if self.fan not in ("in", "out"):
             raise ValueError(f"fan={self.fan!r}: it has to be one of 'in', 'out'.")
 
-    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        if weight.role in ZERO:
-            return rules.zeros()
-        if weight.role not in MATRICES:
-            return None
+    def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
         std = rules.kaiming_std(weight.fan_in if self.fan == "in" else weight.fan_out)
         if not weight.branch:
             return rules.normal(std)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 from rewire.init.functional import EPSILON, LOOSE, idi_, idic_, idiz_, idizc_
-from rewire.init.registry import Initializer, Rule, register_initializer
-from rewire.init.rules import zeros
-from rewire.init.table import LAST, MATRICES, Roles, Weight
+from rewire.init.registry import OfMatrices, Rule, register_initializer
+from rewire.init.table import LAST, Roles, Weight
 
 
 @register_initializer("idinit")
 @dataclasses.dataclass(frozen=True)
-class IDInit(Initializer):
+class IDInit(OfMatrices):
     """IDInit: identities padded with identities, and 1e-6 at the end of branches (arXiv 2503.04626).
 
     IDI (matrices) and IDIC (kernels) everywhere; IDIZ and IDIZC for weights that a branch ends with and for the
@@ -26,15 +26,13 @@ class IDInit(Initializer):
         loose: variance of tau, the loose condition; 0 turns it off.
     """
 
+    zero: ClassVar[frozenset[str]] = frozenset({"bias"})
+
     tau: float = 1.0
     eps: float = EPSILON
     loose: float = LOOSE
 
-    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        if weight.role == "bias":
-            return zeros()
-        if weight.role not in MATRICES:
-            return None
+    def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
         kernel = "C" if len(weight.shape) > 2 and not weight.layout.stacked else ""
         if weight.role in LAST or weight.role == "classifier":
             zero = idizc_ if kernel else idiz_

@@ -6,8 +6,8 @@ import dataclasses
 
 from rewire.errors import RewireError
 from rewire.init import rules
-from rewire.init.registry import Initializer, Rule, register_initializer
-from rewire.init.table import MATRICES, Roles, Weight
+from rewire.init.registry import OfMatrices, Rule, register_initializer
+from rewire.init.table import Roles, Weight
 
 
 def _is_scale(weight: Weight) -> bool:
@@ -16,14 +16,9 @@ def _is_scale(weight: Weight) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scaled(Initializer):
+class _Scaled(OfMatrices):
     def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        if _is_scale(weight):
-            return rules.zeros()
-        return self.matrices() if weight.role in MATRICES else None
-
-    def matrices(self) -> Rule:
-        raise NotImplementedError
+        return rules.zeros() if _is_scale(weight) else super().rule(weight, roles)
 
     def check(self, roles: Roles) -> None:
         if not any(map(_is_scale, roles)):
@@ -38,7 +33,7 @@ class _Scaled(Initializer):
 class SkipInit(_Scaled):
     """SkipInit: zero scales on the branches, He's distribution for the weights (arXiv 2002.10444)."""
 
-    def matrices(self) -> Rule:
+    def matrix(self, weight: Weight, roles: Roles) -> Rule:
         return rules.kaiming()
 
 
@@ -46,5 +41,5 @@ class SkipInit(_Scaled):
 class ReZero(_Scaled):
     """ReZero: zero scales on the branches, Xavier's distribution for the weights (arXiv 2003.04887)."""
 
-    def matrices(self) -> Rule:
+    def matrix(self, weight: Weight, roles: Roles) -> Rule:
         return rules.xavier()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
+from rewire.errors import check_positive
 from rewire.init import rules
 from rewire.init.registry import Initializer, Rule, register_initializer
 from rewire.init.table import LAST, Roles, Weight
@@ -39,8 +39,7 @@ class Scaled(Initializer):
 
     def __post_init__(self) -> None:
         for name in SCALED_ROLES:
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)!r}: it has to be a positive number.")
+            check_positive(name, getattr(self, name), 4.0)
 
     def rule(self, weight: Weight, roles: Roles) -> Rule | None:
         factors = (getattr(self, name) for name, scaled in SCALED_ROLES.items() if weight.role in scaled)

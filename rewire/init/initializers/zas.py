@@ -4,44 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 from rewire.init import rules
 from rewire.init.functional import identity_, near_identity_
-from rewire.init.registry import Initializer, Rule, register_initializer
+from rewire.init.registry import OfMatrices, Rule, register_initializer
 from rewire.init.table import LAST, MATRICES, ZERO, Roles, Weight
 
 
 @register_initializer("zas")
 @dataclasses.dataclass(frozen=True)
-class ZAS(Initializer):
+class ZAS(OfMatrices):
     """ZAS: each layer the identity, the output layer zero (arXiv 1911.00645, Equation 3.1).
 
     In a residual network the shortcut is the identity and the branch is zero (Section 3): weights that a branch ends
     with are zero, all others the identity, padded with zeros. Biases become zero.
     """
 
-    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        if weight.role in ZERO:
-            return rules.zeros()
-        if weight.role not in MATRICES:
-            return None
+    zero: ClassVar[frozenset[str]] = ZERO
+
+    def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
         return Rule("identity", lambda values, _: identity_(values, weight.groups))
 
 
 @register_initializer("mzas")
 @dataclasses.dataclass(frozen=True)
-class ModifiedZAS(Initializer):
+class ModifiedZAS(OfMatrices):
     """mZAS: the end of each branch and the output layer zero, others N(0, 1/D) (arXiv 1911.00645, Equation 6.2).
 
     D is the width of the stream, times the taps of a kernel, which the paper does not treat; where it is not known, the
     weight's inputs. Biases become zero: the paper's layers have none.
     """
 
-    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        if weight.role in ZERO:
-            return rules.zeros()
-        if weight.role not in MATRICES:
-            return None
+    zero: ClassVar[frozenset[str]] = ZERO
+
+    def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
         taps = 1 if weight.layout.stacked else math.prod(weight.shape[2:])
         width = weight.width or roles.width
         return rules.normal((width * taps if width else weight.fan_in) ** -0.5)
@@ -49,18 +46,16 @@ class ModifiedZAS(Initializer):
 
 @register_initializer("near-identity")
 @dataclasses.dataclass(frozen=True)
-class NearIdentity(Initializer):
+class NearIdentity(OfMatrices):
     """Each layer the identity plus N(0, 1/(d L)) (arXiv 1911.00645, Equation 5.1).
 
     d is the number of inputs of the weight and L the number of weights of the model. For weights that a branch ends
     with, the shortcut is the identity: they are N(0, 1/(d L)). Biases become zero.
     """
 
-    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        if weight.role == "bias":
-            return rules.zeros()
-        if weight.role not in MATRICES:
-            return None
+    zero: ClassVar[frozenset[str]] = frozenset({"bias"})
+
+    def matrix(self, weight: Weight, roles: Roles) -> Rule | None:
         std = (weight.fan_in * sum(other.role in MATRICES for other in roles)) ** -0.5
         if weight.role in LAST:
             return rules.normal(std)

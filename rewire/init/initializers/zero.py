@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from rewire.errors import RewireError
 from rewire.init import rules
 from rewire.init.functional import zero_hadamard_
-from rewire.init.registry import Initializer, Rule, register_initializer
-from rewire.init.table import MATRICES, ZERO, Roles, Weight
+from rewire.init.registry import Initializer, OfMatrices, Rule, register_initializer
+from rewire.init.table import ZERO, Roles, Weight
 
 
 @register_initializer("zero")
 @dataclasses.dataclass(frozen=True)
-class Zero(Initializer):
+class Zero(OfMatrices):
     """ZerO: identities and Hadamard matrices, zero at the end of branches and in the classifier (arXiv 2110.12661).
 
     Biases become zero, as in the authors' code.
     """
 
-    def rule(self, weight: Weight, roles: Roles) -> Rule | None:
-        if weight.role in ZERO:
-            return rules.zeros()
-        if weight.role not in MATRICES:
-            return None
+    zero: ClassVar[frozenset[str]] = ZERO
+
+    def matrix(self, weight: Weight, roles: Roles) -> Rule:
         return Rule("ZerO", lambda values, _: zero_hadamard_(values, weight.groups))
 
 

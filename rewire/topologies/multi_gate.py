@@ -1,0 +1,141 @@
+"""Multi-Gate Residuals: streams that move towards what units return, read by a softmax over them (arXiv 2605.23259)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.errors import UnsupportedTopology
+from rewire.mixes.mix import Mix, mix, pending_mix, softmax
+from rewire.mixes.tokens import project_normed
+from rewire.topologies.base import (
+    Dims,
+    Granularity,
+    Start,
+    States,
+    Topology,
+    check_count,
+    in_increments,
+    materialize,
+    no_preserving_start,
+    total,
+)
+from rewire.topologies.registry import register_topology
+
+_EPS = 1e-6  # of the norms
+
+
+class Gates(NamedTuple):
+    """Weights of a trunk, float32.
+
+    Attributes:
+        queries: of the reads t = 2..T+1, [T, D].
+        gates, bias: of the units that find all streams there, [M, D] and [M, n]; None: there are no such units.
+    """
+
+    queries: Tensor
+    gates: Tensor | None
+    bias: Tensor | None
+
+
+@register_topology("multi-gate")
+@dataclasses.dataclass(frozen=True)
+class MultiGate(Topology[Gates]):
+    """Multi-Gate Residuals: n streams, each with a gate that moves it towards each branch (arXiv 2605.23259).
+
+    ``x_0`` is the first stream, and what the first n - 1 units return are the others. From then on every stream moves
+    towards the branch output, ``s_i = s_i + b_i (f_t - s_i)`` with ``b_i = sigmoid(v_t . rmsnorm(s_i) / sqrt(D) +
+    c_ti)``. Unit t reads the mean ``sum_i a_i s_i`` with ``a = softmax_i(w_t . rmsnorm(s_i) / sqrt(D))``, and the
+    output is one more such read. All is per token, and no norm has a scale. So states stay as large as what branches
+    return. It is the paper's form with independent gates; with fewer units than streams it is `AttnRes`.
+
+    **Paper start.** ``v = w = 0``; c is the same everywhere, ``-ln(sqrt(L / 21) (e^3 + 1) - n)`` for L units with
+    gates. (Formulas and starts are taken from the implementation in burn-mamba.)
+
+    **Preserving start.** There is none: a sum of all branches is no mean of streams.
+
+    Args:
+        streams: n, 2 or more.
+        bias: c at the start; None: as above.
+
+    Raises:
+        ValueError: streams is below 2.
+    """
+
+    granularity: ClassVar[Granularity] = "sublayer"  # as Attention Residuals, which it is compared with
+    needs_width: ClassVar[bool] = True
+    of_states: ClassVar[frozenset[str]] = frozenset({"queries", "gates", "bias"})
+
+    streams: int = 4
+    bias: float | None = None
+
+    def __post_init__(self) -> None:
+        check_count("streams", self.streams, 2)
+
+    def parameters(self, dims: Dims, start: Start) -> dict[str, Tensor]:
+        """``queries``, w, float32 [T, D]; ``gates``, v [T - n + 1, D], and ``bias``, c [T - n + 1, n], if T >= n.
+
+        Raises:
+            UnsupportedTopology: a preserving start; or too few units for the paper's bias with so many streams.
+        """
+        if start == "preserve":
+            raise no_preserving_start(self, "its streams are means, not sums, of what units return")
+        gated = dims.depth - self.streams + 1
+        found = {"queries": torch.zeros(dims.depth, dims.width)}
+        if gated > 0:
+            found["gates"] = torch.zeros(gated, dims.width)
+            found["bias"] = torch.full((gated, self.streams), self._bias(gated))
+        return found
+
+    def _bias(self, gated: int) -> float:
+        left = math.sqrt(gated / 21) * (math.exp(3) + 1) - self.streams
+        if self.bias is None and left <= 0:
+            raise UnsupportedTopology(
+                f"topology 'multi-gate': the paper's start of the gates is not defined for {self.streams} streams and "
+                f"{gated} units behind the first ones. Take fewer streams, or say where they start, like bias=-3.0."
+            )
+        return -math.log(left) if self.bias is None else self.bias
+
+    def weights(self, parameters: dict[str, Tensor], dims: Dims) -> Gates:
+        return Gates(parameters["queries"], parameters.get("gates"), parameters.get("bias"))
+
+    def read(self, states: States, weights: Gates, t: int) -> tuple[Tensor | Mix, States]:
+        return (states[0] if t == 1 else self._pooled(states, weights, t)), states
+
+    def write(self, states: States, weights: Gates, t: int, *branches: Tensor) -> States:
+        if len(states) < self.streams:
+            return (*states, total(branches))
+        assert weights.gates is not None and weights.bias is not None
+        unit = t - self.streams
+        found = []
+        for stream, bias in zip(states, weights.bias[unit], strict=True):
+            gate = torch.sigmoid(_scored(stream, weights.gates[unit]) + bias)
+            found.append(mix((stream, *branches), None, scores=(1 - gate, *[gate] * len(branches))))
+        return tuple(found)
+
+    def finish(self, states: States, weights: Gates, dims: Dims) -> Tensor:
+        return materialize(self._pooled(states, weights, dims.depth + 1))
+
+    def newest(self, states: States, weights: Gates, t: int) -> tuple[int, ...]:
+        return (0,) if t == 1 else ()
+
+    def matrix(self, weights: Gates, dims: Dims) -> Tensor:
+        """float32 [T + 1, T + 1]: row t - 1 is the read of unit t, the last one the output; columns f_0 .. f_T.
+
+        With v = w = 0.
+        """
+        zero = weights.queries.new_zeros(dims.depth, dims.depth + 1)
+        return in_increments(self, weights._replace(queries=zero, gates=zero), dims.depth, zero.device)
+
+    def _pooled(self, streams: States, weights: Gates, t: int) -> Mix:
+        scores = torch.stack([_scored(stream, weights.queries[t - 2]) for stream in streams])
+        return pending_mix(streams, None, scores=softmax(scores, scaled=False)[0].unbind())
+
+
+def _scored(stream: Tensor, query: Tensor) -> Tensor:
+    """[..., 1]"""
+    return project_normed(stream, query[:, None], _EPS) * stream.shape[-1] ** -0.5
