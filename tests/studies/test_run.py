@@ -65,7 +65,7 @@ def test_rows_are_ranked_and_compared_seed_by_seed(found: Study) -> None:
     assert [row.mean for row in compared] == sorted(row.mean for row in compared)
     assert [[result.trial.seed for result in row.results] for row in compared] == [[2, 3, 4, 5, 6]] * len(compared)
     assert sum(not row.is_plain for row in compared) == 2
-    assert {result.trial.seed for row in found.rows for result in row.searched} == {0, 1}
+    assert {(r.trial.seed, r.trial.length) for row in found.rows for r in row.searched} == {(0, 0.25), (1, 0.25)}
     assert (
         names[-1] == "dca" and "attention" in found.row("dca").reason and found.verdict(found.row("dca")) == "not run"
     )
@@ -80,14 +80,14 @@ def test_all_that_entered_count_in_the_correction(found: Study) -> None:
     assert min(found.p.values()) == pytest.approx(min(1.0, len(TOPOLOGIES) * min(raw.values())))
 
 
-def test_rows_that_are_ahead_have_controls(found: Study) -> None:
-    ahead = [row for row in found.rows if row.results and not row.is_plain and row.mean < found.baseline.mean]
-    assert ahead
-    for row in ahead:
+def test_rows_that_are_better_have_controls(found: Study) -> None:
+    better = [row for row in found.rows if found.verdict(row) == "better"]
+    assert better
+    for row in better:
         assert {"start", "end"} <= set(row.controls) and len(row.longer) == 5
         assert found.in_its_time(row) is not None and found.learned(row) is not None
-    assert all(not row.controls for row in found.rows if row not in ahead)
-    (rate,) = {result.trial.setting.rate for result in ahead[0].longer}
+    assert all(not row.controls for row in found.rows if row not in better)
+    (rate,) = {result.trial.setting.rate for result in better[0].longer}
     assert found.baseline.setting is not None and rate == found.baseline.setting.rate
 
 
@@ -141,7 +141,7 @@ def test_more_seeds_go_on_with_what_is_there(found: Study, folder: Path, capsys:
     assert more.row(name).losses[:5] == found.row(name).losses
     assert more.row(name).cost == found.row(name).cost
     printed = capsys.readouterr().err
-    assert re.match(r"About \d+ runs, \d+ (s|min) of training on one process; seeds 0 to 1 for searches, 2 to", printed)
+    assert re.match(r"About \d+ runs, \d+ s on one process; controls .*, up to \d+ s more; seeds 0 to 1 for searches, 2 to", printed)
     assert len(re.findall(f"\n{name}, rate.*, seed 7: ", printed)) == 1
     assert not re.findall(f"\n{name}, rate.*, seed [0-6]: ", printed)
 
@@ -189,7 +189,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "No difference shown" in output and "no evidence for larger ones" in output
     assert (tmp_path / "study.html").exists()
     # In a pipe, a line for each run.
-    assert re.search(r"\nresidual, rate \S+, seed 0: loss \d\.\d{4} after 20 steps\n", output)
+    assert re.search(r"\nresidual, rate \S+, seed 0, 0.25 x as long: loss \d\.\d{4} after 5 steps\n", output)
     assert re.search(r"\nlaurel-rw, rate .*, seed 2: loss \d\.\d{4} after 20 steps\n", output) and "\x1b" not in output
 
 
