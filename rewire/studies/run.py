@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from rewire.studies.training import EVALUATIONS, Cost, Result, Setting, Trial
 
 #: Seeds on which rates and scales are searched; those that are compared come after them.
 SEARCHED = (0, 1)
-#: The length of a run in a search, as a multiple of the budget.
-_SHORT = 0.25
+#: The length of a run in the search of a topology, as a multiple of the budget. The plain model, which all others are
+#: compared with, is searched with whole runs: in short ones scales win that lose later.
+_SHORT = 0.5
 #: The longest run of the plain model, as a multiple of the budget.
 _LONGEST = 4.0
 
@@ -133,16 +134,18 @@ class _Plan:
     def estimate(self, rows: Sequence[Row]) -> str:
         """How many runs it will be, and how long they take, by the times of a step and of an evaluation.
 
-        A search is taken to try two settings more than the neighbours of its start.
+        A search is taken to try two settings more than its start and the neighbours of that.
         """
         fits = [row.cost for row in rows if row.cost]
         last = sorted(fits, key=lambda cost: cost.seconds)[-self.finalists :]
-        searches = [(self.plain, 5 + 2 * len(self.scales)), *((cost, min(7, self.trials)) for cost in fits)]
+        plain, each = 5 + 2 * len(self.scales), min(7, self.trials)
         compared = [self.plain] * (3 if self.scales else 2) + last
-        count = len(SEARCHED) * sum(tried for _, tried in searches) + self.seeds * len(compared)
-        seconds = len(SEARCHED) * sum(tried * self._seconds(cost, _SHORT) for cost, tried in searches)
-        seconds += self.seeds * sum(map(self._seconds, compared))
-        controls = [self.seeds * (2 * self._seconds(cost) + self._seconds(self.plain, 1 + _length(cost))) for cost in last]
+        count = len(SEARCHED) * (plain + each * len(fits)) + self.seeds * len(compared)
+        seconds = plain * self._seconds(self.plain) + each * sum(self._seconds(cost, _SHORT) for cost in fits)
+        seconds = len(SEARCHED) * seconds + self.seeds * sum(map(self._seconds, compared))
+        controls = [
+            self.seeds * (2 * self._seconds(cost) + self._seconds(self.plain, 1 + _length(cost))) for cost in last
+        ]
         more = f"; controls of each that is better, up to {_duration(max(controls))} more" if controls else ""
         seeds = f"seeds {_listed(SEARCHED)} for searches, {_listed(self.compared)} to compare"
         return f"About {count} runs, {_duration(seconds)} on one process{more}; {seeds}."
@@ -167,11 +170,11 @@ class _Plan:
         rows.sort(key=lambda row: (not row.results, row.mean, min(row.tried.values(), default=float("inf"))))
         return dataclasses.replace(found, rows=rows, lengths=self._lengths(baseline, rows))
 
-    def _losses(self, contender: Contender) -> Callable[[Sequence[Setting]], list[float]]:
+    def _losses(self, contender: Contender, length: float) -> Callable[[Sequence[Setting]], list[float]]:
         """The mean loss of each setting over the seeds of the search."""
 
         def losses(settings: Sequence[Setting]) -> list[float]:
-            found = self.runs.results(contender, [Trial(each, seed, _SHORT) for each in settings for seed in SEARCHED])
+            found = self.runs.results(contender, _searches(settings, length))
             count = len(SEARCHED)
             return [statistics.fmean(r.loss for r in found[n : n + count]) for n in range(0, len(found), count)]
 
@@ -179,7 +182,7 @@ class _Plan:
 
     def _plain(self) -> tuple[Row, Row | None, Tried]:
         """The rows of the plain model as it is, and with scales, if these are better; all settings that were tried."""
-        losses, start = self._losses(PLAIN), Setting(self.runs.task.learning_rate)
+        losses, start = self._losses(PLAIN, 1.0), Setting(self.runs.task.learning_rate)
         rates = climb(start, ["rate"], losses)
         if (first := best(rates)) is None:
             raise RewireError("no learning rate gave the plain model a finite loss: give the task a lower one.")
@@ -193,24 +196,23 @@ class _Plan:
         return self._settled(row, 1), other, tried
 
     def _settled(self, row: Row, count: int) -> Row:
-        """The plain model's row at the best, by all seeds, of so many of its best settings: an unlucky one flatters all."""
-        found = sorted((each for each in row.tried if row.tried[each] < float("inf")), key=row.tried.__getitem__)
-        rows = [self._compare(dataclasses.replace(row, setting=setting)) for setting in found[:count]]
+        """The plain model's row at the best, by all seeds, of its ``count`` best settings: one may be lucky."""
+        finite = sorted((each for each in row.tried if row.tried[each] < math.inf), key=row.tried.__getitem__)
+        rows = [self._compare(dataclasses.replace(row, setting=setting)) for setting in finite[:count]]
         found = min(rows, key=lambda row: row.mean)
-        if not found.mean < float("inf"):
+        if not found.mean < math.inf:
             raise RewireError("the plain model diverges on some seeds at its best rates: give the task a lower `clip`.")
-        trials = [Trial(setting, seed, _SHORT) for setting in row.tried for seed in SEARCHED]
-        return dataclasses.replace(found, searched=self.runs.results(PLAIN, trials))
+        return dataclasses.replace(found, searched=self.runs.results(PLAIN, _searches(row.tried, 1.0)))
 
     def _search(self, row: Row, start: Setting) -> Row:
         assert row.cost is not None
         names = ["rate", "connections"] if row.cost.weights else ["rate"]
         try:
-            tried = climb(start, names, self._losses(row.contender), most=self.trials)
+            tried = climb(start, names, self._losses(row.contender, _SHORT), most=self.trials)
         except torch.OutOfMemoryError:
             return dataclasses.replace(row, reason="out of memory")
-        trials = [Trial(setting, seed, _SHORT) for setting in tried for seed in SEARCHED]
-        found = dataclasses.replace(row, tried=tried, searched=self.runs.results(row.contender, trials))
+        searched = self.runs.results(row.contender, _searches(tried, _SHORT))
+        found = dataclasses.replace(row, tried=tried, searched=searched)
         if (setting := best(tried)) is None:
             return dataclasses.replace(found, reason="diverged at all rates")
         return dataclasses.replace(found, setting=setting, edges=at_edge(tried, names))
@@ -245,6 +247,10 @@ class _Plan:
         lengths = {1.0, *longer, *([1.5] if longer and max(longer) < 1.5 else [])}
         results = {length: self.runs.results(PLAIN, self._of(baseline.setting, length)) for length in sorted(lengths)}
         return {length: statistics.fmean(r.loss for r in found) for length, found in results.items()}
+
+
+def _searches(settings: Iterable[Setting], length: float) -> list[Trial]:
+    return [Trial(setting, seed, length) for setting in settings for seed in SEARCHED]
 
 
 def _length(cost: Cost) -> float:

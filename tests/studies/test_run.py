@@ -65,7 +65,8 @@ def test_rows_are_ranked_and_compared_seed_by_seed(found: Study) -> None:
     assert [row.mean for row in compared] == sorted(row.mean for row in compared)
     assert [[result.trial.seed for result in row.results] for row in compared] == [[2, 3, 4, 5, 6]] * len(compared)
     assert sum(not row.is_plain for row in compared) == 2
-    assert {(r.trial.seed, r.trial.length) for row in found.rows for r in row.searched} == {(0, 0.25), (1, 0.25)}
+    searches = {(row.is_plain, r.trial.seed, r.trial.length) for row in found.rows for r in row.searched}
+    assert searches == {(True, 0, 1.0), (True, 1, 1.0), (False, 0, 0.5), (False, 1, 0.5)}
     assert (
         names[-1] == "dca" and "attention" in found.row("dca").reason and found.verdict(found.row("dca")) == "not run"
     )
@@ -141,7 +142,9 @@ def test_more_seeds_go_on_with_what_is_there(found: Study, folder: Path, capsys:
     assert more.row(name).losses[:5] == found.row(name).losses
     assert more.row(name).cost == found.row(name).cost
     printed = capsys.readouterr().err
-    assert re.match(r"About \d+ runs, \d+ s on one process; controls .*, up to \d+ s more; seeds 0 to 1 for searches, 2 to", printed)
+    assert re.match(
+        r"About \d+ runs, \d+ s on one process; controls .*, up to \d+ s more; seeds 0 to 1 for searches, 2 to", printed
+    )
     assert len(re.findall(f"\n{name}, rate.*, seed 7: ", printed)) == 1
     assert not re.findall(f"\n{name}, rate.*, seed [0-6]: ", printed)
 
@@ -189,7 +192,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "No difference shown" in output and "no evidence for larger ones" in output
     assert (tmp_path / "study.html").exists()
     # In a pipe, a line for each run.
-    assert re.search(r"\nresidual, rate \S+, seed 0, 0.25 x as long: loss \d\.\d{4} after 5 steps\n", output)
+    assert re.search(r"\nresidual, rate \S+, seed 0: loss \d\.\d{4} after 20 steps\n", output)
     assert re.search(r"\nlaurel-rw, rate .*, seed 2: loss \d\.\d{4} after 20 steps\n", output) and "\x1b" not in output
 
 
