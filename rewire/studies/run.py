@@ -54,7 +54,7 @@ def study(
     The plain model is searched first: its learning rate and factors on its embeddings and on the ends of its branches,
     for as long as a neighbour of the best is better. Every topology starts from there, and has its own search of its
     rate and of a factor on the rate of its connection weights. The best few are run with more seeds, and compared with
-    the plain model seed by seed. Those that are ahead get controls: their connection weights frozen at the start, at
+    the plain model seed by seed. Those that are better get controls: their connection weights frozen at the start, at
     what another run ended with, and at a fixed rule; and the plain model, trained for as long as theirs takes.
 
     All runs are kept in ``storage``: call it again after a kill, or with more topologies or seeds, and it goes on.

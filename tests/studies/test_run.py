@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import rewire
 from rewire import cli
 from rewire.errors import RewireError
+from rewire.studies import report
 from rewire.studies.report import Study
 
 TOPOLOGIES = ["skipinit", "ancre-ingoing:start=paper", "laurel-rw", "dca"]
@@ -52,10 +53,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Study:
-    return rewire.study(
-        scaled_task(), TOPOLOGIES, steps=40, trials=4, seeds=5, finalists=2, out=folder, device="cpu", progress=False
-    )
+def found(folder: Path) -> Iterator[Study]:
+    """A study to which a difference of any size and p counts: so little is shown in 40 steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "LEVEL", 1.0)
+        patch.setattr(report, "SMALLEST", 0.0)
+        options: dict[str, Any] = {"trials": 4, "seeds": 5, "finalists": 2, "device": "cpu", "progress": False}
+        yield rewire.study(scaled_task(), TOPOLOGIES, steps=40, out=folder, **options)
 
 
 def test_rows_are_ranked_and_compared_seed_by_seed(found: Study) -> None:
