@@ -61,7 +61,8 @@ def main() -> None:
 
     def row(name: str, contender: Contender, setting: Setting, searched: list[Result]) -> Row:
         results = tried(contender, [setting], range(2, 2 + given.seeds))
-        return Row(name, contender, setting, searched=searched, results=results, cost=runs.cost(contender))
+        losses = {run.trial.setting: run.loss for run in searched}
+        return Row(name, contender, setting, losses, searched, results, runs.cost(contender))
 
     first = tried(PLAIN, SETTINGS, SEARCHED[:1])
     best = [run.trial.setting for run in sorted(first, key=lambda run: run.loss)[:3]]
