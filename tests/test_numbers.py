@@ -79,3 +79,32 @@ def test_what_is_said_of_clipping() -> None:
     assert len({row["model"] for row in rows}) == 3 and len({row["topology"] for row in rows}) == 29
     assert max(row["share"] for row in rows) < 1 / 3
     assert all(abs(row["behind"]) < max(noise[row["model"]], 1e-3) for row in rows if "behind" in row)
+
+
+def test_what_choosing_shows() -> None:
+    page = (ROOT / "docs" / "choosing.md").read_text()
+    new = page.partition("## Old numbers")[0]
+    found = json.loads((RESULTS / "choosing" / "deep.json").read_text())
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in new.splitlines() if line.startswith("| ")]
+    tables = {cells[0].replace("`", "").replace("*", ""): cells[1:] for cells in table}
+    losses = {row["name"]: row["losses"] for row in found["rows"]}
+    for row in found["rows"]:
+        loss, shown, p, ahead, _ = tables[row["name"]]
+        assert loss == f"{row['mean']:.3f}"
+        if row["name"] == found["baseline"]:
+            continue
+        # Paired: the same seeds, and the baseline's loss less the row's.
+        gains = [losses[found["baseline"]][seed] - loss for seed, loss in row["losses"].items()]
+        gain = row["gain"]
+        assert gains == pytest.approx(gain["values"])
+        assert shown == f"{sum(gains) / len(gains):+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
+        assert p == f"{row['p']:.2g}" and ahead == f"{sum(value > 0 for value in gains)} of {len(gains)}"
+    baseline = next(row for row in found["rows"] if row["name"] == found["baseline"])
+    for run in baseline["search"]:
+        if run["seed"] == 0:
+            cells = [f"{run[name]:g}" for name in ("rate", "embedding", "branch")] + [f"{run['loss']:.3f}"]
+            assert f"| {' | '.join(cells)} |" in new
+    better = [row["name"] for row in found["rows"] if row["verdict"] == "better"]
+    assert not better and "`ancre-ingoing` is not shown to be better than the plain model" in " ".join(new.split())
+    ends = [run["loss"] for run in baseline["search"] if run["seed"] == 0]
+    assert f"settings below end {max(ends) - min(ends):.2f} nats apart" in " ".join(new.split())

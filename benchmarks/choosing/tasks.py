@@ -1,14 +1,18 @@
-"""Three small tasks that need no download: a language model, a vision transformer, a deep MLP without norms.
+"""Small tasks that need no download: two language models, a vision transformer, a deep MLP without norms.
 
 PYTHONPATH=benchmarks/choosing rewire study tasks:language_model --steps 1000 --out out/choosing/language_model
 """
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
+import transformers
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -36,6 +40,29 @@ def language_model() -> Task:
     held_out = _bytes(names[::8])
     validation = [_labelled(held_out, torch.linspace(0, len(held_out) - LENGTH, 48).long())]
     return Task(model, batches, validation, learning_rate=4e-3)
+
+
+def deep_language_model(layers: int = 24) -> Task:
+    """A Llama of width 96 on Python sources, as bytes: the standard library, torch and transformers.
+
+    Every eighth file is held out.
+    """
+
+    def model() -> nn.Module:
+        sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": layers, "num_attention_heads": 4}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, use_cache=False, **sizes))
+
+    def batches(seed: int) -> Iterator[dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield _labelled(text, torch.randint(len(text) - LENGTH, (4,), generator=generator))
+
+    packages = (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent, Path(transformers.__file__).parent)
+    files = [file for package in packages for file in sorted(package.rglob("*.py")) if _is_source(file, package)]
+    held_out = torch.cat([_read(file) for file in files[::8]])
+    text = torch.cat([_read(file) for number, file in enumerate(files) if number % 8])
+    validation = [_labelled(held_out, torch.linspace(0, len(held_out) - LENGTH, 96).long())]
+    return Task(model, batches, validation, optimizer=fused_adamw, learning_rate=4e-3)
 
 
 def vision_transformer() -> Task:
@@ -116,10 +143,22 @@ def _digits(model: type[nn.Module], learning_rate: float) -> Task:
     return Task(model, batches, validation, loss, learning_rate=learning_rate)
 
 
+def fused_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+
+
 def _bytes(names: Iterator[str] | list[str]) -> Tensor:
     return torch.tensor(list("\n\n".join(topics[name] for name in names).encode()))
 
 
 def _labelled(text: Tensor, starts: Tensor) -> dict[str, Tensor]:
-    piece = text[starts[:, None] + torch.arange(LENGTH)]
+    piece = text[starts[:, None] + torch.arange(LENGTH)].long()
     return {"input_ids": piece, "labels": piece}
+
+
+def _is_source(file: Path, package: Path) -> bool:
+    return not {"test", "tests", "site-packages"} & set(file.relative_to(package).parts)
+
+
+def _read(file: Path) -> Tensor:
+    return torch.frombuffer(bytearray(file.read_bytes() + b"\n\n"), dtype=torch.uint8)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,13 @@ from rewire.studies.report import Row, Study
 from rewire.studies.runs import Kept, Runs, Tick, opened
 from rewire.studies.search import Tried, at_edge, best, climb, effects, scaled
 from rewire.studies.task import Budget, Task
-from rewire.studies.training import Cost, Result, Setting, Trial
+from rewire.studies.training import EVALUATIONS, Cost, Result, Setting, Trial
 
 #: Seeds on which rates and scales are searched; those that are compared come after them.
 SEARCHED = (0, 1)
+#: The length of a run in the search of a topology, as a multiple of the budget. The plain model, which all others are
+#: compared with, is searched with whole runs: in short ones scales win that lose later.
+_SHORT = 0.5
 #: The longest run of the plain model, as a multiple of the budget.
 _LONGEST = 4.0
 
@@ -50,7 +54,7 @@ def study(
     The plain model is searched first: its learning rate and factors on its embeddings and on the ends of its branches,
     for as long as a neighbour of the best is better. Every topology starts from there, and has its own search of its
     rate and of a factor on the rate of its connection weights. The best few are run with more seeds, and compared with
-    the plain model seed by seed. Those that are ahead get controls: their connection weights frozen at the start, at
+    the plain model seed by seed. Those that are better get controls: their connection weights frozen at the start, at
     what another run ended with, and at a fixed rule; and the plain model, trained for as long as theirs takes.
 
     All runs are kept in ``storage``: call it again after a kill, or with more topologies or seeds, and it goes on.
@@ -128,18 +132,29 @@ class _Plan:
             return Row(contender.name, contender, reason="out of memory")
 
     def estimate(self, rows: Sequence[Row]) -> str:
-        """How many runs it will be, and how long they take, by the time of a step."""
+        """How many runs it will be, and how long they take, by the times of a step and of an evaluation.
+
+        A search is taken to try two settings more than its start and the neighbours of that.
+        """
         fits = [row.cost for row in rows if row.cost]
         last = sorted(fits, key=lambda cost: cost.seconds)[-self.finalists :]
-        search = len(SEARCHED) * (6 + 4 * len(self.scales))
-        each = len(SEARCHED) * min(8, self.trials)
-        count = search + each * len(fits) + self.seeds * (2 + 4 * len(last))
-        steps = self.plain.seconds * (search + 2 * self.seeds) + each * sum(cost.seconds for cost in fits)
-        steps += self.seeds * sum(4 * cost.seconds for cost in last)
+        plain, each = 5 + 2 * len(self.scales), min(7, self.trials)
+        compared = [self.plain] * (3 if self.scales else 2) + last
+        count = len(SEARCHED) * (plain + each * len(fits)) + self.seeds * len(compared)
+        seconds = plain * self._seconds(self.plain) + each * sum(self._seconds(cost, _SHORT) for cost in fits)
+        seconds = len(SEARCHED) * seconds + self.seeds * sum(map(self._seconds, compared))
+        controls = [
+            self.seeds * (2 * self._seconds(cost) + self._seconds(self.plain, 1 + _length(cost))) for cost in last
+        ]
+        more = f"; controls of each that is better, up to {_duration(max(controls))} more" if controls else ""
         seeds = f"seeds {_listed(SEARCHED)} for searches, {_listed(self.compared)} to compare"
-        budget = self.runs.budget
-        hours = count * budget.seconds if budget.seconds else (budget.steps or 0) * steps
-        return f"About {count} runs, {_duration(hours)} of training on one process; {seeds}."
+        return f"About {count} runs, {_duration(seconds)} on one process{more}; {seeds}."
+
+    def _seconds(self, cost: Cost, length: float = 1.0) -> float:
+        """How long a run takes, with its evaluations."""
+        budget = self.runs.budget.times(length)
+        training = min(budget.seconds or math.inf, budget.steps * cost.seconds if budget.steps else math.inf)
+        return training + cost.evaluation * (1 + EVALUATIONS * length)
 
     def run(self, rows: Sequence[Row]) -> Study:
         plain, scaled_row, tried = self._plain()
@@ -149,18 +164,17 @@ class _Plan:
         ranked = sorted((row for row in searched if row.setting), key=lambda row: min(row.tried.values()))
         names = {row.name for row in ranked[: self.finalists]}
         compared = [self._compare(row) if row.name in names else row for row in searched]
-        ahead = [row.mean < baseline.mean for row in compared]
-        done = [self._controls(row, baseline) if yes else row for row, yes in zip(compared, ahead, strict=True)]
-        lengths = self._lengths(baseline, done) if any(ahead) else {1.0: baseline.mean}
-        everything = [row for row in (plain, scaled_row, *done) if row]
-        everything.sort(key=lambda row: (not row.results, row.mean, min(row.tried.values(), default=float("inf"))))
-        return Study(everything, baseline.setting.scales, effects(tried, self.has), lengths, {})
+        plains = [row for row in (plain, scaled_row) if row]
+        found = Study([*plains, *compared], baseline.setting.scales, effects(tried, self.has), {1.0: baseline.mean}, {})
+        rows = [self._controls(row, baseline) if found.verdict(row) == "better" else row for row in found.rows]
+        rows.sort(key=lambda row: (not row.results, row.mean, min(row.tried.values(), default=float("inf"))))
+        return dataclasses.replace(found, rows=rows, lengths=self._lengths(baseline, rows))
 
-    def _losses(self, contender: Contender) -> Callable[[Sequence[Setting]], list[float]]:
+    def _losses(self, contender: Contender, length: float) -> Callable[[Sequence[Setting]], list[float]]:
         """The mean loss of each setting over the seeds of the search."""
 
         def losses(settings: Sequence[Setting]) -> list[float]:
-            found = self.runs.results(contender, [Trial(each, seed) for each in settings for seed in SEARCHED])
+            found = self.runs.results(contender, _searches(settings, length))
             count = len(SEARCHED)
             return [statistics.fmean(r.loss for r in found[n : n + count]) for n in range(0, len(found), count)]
 
@@ -168,38 +182,37 @@ class _Plan:
 
     def _plain(self) -> tuple[Row, Row | None, Tried]:
         """The rows of the plain model as it is, and with scales, if these are better; all settings that were tried."""
-        losses, start = self._losses(PLAIN), Setting(self.runs.task.learning_rate)
+        losses, start = self._losses(PLAIN, 1.0), Setting(self.runs.task.learning_rate)
         rates = climb(start, ["rate"], losses)
         if (first := best(rates)) is None:
             raise RewireError("no learning rate gave the plain model a finite loss: give the task a lower one.")
         tried = climb(first, ["rate", *self.scales], losses, rates)
         as_it_is = {setting: loss for setting, loss in tried.items() if setting.scales == Setting(1.0).scales}
-        row = self._settled(Row(PLAIN.name, PLAIN, tried=as_it_is, cost=self.plain))
-        chosen = best(tried)
-        if chosen in as_it_is:
-            return row, None, tried
+        row = Row(PLAIN.name, PLAIN, tried=as_it_is, cost=self.plain)
+        if best(tried) in as_it_is:
+            return self._settled(row, 2), None, tried
         others = {setting: loss for setting, loss in tried.items() if setting not in as_it_is}
-        return row, self._settled(Row("residual, scaled", PLAIN, tried=others, cost=self.plain)), tried
+        other = self._settled(Row("residual, scaled", PLAIN, tried=others, cost=self.plain), 2)
+        return self._settled(row, 1), other, tried
 
-    def _settled(self, row: Row) -> Row:
-        """The plain model's row at the better, by all seeds, of its two best settings: an unlucky one flatters all."""
-        two = sorted((each for each in row.tried if row.tried[each] < float("inf")), key=row.tried.__getitem__)[:2]
-        rows = [self._compare(dataclasses.replace(row, setting=setting)) for setting in two]
+    def _settled(self, row: Row, count: int) -> Row:
+        """The plain model's row at the best, by all seeds, of its ``count`` best settings: one may be lucky."""
+        finite = sorted((each for each in row.tried if row.tried[each] < math.inf), key=row.tried.__getitem__)
+        rows = [self._compare(dataclasses.replace(row, setting=setting)) for setting in finite[:count]]
         found = min(rows, key=lambda row: row.mean)
-        if not found.mean < float("inf"):
+        if not found.mean < math.inf:
             raise RewireError("the plain model diverges on some seeds at its best rates: give the task a lower `clip`.")
-        trials = [Trial(setting, seed) for setting in row.tried for seed in SEARCHED]
-        return dataclasses.replace(found, searched=self.runs.results(PLAIN, trials))
+        return dataclasses.replace(found, searched=self.runs.results(PLAIN, _searches(row.tried, 1.0)))
 
     def _search(self, row: Row, start: Setting) -> Row:
         assert row.cost is not None
         names = ["rate", "connections"] if row.cost.weights else ["rate"]
         try:
-            tried = climb(start, names, self._losses(row.contender), most=self.trials)
+            tried = climb(start, names, self._losses(row.contender, _SHORT), most=self.trials)
         except torch.OutOfMemoryError:
             return dataclasses.replace(row, reason="out of memory")
-        trials = [Trial(setting, seed) for setting in tried for seed in SEARCHED]
-        found = dataclasses.replace(row, tried=tried, searched=self.runs.results(row.contender, trials))
+        searched = self.runs.results(row.contender, _searches(tried, _SHORT))
+        found = dataclasses.replace(row, tried=tried, searched=searched)
         if (setting := best(tried)) is None:
             return dataclasses.replace(found, reason="diverged at all rates")
         return dataclasses.replace(found, setting=setting, edges=at_edge(tried, names))
@@ -223,15 +236,21 @@ class _Plan:
             results = self.runs.control(row.contender, held, trials, donor)
             if results is not None:
                 controls[held] = results
+        if self.runs.budget.seconds:
+            return dataclasses.replace(row, controls=controls)
         longer = self.runs.results(PLAIN, self._of(baseline.setting, _length(row.cost)))
-        return dataclasses.replace(row, controls=controls, longer=[] if self.runs.budget.seconds else longer)
+        return dataclasses.replace(row, controls=controls, longer=longer)
 
     def _lengths(self, baseline: Row, rows: Sequence[Row]) -> dict[float, float]:
         """The baseline's loss by the length of its run: long enough to see how it falls."""
-        lengths = {1.0, *(_length(row.cost) for row in rows if row.longer and row.cost)}
-        lengths |= {1.5} if max(lengths) < 1.5 else set()
+        longer = {_length(row.cost) for row in rows if row.longer and row.cost}
+        lengths = {1.0, *longer, *([1.5] if longer and max(longer) < 1.5 else [])}
         results = {length: self.runs.results(PLAIN, self._of(baseline.setting, length)) for length in sorted(lengths)}
         return {length: statistics.fmean(r.loss for r in found) for length, found in results.items()}
+
+
+def _searches(settings: Iterable[Setting], length: float) -> list[Trial]:
+    return [Trial(setting, seed, length) for setting in settings for seed in SEARCHED]
 
 
 def _length(cost: Cost) -> float:

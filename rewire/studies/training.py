@@ -23,8 +23,8 @@ from rewire.studies.task import Budget, Task
 from rewire.torch_internals import pytree
 from rewire.training import parameter_groups
 
-#: Evaluations of a run, after the one at its start.
-EVALUATIONS = 20
+#: Evaluations in a budget, after the one at the start of a run.
+EVALUATIONS = 10
 #: Training steps of each model that are timed, in turn with the plain one.
 _ROUNDS = 20
 
@@ -80,7 +80,7 @@ class Result:
     """A run that ended.
 
     Attributes:
-        curve: a point before the first step, then one at each twentieth of the budget.
+        curve: a point before the first step, then one at each tenth of the budget.
         spikes: how often the training loss left its usual range upwards.
         moves: of the connection weights of all trunks together; None if there are none that learn.
         matrix: effective weights of the first trunk at the end, as rows; empty if there are none.
@@ -108,12 +108,14 @@ class Cost(NamedTuple):
         time: median, as a multiple of the plain model's, timed in turn with it.
         kept: bytes of activations that a forward keeps for its backward.
         weights: number of learned connection weights.
+        evaluation: seconds of one evaluation.
     """
 
     seconds: float
     time: float
     kept: int
     weights: int
+    evaluation: float = 0.0
 
 
 def train(
@@ -154,7 +156,7 @@ def train(
         if not math.isfinite(loss):
             curve.append(Point(step, seconds, math.inf))
             break
-        if int(spent * EVALUATIONS) >= len(curve):
+        if spent == 1 or int(spent * trial.length * EVALUATIONS) >= len(curve):
             curve.append(Point(step, seconds, evaluate(task, model, device)))
             watch.look(step)
         if spent == 1:
@@ -265,7 +267,9 @@ def cost(task: Task, contender: Contender, device: torch.device) -> Cost:
     times = side_by_side(steps, _ROUNDS, device)
     ratio = times["other"].ratio(times["plain"]) if contender.settings else 1.0
     weights = sum(p.numel() for c in connections(models["other"]).values() for p in c.parameters() if p.requires_grad)
-    return Cost(times["other"].median, ratio, kept, weights)
+    started = time.perf_counter()
+    evaluate(task, models["other"], device)
+    return Cost(times["other"].median, ratio, kept, weights, time.perf_counter() - started)
 
 
 def inputs_of(model: nn.Module, run: Callable[[], object]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -19,7 +19,10 @@ import known
 import tasks
 
 
-@pytest.mark.parametrize("name", ["language_model", "vision_transformer", "deep_mlp"])
+@pytest.mark.parametrize(
+    "name",
+    ["language_model", "vision_transformer", "deep_mlp", pytest.param("deep_language_model", marks=pytest.mark.slow)],
+)
 def test_a_task_trains(name: str) -> None:
     trial = Trial(Setting(1e-3), 1)
     found, _ = train(getattr(tasks, name)(), parse("laurel-rw"), trial, Budget(steps=10), torch.device("cpu"))

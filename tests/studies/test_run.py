@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import rewire
 from rewire import cli
 from rewire.errors import RewireError
+from rewire.studies import report
 from rewire.studies.report import Study
 
 TOPOLOGIES = ["skipinit", "ancre-ingoing:start=paper", "laurel-rw", "dca"]
@@ -52,10 +53,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Study:
-    return rewire.study(
-        scaled_task(), TOPOLOGIES, steps=40, trials=4, seeds=5, finalists=2, out=folder, device="cpu", progress=False
-    )
+def found(folder: Path) -> Iterator[Study]:
+    """A study to which a difference of any size and p counts: so little is shown in 40 steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "LEVEL", 1.0)
+        patch.setattr(report, "SMALLEST", 0.0)
+        options: dict[str, Any] = {"trials": 4, "seeds": 5, "finalists": 2, "device": "cpu", "progress": False}
+        yield rewire.study(scaled_task(), TOPOLOGIES, steps=40, out=folder, **options)
 
 
 def test_rows_are_ranked_and_compared_seed_by_seed(found: Study) -> None:
@@ -65,7 +69,8 @@ def test_rows_are_ranked_and_compared_seed_by_seed(found: Study) -> None:
     assert [row.mean for row in compared] == sorted(row.mean for row in compared)
     assert [[result.trial.seed for result in row.results] for row in compared] == [[2, 3, 4, 5, 6]] * len(compared)
     assert sum(not row.is_plain for row in compared) == 2
-    assert {result.trial.seed for row in found.rows for result in row.searched} == {0, 1}
+    searches = {(row.is_plain, r.trial.seed, r.trial.length) for row in found.rows for r in row.searched}
+    assert searches == {(True, 0, 1.0), (True, 1, 1.0), (False, 0, 0.5), (False, 1, 0.5)}
     assert (
         names[-1] == "dca" and "attention" in found.row("dca").reason and found.verdict(found.row("dca")) == "not run"
     )
@@ -80,14 +85,14 @@ def test_all_that_entered_count_in_the_correction(found: Study) -> None:
     assert min(found.p.values()) == pytest.approx(min(1.0, len(TOPOLOGIES) * min(raw.values())))
 
 
-def test_rows_that_are_ahead_have_controls(found: Study) -> None:
-    ahead = [row for row in found.rows if row.results and not row.is_plain and row.mean < found.baseline.mean]
-    assert ahead
-    for row in ahead:
+def test_rows_that_are_better_have_controls(found: Study) -> None:
+    better = [row for row in found.rows if found.verdict(row) == "better"]
+    assert better
+    for row in better:
         assert {"start", "end"} <= set(row.controls) and len(row.longer) == 5
         assert found.in_its_time(row) is not None and found.learned(row) is not None
-    assert all(not row.controls for row in found.rows if row not in ahead)
-    (rate,) = {result.trial.setting.rate for result in ahead[0].longer}
+    assert all(not row.controls for row in found.rows if row not in better)
+    (rate,) = {result.trial.setting.rate for result in better[0].longer}
     assert found.baseline.setting is not None and rate == found.baseline.setting.rate
 
 
@@ -141,7 +146,9 @@ def test_more_seeds_go_on_with_what_is_there(found: Study, folder: Path, capsys:
     assert more.row(name).losses[:5] == found.row(name).losses
     assert more.row(name).cost == found.row(name).cost
     printed = capsys.readouterr().err
-    assert re.match(r"About \d+ runs, \d+ (s|min) of training on one process; seeds 0 to 1 for searches, 2 to", printed)
+    assert re.match(
+        r"About \d+ runs, \d+ s on one process; controls .*, up to \d+ s more; seeds 0 to 1 for searches, 2 to", printed
+    )
     assert len(re.findall(f"\n{name}, rate.*, seed 7: ", printed)) == 1
     assert not re.findall(f"\n{name}, rate.*, seed [0-6]: ", printed)
 

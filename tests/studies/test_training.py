@@ -49,7 +49,7 @@ def test_a_run_is_what_a_loop_by_hand_gives() -> None:
         optimizer.step()
         optimizer.zero_grad()
     found = run(parse("laurel-rw"), Setting(0.01, connections=2.0), Budget(steps=40), 3)
-    assert [point.step for point in found.curve] == list(range(0, 41, 2))
+    assert [point.step for point in found.curve] == list(range(0, 41, 4))
     assert found.loss == pytest.approx(evaluate(task, model, CPU), rel=1e-6)
     (matrix,) = rewire.coefficients(model).values()
     torch.testing.assert_close(torch.tensor(found.matrix), matrix)

@@ -1,0 +1,95 @@
+"""The deep language model of tasks.py: topologies in the order in which they matter, each compared before the next.
+
+    python benchmarks/choosing/deep.py --out out/choosing/deep
+
+Runs, seeds and statistics are those of `rewire.study`, in another order and with smaller searches. The plain model has
+the best of SETTINGS. The others are compared with that setting, and with the one that is best for them, on one seed, of
+the three that suit the plain model best. Results are written after each part; called again, the script goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tasks
+import torch
+
+from rewire.bench.harness import machine
+from rewire.studies import training
+from rewire.studies.contenders import PLAIN, Contender, parse
+from rewire.studies.page import draw
+from rewire.studies.report import Row, Study
+from rewire.studies.run import SEARCHED
+from rewire.studies.runs import Runs, open_storage
+from rewire.studies.task import Budget
+from rewire.studies.training import Result, Setting, Trial
+
+#: Of the plain model: rates, and factors on its embeddings and on the ends of its branches.
+SETTINGS = [
+    Setting(rate, embedding=embedding, branch=branch)
+    for rate, embedding, branch in (
+        *((0.004, 64, 4), (0.004, 64, 1), (0.004, 16, 4), (0.008, 1024, 4), (0.016, 4096, 4), (0.002, 64, 4)),
+        *((0.008, 64, 4), (0.004, 256, 4)),
+    )
+]
+CONTENDERS = (
+    *("ancre-ingoing", "denseformer", "hc-static", "muddformer:norms=True", "hc-dynamic", "attnres"),
+    *("denseformer:sources=('x0', 8, 16)", "mhc"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--contenders", nargs="*", default=CONTENDERS)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    training.EVALUATIONS = 4
+    given.out.mkdir(parents=True, exist_ok=True)
+    storage, device = open_storage(str(given.out / "journal.log")), torch.device("cpu")
+    runs = Runs(tasks.deep_language_model(given.layers), Budget(given.steps), storage, device, print)
+    about = {"steps": given.steps, "seeds": given.seeds, "layers": given.layers, "machine": machine(device)}
+
+    def tried(contender: Contender, settings: Sequence[Setting], seeds: Sequence[int]) -> list[Result]:
+        return runs.results(contender, [Trial(setting, seed) for setting in settings for seed in seeds])
+
+    def row(name: str, contender: Contender, setting: Setting, searched: list[Result]) -> Row:
+        results = tried(contender, [setting], range(2, 2 + given.seeds))
+        losses = {run.trial.setting: run.loss for run in searched}
+        return Row(name, contender, setting, losses, searched, results, runs.cost(contender))
+
+    first = tried(PLAIN, SETTINGS, SEARCHED[:1])
+    best = [run.trial.setting for run in sorted(first, key=lambda run: run.loss)[:3]]
+    second = tried(PLAIN, best[:2], SEARCHED[1:])
+    sums = {run.trial.setting: run.loss for run in second}
+    setting = min(best[:2], key=lambda each: sums[each] + first[SETTINGS.index(each)].loss)
+    rows = [row("residual, scaled", PLAIN, setting, [*first, *second])]
+    for name in given.contenders:
+        contender = parse(name)
+        searched = tried(contender, best, SEARCHED[:1])
+        own = min(searched, key=lambda run: run.loss).trial.setting
+        rows.append(row(name, contender, setting, searched))
+        _write(rows, about, given.out)
+        if own != setting:
+            rows.append(row(f"{name}, its own setting", contender, own, searched))
+            _write(rows, about, given.out)
+
+
+def _write(rows: list[Row], about: dict[str, object], out: Path) -> None:
+    baseline = rows[0]
+    assert baseline.setting
+    ranked = sorted(rows, key=lambda row: row.mean)
+    found = Study(ranked, baseline.setting.scales, {}, {1.0: baseline.mean}, about)
+    (out / "study.json").write_text(json.dumps(found.as_json(), indent=1))
+    draw(found, out)
+    print(found, flush=True)
+
+
+if __name__ == "__main__":
+    main()
