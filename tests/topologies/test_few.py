@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_topology import EVERY, mixed
+from every_topology import mixed
 from models import PreNorm, Stack, vectors
 from torch import Tensor
 from torch.nn import functional as F
