@@ -81,19 +81,32 @@ def run(tmp_path: Path, ranks: int, *scenarios: str) -> None:
     two_processes.play(Path(worker.__file__), tmp_path, *scenarios, ranks=ranks)
 
 
-def test_schedules_and_ranks_with_other_recipes(tmp_path: Path) -> None:
-    run(tmp_path, 2, "first_of_all", "out_of_turn", "other_recipes")
+def test_schedules(tmp_path: Path) -> None:
+    run(tmp_path, 2, "first_of_all", "out_of_turn")
 
 
 @pytest.mark.slow
-def test_four_processes(tmp_path: Path) -> None:
-    schedules = ("single_stages", "several_stages", "sharded", "sharded_tokens")
-    run(tmp_path, 4, *schedules, "two_pipelines", "other_recipes")
+def test_schedules_on_four_processes(tmp_path: Path) -> None:
+    run(tmp_path, 4, "single_stages", "several_stages", "sharded", "sharded_tokens")
+
+
+@pytest.mark.slow
+def test_only_what_is_new_to_a_rank_crosses(tmp_path: Path) -> None:
+    run(tmp_path, 2, "cached")
+
+
+def test_ranks_with_other_recipes(tmp_path: Path) -> None:
+    run(tmp_path, 2, "other_recipes")
+
+
+@pytest.mark.slow
+def test_ranks_with_other_recipes_on_four_processes(tmp_path: Path) -> None:
+    run(tmp_path, 4, "two_pipelines", "other_recipes")
 
 
 @pytest.mark.slow
 def test_every_kind_of_topology(tmp_path: Path) -> None:
-    run(tmp_path, 2, "cached", "single_stages", "every_kind", "zero_bubble", "traced")
+    run(tmp_path, 2, "single_stages", "every_kind", "zero_bubble", "traced")
 
 
 # -- what crosses ------------------------------------------------------------------------------------------------------
