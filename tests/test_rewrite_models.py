@@ -222,7 +222,7 @@ def test_plain_connections_are_bitwise_the_original(name: str) -> None:
     assert operations(rewired, args, kwargs) == operations(model, args, kwargs)  # the same graph, beside the adds
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(MODELS), ids=list(MODELS))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(MODELS)), ids=list(MODELS))
 def test_the_preserving_start_is_the_original(number: int, name: str) -> None:
     model, args, kwargs = MODELS[name].build()
     before = evaluate(model, args, kwargs)
