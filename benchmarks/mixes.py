@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from on_mixes import comparison, workloads
 from on_mixes.chart import plot_rates
+from on_mixes.cold_passes import copy_bandwidth
 from rich.console import Console
 from rich.progress import track
 
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, help="tokens of a sequence")
     parser.add_argument("--device", type=torch.device, default=harness.default_device())
     given = parser.parse_args()
-    bandwidth = harness.copy_bandwidth(given.device)
+    bandwidth = copy_bandwidth(given.device)
     dtype = given.dtype and getattr(torch, given.dtype)
     found = workloads.default_workloads(given.device, dtype, given.batch, given.length)
     todo = track(found, f"mixes on {given.device}")

@@ -91,6 +91,8 @@ PRESERVING = [key for key in EVERY if key not in NOT_PRESERVING]
 FAMILIES = ["ancre-ingoing", "denseformer", "grn-v1", "grn-v2", "grn-v3", "hc-static", "hc-dynamic", "frac-hc", "mhc"]
 FAMILIES += ["mhc-identity", "mhc-permutations", "mhc-cayley", "hc-gated"]
 FAMILIES += ["laurel-pa", "layerscale", "attnres", "muddformer"]
+#: Of those alike one.
+QUICK = ("residual", "dca", *(key for key in FAMILIES if not key.startswith("mhc-") and key != "grn-v1"))
 #: Those without weights at the paper's start.
 CONSTANT = ("residual", "ancre-constant", "fixed-scale", "fixed-scale-deepnorm", "orthogonal")
 LEARNED = [key for key in EVERY if key not in CONSTANT]
@@ -101,12 +103,12 @@ FEW = ("ancre-ingoing", "dca", "grn-v2", "hc-dynamic", "muddformer")
 
 
 def kinds_first(cases: Iterable[Any], few: Collection[str] = ()) -> list[ParameterSet]:
-    """Cases with a key of `EVERY` each, as parameters of a test: one of each kind is quick, the others are slow.
+    """Cases with a key of `EVERY` each, as parameters of a test: those with a key of `QUICK` are quick, others slow.
 
     Of cases with one of the words ``few``, those with a key of `FEW` are quick.
     """
     listed = [case if isinstance(case, tuple) else (case,) for case in cases]
-    quick = [FEW if set(few).intersection(case) else ("residual", "dca", *FAMILIES) for case in listed]
+    quick = [FEW if set(few).intersection(case) else QUICK for case in listed]
     slow = [not set(keys).intersection(map(str, case)) for keys, case in zip(quick, listed, strict=True)]
     return [
         pytest.param(*case, marks=pytest.mark.slow if late else (), id="-".join(map(str, case)))

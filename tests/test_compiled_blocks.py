@@ -134,9 +134,8 @@ PER_TOKEN = ["grn-v3", "dca", "attnres", "muddformer", "hc-dynamic", "mhc"]
 @pytest.mark.parametrize(
     ("backend", "key"),
     [
-        *((backend, key) for backend in ("aot_eager", "inductor") for key in STATIC),
-        *(("aot_eager", key) for key in PER_TOKEN),
-        *(pytest.param("inductor", key, marks=pytest.mark.slow) for key in PER_TOKEN),
+        *(("aot_eager", key) for key in (*STATIC, *PER_TOKEN)),
+        *(("inductor", key) for key in ("ancre-groups", "grn-v2", "grn-v3", "attnres", "mhc")),
     ],
 )
 def test_compiled_blocks_train_as_they_do_eagerly(backend: str, key: str) -> None:

@@ -24,13 +24,10 @@ def run(tmp_path: Path, *scenarios: str, ranks: int = 2) -> None:
         two_processes.play(worker, tmp_path, *scenarios, ranks=ranks)
 
 
-def test_training_is_that_of_one_process(tmp_path: Path) -> None:
+def test_training_is_that_of_one_process_and_ranks_that_differ_are_noticed(tmp_path: Path) -> None:
     trains = ("ddp", "fsdp", "fsdp_bfloat16", "fsdp_mixed", "fsdp_checkpointed", "fsdp_resume", "fsdp_penalty")
-    run(tmp_path, *trains, "sharded_before", "no_own_group", "fsdp_hooks")
-
-
-def test_ranks_that_differ(tmp_path: Path) -> None:
-    run(tmp_path, "extra_forwards", "other_values", "other_recipes")
+    differ = ("extra_forwards", "other_values", "other_recipes")
+    run(tmp_path, *trains, "sharded_before", "no_own_group", "fsdp_hooks", *differ)
 
 
 @pytest.mark.slow

@@ -273,15 +273,14 @@ def units(rewired: nn.Module) -> dict[str, int]:
     return {name: len(connection.layout.units) for name, connection in rewire.connections(rewired).items()}
 
 
+@pytest.mark.parametrize(("cls", "no_grad"), [(Raven, 0), (Summed, 2)])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("cls", [Raven, Summed])
-@pytest.mark.parametrize("no_grad", [0, 2])
 def test_a_state_that_is_made_anew_runs_any_number_of_passes(cls: Any, topology: str, no_grad: int) -> None:
     model, x = made(cls)
     rewired = rewire.compile(model, topology, example_inputs=((x,), {"no_grad": no_grad}))
     assert units(rewired) == {"prelude": 4, "core": 4, "coda": 4}
     moved(model)
-    for passes in (1, 2, 3, 5):
+    for passes in (1, 2, 5):
         check_same(rewired, model, x, passes=passes, no_grad=no_grad)
     check_same(rewired, model, x, passes=2, no_grad=1)
 
@@ -294,7 +293,7 @@ def test_states_that_read_each_other(cls: Any, topology: str) -> None:
     levels = {"low.layers": 4, "high.layers": 4} if cls is Hierarchical else {"low.layers": 4}
     assert units(rewired) == levels
     moved(model)
-    for passes, cycles in ((1, 1), (3, 2), (2, 3)):
+    for passes, cycles in ((1, 1), (3, 3)):
         check_same(rewired, model, x, passes=passes, cycles=cycles)
 
 
@@ -307,15 +306,17 @@ def test_post_norm_blocks(cls: Any) -> None:
         check_same(rewired, model, x, passes=passes)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("cls", [Recurrent, Whole, Normed, Prelude])
+@pytest.mark.parametrize(
+    ("cls", "topology"),
+    [*((Prelude, key) for key in TOPOLOGIES), *zip([Recurrent, Whole, Normed], TOPOLOGIES[1:], strict=True)],
+)
 def test_restarting_in_each_pass(cls: Any, topology: str) -> None:
     model, x = made(cls)
     rewired = rewire.compile(model, topology, loop="restart", example_inputs=(x,))
     core = "core.layers" if cls is Whole else "core"
     assert units(rewired) == ({"prelude": 4, "core": 4, "coda": 4} if cls is Prelude else {core: 4})
     moved(model)
-    for passes in (1, 2, 3, 5):
+    for passes in (1, 5):
         check_same(rewired, model, x, passes=passes)
 
 

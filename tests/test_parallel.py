@@ -22,11 +22,8 @@ def test_gradients_are_those_of_one_process_and_what_is_wrong_is_refused(tmp_pat
         "not_rewired",
         "other_recipes",
     )  # last: they may leave a collective behind
-    run(tmp_path, *exact, "checkpointed", "collectives", *refused)
-
-
-def test_parallelism_that_nobody_declared(tmp_path: Path) -> None:
-    run(tmp_path, "silent", "drifting", "drifting_by_hand")
+    undeclared = ("silent", "drifting", "drifting_by_hand")
+    run(tmp_path, *exact, "checkpointed", "collectives", *undeclared, *refused)
 
 
 @pytest.mark.slow

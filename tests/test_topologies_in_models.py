@@ -11,11 +11,12 @@ import pytest
 import torch
 from every_topology import (
     EVERY,
-    FAMILIES,
+    FEW,
     LEARNED,
     NOT_PRESERVING,
     PRE_NORM_ONLY,
     PRESERVING,
+    QUICK,
     WITH_ATTENTION,
     compiled,
     kinds_first,
@@ -67,13 +68,14 @@ def assert_close(expected: dict[str, Tensor], actual: dict[str, Tensor], toleran
     ("model_type", "key"),
     kinds_first(
         [
-            *((model_type, key) for model_type in ("llama", "gpt_neox") for key in PRESERVING),
-            *(("t5", key) for key in (*FAMILIES, "dca") if key in PRESERVING),
+            *(("llama", key) for key in PRESERVING),
+            *(("gpt_neox", key) for key in FEW),
+            *(("t5", key) for key in FEW),
             *(
                 ("gpt2", key) for key in ("ancre-ingoing", "dca", "muddformer", "hc-dynamic")
             ),  # q, k and v in one weight
         ],
-        few=["gpt_neox"],
+        few=["gpt_neox", "t5"],
     ),
 )
 def test_starts_as_the_original(model_type: str, key: str) -> None:
@@ -125,11 +127,10 @@ OF_CHANNELS = [key for key in PRESERVING if key not in WITH_ATTENTION]
     kinds_first(
         [
             *(("resnet18", key) for key in OF_CHANNELS if key not in PRE_NORM_ONLY),
-            *(("resnetv2_18", key) for key in OF_CHANNELS),
-            *(("convnext_atto", key) for key in FAMILIES if key not in NOT_PRESERVING),
-            *(("convnext", key) for key in ("ancre-ingoing", "grn-v2", "hc-dynamic")),
+            *(("resnetv2_18", key) for key in OF_CHANNELS if key in PRE_NORM_ONLY),
+            *((n, key) for n in ("convnext_atto", "convnext") for key in ("ancre-ingoing", "grn-v2", "hc-dynamic")),
         ],
-        few=["convnext_atto"],
+        few=["convnext_atto", "resnet18", "resnetv2_18"],
     ),
 )
 def test_convolutional_nets(name: str, key: str) -> None:
@@ -265,7 +266,7 @@ def test_gradient_checkpointing(key: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [*FAMILIES, "ancre-keep", "dca", "laurel-rw", "laurel-lr", "rezero", *GROUPED])
+@pytest.mark.parametrize("key", [*QUICK, "ancre-keep", "laurel-rw", "rezero", *GROUPED])
 def test_torch_compile(key: str) -> None:
     """Of hand-written blocks, which Dynamo reads faster than a library's; tests/test_torch_compile.py has those."""
     model = mixed(Stack(PreNorm, depth=2), key)

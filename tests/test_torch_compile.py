@@ -40,8 +40,7 @@ class SelectivelyCheckpointed(WithExits):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("net", [WithExits, SelectivelyCheckpointed])
-@pytest.mark.parametrize("topology", [ANCRE, "attnres"])
+@pytest.mark.parametrize(("topology", "net"), [(ANCRE, WithExits), ("attnres", SelectivelyCheckpointed)])
 @compiles
 def test_exits_between_blocks(topology: str, net: type[nn.Module]) -> None:
     model, found = mixed(net(), topology), []

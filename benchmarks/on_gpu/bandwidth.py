@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import traffic
+from on_mixes.cold_passes import passes_side_by_side
 
 from on_gpu.kernel_checks import Check, Inputs
 from rewire.bench import harness
@@ -70,7 +71,7 @@ def measure(name: str, device: torch.device, small: bool) -> dict[str, Any]:
     found = []
     for width in (64,) if small else WIDTHS:
         run, *floors = make(rows, width, device)
-        passes = harness.passes_side_by_side({"copy": copy, name: run}, rounds, device)
+        passes = passes_side_by_side({"copy": copy, name: run}, rounds, device)
         row: dict[str, Any] = {"rows": rows, "width": width}
         for which, floor in zip(("forward", "backward"), floors, strict=True):
             if floor:

@@ -12,13 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from on_mixes import comparison, workloads
+from on_mixes import cold_passes, comparison, workloads
 
 from on_gpu import bandwidth, device_checks, kernel_checks, model_checks, steps
 from on_gpu.goals import STEPS
 from on_gpu.processes import Job, Skipped
 from rewire import conformance
-from rewire.bench import harness
 from rewire.conformance.ours import ours
 
 Result = Mapping[str, Any]
@@ -118,7 +117,7 @@ def _mixes(setting: Setting) -> Iterator[Job]:
 
     def run(workload: workloads.Workload) -> Result:
         (rows,) = comparison.run([workload], rounds, compiled=not setting.small)
-        copied = harness.copy_bandwidth(device, 1 << (22 if setting.small else 28), rounds)
+        copied = cold_passes.copy_bandwidth(device, 1 << (22 if setting.small else 28), rounds)
         return {"copy bytes per second": copied, "rows": comparison.as_json(rows, copied)}
 
     sizes = workloads.Sizes(1, 32, 32, torch.float32, device)

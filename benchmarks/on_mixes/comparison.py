@@ -12,10 +12,11 @@ from rich import box
 from rich.table import Table
 from torch import Tensor, nn
 
+from on_mixes.cold_passes import Passes, passes_side_by_side
 from on_mixes.peers import Implementation
 from on_mixes.workloads import EAGER, OURS, Workload
 from rewire.bench import harness
-from rewire.bench.harness import Passes, Timing
+from rewire.bench.harness import Timing
 from rewire.passes.validating.tensors import relative_error
 
 #: Tokens on which the implementations are compared before they are timed.
@@ -116,7 +117,7 @@ def _time(workload: Workload, statuses: dict[str, str], rounds: int) -> dict[str
                 steps[name] = step
             except Exception as failure:
                 statuses[name] = _failed(failure)
-    return harness.passes_side_by_side(steps, rounds, workload.sizes.device)
+    return passes_side_by_side(steps, rounds, workload.sizes.device)
 
 
 def _step(implementation: Implementation, inputs: Sequence[Tensor]) -> Callable[[], Callable[[], object]]:
@@ -144,7 +145,7 @@ def table(rows: Sequence[Row], bandwidth: float) -> Table:
     """The rows, workload by workload.
 
     Args:
-        bandwidth: bytes per second of a copy, as `harness.copy_bandwidth` measures it.
+        bandwidth: bytes per second of a copy, as `cold_passes.copy_bandwidth` measures it.
     """
     counted = any(row.passes and row.passes.both.peak is not None for row in rows)
     columns = ["ms forward", "GB/s", "copy", "ms backward", "GB/s", "copy", "/ ours", *(["MiB"] if counted else [])]

@@ -22,15 +22,7 @@ from torch import Tensor, nn
 
 from rewire.files import whole
 from rewire.passes.validating.tensors import tensors_in
-from rewire.torch_internals import keep_busy
 from rewire.version import __version__
-
-#: Bytes that are written before a pass is timed: they push its inputs out of the caches.
-_FLUSH = {"cuda": 1 << 30, "cpu": 1 << 26}
-#: Seconds for which a GPU is kept busy before a pass, at least and at most, while the host launches it.
-_BUSY = (1e-3, 0.1)
-#: A guess at a GPU's clock, which is not asked for; what is slower is busy for longer.
-_CYCLES_PER_SECOND = 2e9
 
 #: Rounds before the first that counts: compilation, caches, clocks.
 WARMUP = 2
@@ -73,19 +65,6 @@ class Timing:
         return [a / b for a, b in zip(self.seconds, other.seconds, strict=True)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Passes:
-    """Both passes of one implementation; the peaks are those of forward and backward together."""
-
-    forward: Timing
-    backward: Timing
-
-    @property
-    def both(self) -> Timing:
-        sums = [a + b for a, b in zip(self.forward.seconds, self.backward.seconds, strict=True)]
-        return Timing(tuple(sums), self.backward.peak, max(self.forward.late, self.backward.late))
-
-
 def side_by_side(
     steps: Mapping[str, Callable[[], object]],
     rounds: int,
@@ -106,106 +85,17 @@ def side_by_side(
     peaks: dict[str, int] = {}
     for number in range(warmup + rounds):
         for name, step in steps.items():
-            before = _reset_peak(device)
-            _wait(device)
+            before = reset_peak(device)
+            wait(device)
             start = time.perf_counter()
             step()
-            _wait(device)
+            wait(device)
             if number >= warmup:
                 seconds[name].append(time.perf_counter() - start)
                 if before is not None:
                     peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated(device) - before)
             tick()
     return {name: Timing(tuple(values), peaks.get(name)) for name, values in seconds.items()}
-
-
-def passes_side_by_side(
-    implementations: Mapping[str, Callable[[], Callable[[], object]]],
-    rounds: int,
-    device: torch.device,
-    warmup: int = WARMUP,
-) -> dict[str, Passes]:
-    """Run forward and backward of each of ``implementations`` once per round, in turn, from cold caches.
-
-    On CUDA the time is the device's, between two events: it is kept busy before, until the host has launched the pass.
-    Elsewhere it is that of the clock.
-
-    Args:
-        implementations: by name, a function that runs forward and returns one that runs backward.
-        rounds, device, warmup: as for `side_by_side`.
-    """
-    make = _Events if device.type == "cuda" else _Clock
-    watches = {name: (make(device), make(device)) for name in implementations}
-    peaks: dict[str, int] = {}
-    flush = torch.empty(_FLUSH.get(device.type, _FLUSH["cpu"]), dtype=torch.uint8, device=device)
-    for number in range(warmup + rounds):
-        for name, implementation in implementations.items():
-            before = _reset_peak(device)
-            flush.zero_()
-            back = watches[name][0].time(implementation)
-            flush.zero_()
-            result = watches[name][1].time(back)
-            _wait(device)
-            if before is not None and number >= warmup:
-                peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated(device) - before)
-            del back, result
-    return {
-        name: Passes(*(watch.timing(warmup, peaks.get(name)) for watch in of_passes))
-        for name, of_passes in watches.items()
-    }
-
-
-class _Clock:
-    """Times one pass of one implementation by the clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: list[float] = []
-
-    def time(self, function: Callable[[], Any]) -> Any:
-        """What ``function`` returned."""
-        _wait(self.device)
-        start = time.perf_counter()
-        result = function()
-        _wait(self.device)
-        self.seconds.append(time.perf_counter() - start)
-        return result
-
-    def timing(self, warmup: int, peak: int | None) -> Timing:
-        """The times of the rounds after ``warmup``."""
-        return Timing(tuple(self.seconds[warmup:]), peak)
-
-
-class _Events:
-    """The same by the clock of a GPU, which spins until the host has launched all of the pass.
-
-    The first event is then still to come when the last has been recorded. It spins for somewhat longer than the host
-    took in the round before.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.busy = device, _BUSY[1]
-        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self.late: list[bool] = []
-
-    def time(self, function: Callable[[], Any]) -> Any:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(self.device)
-        keep_busy(int(self.busy * _CYCLES_PER_SECOND))
-        begin.record(stream)
-        start = time.perf_counter()
-        result = function()
-        host = time.perf_counter() - start
-        end.record(stream)
-        self.late.append(begin.query())
-        self.events.append((begin, end))
-        self.busy = min(max(2 * host, _BUSY[0]), _BUSY[1])
-        return result
-
-    def timing(self, warmup: int, peak: int | None) -> Timing:
-        """The times of the rounds after ``warmup``, once the device is done."""
-        seconds = tuple(begin.elapsed_time(end) / 1e3 for begin, end in self.events[warmup:])
-        return Timing(seconds, peak, sum(self.late[warmup:]))
 
 
 def training_step(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Callable[[], None]:
@@ -237,21 +127,6 @@ def kept_for_backward(model: nn.Module, forward: Callable[[], Tensor]) -> int:
         loss = forward()
     del loss  # it lived until here, so that no storage was counted twice
     return sum(kept.values())
-
-
-def copy_bandwidth(device: torch.device, size: int = 1 << 28, rounds: int = 10) -> float:
-    """Bytes per second that a copy of ``size`` bytes moves, read and write counted: what mixes are held against.
-
-    Timed like the passes of `passes_side_by_side`.
-    """
-    source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
-    target = torch.empty_like(source)
-
-    def copy() -> Callable[[], object]:
-        target.copy_(source)
-        return lambda: None
-
-    return 2 * size / passes_side_by_side({"copy": copy}, rounds, device)["copy"].forward.median
 
 
 #: Distributions whose versions the numbers depend on.
@@ -310,12 +185,13 @@ def as_json(timings: Mapping[str, Timing]) -> dict[str, Any]:
     return {name: {"seconds": list(timing.seconds), "peak bytes": timing.peak} for name, timing in timings.items()}
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Wait until a device has done all that was launched."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
-def _reset_peak(device: torch.device) -> int | None:
+def reset_peak(device: torch.device) -> int | None:
     """Start counting the peak of allocated memory; returns what is allocated now."""
     if device.type != "cuda":
         return None

@@ -87,6 +87,16 @@ class Text:
         """What each node is part of."""
         return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
+    def above(self, node: ast.AST) -> Iterator[ast.AST]:
+        """All that a node is part of, the innermost first."""
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """The innermost statement that a node is, or is part of."""
+        return next(each for each in (node, *self.above(node)) if isinstance(each, ast.stmt))
+
     @functools.cached_property
     def names(self) -> set[str]:
         """Names of variables that the function uses."""

@@ -18,7 +18,9 @@ from rewire.diagnostics.effects import Effect, What
 from rewire.diagnostics.outline import about, mean_of, outline_of, preserved
 from rewire.diagnostics.recording import (
     Change,
+    Ends,
     Seen,
+    Terms,
     plain_runs,
     recorder,
     rederive,
@@ -26,7 +28,6 @@ from rewire.diagnostics.recording import (
     running_copy,
     sources_in,
 )
-from rewire.diagnostics.wired import Ends, Terms
 from rewire.errors import RewireError, UnsupportedTopology
 from rewire.freezing import constant_program
 from rewire.runtime.connection import Connection, connections

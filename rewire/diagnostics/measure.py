@@ -18,9 +18,14 @@ from torch import Tensor, nn
 
 from rewire.console import Shown, progress
 from rewire.copies import Inputs, seeded
-from rewire.diagnostics.jacobian import Chi, mean_squared_singular_value
 from rewire.diagnostics.observing import Record, Run, called, inputs_of, observed, own, own_buffers
-from rewire.diagnostics.signals import BlockSignals, SiteSignals, TrunkSignals
+from rewire.diagnostics.signals import (
+    BlockSignals,
+    Chi,
+    SiteSignals,
+    TrunkSignals,
+    mean_squared_singular_value,
+)
 from rewire.errors import BadExampleInputs, RewireError
 from rewire.passes.validating.tensors import tensors_in
 from rewire.topologies.base import total
@@ -87,7 +92,7 @@ def diagnose(
             ``loss`` (transformers, given labels); else the product of all outputs with a fixed random direction,
             ``sum_k v_k y_k / sqrt(n)``, which says how gradients grow or shrink, not how large those of training are.
         probes: random probes for chi where the trunk's output has more than 512 numbers (see
-            `rewire.diagnostics.jacobian.mean_squared_singular_value`); 0: no chi.
+            `rewire.diagnostics.signals.mean_squared_singular_value`); 0: no chi.
         seed: of the random direction, the probes, and what is random in the model.
         evaluate: run in evaluation mode. False: modules in the mode in which they are (dropout drops, batch norms use
             the batch; the model's running averages stay as they are).
@@ -170,7 +175,10 @@ def _gradients(value: Tensor, copy: nn.Module, records: Sequence[Record]) -> lis
             if x.requires_grad:
                 wanted[id(x)] = x
     found = torch.autograd.grad(value, list(wanted.values()), allow_unused=True)
-    norms = {key: 0.0 if g is None else float(_l2(g)) for key, g in zip(wanted, found, strict=True)}
+    norms = {
+        key: 0.0 if g is None else float(torch.linalg.vector_norm(_precise(g)))
+        for key, g in zip(wanted, found, strict=True)
+    }
     return [
         _Gradients(
             norms[id(record.runs[0].input)],
@@ -253,10 +261,6 @@ def _hidden(run: Run) -> list[Tensor]:
 
 def _precise(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _l2(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(_precise(x))
 
 
 def _norm(x: Tensor, dim: int) -> float:

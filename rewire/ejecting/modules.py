@@ -80,7 +80,7 @@ class Module:
 
     def text(self) -> str:
         """The file."""
-        topologies = {self._topology(layout) for layout in self._layouts()}
+        topologies = {self._topology(connection.layout) for connection in connections(self.model).values()}
         part_of = PART_OF if self.names else ""
         of_runtime = sorted({*_IMPORTED, *topologies, *filter(None, [self._prepare, part_of])})
         future = ["from __future__ import annotations\n"] if self._postponed else []
@@ -232,9 +232,6 @@ class Module:
             f"{cls.__module__} with edited forwards; making the model puts them in the place of the original ones.\n"
             '"""\n'
         )
-
-    def _layouts(self) -> list[Layout]:
-        return [connection.layout for connection in connections(self.model).values()]
 
     def _topology(self, layout: Layout) -> str:
         cls = type(layout.topology)

@@ -469,16 +469,10 @@ def _runs_its_children(model: nn.Module, path: str) -> bool:
 
 def common_path(sites: Sequence[Site], is_container: Callable[[str], bool]) -> tuple[list[str], list[str]]:
     """The parts that all names of ``sites`` begin with, and the path of the container whose elements are the units."""
-    prefix = common_parts([parts(site.name) for site in sites])
+    columns = zip(*(parts(site.name) for site in sites), strict=False)
+    prefix = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
     in_one_element = prefix and prefix[-1].isdecimal() and not is_container(".".join(prefix))
     return prefix, prefix[:-1] if in_one_element else prefix
-
-
-def common_parts(paths: list[list[str]]) -> list[str]:
-    """The longest list that all ``paths`` begin with."""
-    shortest = min(paths, key=len)
-    differ = (n for n, part in enumerate(shortest) if any(path[n] != part for path in paths))
-    return shortest[: next(differ, len(shortest))]
 
 
 def parts(path: str) -> list[str]:

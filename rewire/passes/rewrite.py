@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import nn
 
 from rewire.attributes import CONNECTIONS
@@ -56,7 +55,8 @@ def rewrite(
     made = {}
     for name, layout in chosen.items():
         trunk = trunks[name]
-        made[name] = Connection(layout, start, _device_of(rewired.get_submodule(trunk.owner)), trunk)
+        device = next((parameter.device for parameter in rewired.get_submodule(trunk.owner).parameters()), None)
+        made[name] = Connection(layout, start, device, trunk)
         register(rewired, trunk, made[name])
         log.info("trunk '%s': %s, %d units, start=%r", name, layout.topology, layout.dims.depth, start)
         convert_collected(rewired, trunk)
@@ -146,10 +146,6 @@ def _texts(plans: Plans, trunk: str) -> dict[Key, str]:
         with _editing(trunk):
             texts[key] = edited(function)
     return texts
-
-
-def _device_of(module: nn.Module) -> torch.device | None:
-    return next((parameter.device for parameter in module.parameters()), None)
 
 
 @outside_inference_mode

@@ -10,13 +10,14 @@ import pytest
 import torch
 from on_mixes import comparison, workloads
 from on_mixes.chart import plot_rates
+from on_mixes.cold_passes import Passes
 from on_mixes.comparison import Row
 from on_mixes.peers import Implementation, status
 from rich.console import Console
 from torch import Tensor
 
 from rewire.bench import harness
-from rewire.bench.harness import Passes, Timing
+from rewire.bench.harness import Timing
 from rewire.kernels import switch
 from rewire.kernels.kernel import Kernel, Launch
 

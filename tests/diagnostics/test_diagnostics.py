@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 
 import rewire
 from rewire.cli import app
-from rewire.diagnostics.jacobian import mean_squared_singular_value
 from rewire.diagnostics.measure import Diagnosis, diagnose, effective_streams
 from rewire.diagnostics.observing import observed
-from rewire.diagnostics.signals import BlockSignals, TrunkSignals
+from rewire.diagnostics.signals import BlockSignals, TrunkSignals, mean_squared_singular_value
 from rewire.errors import AlreadyRewired, BadExampleInputs, NoResidualAdds, RewireError, WrappedModel
 from rewire.patterns import tiny
 

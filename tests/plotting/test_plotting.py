@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 import rewire
 from rewire import plotting
-from rewire.diagnostics.jacobian import Chi
 from rewire.diagnostics.plot import plot_signals
-from rewire.diagnostics.signals import BlockSignals, SiteSignals, TrunkSignals
+from rewire.diagnostics.signals import BlockSignals, Chi, SiteSignals, TrunkSignals
 from rewire.plotting import charts, plot_arcs, plot_bars, plot_curves, plot_heatmap
 from rewire.topologies import ANCRe, DenseFormer
 from rewire.topologies.base import Dims

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_topology import EVERY
+from every_topology import EVERY, FEW, QUICK
 from mixing import learned, shaken
 from models import SeparateAttention
 from torch import Tensor, nn
@@ -143,7 +143,7 @@ class WithZeros(Block):
         return x + torch.zeros_like(x).index_add(0, rows, self.mlp(self.norm2(x[rows])))
 
 
-@pytest.mark.parametrize("key", [*rewire.list_topologies(), "attnres-additive", "attnres-qkv"])
+@pytest.mark.parametrize("key", [*QUICK, "attnres-additive", "attnres-qkv"])
 def test_a_part_of_the_batch_is_a_branch_with_zeros(key: str, caplog: pytest.LogCaptureFixture) -> None:
     name, options = EVERY[key]
     given = {"start": "paper", "example_inputs": (torch.randn(6, 5, WIDTH),), **options}
@@ -273,7 +273,7 @@ def same(key: str, block: type[nn.Module], twin: type[nn.Module]) -> tuple[nn.Mo
     """Two nets rewired, with the same connection weights, which have moved."""
     name, options = EVERY[key]
     given = {"start": "paper", "example_inputs": (vectors(),), **options}
-    ours, theirs = (rewire.compile(net(each), name, **given) for each in (block, twin))
+    ours, theirs = (rewire.compile(net(each), name, validate=each is block, **given) for each in (block, twin))
     shaken(ours, 0.2, seed=3)
     for mine, other in zip(learned(ours).values(), learned(theirs).values(), strict=True):
         other.data.copy_(mine.data)
@@ -293,8 +293,13 @@ def test_a_part_is_added_in_place(key: str, block: type[nn.Module], caplog: pyte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [*rewire.list_topologies(), "attnres-additive", "attnres-qkv"])
-@pytest.mark.parametrize(("block", "twin"), [(Rows, Spread), (Tokens, SpreadTokens)])
+@pytest.mark.parametrize(
+    ("key", "block", "twin"),
+    [
+        *((key, Rows, Spread) for key in (*rewire.list_topologies(), "attnres-additive", "attnres-qkv")),
+        *((key, Tokens, SpreadTokens) for key in FEW),
+    ],
+)
 def test_in_every_topology(key: str, block: type[nn.Module], twin: type[nn.Module]) -> None:
     x = vectors(torch.float64)
     for mine, other in zip(*(results(each, x) for each in same(key, block, twin)), strict=True):

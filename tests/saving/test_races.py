@@ -37,10 +37,6 @@ def check_races(folder: Path, trials: int, writers: int) -> None:
     assert trials < 20 or winners == set(range(writers))
 
 
-def test_processes_that_save_into_one_folder(tmp_path: Path) -> None:
-    check_races(tmp_path, 5, writers=2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("writers", [2, 4])
 def test_many_trials_of_processes_that_save_into_one_folder(writers: int, tmp_path: Path) -> None:

