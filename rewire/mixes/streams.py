@@ -15,7 +15,7 @@ from rewire.kernels.sums.spec import NormKind
 from rewire.mixes import tokens
 from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
 from rewire.mixes.claims import added_up, by_read, claim_on
-from rewire.mixes.mix import Mix, fused, mix, through_norm
+from rewire.mixes.mix import Mix, exact_products, fused, mix, through_norm
 from rewire.mixes.several import Several, differentiable, in_one_pass
 from rewire.mixes.tokens import ReadOff, by_autograd, outside_autocast, read_off
 
@@ -176,7 +176,7 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -
         [..., k, C]
     """
     n, by_kernels = streams.shape[-2], in_one_pass([streams, *branches], weights.shape[-1])
-    if by_kernels is False and _exact_products(streams) and any(f.shape[-2] > 1 for f in branches):
+    if by_kernels is False and exact_products(streams) and any(f.shape[-2] > 1 for f in branches):
         by_kernels = None  # the loop would multiply by zeros, per token
     if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
         terms, table = [_terms(f, weights[..., n:, :]) for f in branches], weights.mT
@@ -186,7 +186,7 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -
         parts = [part for parts, _ in terms for part in parts]
         result: Tensor = Several.apply(by_kernels, True, 0, *given, streams, *parts)[0]
         return result
-    if _exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
+    if exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
         return _products(streams, weights, branches)
     sources = streams.unsqueeze(-2).unbind(-3)  # n of [..., 1, C]
     scores = weights.unsqueeze(-1).unbind(-3)  # n + 1 of [..., k, 1]
@@ -201,13 +201,6 @@ def _terms(branch: Tensor, write: Tensor) -> tuple[Sequence[Tensor], Tensor]:
     if branch.shape[-2] == 1:
         return [branch.squeeze(-2)], write.mT  # whose gradients are views, which those of unbind are not
     return branch.unbind(-2), torch.diag_embed(write.squeeze(-2))
-
-
-def _exact_products(x: Tensor) -> bool:
-    """Whether a matrix product of tensors like ``x`` is as exact as sums are, and faster."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    return x.dtype == torch.float64 or (x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "medium")
 
 
 def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor]) -> Tensor:
