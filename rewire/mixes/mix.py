@@ -18,7 +18,7 @@ from torch import Tensor
 from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.sums.spec import MAX_ADDED, NormKind
-from rewire.mixes.autograd import by_torch, gradients, left_to_autograd, under_transforms
+from rewire.mixes.autograd import by_product, by_torch, gradients, left_to_autograd
 from rewire.mixes.norms import Norm, norm_of, normed
 
 
@@ -226,33 +226,19 @@ def _by_autograd(
 
 
 def _product(sources: Sequence[Tensor], weights: Any, scores: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """The sum as one matrix product, where that is as exact, and nothing is kept for backward: it copies the sources.
-
-    Of few elements, as in decoding, what each operation costs is its call.
-    """
-    x, by_token = sources[0], len(scores) > 0
-    if torch.is_grad_enabled() or not (by_token or isinstance(weights, Tensor)) or not exact_products(x):
-        return None
-    if switch.listened() or under_transforms() or torch.is_autocast_enabled("cpu"):
-        return None
-    if any(other.shape != x.shape or other.dtype != dtype for other in sources):
+    """The sum as one matrix product, if it is one."""
+    x = sources[0]
+    if not by_product(x) or any(other.shape != x.shape or other.dtype != dtype for other in sources):
         return None
     if weights is not None and not (isinstance(weights, Tensor) and weights.dim() == 1):
         return None
-    if not by_token:
+    if not scores:
         return (weights.to(dtype) @ torch.stack(tuple(sources)).flatten(1)).view(x.shape)
     if any(s.shape != (*x.shape[:-1], 1) for s in scores):
         return None
     table = torch.cat(tuple(scores), -1)
     table = (table if weights is None else table + weights).to(dtype)
     return (table.unsqueeze(-2) @ torch.stack(tuple(sources), -2)).squeeze(-2)
-
-
-def exact_products(x: Tensor) -> bool:
-    """Whether a matrix product of tensors like ``x`` is as exact as sums are, and faster."""
-    if torch.compiler.is_compiling() or not x.is_cpu:
-        return False
-    return x.dtype == torch.float64 or (x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "medium")
 
 
 def _plain_dtype(*tensors: Tensor) -> torch.dtype:
