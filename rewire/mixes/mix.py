@@ -233,6 +233,7 @@ def _product(sources: Sequence[Tensor], weights: Any, scores: Sequence[Tensor], 
     if weights is not None and not (isinstance(weights, Tensor) and weights.dim() == 1):
         return None
     if not scores:
+        assert weights is not None
         return (weights.to(dtype) @ torch.stack(tuple(sources)).flatten(1)).view(x.shape)
     if any(s.shape != (*x.shape[:-1], 1) for s in scores):
         return None

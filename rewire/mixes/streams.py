@@ -257,8 +257,8 @@ def write_and_read(
     if streams.dtype == torch.float32 and by_product(streams) and len(branches) == 1:
         branch = branches[0].unsqueeze(-2)
         if _fits(branch, streams):
-            result = _product(streams, table, (branch,))
-            return result[..., :-1, :], result[..., -1, :]
+            both = _product(streams, table, (branch,))
+            return both[..., :-1, :], both[..., -1, :]
     by_kernels = None if streams.dtype == torch.float64 else in_one_pass([streams, *branches], len(table))
     if by_kernels is None:
         result, streams = read_streams(combine(streams, table[:-1].mT, [f.unsqueeze(-2) for f in branches]), weights)

@@ -214,14 +214,14 @@ class Connection(Watched):
         return learned if placement is None else placement.reduced(learned)
 
     def _effective(self, learned: Mapping[str, Tensor]) -> Any:
-        stored = {**learned, **buffers_of(self)}
+        stored = {**learned, **{name: value for name, value in buffers_of(self).items() if value is not None}}
         if not _may_keep(stored.values()):
             return self._computed(stored)
         # Compared by value: many write to `parameter.data`, which no version tells.
         layout, before, weights = _LAST.get(self, (None, {}, None))
-        if layout is self.layout and before.keys() == stored.keys():
-            if all(torch.equal(before[name], value) for name, value in stored.items()):
-                return weights
+        known = layout is self.layout and before.keys() == stored.keys()
+        if known and all(torch.equal(before[name], value) for name, value in stored.items()):
+            return weights
         weights = self._computed(stored)
         _LAST[self] = self.layout, {name: value.detach().clone() for name, value in stored.items()}, weights
         return weights
@@ -384,7 +384,7 @@ def _may_keep(stored: Iterable[Tensor]) -> bool:
     """
     if torch.is_grad_enabled() or listened() or under_transforms() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return False
-    return all(type(value) in (Tensor, nn.Parameter) and value.is_cpu for value in stored)
+    return all(type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.dtype == torch.float32 for x in stored)
 
 
 def _gathered(parameter: Any) -> Tensor:

@@ -512,7 +512,7 @@ class Stream(TensorLike):
         expected = self.template.shape
         if self.placement is None and len(branches) == 1 and branches[0].shape == expected:
             return branches
-        branches = [*map(self._in, branches)]
+        branches = tuple(map(self._in, branches))
         for branch in branches:
             if branch.shape != expected and not _broadcasts(branch.shape, expected):
                 raise WidthMismatch(
