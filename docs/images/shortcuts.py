@@ -1,6 +1,6 @@
 """Draws shortcuts.svg: a plain residual network of four units, and the same with learned shortcuts.
 
-    python docs/images/shortcuts.py
+python docs/images/shortcuts.py
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def main() -> None:
     width, height = 2 * LEFT + STEP * UNITS, 440
     back = '<tspan dy="-4">'
     plain = f"x{subscript('t')}{back} = x{subscript('t-1')}{back} + unit</tspan></tspan>"
-    learned = f"x{subscript('t')}{back} = Σ w{subscript('ti')}{back} x{subscript('i')}{back} + unit</tspan></tspan></tspan>"
+    mixed = f"Σ w{subscript('ti')}{back} x{subscript('i')}{back} + unit</tspan></tspan>"
+    learned = f"x{subscript('t')}{back} = {mixed}</tspan>"
     above = row(104, "Plain: each state is the one before it, and what a unit adds", plain, False)
     below = row(342, "Learned: a weighted sum of all states before it", learned, True)
     text = (
