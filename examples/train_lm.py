@@ -206,6 +206,14 @@ def train(runs: list[Run], config: Config, console: Console) -> None:
         run.evaluate(validation)
 
 
+def cut_to_common(runs: list[Run]) -> int:
+    """After an interruption: leave what all runs were compared at, and say after how many steps that was last."""
+    compared = min(len(run.validation) for run in runs)
+    for run in runs:
+        run.validation = run.validation[:compared]
+    return runs[0].validation[-1][0] if compared else 0
+
+
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("run", no_wrap=True)
@@ -261,7 +269,16 @@ def main(
         raise typer.BadParameter(f"there is no run {unknown[0]!r}, only {', '.join(RUNS)}.", param_hint="--runs")
     config, console = Config(steps, seed, embedding=embedding, branch=branch), Console()
     trained = [Run(name, config) for name in names]
-    train(trained, config, console)
+    interrupted = False
+    try:
+        train(trained, config, console)
+    except KeyboardInterrupt:
+        interrupted = True
+        stopped = cut_to_common(trained)
+        console.print(f"Interrupted. What follows is of the first {stopped} of {steps} steps.", highlight=False)
+        if not stopped:
+            raise typer.Exit(130) from None
+        config = dataclasses.replace(config, steps=stopped)
     results = {run.name: run.results(trained[0]) for run in trained}
     findings = [finding(name, results[name], results[BASELINE], config) for name in names[1:]]
     versions = {"python": platform.python_version()}
@@ -278,6 +295,8 @@ def main(
         console.print(sentence, highlight=False)
     console.print("One small model, one seed, rates not tuned for each run: no evidence for large models.")
     console.print(f"Pictures, checkpoints and results.json: {out}", highlight=False)
+    if interrupted:
+        raise typer.Exit(130)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rewire.kernels import switch
 from rewire.kernels.cpu import plain
-from rewire.torch_internals import in_forward_mode, is_batch_of_gradients, under_functorch
+from rewire.torch_internals import in_dispatch_mode, in_forward_mode, is_batch_of_gradients, under_functorch
 
 _THREAD = threading.local()
 
@@ -29,10 +29,27 @@ def left_to_autograd(x: Tensor, sources: float) -> bool:
     return (
         type(x) not in (Tensor, nn.Parameter)  # tensors that stand for others
         or not (x.is_cuda or x.is_cpu)
-        or under_transforms()
+        or _transforms()
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
         or (sources * x.numel() < plain.WORTHWHILE and not switch.uses_kernels(x))
     )
+
+
+def by_product(x: Tensor) -> bool:
+    """Whether a sum of few tensors like ``x``, copied side by side, is one matrix product.
+
+    Of few elements, as in decoding, what each operation costs is its call. With gradients, copies would be kept.
+    """
+    if torch.is_grad_enabled() or not exact_products(x) or x.numel() > plain.WORTHWHILE // 8:
+        return False
+    return not (_transforms() or in_dispatch_mode() or torch.is_autocast_enabled("cpu"))
+
+
+def exact_products(x: Tensor) -> bool:
+    """Whether a matrix product of tensors like ``x`` is as exact as sums are, and faster."""
+    if torch.compiler.is_compiling() or not x.is_cpu or type(x) not in (Tensor, nn.Parameter):
+        return False
+    return x.dtype == torch.float64 or (x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "medium")
 
 
 def under_transforms() -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from rewire.kernels import operators, switch
 from rewire.kernels.cpu import plain
 from rewire.kernels.sums.spec import MAX_ADDED, NormKind
-from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
+from rewire.mixes.autograd import by_product, by_torch, gradients, left_to_autograd
 from rewire.mixes.norms import Norm, norm_of, normed
 
 
@@ -202,6 +202,9 @@ def _by_autograd(
 ) -> Tensor:
     """The sum in plain torch."""
     dtype = _plain_dtype(*sources, *added)
+    product = _product(sources, weights, scores, dtype)
+    if product is not None:
+        return functools.reduce(Tensor.add_, added, product)
     factors = [] if weights is None else list(weights.unbind() if isinstance(weights, Tensor) else weights)
     terms = [*zip(sources, factors, strict=False), *zip(sources, scores, strict=False)]
     precision = torch.promote_types(dtype, torch.float32)
@@ -220,6 +223,23 @@ def _by_autograd(
     for branch in added:
         result = add(result, branch)
     return result.to(dtype)
+
+
+def _product(sources: Sequence[Tensor], weights: Any, scores: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """The sum as one matrix product, if it is one."""
+    x = sources[0]
+    if not by_product(x) or any(other.shape != x.shape or other.dtype != dtype for other in sources):
+        return None
+    if weights is not None and not (isinstance(weights, Tensor) and weights.dim() == 1):
+        return None
+    if not scores:
+        assert weights is not None
+        return (weights.to(dtype) @ torch.stack(tuple(sources)).flatten(1)).view(x.shape)
+    if any(s.shape != (*x.shape[:-1], 1) for s in scores):
+        return None
+    table = torch.cat(tuple(scores), -1)
+    table = (table if weights is None else table + weights).to(dtype)
+    return (table.unsqueeze(-2) @ torch.stack(tuple(sources), -2)).squeeze(-2)
 
 
 def _plain_dtype(*tensors: Tensor) -> torch.dtype:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.kernels import operators
+from rewire.kernels import operators, switch
 from rewire.kernels.sums.spec import NormKind
 from rewire.mixes import tokens
-from rewire.mixes.autograd import by_torch, gradients, left_to_autograd
+from rewire.mixes.autograd import by_product, by_torch, exact_products, gradients, left_to_autograd
 from rewire.mixes.claims import added_up, by_read, claim_on
 from rewire.mixes.mix import Mix, fused, mix, through_norm
 from rewire.mixes.several import Several, differentiable, in_one_pass
@@ -52,7 +52,7 @@ def read_off_streams(streams: Tensor, weight: Tensor, eps: float | None) -> tupl
         whose gradients then join that pass, too: None where there are no kernels.
     """
     (*lead, n, width), x = streams.shape, of_tokens(streams, weight)
-    if n == 1 or left_to_autograd(x, math.inf) or not tokens.by_kernels(x, weight):
+    if n == 1 or not tokens.by_kernels(x, weight) or left_to_autograd(x, math.inf):
         scores, x = read_off(x, weight, eps)
         return scores, x.view(streams.shape), None
     with outside_autocast(x.device):
@@ -77,6 +77,8 @@ def read_streams(streams: Tensor, weights: Tensor, claim: Claim | None = None) -
     """
     if claim is not None and weights.shape[-1] == 1:
         return PendingRead(streams, weights, claim), streams
+    if by_product(streams):
+        return combine(streams, weights).flatten(-2), streams
     by_kernels = in_one_pass([streams], weights.shape[-1])
     if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
         static = weights.dim() == 2
@@ -175,8 +177,10 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -
     Returns:
         [..., k, C]
     """
+    if by_product(streams) and len(branches) < 2 and all(_fits(f, streams) for f in branches):
+        return _product(streams, weights.mT, branches)
     n, by_kernels = streams.shape[-2], in_one_pass([streams, *branches], weights.shape[-1])
-    if by_kernels is False and _exact_products(streams) and any(f.shape[-2] > 1 for f in branches):
+    if by_kernels is False and exact_products(streams) and any(f.shape[-2] > 1 for f in branches):
         by_kernels = None  # the loop would multiply by zeros, per token
     if by_kernels is not None and weights.shape[:-2] in ((), streams.shape[:-2]):
         terms, table = [_terms(f, weights[..., n:, :]) for f in branches], weights.mT
@@ -186,7 +190,7 @@ def combine(streams: Tensor, weights: Tensor, branches: Sequence[Tensor] = ()) -
         parts = [part for parts, _ in terms for part in parts]
         result: Tensor = Several.apply(by_kernels, True, 0, *given, streams, *parts)[0]
         return result
-    if _exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
+    if exact_products(streams) and all(f.dtype == streams.dtype for f in branches):
         return _products(streams, weights, branches)
     sources = streams.unsqueeze(-2).unbind(-3)  # n of [..., 1, C]
     scores = weights.unsqueeze(-1).unbind(-3)  # n + 1 of [..., k, 1]
@@ -203,11 +207,15 @@ def _terms(branch: Tensor, write: Tensor) -> tuple[Sequence[Tensor], Tensor]:
     return branch.unbind(-2), torch.diag_embed(write.squeeze(-2))
 
 
-def _exact_products(x: Tensor) -> bool:
-    """Whether a matrix product of tensors like ``x`` is as exact as sums are, and faster."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    return x.dtype == torch.float64 or (x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "medium")
+def _fits(branch: Tensor, streams: Tensor) -> bool:
+    """Whether a branch [..., 1, C] may stand below the streams, in one tensor."""
+    return branch.dtype == streams.dtype and branch.shape == (*streams.shape[:-2], 1, streams.shape[-1])
+
+
+def _product(streams: Tensor, table: Tensor, branches: Sequence[Tensor]) -> Tensor:
+    """``table``, [..., k, n or n + 1], times the streams and the branch: each sum is of one branch at most."""
+    terms = torch.cat((streams, *branches), -2) if branches else streams
+    return table.to(terms.dtype).expand(*terms.shape[:-2], *table.shape[-2:]).contiguous() @ terms
 
 
 def _products(streams: Tensor, weights: Tensor, branches: Sequence[Tensor]) -> Tensor:
@@ -246,6 +254,11 @@ def write_and_read(
     Returns:
         H' [..., n, C], and the read, [..., C].
     """
+    if streams.dtype == torch.float32 and by_product(streams) and len(branches) == 1:
+        branch = branches[0].unsqueeze(-2)
+        if _fits(branch, streams):
+            both = _product(streams, table, (branch,))
+            return both[..., :-1, :], both[..., -1, :]
     by_kernels = None if streams.dtype == torch.float64 else in_one_pass([streams, *branches], len(table))
     if by_kernels is None:
         result, streams = read_streams(combine(streams, table[:-1].mT, [f.unsqueeze(-2) for f in branches]), weights)
@@ -270,6 +283,8 @@ def write_and_project(
     Returns:
         H' [..., n, C]; and, where there is a kernel, what it has read off.
     """
+    if not switch.uses_kernels(streams):
+        return (combine(streams, weights, branches),)
     n, tensors = streams.shape[-2], [streams, *branches]
     # Products of a token's streams side by side are of longer rows: a kernel of their own makes these faster.
     each, few = len(projection) == streams.shape[-1], projection.shape[1] <= operators.MOST_PRODUCTS

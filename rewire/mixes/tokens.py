@@ -61,6 +61,8 @@ def read_off(x: Tensor, weight: Tensor, eps: float | None = None, clamped: bool 
     with outside_autocast(x.device):
         # However small x is: what autograd would call one by one takes longer, each way.
         if x.dim() > 1 and weight.shape[1] > 0 and not left_to_autograd(x, math.inf):
+            if not (torch.is_grad_enabled() or by_kernels(x, weight)):  # nothing is kept
+                return plain.project(x, weight, eps, clamped)[0], x
             scores, x = ReadOff.apply(x, weight, eps, clamped, 0, None)
             return scores, x
         return by_autograd(x, weight, eps, clamped), x

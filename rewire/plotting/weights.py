@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,14 +19,17 @@ _COLUMNS = 4  # panels in a row of a heatmap figure
 _SIGNED = r"$p_{ij}\,/\,\max_i\,|p_{ij}|$, red: negative"
 
 
-def plot_heatmap(matrices: dict[str, Tensor], path: Path, floor: float = -10.0) -> None:
+def plot_heatmap(
+    matrices: dict[str, Tensor], path: Path, floor: float = -10.0, scales: Mapping[str, Tensor] | None = None
+) -> None:
     """Write a heatmap of connection weights like ANCRe's Figure 6: one panel per trunk.
 
     A panel shows ``log(|p_ij| / max_i |p_ij|)`` for destination j (vertical) and source i (horizontal), so
     the largest weight into each destination is 0. Connections that cannot exist stay blank; existing ones
     below ``floor``, exact zeros included, have the floor's colour. If any weight is negative, the panels show
     ``p_ij / max_i |p_ij|`` instead, from red over white, 0, to blue; colours go by the square root, so that a hundredth
-    is still seen, and connections that cannot exist are grey.
+    is still seen, and connections that cannot exist are grey. In each row a dot
+    marks the newest source: column j - 1, or j where a destination mixes what its own unit left (MUDDFormer).
 
     Args:
         matrices: by trunk, float [destinations, sources] as `Topology.matrix` returns them: row j - 1 is
@@ -33,6 +37,7 @@ def plot_heatmap(matrices: dict[str, Tensor], path: Path, floor: float = -10.0) 
             ``S - T + j`` columns.
         path: file to write; its suffix selects the format (.png, .pdf, .svg).
         floor: natural logarithm at which the colours end; below 0.
+        scales: of panels whose weights are parts of another matrix's largest into each destination, that matrix.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -47,7 +52,7 @@ def plot_heatmap(matrices: dict[str, Tensor], path: Path, floor: float = -10.0) 
     with saved_figure(path, 2.9 * columns + 0.9, 2.9 * rows + 0.2) as figure:
         axes = figure.subplots(rows, columns, squeeze=False).flatten()
         for ax, (title, matrix) in zip(axes, panels.items(), strict=False):
-            image = _heatmap(ax, matrix, floor, signed)
+            image = _heatmap(ax, matrix, floor, signed, (scales or {}).get(title, matrix))
             ax.set_title(title, color=INK)
         for ax in axes[len(panels) :]:
             ax.remove()
@@ -107,12 +112,12 @@ def _existing(matrix: Tensor) -> Tensor:
     return torch.ones_like(matrix, dtype=torch.bool).tril(matrix.shape[1] - matrix.shape[0])
 
 
-def _heatmap(ax: Axes, matrix: Tensor, floor: float, signed: bool) -> Any:
+def _heatmap(ax: Axes, matrix: Tensor, floor: float, signed: bool, scale: Tensor) -> Any:
     from matplotlib import colormaps
     from matplotlib.colors import FuncNorm, Normalize
 
     destinations, sources = matrix.shape
-    largest = matrix.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
+    largest = scale.abs().amax(dim=1, keepdim=True).to(matrix).clamp(min=torch.finfo(matrix.dtype).tiny)
     parts = matrix / largest
     norm: Normalize
     if signed:
@@ -130,8 +135,10 @@ def _heatmap(ax: Axes, matrix: Tensor, floor: float, signed: bool) -> Any:
         ax.tick_params(which="minor", length=0)
     ax.set_xticks(ticks(0, sources - 1))
     ax.set_yticks(ticks(1, destinations))
-    ax.set_xlabel("source $i$")
+    ax.set_xlabel("source $i$, dot: the newest")
     ax.set_ylabel("destination $j$")
+    # Some matrices have as many sources as destinations, others one more: the newest is where the blank begins.
+    ax.plot(range(sources - destinations, sources), range(1, destinations + 1), ".", color=GREY, markersize=4, zorder=3)
     open_axes(ax)
     ax.tick_params(length=2)
     return image

@@ -14,6 +14,7 @@ from torch import nn
 
 from rewire.bench.harness import Timing, quartiles
 from rewire.compiler import inspect
+from rewire.diagnostics.averages import averages
 from rewire.diagnostics.connectivity import graph
 from rewire.diagnostics.effects import Ablation, Effect, check_ablation
 from rewire.diffs import diff
@@ -131,7 +132,8 @@ def _cells(*values: object) -> str:
 
 def _weights(model: nn.Module, example_inputs: Any, ablation: Ablation | None) -> Iterator[str]:
     yield (
-        "<p>How much of each state (0 is the input of the stream) goes into each later one, as a matrix; shades follow "
+        "<p>How much of each state (0 is the input of the stream) goes into each later one, as a matrix; of weights "
+        "per token the mean over the inputs, or what does not depend on these if there are none. Shades follow "
         "the logarithm of a weight's part of the largest in its row. Below it the depth graph: units are boxes, states "
         "circles, and what a unit reads is a dot where it is a sum; edges under 1% are left out. Point at one for its "
         'value.</p><p class="legend"><span class="positive">positive</span>'
@@ -142,7 +144,8 @@ def _weights(model: nn.Module, example_inputs: Any, ablation: Ablation | None) -
         found, why = graph(model, example_inputs, ablation), ""
     except UnsupportedTopology as error:
         found, why = None, str(error)
-    for name, matrix in coefficients(model).items():
+    shown = coefficients(model) if example_inputs is None else averages(model, example_inputs)[0]
+    for name, matrix in shown.items():
         text = f"<p>{escape(why)}</p>"
         if found is not None:
             part = found.of(name)

@@ -9,12 +9,15 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from rewire.attributes import NO_WEIGHT_DECAY
 from rewire.errors import RewireError
+from rewire.kernels.switch import listened
+from rewire.mixes.autograd import under_transforms
 from rewire.mixes.history import History
 from rewire.mixes.tokens import outside_autocast
 from rewire.placement import Placement, check_whole, is_dtensor, unwrapped
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rewire.saving")
 
 _NUMBERS = itertools.count()
+#: The last effective weights that were made without gradients, with the layout and copies of what they were made of.
+_LAST: WeakKeyDictionary[Connection, tuple[Layout, dict[str, Tensor], Any]] = WeakKeyDictionary()
 _LARGEST_RECIPE = 1 << 24  # bytes: thousands of trunks
 _DEEPEST_RECIPE = 32  # lists and objects in each other
 
@@ -209,7 +214,19 @@ class Connection(Watched):
         return learned if placement is None else placement.reduced(learned)
 
     def _effective(self, learned: Mapping[str, Tensor]) -> Any:
-        stored = {**learned, **dict(self.named_buffers())}
+        stored = {**learned, **{name: value for name, value in buffers_of(self).items() if value is not None}}
+        if not _may_keep(stored.values()):
+            return self._computed(stored)
+        # Compared by value: many write to `parameter.data`, which no version tells.
+        layout, before, weights = _LAST.get(self, (None, {}, None))
+        known = layout is self.layout and before.keys() == stored.keys()
+        if known and all(torch.equal(before[name], value) for name, value in stored.items()):
+            return weights
+        weights = self._computed(stored)
+        _LAST[self] = self.layout, {name: value.detach().clone() for name, value in stored.items()}, weights
+        return weights
+
+    def _computed(self, stored: Mapping[str, Tensor]) -> Any:
         for name, parameter in stored.items():
             if hasattr(parameter, "ds_id"):
                 raise RewireError(
@@ -358,6 +375,16 @@ class SeparateNorms(nn.Module):
     ) -> None:
         if not state_dict and not missing:  # as above
             errors.append(f"'{prefix.rstrip('.')}': {NO_COPIES}")
+
+
+def _may_keep(stored: Iterable[Tensor]) -> bool:
+    """Whether effective weights made of these may serve the next forward: nobody differentiates or traces them.
+
+    On a CPU alone: elsewhere it would have to wait for the comparison.
+    """
+    if torch.is_grad_enabled() or listened() or under_transforms() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return False
+    return all(type(x) in (Tensor, nn.Parameter) and x.is_cpu and x.dtype == torch.float32 for x in stored)
 
 
 def _gathered(parameter: Any) -> Tensor:

@@ -92,9 +92,9 @@ class Depth:
             begin = begin and (self.entries[trunk].begins or not any(isinstance(part, Stream) for part in parts))
             self.dicts += [value] * isinstance(value, dict)
             return mapped(value, lambda part: self.open(part, norm, trunk, post, next(number) == (item or 0) and begin))
-        known = next((live for live in self.live if live.source is value), None)
-        if known is not None:  # the same argument twice
-            return known.values[0]
+        for known in self.live:
+            if known.source is value:  # the same argument twice
+                return known.values[0]
         if isinstance(value, Tensor) and self._holding(value) is not None:  # of another trunk, read before
             return value
         if isinstance(value, Stream):
@@ -108,8 +108,11 @@ class Depth:
 
     def _enter(self, stream: Stream, norm: nn.Module | None) -> Tensor:
         """The value of a stream that comes in."""
-        stream.check_loans()
+        if stream.weights.loans:
+            stream.check_loans()
         entry = self._entry(stream)
+        if entry is not None and stream.position in entry.adds:
+            return self._track(Live(stream, entry, stream), norm)
         later = [] if entry is None else [position for position in entry.adds if position >= stream.position]
         if entry is not None and not later and stream.layout.loops:
             raise stream.layout.other_passes()
@@ -292,6 +295,9 @@ class Depth:
         Raises:
             OutOfOrder: other residual adds ran than those that were found, or the stream is not returned.
         """
+        if not (self.live or self.dicts or changed) and isinstance(result, Stream):
+            self.left = True
+            return result
         left: list[Live] = []
 
         def stream_of(item: Any) -> Any:
@@ -342,7 +348,7 @@ class Depth:
             OutOfOrder: ``shortcut`` is not the value of a stream of this function.
             WidthMismatch: a branch has another shape than the stream.
         """
-        given = [self._branch(branch, shortcut) for branch in branches]
+        given = [b if isinstance(b, Tensor) else self._branch(b, shortcut) for b in branches]
         if not self.live and all(entry.outside and not entry.begins for entry in self.entries):
             return _plain_sum(shortcut, given, alpha)  # a call without a stream; a lost one is missed at its end
         if more or (of > 1 and len(self._shortcut(shortcut)[1]) + len(given) < of):
@@ -564,8 +570,11 @@ class Depth:
 
     def _held(self, values: Sequence[Any]) -> tuple[Live | None, Any]:
         """The stream that one of several values belongs to, and that value."""
-        held = ((self._holding(value), value) for value in values if isinstance(value, Tensor))
-        return next((found for found in held if found[0] is not None), (None, None))
+        for value in values:
+            live = self._holding(value) if isinstance(value, Tensor) else None
+            if live is not None:
+                return live, value
+        return None, None
 
     def _holding(self, value: Tensor) -> Live | None:
         """The stream whose value is this very tensor."""
@@ -581,7 +590,10 @@ class Depth:
 
     def _entry(self, stream: Stream) -> Entry | None:
         """What the function knows of a stream's trunk."""
-        return next((entry for entry in self.entries if entry.trunk == stream.layout.trunk), None)
+        for entry in self.entries:
+            if entry.trunk == stream.layout.trunk:
+                return entry
+        return None
 
     def _check_unchanged(self, live: Live) -> None:
         if live.overwritten:

@@ -79,7 +79,7 @@ class Layout:
 
     def reads_qkv(self, site: int) -> bool:
         """Whether the branch of ``site`` begins with an attention that has separate q/k/v inputs."""
-        return self.begins_unit(site) and self.units[site] in self.dims.attention
+        return self.units[site] in self.dims.attention and self.begins_unit(site)
 
     def check_passes(self, first: int, end: int) -> None:
         """Refuse to leave out these sites if a pass through a loop is among them: each has weights of its own.

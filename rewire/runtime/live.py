@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rewire.attributes import CONNECTIONS
@@ -73,6 +74,7 @@ class Live:
         values: tensors that are its value: what was read, and casts of it.
         versions: of each of them, when it was made.
         recorded: whether each of them had gradients then.
+        trunk: its name.
         source: what came in: a stream, or the tensor that the trunk starts with.
         norm, normed: a module, and what it makes of the value, if both were computed together.
         entry: what the function knows of the trunk; None if a function that it called began the stream.
@@ -87,7 +89,7 @@ class Live:
     def __init__(self, stream: Stream, entry: Entry | None, source: Any = None) -> None:
         self.stream = self.unread = stream
         self.entry, self.start, self.first = entry, stream.position, stream.position
-        self.source = source
+        self.trunk, self.source = stream.layout.trunk, source
         self.values: list[Tensor] = []
         self.versions: list[int] = []
         self.recorded: list[bool] = []
@@ -99,14 +101,11 @@ class Live:
         self.parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
 
     @property
-    def trunk(self) -> str:
-        return self.stream.layout.trunk
-
-    @property
     def overwritten(self) -> bool:
         """Whether the value was written to in place, or cut off from its gradients, after it was read."""
-        if any(had and not value.requires_grad for value, had in zip(self.values, self.recorded, strict=True)):
-            return True
+        for value, had in zip(self.values, self.recorded, strict=True):
+            if had and not value.requires_grad:
+                return True
         held = self.stream.held
         if isinstance(held, Post):  # a sum that nobody else reads, or one that the next branch was to read
             lent = held.reading is not None and held.sum is held.reading.parts[0]
@@ -127,15 +126,16 @@ class Live:
     def read(self, norm: nn.Module | None = None) -> Tensor:
         """The value; with a norm, what that makes of it is computed, too."""
         stream = self.unread = self.stream
-        if not stream.in_post:  # a sum by itself, of which a statistic may be made without gradients
-            stream.check_recorded()
+        in_post = isinstance(stream.held, Post)
+        if not in_post and torch.is_grad_enabled() != stream.weights.recorded:
+            stream.check_recorded()  # of a sum by itself a statistic may be made without gradients
         self.norm = self.normed = self.qkv = None
         self.parts = []
         if norm is not None and stream.position == 0 and stream.placement is None:
             check_norm(norm, self.trunk)
         if stream.complete:
             value = stream.finish()
-        elif stream.in_post:
+        elif in_post:
             value = stream.value()
         elif norm is not None and not stream.layout.reads_qkv(stream.position):
             value, self.normed, self.stream = stream.read_normed(norm)
@@ -145,6 +145,5 @@ class Live:
             self.qkv = read if isinstance(read, QKVInputs) else None
             self.apart = isinstance(stream.held, Reading)  # by the function that handed it on
             value = read.residual if isinstance(read, QKVInputs) else read
-        self.values, self.versions, self.recorded = [], [], []
-        self.also(value)
+        self.values, self.versions, self.recorded = [value], [version(value)], [value.requires_grad]
         return value

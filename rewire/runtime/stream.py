@@ -50,7 +50,7 @@ class Weights:
         self.ended = False
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)  # as Stream
 class Reading:
     """A branch of the next unit is running.
 
@@ -91,7 +91,7 @@ class Post:
     reading: Reading | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)  # nobody changes one; frozen, it would take three times as long to make
 class Stream(TensorLike):
     """The state of the residual stream after ``position`` residual adds.
 
@@ -138,7 +138,7 @@ class Stream(TensorLike):
     @property
     def complete(self) -> bool:
         """Whether every residual add of the trunk has been written."""
-        return self.position == len(self.layout.units) and not self.in_post
+        return self.position == len(self.layout.units) and not isinstance(self.held, Post)
 
     @property
     def in_post(self) -> bool:
@@ -159,7 +159,8 @@ class Stream(TensorLike):
     @property
     def template(self) -> Tensor:
         """A tensor with the hidden states' shape, dtype and device; its values mean nothing."""
-        return self.layout.restored(self.layout.topology.template(self.states))
+        template = self.layout.topology.template(self.states)
+        return template if self.layout.channel_dim == -1 else self.layout.restored(template)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -224,7 +225,8 @@ class Stream(TensorLike):
         """The stream of `_due` when ``value`` has been read."""
         if isinstance(self.held, Unsummed):
             return self._pushed(value)._due()[1]._read_as(value, qkv)
-        self._seen("read", value)
+        if self.layout.observe is not None:
+            self.layout.observe("read", self.position, value)
         branch = self.held.branch if isinstance(self.held, Reading) else None
         return self._with(self.states, Reading((value,), branch, qkv))
 
@@ -353,7 +355,9 @@ class Stream(TensorLike):
     def _written(self, branches: Sequence[Tensor]) -> Stream:
         """The stream after the last residual add of a unit, whose outputs are ``branches``."""
         layout = self.layout
-        unit, moved = layout.units[self.position], tuple(map(layout.channels_last, branches))
+        unit, moved = layout.units[self.position], tuple(branches)
+        if layout.channel_dim != -1:
+            moved = tuple(map(layout.channels_last, moved))
         recurrence = as_recurrence(layout.topology)
         if recurrence is not None and recurrence.reads_newest and _may_wait(moved[0]):
             return self._with(self.states, Unsummed(moved), adds=1)
@@ -495,16 +499,20 @@ class Stream(TensorLike):
         made = {id(x): self.placement.wrapped(x) for x in given}
         return QKVInputs(*(made[id(x)] for x in given))
 
-    def _fitted(self, branches: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _fitted(self, branches: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """``branches`` in the stream's shape."""
-        if self.complete and self.layout.loops:
+        complete = self.complete
+        if complete and self.layout.loops:
             raise self.layout.other_passes()
-        if self.complete:
+        if complete:
             raise OutOfOrder(f"trunk '{self.layout.trunk}' is already complete: a block was called once too often.")
         if self.position == 0 and self.placement is None:
             for branch in branches:
                 check_whole(branch, self.layout.channel_dim, self.layout.trunk)
-        branches, expected = [*map(self._in, branches)], self.template.shape
+        expected = self.template.shape
+        if self.placement is None and len(branches) == 1 and branches[0].shape == expected:
+            return branches
+        branches = tuple(map(self._in, branches))
         for branch in branches:
             if branch.shape != expected and not _broadcasts(branch.shape, expected):
                 raise WidthMismatch(

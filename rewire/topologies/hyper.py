@@ -176,7 +176,8 @@ class Streams(Topology[Weights]):
 
     def write(self, states: States, weights: Weights, t: int, *branches: Tensor) -> States:
         streams, table = states
-        split = [branch.unflatten(-1, (self.parts, -1)) for branch in branches]  # [..., p, D/p]
+        p = self.parts
+        split = [f.unsqueeze(-2) if p == 1 else f.unflatten(-1, (p, -1)) for f in branches]  # [..., p, D/p]
         following = weights.units[t].dynamic if t < len(weights.units) else None
         if following is None:
             return (combine(streams, table, split),)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import rewire
@@ -142,3 +143,32 @@ def test_an_unknown_run(example: ModuleType, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["--runs", "ancre-other", "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert "ancre-paper" in result.output
+
+
+@pytest.mark.parametrize(("at", "written"), [(0, False), (3, True)])
+def test_an_interrupted_run_leaves_what_it_has(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, written: bool
+) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Small(example.Config):  # type: ignore[name-defined, misc]
+        evaluate_every: int = 2
+        layers: int = 2
+        length: int = 16
+
+    train = example.Run.train
+
+    def interrupted(run: Any, batch: Any) -> None:
+        if run.name == "ancre" and len(run.losses) == at:  # the plain run is a step ahead
+            raise KeyboardInterrupt
+        train(run, batch)
+
+    monkeypatch.setattr(example.Run, "train", interrupted)
+    monkeypatch.setattr(example, "Config", Small)
+    with pytest.raises(typer.Exit) as stopped:
+        example.main(steps=STEPS, seed=0, runs="ancre", out=tmp_path)
+    assert stopped.value.exit_code == 130
+    assert (tmp_path / "heatmap.png").exists() == written
+    if written:
+        found = json.loads((tmp_path / "results.json").read_text())
+        assert found["config"]["steps"] == 2
+        assert [run["validation"][-1][0] for run in found["runs"].values()] == [2, 2]

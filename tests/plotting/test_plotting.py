@@ -94,7 +94,7 @@ def test_heatmap_values(figures: list[Figure], tmp_path: Path) -> None:
     shown = second.images[0].get_array()
     assert shown.mask.tolist() == [[0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]
     assert (first.get_title(), second.get_title()) == ("a", "b")
-    assert first.get_xlabel() == "source $i$"
+    assert first.get_xlabel() == "source $i$, dot: the newest"
     assert first.get_ylabel() == "destination $j$"
     assert first.images[0].get_clim() == (-8, 0)
     assert "log" in bar.get_ylabel()
