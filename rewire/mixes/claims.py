@@ -135,7 +135,7 @@ def gathered(
     """
     if by_torch(grads[0]):
         return _differentiable(grads, states, weights, scores, added)
-    if switch.uses_kernels(states[0]):
+    if switch.opaque(states[0]):
         return _by_kernels(grads, states, weights, scores, added)
     if not scores:
         assert weights is not None

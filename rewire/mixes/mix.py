@@ -296,7 +296,7 @@ class _Sum(torch.autograd.Function):
             )
             ctx.save_for_backward(*kept, *scale, total, rstd, *statistics)
             return total, after
-        if switch.uses_kernels((claims or sources or added)[0]):
+        if switch.opaque((claims or sources or added)[0]):
             total = operators.mix(sources, weight, scores, added, accumulator, dtype)
         else:
             total = plain.combine(sources, weight, added, scores)

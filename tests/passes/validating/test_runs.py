@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 class Net(nn.Module):
     """Nearly all of its memory are weights, none of which is much of it."""
 
-    def __init__(self, width: int = 256, depth: int = 6) -> None:
+    def __init__(self, width: int = 256, depth: int = 16) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
@@ -59,7 +59,7 @@ def test_what_validation_perturbs_is_freed(net):
 def test_tied_values_differ_from_block_to_block(net, monkeypatch):
     monkeypatch.setattr(runs, "LARGE", 0)
     values = values_for(Setting("", perturbed=True, moved=True, dtype=torch.float64), net, net)
-    weights = [values[f"blocks.{n}.1.weight"] for n in range(6)]
+    weights = [values[f"blocks.{n}.1.weight"] for n in range(16)]
     assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
     assert all((a != b).float().mean() > 0.99 for a in weights for b in weights if a is not b)
     assert {value.dtype for value in values.values()} == {torch.float64}
