@@ -88,7 +88,9 @@ def test_left_to_autograd(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = gradients(written_out, given, ways, None, group)
     for first in (0, 3):
         calls = itertools.count()
-        monkeypatch.setattr(history, "left_to_autograd", lambda x, sources, static, n=calls, first=first: next(n) >= first)
+        monkeypatch.setattr(
+            history, "left_to_autograd", lambda x, sources, static, n=calls, first=first: next(n) >= first
+        )
         torch.testing.assert_close(gradients(chain, given, ways, None, group), wanted)
 
 
