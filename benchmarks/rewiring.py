@@ -1,10 +1,11 @@
 """How long it takes to find and rewrite residual adds.
 
-    python benchmarks/rewiring.py [--out FILE]
+    python benchmarks/rewiring.py [--out FILE] [--validation]
 
 In seconds of processor time, so that other programs on the machine count less: rewiring a 32-layer Llama (without
 validation, which runs the model) against ``torch.export`` of the same model, side by side; rewiring a 126-layer Llama
-whose parameters are on the meta device.
+whose parameters are on the meta device. With ``--validation``: the most bytes that rewiring with validation holds at
+once, over the model's, for two Llamas in two precisions.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ with contextlib.suppress(ModuleNotFoundError):  # where torchvision's operators 
 
 import torch
 import transformers
+from memory import Peak
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -40,9 +42,10 @@ def seconds(function: Callable[[], object], repeats: int = 1) -> float:
     return min(times)
 
 
-def llama(layers: int, device: str) -> LlamaForCausalLM:
+def llama(layers: int, device: str, width: int = 64, inner: int = 128, vocabulary: int = 97) -> LlamaForCausalLM:
     config = LlamaConfig(
-        num_hidden_layers=layers, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=97,
+        num_hidden_layers=layers, hidden_size=width, intermediate_size=inner, num_attention_heads=4,
+        vocab_size=vocabulary,
     )  # fmt: skip
     with torch.device(device):
         return LlamaForCausalLM(config)
@@ -64,16 +67,32 @@ def measure() -> dict[str, float]:
     }
 
 
+def validation() -> dict[str, float]:
+    """Bytes that validation holds over the model's, by parameters and precision."""
+    held = {}
+    for layers, width in ((12, 512), (22, 1024)):
+        for dtype in (torch.float32, torch.bfloat16):
+            model = llama(layers, "cpu", width, width * 11 // 4, 32000).to(dtype)
+            parameters = sum(p.numel() for p in model.parameters())
+            with Peak() as counted:
+                rewire.compile(model, example_inputs={"input_ids": torch.zeros(2, 16, dtype=torch.long)})
+            held[f"{parameters / 1e6:.0f}M, {dtype}"] = counted.most / (parameters * dtype.itemsize)
+    return held
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/rewiring.json"))
-    out = parser.parse_args().out
+    parser.add_argument("--validation", action="store_true")
+    args = parser.parse_args()
+    out = args.out
     logging.getLogger("rewire").setLevel(logging.ERROR)
 
-    measured = measure()
+    measured = validation() if args.validation else measure()
     table = Table("what", "measured")
     for name, value in measured.items():
-        table.add_row(name, f"{value:.0f} x" if name == "ratio" else f"{value:.2f} s")
+        unit = "models" if args.validation else "x" if name == "ratio" else "s"
+        table.add_row(name, f"{value:.2f} {unit}")
     Console().print(table)
 
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 from mixing import ANCRE, all_gradients, assert_same, ids, keeping, llama, mixed, train_step
-from models import PreNorm, Stack, WithExits, vectors
+from models import LinearNet, PreNorm, Stack, WithExits, vectors
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
+
+import rewire
 
 compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo itself hides
 
@@ -26,6 +30,38 @@ def test_torch_compile_trains_like_eager() -> None:
     model.zero_grad()
     compiled(ids(), use_cache=False).logits.square().mean().backward()
     assert_same(gradients, all_gradients(model), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
+@compiles
+def test_nodes_of_the_graphs_grow_with_the_layers() -> None:
+    """Not with their square: all terms of a sum are one operator, and all gradients of a state are another."""
+
+    def nodes(layers: int) -> int:
+        torch._dynamo.reset()
+        counts: list[int] = []
+
+        def counted(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+            counts.append(len(graph.graph.nodes))
+            return make_boxed_func(graph.forward)
+
+        model = rewire.compile(LinearNet(layers), validate=False)
+        compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=counted))
+        compiled(torch.ones(2, 8)).sum().backward()
+        return sum(counts)
+
+    few, more, many = nodes(8), nodes(16), nodes(32)
+    assert 1.9 * (more - few) < many - more < 2.1 * (more - few)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@compiles
+def test_without_gradients() -> None:
+    """There Dynamo calls the forwards of autograd functions as they are: sums of one to four states."""
+    model = rewire.compile(LinearNet(3), start="paper", validate=False).requires_grad_(False)
+    x = torch.randn(2, 8)
+    assert torch.allclose(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x), atol=1e-6)
 
 
 class SelectivelyCheckpointed(WithExits):

@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rewire.kernels.cpu import plain
 from rewire.kernels.kernel import WithoutMemory
 from rewire.kernels.sums.launch import GradientInputs, Mixed, MixInputs
 from rewire.kernels.sums.launch import mix_backward as launch_backward
 from rewire.kernels.sums.launch import mix_forward as launch_forward
 from rewire.kernels.sums.spec import MAX_NORM_WIDTH, Weights, spec_of
-from rewire.kernels.switch import listened
+from rewire.kernels.switch import listened, uses_kernels
 from rewire.torch_internals import spare_inductor_a_description
 
 #: Columns of a hidden layer up to which kernels compute it.
@@ -163,6 +164,8 @@ def mix(
     dtype: torch.dtype,
 ) -> Tensor:
     """``accumulator + sum_k (w_k + s_k) x_k + sum_j f_j``, in ``dtype``."""
+    if accumulator is None and not uses_kernels([*sources, *added][0]):
+        return plain.combine(sources, weights, added, scores).to(dtype).contiguous()
     return _forward(MixInputs(sources, weights, scores, added, _maybe(accumulator)), dtype=dtype).apart[0]
 
 
@@ -293,6 +296,9 @@ def mixes(
     Returns:
         The mixes; with probes and weights, dot products in their shape; with probes and scores, those [..., M, N].
     """
+    if probes and weights is not None and not scores and not uses_kernels(probes[0]):
+        dx, dots = plain.combine_with_dots(sources, probes, weights, added)
+        return [*[x.contiguous() for x in dx], dots.contiguous()]
     inputs = MixInputs(sources, weights, scores, added, (), probes, stacks=stacks)
     done = _forward(inputs, _outputs(weights, scores, probes), dtype, apart=apart)
     return [*_maybe(done.stacked), *done.apart, *_maybe(done.weight_dots), *_maybe(done.score_dots)]

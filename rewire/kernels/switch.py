@@ -23,6 +23,15 @@ def uses_kernels(x: Tensor) -> bool:
     return ON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu")) and x.dtype in DTYPES
 
 
+def opaque(x: Tensor) -> bool:
+    """Whether mixes of tensors like ``x`` are operators to torch.compile: kernels, or on a CPU the compiled loop.
+
+    In an exported program they are not: it is run where there is no rewire.
+    """
+    on_cpu = x.device.type == "cpu" and x.dtype in DTYPES and not torch.compiler.is_exporting()
+    return uses_kernels(x) or (ON and on_cpu and torch.compiler.is_compiling())
+
+
 def listened() -> bool:
     """Whether somebody is to see each operation: torch.compile, or a dispatch mode.
 

@@ -177,7 +177,8 @@ class _Claims(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, through: int, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:  # in one: see `Claims.forward`
+        through, count, *tensors = given
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         scores, states = tensors[0], tensors[-count:]

@@ -17,15 +17,16 @@ from rewire.torch_internals import in_dispatch_mode, in_forward_mode, is_batch_o
 _THREAD = threading.local()
 
 
-def left_to_autograd(x: Tensor, sources: float) -> bool:
+def left_to_autograd(x: Tensor, sources: float, static: bool = False) -> bool:
     """Whether mixes of that many tensors like ``x`` are plain torch operations, for others to differentiate or compile.
 
     Args:
         x: a tensor.
         sources: how many, on average if it is asked for several mixes.
+        static: whether their weights are the same for all tokens: then a CPU has operators for them, too.
     """
     if torch.compiler.is_compiling():
-        return not switch.uses_kernels(x)
+        return not (switch.opaque(x) if static else switch.uses_kernels(x))
     return (
         type(x) not in (Tensor, nn.Parameter)  # tensors that stand for others
         or not (x.is_cuda or x.is_cpu)

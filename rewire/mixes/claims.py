@@ -26,7 +26,9 @@ class Claims(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, through: int, count: int, weights: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        # Not by name: without gradients, Dynamo leaves out ctx where a call has as many arguments as there are names.
+        through, count, weights, *tensors = given
         ctx.save_for_backward(weights, *tensors)
         ctx.set_materialize_grads(False)
         ctx.states, ctx.mixes = count, weights.shape[0] // count
@@ -55,9 +57,8 @@ class Claiming(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, values: Sequence[Tensor], rows: Tensor, scores: Sequence[Tensor], n: int, *claims: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        values, rows, scores, n, *_ = given
         ctx.n = n
         ctx.set_materialize_grads(False)
         return tuple(operators.mixes(values, rows, scores, (), (), None))
@@ -135,7 +136,7 @@ def gathered(
     """
     if by_torch(grads[0]):
         return _differentiable(grads, states, weights, scores, added)
-    if switch.uses_kernels(states[0]):
+    if switch.opaque(states[0]):
         return _by_kernels(grads, states, weights, scores, added)
     if not scores:
         assert weights is not None

@@ -319,7 +319,7 @@ class History:
         table, first = self.table, self.table.first[number]
         rows, scores = table.rows[number], self._scores_of(number)
         ways, count = rows.shape[:2]
-        by_torch = len(scores) == 0 and torch.compiler.is_compiling() and not switch.uses_kernels(self.states[0])
+        by_torch = len(scores) == 0 and torch.compiler.is_compiling() and not switch.opaque(self.states[0])
         if self.claims is None or by_torch:
             if ways == 1:
                 return [Mix(self.states[:count], rows[0], scores)]
@@ -445,7 +445,8 @@ class History:
     def _left_to_autograd(self, x: Tensor) -> bool:
         """Whether mixes of a further state x are."""
         another_shape = len(self.states) > 0 and x.shape != self.states[0].shape
-        return self.claims is None or another_shape or left_to_autograd(x, self.table.blocks.sources)
+        static = not self._asks  # weights per token are fused with what makes them
+        return self.claims is None or another_shape or left_to_autograd(x, self.table.blocks.sources, static)
 
     def _without_claims(self, states: tuple[Tensor, ...]) -> Self:
         """The history of these states, whose mixes are left to autograd."""

@@ -122,7 +122,7 @@ class Mix:
         else:
             weights = () if self.weights is None else (self.weights,)
             given, fixed = _Terms(self.sources, weights, self.scores, added, (), scale, ()), _Fixed(kind)
-        return _Sum.apply(tuple(map(len, given)), fixed, *itertools.chain.from_iterable(given))
+        return _Sum.apply(tuple([len(terms) for terms in given]), fixed, *itertools.chain.from_iterable(given))
 
     @property
     def _like(self) -> Tensor:
@@ -298,7 +298,8 @@ class _Sum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, counts: tuple[int, ...], fixed: _Fixed, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `Claims.forward`
+        counts, fixed, *tensors = given
         sources, weights, scores, added, claims, scale, _ = _in_turn(counts, tensors)
         norm, constants, weight, accumulator, ctx.attended = fixed
         ctx.counts, ctx.norm = counts, norm
@@ -316,7 +317,7 @@ class _Sum(torch.autograd.Function):
             )
             ctx.save_for_backward(*kept, *scale, total, rstd, *statistics)
             return total, after
-        if switch.uses_kernels((claims or sources or added)[0]):
+        if switch.opaque((claims or sources or added)[0]):
             total = operators.mix(sources, weight, scores, added, accumulator, dtype)
         else:
             total = plain.combine(sources, weight, added, scores)

@@ -63,15 +63,8 @@ class Several(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        by_kernels: bool,
-        stacked: bool,
-        apart: int,
-        weights: Tensor | None,
-        scores: Tensor | None,
-        *tensors: Tensor,
-    ) -> Any:
+    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `Claims.forward`
+        by_kernels, stacked, apart, weights, scores, *tensors = given
         ctx.by_kernels, ctx.stacked = by_kernels, stacked
         ctx.save_for_backward(weights, scores, *tensors)
         ctx.set_materialize_grads(False)

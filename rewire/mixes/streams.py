@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rewire.kernels import operators, switch
-from rewire.kernels.sums.spec import NormKind
 from rewire.mixes import tokens
 from rewire.mixes.autograd import by_product, by_torch, exact_products, gradients, left_to_autograd
 from rewire.mixes.claims import added_up, by_read, claim_on
@@ -122,15 +121,8 @@ class _Claimed(torch.autograd.Function):
     """The sum of a `PendingRead`, and its norm."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        kind: tuple[NormKind, float] | None,
-        streams: Tensor,
-        factors: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        *claim: Tensor,
-    ) -> Any:
+    def forward(ctx: Any, *given: Any) -> Any:  # in one: see `Claims.forward`
+        kind, streams, factors, weight, bias, *_ = given
         ctx.kind = kind
         ctx.set_materialize_grads(False)
         terms = streams.unbind(-2), None, factors.unbind(-2), (), None, streams.dtype
@@ -307,7 +299,8 @@ class _Written(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, eps: float, weight: Tensor, table: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:  # in one: see `Claims.forward`
+        eps, weight, table, *tensors = given
         streams, *branches = tensors
         written, products, inverse = operators.write_and_project(streams, branches, table, weight, eps)
         ctx.eps = eps

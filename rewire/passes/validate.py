@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from rewire.logs import validate as log
 from rewire.passes.editing.connect import drop_copies
 from rewire.passes.find import Found
 from rewire.passes.finding.flow import Flow
-from rewire.passes.validating.runs import Run, Setting, block_outputs, coarsest, movement, noise_for, run, strided
+from rewire.passes.validating.runs import Run, Setting, block_outputs, coarsest, run, strided, values_for
 from rewire.passes.validating.same_graph import compare_graphs
 from rewire.passes.validating.tensors import described, finite, relative_error, tensors_in, tolerance
 from rewire.passes.validating.wired import wired
@@ -31,7 +30,6 @@ from rewire.runtime.connection import connections
 from rewire.runtime.layout import Layout
 from rewire.topologies.base import Start
 from rewire.topologies.residual import Residual
-from rewire.torch_internals import pytree
 
 #: Where the same rewrite with plain connections in it has to be the original.
 SETTINGS = (
@@ -160,8 +158,7 @@ def compare_moved(
     else:
         try:
             if any(p.dtype in _LOW for p in original.parameters()):  # whose rounding hides more, or decides
-                exact = private(original).float(), private(rewired).float(), pytree.tree_map(_float, inputs)
-                _compare_in(MOVED, *exact, done)
+                _compare_in(dataclasses.replace(MOVED, dtype=torch.float32), original, rewired, inputs, done)
             if not done.settings:
                 _compare_in(MOVED, original, rewired, inputs, done)
         except ValidationMismatch:
@@ -261,13 +258,12 @@ def _check_weights(model: nn.Module) -> None:
 
 
 def _compare_in(setting: Setting, original: nn.Module, rewired: nn.Module, inputs: Inputs, done: Comparison) -> None:
-    noise = noise_for(original) if setting.perturbed else {}
-    noise |= movement(rewired) if setting.moved else {}
-    given, expected = _original_run(setting, original, inputs, noise, done)
+    values = values_for(setting, original, rewired)
+    given, expected = _original_run(setting, original, inputs, values, done)
     if expected is None or not any(finite(output) for output in expected.outputs):
         return  # perturbed weights, or this mode, make nothing that could be compared
     try:
-        actual = run(setting, rewired, given, noise, expected.gradients)
+        actual = run(setting, rewired, given, values, expected.gradients)
     except RewireError:
         raise
     except Exception as error:
@@ -276,8 +272,8 @@ def _compare_in(setting: Setting, original: nn.Module, rewired: nn.Module, input
             f"{type(error).__name__}: {error}"
         ) from error
     problem = _difference(setting, expected, actual, done)
-    if problem and not _is_noise(setting, original, rewired, given, noise):
-        raise _mismatch(problem, setting, original, rewired, given, noise)
+    if problem and not _is_noise(setting, original, rewired, given, values):
+        raise _mismatch(problem, setting, original, rewired, given, values)
     if problem:
         done.outputs += sum(map(finite, expected.outputs))
         log.info("%s: %s, in %s: no more than the original by itself", type(original).__name__, problem, setting.name)
@@ -295,17 +291,17 @@ def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 
 
 def _original_run(
-    setting: Setting, original: nn.Module, inputs: Inputs, noise: dict[str, Tensor], done: Comparison
+    setting: Setting, original: nn.Module, inputs: Inputs, values: dict[str, Tensor], done: Comparison
 ) -> tuple[Inputs, Run | None]:
     """The inputs that were used, and the run; None if only the model's own weights and mode work."""
     if setting.strided:
         given = strided(inputs)
         try:
-            return given, run(setting, original, given, noise)
+            return given, run(setting, original, given, values)
         except Exception as error:  # not every model takes them
             log.debug("%s does not run on strided inputs: %s", type(original).__name__, error)
     try:
-        return inputs, run(setting, original, inputs, noise)
+        return inputs, run(setting, original, inputs, values)
     except Exception as error:
         if setting.perturbed or setting.training:
             log.info("%s does not run in %s: %s", type(original).__name__, setting.name, error)
@@ -334,7 +330,7 @@ def _difference(setting: Setting, expected: Run, actual: Run, done: Comparison) 
 
 
 def _is_noise(
-    setting: Setting, original: nn.Module, rewired: nn.Module, inputs: Inputs, noise: dict[str, Tensor]
+    setting: Setting, original: nn.Module, rewired: nn.Module, inputs: Inputs, values: dict[str, Tensor]
 ) -> bool:
     """Whether the models are the same after all, where that can be seen more clearly.
 
@@ -342,38 +338,30 @@ def _is_noise(
     of a difference in the original (batch norms over few values amplify it); and else to the precision of its least
     precise hidden states, where outputs have a better one (a float32 head behind bfloat16 blocks).
     """
-    strict = dataclasses.replace(setting, rounding=False)
+    strict = dataclasses.replace(setting, rounding=False, dtype=torch.float64)
+    exact = dataclasses.replace(setting, dtype=torch.float64)
     with ByPlace():
-        expected = run(setting, original, inputs, noise)
-        if not _problem(setting, expected, rewired, inputs, noise):
+        expected = run(setting, original, inputs, values)
+        if not _problem(setting, expected, rewired, inputs, values):
             return True
         try:
-            original64, rewired64 = private(original).double(), private(rewired).double()
-            inputs64, noise64 = pytree.tree_map(_exact, inputs), pytree.tree_map(_exact, noise)
-            if not setting.moved and not _problem(strict, expected, original64, inputs64, noise64):
+            values64 = values_for(exact, original, rewired)
+            if not setting.moved and not _problem(strict, expected, original, inputs, values64):
                 return False
-            if not _problem(setting, run(setting, original64, inputs64, noise64), rewired64, inputs64, noise64):
+            if not _problem(exact, run(exact, original, inputs, values64), rewired, inputs, values64):
                 return True
         except Exception as error:  # not every model runs in float64
             log.debug("%s in float64: %s", type(original).__name__, error)
-        coarse = dataclasses.replace(setting, within=coarsest(setting, original, inputs, noise))
-        return not _problem(coarse, expected, rewired, inputs, noise)
+        coarse = dataclasses.replace(setting, within=coarsest(setting, original, inputs, values))
+        return not _problem(coarse, expected, rewired, inputs, values)
 
 
-def _problem(setting: Setting, expected: Run, model: nn.Module, inputs: Inputs, noise: dict[str, Tensor]) -> str:
+def _problem(setting: Setting, expected: Run, model: nn.Module, inputs: Inputs, values: dict[str, Tensor]) -> str:
     """What differs first in a run of ``model``, in the precision of what is expected; empty if nothing does."""
-    actual = run(setting, model, inputs, noise, dict(expected.gradients))
+    actual = run(setting, model, inputs, values, dict(expected.gradients))
     if len(actual.outputs) == len(expected.outputs):
         actual.outputs = [b.to(a.dtype) for a, b in zip(expected.outputs, actual.outputs, strict=True)]
     return _difference(setting, expected, actual, Comparison())
-
-
-def _exact(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _float(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
 
 
 def _mismatch(
@@ -382,10 +370,10 @@ def _mismatch(
     original: nn.Module,
     rewired: nn.Module,
     inputs: Inputs,
-    noise: dict[str, Tensor],
+    values: dict[str, Tensor],
 ) -> RewireError:
     """The error, with the first block that differs; another one if the original differs from itself."""
-    expected, again, actual = (block_outputs(setting, m, inputs, noise) for m in (original, original, rewired))
+    expected, again, actual = (block_outputs(setting, m, inputs, values) for m in (original, original, rewired))
     unsteady = _first(expected, again)
     if unsteady:
         return BadExampleInputs(

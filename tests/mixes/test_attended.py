@@ -61,7 +61,7 @@ def leaves(reads: int = READS, dtype: torch.dtype = torch.float64) -> tuple[Tens
 
 @pytest.fixture
 def left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(history, "left_to_autograd", lambda x, sources: True)
+    monkeypatch.setattr(history, "left_to_autograd", lambda x, sources, static: True)
     return monkeypatch
 
 

@@ -88,7 +88,9 @@ def test_left_to_autograd(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = gradients(written_out, given, ways, None, group)
     for first in (0, 3):
         calls = itertools.count()
-        monkeypatch.setattr(history, "left_to_autograd", lambda x, sources, n=calls, first=first: next(n) >= first)
+        monkeypatch.setattr(
+            history, "left_to_autograd", lambda x, sources, static, n=calls, first=first: next(n) >= first
+        )
         torch.testing.assert_close(gradients(chain, given, ways, None, group), wanted)
 
 
@@ -134,5 +136,5 @@ class TestKernels:
 
         found = second()
         monkeypatch.setattr(switch, "ON", False)
-        monkeypatch.setattr(history, "left_to_autograd", lambda x, sources: True)
+        monkeypatch.setattr(history, "left_to_autograd", lambda x, sources, static: True)
         torch.testing.assert_close(found, second(), rtol=1e-3, atol=1e-4)

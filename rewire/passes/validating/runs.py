@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,13 +13,16 @@ from torch import Tensor, nn
 
 from rewire.attributes import CONNECTIONS
 from rewire.copies import Inputs, own_inputs, private, seeded
-from rewire.passes.validating.tensors import gradient_error, real, tensors_in, tolerance
+from rewire.passes.validating.tensors import Gradient, gradient_error, real, sketch, tensors_in, tolerance
 from rewire.runtime.connection import Connection, connections
 from rewire.runtime.stream import Stream
 from rewire.torch_internals import children_of, pytree
 
 #: Models with more parameters have only those perturbed that are constant: a second set would not fit everywhere.
-_ALL_PERTURBED = 200_000_000
+LARGE = 200_000_000
+
+#: Elements between the beginnings of tied values: 256 bytes, so that they stay aligned.
+_STEP = 64
 
 #: How far off effective connection weights may be: float32, whatever the model is in, and a softmax over them cancels.
 _CONNECTIONS = 2e-4
@@ -37,6 +41,7 @@ class Setting:
         rounding: outputs may differ by rounding; then gradients may differ by what a ReLU makes of that, and are not
             compared.
         within: the relative error that outputs may have at least, where something on the way to them is less precise.
+        dtype: of parameters, buffers and inputs; None: their own.
     """
 
     name: str
@@ -46,11 +51,12 @@ class Setting:
     strided: bool = False
     rounding: bool = False
     within: float = 0.0
+    dtype: torch.dtype | None = None
 
 
 @dataclasses.dataclass
 class Run:
-    """Outputs of a model, and its gradients.
+    """Outputs of a model, and sketches of its gradients (`tensors.sketch`): a set of them would be a second model.
 
     Attributes:
         outputs: floating-point and complex tensors that it returned.
@@ -63,23 +69,23 @@ class Run:
     """
 
     outputs: list[Tensor] = dataclasses.field(default_factory=list)
-    expected: dict[str, Tensor] | None = None
-    gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    expected: dict[str, Gradient] | None = None
+    gradients: dict[str, Gradient] = dataclasses.field(default_factory=dict)
     wrong: list[str] = dataclasses.field(default_factory=list)
     compared: int = 0
     within: float = 0.0
 
     def __post_init__(self) -> None:
-        self._largest = max((float(g.float().norm()) for g in (self.expected or {}).values()), default=0.0)
+        self._largest = max((float(g.sketch.norm()) for g in (self.expected or {}).values()), default=0.0)
 
     def arrived(self, name: str, gradient: Tensor) -> None:
         """Keep a parameter's gradient, or compare it."""
         if self.expected is None:
-            self.gradients[name] = gradient.detach()
+            self.gradients[name] = Gradient(sketch(gradient), gradient.dtype)
         elif name in self.expected:
             self.compared += 1
             within = max(self.within, _CONNECTIONS) if CONNECTIONS in name else self.within
-            error = gradient_error(self.expected.pop(name), gradient, self._largest, within)
+            error = gradient_error(self.expected.pop(name), sketch(gradient), self._largest, within)
             if error:
                 self.wrong.append(f"the gradient of '{name}' differs from the original's by {error:.1e} (relative)")
         elif CONNECTIONS not in name and float(gradient.float().norm()) > 0:
@@ -90,8 +96,8 @@ def run(
     setting: Setting,
     model: nn.Module,
     inputs: Inputs,
-    noise: dict[str, Tensor],
-    expected: dict[str, Tensor] | None = None,
+    values: dict[str, Tensor],
+    expected: dict[str, Gradient] | None = None,
 ) -> Run:
     """One forward and backward pass of a copy of ``model``.
 
@@ -99,21 +105,21 @@ def run(
         setting: how.
         model: it is not changed.
         inputs: they are not changed.
-        noise: added to the parameters of these names.
+        values: of the parameters of these names; the others have their own.
         expected: gradients to compare with; see `Run`.
     """
-    bench = _copy(setting, model, noise)
     result = Run(expected=expected, within=setting.within)
-    with _gradients_to(result, bench) as trained, torch.enable_grad(), seeded(0, bench):
-        args, kwargs = own_inputs(inputs)
-        outputs = [t for t in tensors_in(bench(*args, **kwargs)) if t.is_floating_point() or t.is_complex()]
-        differentiable = [t for t in outputs if t.requires_grad and t.numel()]
-        if differentiable and trained:
-            torch.default_generator.manual_seed(1)
-            # weights that differ per element: a plain sum would hide what a final norm cancels
-            loss = sum((_weights(t) * real(t)).sum() / t.numel() for t in differentiable)
-            loss.backward()  # type: ignore[union-attr]
-    result.outputs = [t.detach() for t in outputs]
+    with _copied(setting, model, values) as bench, _gradients_to(result, bench) as trained, torch.enable_grad():
+        with seeded(0, bench):
+            args, kwargs = _given(setting, inputs)
+            outputs = [t for t in tensors_in(bench(*args, **kwargs)) if t.is_floating_point() or t.is_complex()]
+            differentiable = [t for t in outputs if t.requires_grad and t.numel()]
+            if differentiable and trained:
+                torch.default_generator.manual_seed(1)
+                # weights that differ per element: a plain sum would hide what a final norm cancels
+                loss = sum((_weights(t) * real(t)).sum() / t.numel() for t in differentiable)
+                loss.backward()  # type: ignore[union-attr]
+        result.outputs = [t.detach() for t in outputs]
     result.wrong += [f"parameter '{name}' has a gradient in the original only" for name in expected or ()]
     return result
 
@@ -142,12 +148,32 @@ def _gradients_to(result: Run, bench: nn.Module) -> Iterator[bool]:
             handle.remove()
 
 
-def _copy(setting: Setting, model: nn.Module, noise: dict[str, Tensor]) -> nn.Module:
+@contextmanager
+def _copied(setting: Setting, model: nn.Module, values: dict[str, Tensor]) -> Iterator[nn.Module]:
+    """A copy of the model that has these values, which it does not copy, and is in the setting's mode and precision."""
     bench = private(model).train(setting.training)
     parameters = dict(bench.named_parameters())
-    for name, difference in noise.items():
-        parameters[name].data = parameters[name].data + difference.to(parameters[name])  # connection weights: float32
-    return bench
+    for name, value in values.items():
+        parameters[name].data = value
+    if setting.dtype is not None:
+        bench = bench.double() if setting.dtype == torch.float64 else bench.float()
+    try:
+        yield bench
+    finally:
+        for name in values:  # modules hold each other: until Python finds these circles, they would hold the values
+            parameters[name].data = torch.empty(0, dtype=parameters[name].dtype, device=parameters[name].device)
+
+
+def _given(setting: Setting, inputs: Inputs) -> Inputs:
+    """A copy of the inputs in the setting's precision, or their own if that is better."""
+
+    def raised(value: Any) -> Any:
+        if setting.dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return value.detach().to(torch.promote_types(value.dtype, setting.dtype)).requires_grad_(value.requires_grad)
+
+    args, kwargs = pytree.tree_map(raised, own_inputs(inputs))
+    return args, kwargs
 
 
 def _weights(output: Tensor) -> Tensor:
@@ -157,10 +183,9 @@ def _weights(output: Tensor) -> Tensor:
 
 
 def block_outputs(
-    setting: Setting, model: nn.Module, inputs: Inputs, noise: dict[str, Tensor]
+    setting: Setting, model: nn.Module, inputs: Inputs, values: dict[str, Tensor]
 ) -> list[tuple[str, Tensor]]:
     """What modules with children return, in order; streams as what the next block would read."""
-    bench = _copy(setting, model, noise)
     blocks: list[tuple[str, Tensor]] = []
 
     def record(path: str) -> Any:
@@ -173,37 +198,56 @@ def block_outputs(
 
         return hook
 
-    for path, module in bench.named_modules():
-        if children_of(module):
-            module.register_forward_hook(record(path))
-    with torch.enable_grad(), seeded(0, bench):
-        args, kwargs = own_inputs(inputs)
-        bench(*args, **kwargs)
+    with _copied(setting, model, values) as bench:
+        for path, module in bench.named_modules():
+            if children_of(module):
+                module.register_forward_hook(record(path))
+        with torch.enable_grad(), seeded(0, bench):
+            args, kwargs = _given(setting, inputs)
+            bench(*args, **kwargs)
     return blocks
 
 
-def coarsest(setting: Setting, model: nn.Module, inputs: Inputs, noise: dict[str, Tensor]) -> float:
+def coarsest(setting: Setting, model: nn.Module, inputs: Inputs, values: dict[str, Tensor]) -> float:
     """The relative error that the least precise of its matrices and hidden states may have."""
-    states = [value for _, value in block_outputs(setting, model, inputs, noise)]
+    states = [value for _, value in block_outputs(setting, model, inputs, values)]
     matrices = [p for p in model.parameters() if p.dim() > 1 and p.is_floating_point()]
     return max(map(tolerance, (*states, *matrices)), default=0.0)
 
 
-def noise_for(model: nn.Module) -> dict[str, Tensor]:
-    """What to add to each parameter, so that no branch is zero."""
-    generator = torch.Generator().manual_seed(2)
-    parameters = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point() and not p.is_meta}
-    if sum(p.numel() for p in parameters.values()) > _ALL_PERTURBED:
-        parameters = {name: p for name, p in parameters.items() if p.numel() and bool((p == p.flatten()[0]).all())}
-    return {
-        name: (0.02 * torch.randn(p.shape, generator=generator)).to(p)
-        for name, p in parameters.items()
-        if type(p) is Tensor and p.numel()
-    }
+def values_for(setting: Setting, original: nn.Module, rewired: nn.Module) -> dict[str, Tensor]:
+    """Values of parameters that are not the model's own in a setting: in memory once, for both models."""
+    own = {name: p.detach() for name, p in original.named_parameters() if p.is_floating_point() and not p.is_meta}
+    own = {name: p for name, p in own.items() if type(p) is Tensor and p.numel()}
+    values, generator = dict[str, Tensor](), torch.Generator().manual_seed(2)
+    large = sum(p.numel() for p in own.values()) > LARGE
+    for name, p in own.items():
+        if setting.perturbed and (not large or bool((p == p.flatten()[0]).all())):
+            noise = torch.randn(p.shape, generator=generator).mul_(0.02).to(p)
+            values[name] = p.to(setting.dtype or p.dtype) + noise  # so that no branch is zero
+    if setting.dtype is not None:
+        rest = {name: p for name, p in own.items() if name not in values}
+        tied = large and setting.moved
+        values |= _tied(rest, setting.dtype) if tied else {n: p.to(setting.dtype) for n, p in rest.items()}
+    return values | (movement(rewired) if setting.moved else {})
+
+
+def _tied(parameters: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Values in ``dtype``, in the memory of one block: each has those of the first, from another element on."""
+    kinds: dict[Any, list[str]] = {}
+    for name, p in parameters.items():
+        kinds.setdefault((re.sub(r"\d+", "", name), p.shape, p.device), []).append(name)
+    values: dict[str, Tensor] = {}
+    for (_, shape, _), names in kinds.items():
+        first = parameters[names[0]].to(dtype).flatten()  # [count]
+        reach, count = _STEP * (len(names) - 1), first.numel()
+        ring = torch.cat([first, *[first] * (reach // count), first[: reach % count]])
+        values |= {name: ring[_STEP * n :][:count].view(shape) for n, name in enumerate(names)}
+    return values
 
 
 def movement(rewired: nn.Module) -> dict[str, Tensor]:
-    """What to add to each connection weight, so that they mix: it changes no effective weight by more than a half."""
+    """Connection weights that mix: no effective one differs by more than a half from what it is."""
     paths = {module: path for path, module in rewired.named_modules()}
     moved: dict[str, Tensor] = {}
     for connection in connections(rewired).values():
@@ -212,7 +256,8 @@ def movement(rewired: nn.Module) -> dict[str, Tensor]:
         start, scale = _matrix(connection, drawn, 0.0), 0.3
         while scale > 1e-6 and float((_matrix(connection, drawn, scale) - start).abs().max()) > 0.5:
             scale /= 2
-        moved |= {f"{paths[connection]}.{name}": scale * value for name, value in drawn.items()}
+        for name, p in connection.named_parameters():
+            moved[f"{paths[connection]}.{name}"] = p.detach() + (scale * drawn[name]).to(p)
     return moved
 
 
