@@ -72,6 +72,12 @@ def drop_parameters(module: nn.Module) -> None:
     module._parameters = {}
 
 
+def casts_inputs(module: nn.Module) -> bool:
+    """Whether FSDP2's mixed precision casts what the module is called with."""
+    policy = module._get_fsdp_state()._mp_policy if hasattr(module, "_get_fsdp_state") else None
+    return policy is not None and policy.cast_forward_inputs and policy.param_dtype is not None
+
+
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """The table of a module's forward hooks: there is no public way to look for one, or to wrap it."""
     return module._forward_hooks

@@ -65,4 +65,4 @@ def _weights() -> Iterator[tuple[str, Any, bool]]:
     for connection in list(_CONNECTIONS):
         layout: Any = connection.layout
         for name, parameter in connection.named_parameters():
-            yield f"{layout.trunk}: {name}", parameter, name in layout.topology.matrices
+            yield f"{layout.trunk}: {name}", parameter, connection.weight_of(name) in layout.topology.matrices

@@ -45,11 +45,10 @@ class Few:
     def __init__(
         self,
         sources: Mapping[int, tuple[int, ...]],
-        rows: Iterable[Any],
+        rows: Mapping[int, Any],
         channels: Mapping[int, tuple[Channel, ...]],
     ) -> None:
-        self.sources, self.channels = sources, channels
-        self._rows = dict(zip(sources, rows, strict=True))
+        self.sources, self.channels, self._rows = sources, channels, rows
         self._last = dict(sorted((i, t) for t, numbers in sorted(sources.items()) for i in numbers))
 
     def __contains__(self, t: int) -> bool:
