@@ -125,7 +125,7 @@ def row(cluster: Cluster, name: str, options: dict[str, Any]) -> dict[str, Any]:
     seconds = cluster.forward_seconds(model)
     rewired = rewire.compile(model, name, validate=False, **options)
     (connection,) = rewire.connections(rewired).values()
-    weights = sum(p.numel() for p in connection.parameters())
+    weights = sum(connection.get_parameter(name).numel() for name in connection.travelling)
     states = [elements / cluster.width for elements in crossing(connection, cluster.cuts())]
     sent = max(states) * cluster.state + 4 * weights
     in_flight = [cluster.pipeline - stage for stage in range(1, cluster.pipeline)]  # micro-batches, under 1F1B

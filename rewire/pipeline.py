@@ -415,7 +415,7 @@ class Message:
         dims = layout.token("meta").dim() - 1  # of tokens
         self.trailing = [state.shape[dims:] for state in states]
         self.precise = [state.dtype == torch.float32 for state in states]
-        self.channels = layout.dims.width if layout.topology.needs_width else None  # else what there are
+        self.channels = layout.dims.width if layout.channels_are_last else None  # else what there are
         self.weights, self.float32 = weights, bool(weights) or any(self.precise)
 
     def __str__(self) -> str:

@@ -28,6 +28,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
     SplitPoint,
     pipeline,
+    schedules,
 )
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -169,6 +170,30 @@ def run(key: str, schedule: type, stages: int, blocks: int = 1, cache: bool = Fa
     total = torch.tensor(sum(sent.values()))
     dist.all_reduce(total)
     return int(total)
+
+
+def messages() -> None:
+    """One message each way for each boundary and micro-batch, of the hidden states and nothing else."""
+    stages, sizes = dist.get_world_size(), list[int]()
+    for key in ("ancre-ingoing", "ancre-few", "dca", "attnres", "hc-dynamic", "mhc"):
+        model, rank = make(key, 2 * stages), dist.get_rank()
+        part = cut(model, rank, stages)
+        rewire.pipeline_stage(part)
+        sizes.clear()
+
+        def counted(ops: Any, desc: str | None = None, real: Any = schedules._batch_p2p) -> Any:
+            sizes.extend(op.tensor.numel() for op in ops if op.op is dist.isend)
+            return real(ops, desc)
+
+        with mock.patch.object(schedules, "_batch_p2p", counted):
+            step(Schedule1F1B, {rank: part}, stages)
+        boundaries = (rank > 0) + (rank + 1 < stages)
+        assert len(sizes) == boundaries * MICRO_BATCHES, (key, sizes)
+        (connection,) = rewire.connections(part).values()
+        states = {"ancre-ingoing": 3, "ancre-few": 2, "dca": 3, "attnres": 5, "hc-dynamic": 4, "mhc": 4}[key]
+        padding = 2 * bool(connection.travelling)  # ancre's matrix: two numbers for each token, here
+        if stages == 2:
+            assert {*sizes} == {BATCH // MICRO_BATCHES * LENGTH * (states * WIDTH + padding)}, (key, sizes)
 
 
 def first_of_all() -> None:

@@ -60,7 +60,7 @@ def test_parts_of_any_topology_are_the_model(key: str) -> None:
     check_one_after_the_other(key)
 
 
-@pytest.mark.parametrize("key", ["ancre-ingoing", "attnres"])
+@pytest.mark.parametrize("key", ["ancre-ingoing", "muddformer"])
 def test_a_block_that_reads_ahead(key: str) -> None:
     """A post-norm block hands on what the next one reads; the boundary goes back to what was there before that."""
 
@@ -87,7 +87,7 @@ def run(tmp_path: Path, ranks: int, *scenarios: str) -> None:
 
 
 def test_schedules(tmp_path: Path) -> None:
-    run(tmp_path, 2, "first_of_all", "out_of_turn")
+    run(tmp_path, 2, "first_of_all", "out_of_turn", "messages")
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def only(model: nn.Module) -> Any:
     return connection
 
 
-@pytest.mark.parametrize("key", ["grn-v3", "attnres-groups", "mhc-learned"])
+@pytest.mark.parametrize("key", ["grn-v3", "attnres-groups", "mhc-cayley"])
 def test_checkpoints_of_stages_and_of_whole_models(key: str) -> None:
     """Weights by unit load into other cuts as they are, and are converted into a whole model's and back."""
     model = worker.make(key)
