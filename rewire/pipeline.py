@@ -324,13 +324,14 @@ class Boundary:
         record = None if kept is None else self._taken(kept)
 
         def resumed(message: Any) -> Stream:
-            local = message.to_local() if is_dtensor(message) else message
-            held = _Take.apply(self, record, local)
-            states = pytree.tree_unflatten([held[n] for n in self.same], self.structure)
-            placement, topology = self.connection.placement, self.connection.layout.topology
+            placement, local = self.connection.placement, message
             if is_dtensor(message):
-                placement = Placement.of_tokens(message, topology.template(states).shape)
-            learned = dict(zip(self.weights, held[len(self.states) :], strict=True))
+                local = message.to_local()
+                placement = Placement.of_tokens(message, torch.Size([*local.shape[:-1], self.message.last(local)]))
+            own = self.connection.learned(placement)
+            held = _Take.apply(self, record, [*own.values()] if local.requires_grad else [], local)
+            states = pytree.tree_unflatten([held[n] for n in self.same], self.structure)
+            learned = own | dict(zip([*self.weights, *own], held[len(self.states) :], strict=False))
             return self.connection.resume(states, learned, self.position, placement)
 
         return self.connection(message, resumed)
@@ -423,10 +424,10 @@ class Message:
 
     def fits(self, message: Tensor) -> bool:
         """Whether a tensor may be such a message."""
-        last = self._last(message)
+        last = self.last(message)
         return last >= 1 and sum(self._columns(message.shape[:-1].numel(), message.dtype, last)) == message.shape[-1]
 
-    def _last(self, message: Tensor) -> int:
+    def last(self, message: Tensor) -> int:
         """The size of the last dimension of hidden states."""
         if self.channels is not None:
             return self.channels
@@ -459,7 +460,7 @@ class Message:
 
     def parts(self, message: Tensor) -> list[Tensor]:
         """The states and weights in a message: views of it."""
-        tokens, last = message.shape[:-1], self._last(message)
+        tokens, last = message.shape[:-1], self.last(message)
         sizes = [columns * tokens.numel() for columns in self._columns(tokens.numel(), message.dtype, last)]
         order = sorted(range(len(self.trailing)), key=lambda n: not self.precise[n])  # wider numbers first
         bits, *pieces = message.reshape(-1).split([sizes[0], *(sizes[n + 1] for n in order)])
@@ -494,10 +495,18 @@ class _Hand(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """The tensors of a stream, from the message and from those that were kept, which get their gradients."""
+    """The tensors of a stream, from the message and from those that were kept, which get their gradients.
+
+    Behind them the stage's own weights. They get theirs here, too, by a backward pass of their own: zero-bubble schedules
+    compute gradients of inputs and those of weights in two passes, which works only if no weight is used on both sides
+    of another one, and these are used on both sides of a block.
+    """
 
     @staticmethod
-    def forward(ctx: Any, boundary: Boundary, kept: Kept | None, message: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, boundary: Boundary, kept: Kept | None, own: list[Tensor], message: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.own = own
         ctx.boundary, ctx.grads = boundary, [] if kept is None else kept.grads
         ctx.set_materialize_grads(False)
         crossed, (*_, needed) = iter(boundary.message.parts(message)), ctx.needs_input_grad
@@ -510,6 +519,8 @@ class _Take(torch.autograd.Function):
                 assert kept is not None
                 held.append(kept.tensors[number].detach())
                 learn.append(kept.learn[number])
+        held += [x.detach() for x in own]
+        learn += [x.requires_grad for x in own]
         ctx.made = [(x.shape, x.dtype, x.device) for x in held]
         ctx.mark_non_differentiable(*(tensor for tensor, learns in zip(held, learn, strict=True) if not learns))
         return tuple(held)
@@ -518,12 +529,15 @@ class _Take(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         crossed = []
-        for number, grad, (shape, dtype, device) in zip(ctx.boundary.known, grads, ctx.made, strict=True):
+        learned = [(x, grad) for x, grad in zip(ctx.own, grads[len(ctx.boundary.known) :], strict=True) if grad is not None]
+        if learned:
+            torch.autograd.backward(*zip(*learned, strict=True))
+        for number, grad, (shape, dtype, device) in zip(ctx.boundary.known, grads, ctx.made, strict=False):
             if number is None:
                 crossed.append(torch.zeros((), dtype=dtype, device=device).expand(shape) if grad is None else grad)
             else:
                 ctx.grads[number] = grad
-        return None, None, ctx.boundary.message.packed(crossed)
+        return None, None, None, ctx.boundary.message.packed(crossed)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

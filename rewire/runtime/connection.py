@@ -128,7 +128,7 @@ class Connection(Watched):
     def values(self) -> dict[str, Tensor]:
         """The learned weights by name, with gradients, as the formulas have them: what is stored times its unit."""
         self._check_all_here()
-        return self._values(self._learned())
+        return self._values(self.learned())
 
     def __call__(self, x: Tensor, *resume: Callable[[Tensor], Stream]) -> Stream:
         show_tensors_to_global_hooks()
@@ -153,7 +153,7 @@ class Connection(Watched):
             x, placement = unwrapped(x, layout.channel_dim, layout.trunk)
         elif placement is None:
             check_whole(x, layout.channel_dim, layout.trunk)
-        learned = self._learned(placement)
+        learned = self.learned(placement)
         return Stream.begin(x, self._effective(learned), layout, placement, learned)
 
     def check_ranks(self, x: Any) -> None:
@@ -229,11 +229,10 @@ class Connection(Watched):
 
         Args:
             states: as the topology has them, a `History` as a tuple of the states in it.
-            learned: weights that came with them, by name.
+            learned: weights, those that came with the states and those that are here.
             position: number of residual adds.
             placement: of the hidden states.
         """
-        learned = {**learned, **self._learned(placement)}
         weights, layout = self._effective(learned), self.layout
         token = layout.channels_last(layout.token(states[0].device))
         histories = iter([s for s in layout.topology.start(token, weights) if isinstance(s, History)])
@@ -247,7 +246,7 @@ class Connection(Watched):
             RewireError: they were cast, or are on another pipeline stage.
         """
         self._check_all_here()
-        return self._effective(self._learned())
+        return self._effective(self.learned())
 
     def _check_all_here(self) -> None:
         if not parameters_of(self).keys() >= {*self.learned_names}:
@@ -256,7 +255,7 @@ class Connection(Watched):
                 "that many units read on the one on which it starts; all of them are asked for."
             )
 
-    def _learned(self, placement: Placement | None = None) -> dict[str, Tensor]:
+    def learned(self, placement: Placement | None = None) -> dict[str, Tensor]:
         """The learned weights, whole, for use on hidden states of this placement."""
         sharded = any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
         learned = {name: _gathered(p) if sharded or is_dtensor(p) else p for name, p in self.named_parameters()}
